@@ -1,11 +1,13 @@
-"""What branches cost: ids to train on as chains and branches, against a row for each call of the model.
+"""What branches cost: ids to train on as chains and branches, against a row
+for each call of the model.
 
     python benchmarks/branches.py
 
-Played are the solvers of hop and hop_json, which think aloud, and a walk of more turns, under a template that strips thinking
-(`--template` takes another, by name or file). Counted are the ids that a trainer computes: a row per leaf as it does today, the
-nodes of the tree (each shared id once, what a trainer of trees would compute), and a row for each call, prompt and reply;
-and the CPU time of a turn, all of it but the model. Last line JSON.
+Played are the solvers of hop and hop_json, which think aloud, and a walk of more turns, under a
+template that strips thinking (`--template` takes another, by name or file). Counted are the ids
+that a trainer computes: a row per leaf as it does today, the nodes of the tree (each shared id
+once, what a trainer of trees would compute), and a row for each call, prompt and reply; and the CPU
+time of a turn, all of it but the model. Last line JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 from turnwright.renderers.template import find_source
 from turnwright.training.model.models import train_tokenizer
 
-COLUMNS = ("turns", "rows", "ids_leaves", "ids_tree", "ids_calls", "leaves_of_calls", "tree_of_calls", "ms_per_turn")
+COLUMNS = (
+    "turns",
+    "rows",
+    "ids_leaves",
+    "ids_tree",
+    "ids_calls",
+    "leaves_of_calls",
+    "tree_of_calls",
+    "ms_per_turn",
+)
 
 
 class Walk(tw.Env):
@@ -42,7 +53,10 @@ class Walk(tw.Env):
 
     def step(self, action: tw.Action) -> tw.Step:
         self.left -= 1
-        return tw.Step(f"You went on for a while. {self.left} crossings are left. Which way?", terminated=self.left == 0)
+        return tw.Step(
+            f"You went on for a while. {self.left} crossings are left. Which way?",
+            terminated=self.left == 0,
+        )
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[tw.Task]:
@@ -51,7 +65,10 @@ class Walk(tw.Env):
     @staticmethod
     def solver(messages: Sequence[tw.Message], rng: Any) -> str:
         way = rng.choice(("left", "right"))
-        return f"<think>\nI was told: {messages[-1].text} I have no map. The {way} path looks dry.\n</think>\n\nI go {way}."
+        return (
+            f"<think>\nI was told: {messages[-1].text} I have no map. The {way} path looks "
+            f"dry.\n</think>\n\nI go {way}."
+        )
 
 
 def renderer_of(name: str, texts: Sequence[str]) -> ChatRenderer:
@@ -73,7 +90,11 @@ def measure(world: Any, template: str, history: str, episodes: int) -> dict[str,
     for row in rows:
         branches.update(row.branches)
     samples = [list(row.samples()) for row in rows]
-    calls = sum(turn.context + sum(len(row.spans[i].ids) for i in turn.spans) for row in rows for turn in row.turns)
+    calls = sum(
+        turn.context + sum(len(row.spans[i].ids) for i in turn.spans)
+        for row in rows
+        for turn in row.turns
+    )
     leaves = sum(len(sample.ids) for own in samples for sample in own)
     tree = sum(len(span.ids) for row in rows for span in row.spans)
     sampled = sum(row.sampled_tokens for row in rows)
@@ -105,12 +126,20 @@ def main() -> None:
         worlds[f"walk of {turns}"] = as_env_spec(Walk, args={"turns": turns})
     found: dict[str, Any] = {}
     heads = ("turns", "rows", "leaves", "tree", "calls", "leaves/calls", "tree/calls", "ms/turn")
-    print(f"{'episodes':12} {'history':9}" + "".join(f" {head:>12}" for head in heads) + "  branches")
+    print(
+        f"{'episodes':12} {'history':9}" + "".join(f" {head:>12}" for head in heads) + "  branches"
+    )
     for name, world in worlds.items():
         for history in ("append", "template"):
-            row = found[f"{name}, {history}"] = measure(world, given.template, history, given.episodes)
+            row = found[f"{name}, {history}"] = measure(
+                world, given.template, history, given.episodes
+            )
             cells = [row[key] for key in COLUMNS]
-            print(f"{name:12} {history:9}" + "".join(f" {cell:12}" for cell in cells) + f"  {row['branches'] or ''}")
+            print(
+                f"{name:12} {history:9}"
+                + "".join(f" {cell:12}" for cell in cells)
+                + f"  {row['branches'] or ''}"
+            )
     print(json.dumps(found))
 
 

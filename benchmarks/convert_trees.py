@@ -1,16 +1,19 @@
-"""Convert every multi-turn launch script of other systems' source trees, and judge each recipe key by key.
+"""Convert every multi-turn launch script of other systems' source trees, and
+judge each recipe key by key.
 
     python benchmarks/convert_trees.py TREES [--verbose]
 
-TREES holds the trees of slime, Miles, SkyRL, verl, ms-swift and TRL, in folders `slime`, `miles`, `skyrl`, `verl`, `swift`,
-`trl`. Nothing of them is executed.
+TREES holds the trees of slime, Miles, SkyRL, verl, ms-swift and TRL, in folders `slime`, `miles`,
+`skyrl`, `verl`, `swift`, `trl`. Nothing of them is executed.
 
-A script counts if it starts a training and its text names what only several turns need (`MULTI_TURN`: a generate function, an
-agent loop, turns, tools, a scheduler, an environment factory, a teacher of own replies). The judge does not use the converter's
-reader or tables. It finds flags in the text of the script, whatever branch they are in, and compares them with the recipe by
-`EXPECTED`, which is written from the systems' documents. A flag is silently wrong if the recipe has another value than each
-of those that the text gives, or if neither the recipe nor the account names it. Branches, loops and variables that the judge
-cannot resolve leave several values or none; a flag without a value is only required to be named.
+A script counts if it starts a training and its text names what only several turns need
+(`MULTI_TURN`: a generate function, an agent loop, turns, tools, a scheduler, an environment
+factory, a teacher of own replies). The judge does not use the converter's reader or tables. It
+finds flags in the text of the script, whatever branch they are in, and compares them with the
+recipe by `EXPECTED`, which is written from the systems' documents. A flag is silently wrong if the
+recipe has another value than each of those that the text gives, or if neither the recipe nor the
+account names it. Branches, loops and variables that the judge cannot resolve leave several values
+or none; a flag without a value is only required to be named.
 
 Prints `{"scripts", "complete", "incomplete_said", "refused_said", "silently_wrong"}`.
 """
@@ -33,7 +36,14 @@ from turnwright.errors import ConfigError
 from turnwright_compat.launch_scripts import Converted, convert_file
 
 Transform = Callable[[Any], Any]
-SYSTEM_OF = {"slime": "slime", "miles": "slime", "skyrl": "skyrl", "verl": "verl", "swift": "swift", "trl": "trl"}
+SYSTEM_OF = {
+    "slime": "slime",
+    "miles": "slime",
+    "skyrl": "skyrl",
+    "verl": "verl",
+    "swift": "swift",
+    "trl": "trl",
+}
 
 LAUNCHES = {
     "slime": r"train(_async)?\.py|execute_train\(",
@@ -43,9 +53,9 @@ LAUNCHES = {
     "trl": r"(GRPO|RLOO)Trainer\(",
 }
 MULTI_TURN = {
-    "slime": r"--custom-generate-function-path|--rollout-function-path|--custom-agent-function-path|--generate-max-turns"
+    "slime": r"--custom-generate-function-path|--rollout-function-path|--custom-agent-function-path|--generate-max-turns"  # noqa: E501
     r"|--fully-async|--use-session-server",
-    "skyrl": r"generator\.max_turns|use_conversation_multi_turn|step_wise|fully_async|examples[./]train[./\w]*"
+    "skyrl": r"generator\.max_turns|use_conversation_multi_turn|step_wise|fully_async|examples[./]train[./\w]*"  # noqa: E501
     r"(search|sql|multiply|rlm|mini_swe|verifiers|harbor|openenv|openreward|visgym|turn_level)",
     "verl": r"multi_turn|agent_loop|agent\.default|tool_config|function_tool",
     "swift": r"multi_turn_scheduler|gym_env|max_turns|rlhf_type[: ]+gkd|teacher_model",
@@ -68,7 +78,9 @@ def off_at(*values: Any) -> Transform:
 
 def choice(**names: Any) -> Transform:
     """The word that a recipe has for a word."""
-    return lambda value: names.get(str(value).lower().replace("-", "_").replace("+", "p"), NOT_JUDGED)
+    return lambda value: names.get(
+        str(value).lower().replace("-", "_").replace("+", "p"), NOT_JUDGED
+    )
 
 
 def text(value: Any) -> Any:
@@ -115,7 +127,10 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "eps-clip-high": ("train.clip_high", same),
         "entropy-coef": ("train.entropy", same),
         "lr": ("train.lr", same),
-        "lr-decay-style": ("train.schedule", choice(constant="constant", linear="linear", cosine="cosine")),
+        "lr-decay-style": (
+            "train.schedule",
+            choice(constant="constant", linear="linear", cosine="cosine"),
+        ),
         "weight-decay": ("train.weight_decay", same),
         "clip-grad": ("train.max_grad_norm", same),
         "save": ("out", text),
@@ -159,7 +174,10 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "trainer.fully_async.max_staleness_steps": ("schedule.staleness", same),
     },
     "verl": {
-        "data.train_batch_size": ("rollout.groups", lambda value: NOT_JUDGED if value == 0 else value),
+        "data.train_batch_size": (
+            "rollout.groups",
+            lambda value: NOT_JUDGED if value == 0 else value,
+        ),
         "data.max_prompt_length": ("limits.prompt_tokens", same),
         "data.max_response_length": ("limits.episode_tokens", same),
         "actor_rollout_ref.model.path": ("model.path", text),
@@ -168,7 +186,10 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "actor_rollout_ref.rollout.top_p": ("rollout.top_p", same),
         "actor_rollout_ref.rollout.top_k": ("rollout.top_k", at_least_0),
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": ("limits.turns", same),
-        "actor_rollout_ref.rollout.multi_turn.tool_config_path": ("env.0.args.tool_config_path", text),
+        "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
+            "env.0.args.tool_config_path",
+            text,
+        ),
         "actor_rollout_ref.actor.optim.lr": ("train.lr", same),
         "actor_rollout_ref.actor.optim.weight_decay": ("train.weight_decay", same),
         "actor_rollout_ref.actor.clip_ratio_low": ("train.clip_low", same),
@@ -177,7 +198,11 @@ EXPECTED: dict[str, dict[str, tuple[str, Transform]]] = {
         "actor_rollout_ref.actor.entropy_coeff": ("train.entropy", same),
         "actor_rollout_ref.actor.loss_agg_mode": (
             "train.aggregation",
-            choice(token_mean="token", seq_mean_token_mean="trajectory", seq_mean_token_sum_norm="fixed"),
+            choice(
+                token_mean="token",
+                seq_mean_token_mean="trajectory",
+                seq_mean_token_sum_norm="fixed",
+            ),
         ),
         "algorithm.adv_estimator": (
             "train.algorithm",
@@ -250,7 +275,11 @@ def scripts(trees: Path) -> Iterator[tuple[str, Path, str]]:
     """Yield each multi-turn launch script as (system, path, text)."""
     for folder, system in SYSTEM_OF.items():
         for path in sorted((trees / folder).rglob("*")):
-            if path.suffix not in (".sh", ".py", ".yaml") or not path.is_file() or path.is_symlink():
+            if (
+                path.suffix not in (".sh", ".py", ".yaml")
+                or not path.is_file()
+                or path.is_symlink()
+            ):
                 continue
             if path.suffix == ".yaml" and system != "swift":
                 continue  # configurations that other scripts name
@@ -258,9 +287,15 @@ def scripts(trees: Path) -> Iterator[tuple[str, Path, str]]:
             if folder == "trl" and "examples" not in path.parts:
                 continue
             starts = re.search(LAUNCHES[system], uncommented(source), re.MULTILINE)
-            in_package = path.suffix == ".py" and (path.parts[len(trees.parts) + 1] == folder or path.name.startswith("train"))
+            in_package = path.suffix == ".py" and (
+                path.parts[len(trees.parts) + 1] == folder or path.name.startswith("train")
+            )
             if starts and not in_package and re.search(MULTI_TURN[system], uncommented(source)):
-                if path.suffix == ".py" and system != "trl" and not re.search(r"['\"]\s*--?[a-z]|execute_train\(", source):
+                if (
+                    path.suffix == ".py"
+                    and system != "trl"
+                    and not re.search(r"['\"]\s*--?[a-z]|execute_train\(", source)
+                ):
                     continue
                 if path.suffix == ".py" and system in ("skyrl", "verl", "swift"):
                     continue  # their own code; they are started by scripts
@@ -289,7 +324,7 @@ def plain(word: str) -> Any:
 def variables(source: str) -> dict[str, set[str]]:
     """Return the literal values that a script gives to variables anywhere."""
     found: dict[str, set[str]] = {}
-    pattern = r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"';&|]*)"
+    pattern = r"^\s*(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\"';&|]*)"  # noqa: E501
     for match in re.finditer(pattern, source, re.MULTILINE):
         found.setdefault(match[1], set()).add(match[2].strip("\"'"))
     for match in re.finditer(r"\$\{([A-Za-z_]\w*):?[-=]([^}$]*)\}", source):
@@ -314,7 +349,8 @@ def resolved(word: str, known: dict[str, set[str]], depth: int = 0) -> set[str]:
 
 
 def flags(system: str, path: Path, source: str) -> dict[str, set[str] | None]:
-    """Return the flags in a script's text with the values that they can have; None for values that are not known."""
+    """Return the flags in a script's text with the values that they can have; None for
+    values that are not known."""
     body = uncommented(source)
     found: dict[str, set[str] | None] = {}
 
@@ -337,10 +373,12 @@ def flags(system: str, path: Path, source: str) -> dict[str, set[str] | None]:
             add(match[1], match[2].strip())
         return found
     if system in ("skyrl", "verl"):
-        for match in re.finditer(r"(?<![\w.-])\+{0,2}([a-z_]\w*(?:\.\w+)+)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]*)", body):
+        for match in re.finditer(
+            r"(?<![\w.-])\+{0,2}([a-z_]\w*(?:\.\w+)+)=(\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')]*)", body
+        ):
             add(match[1], match[2].strip("\"'"))
         return found
-    pattern = r"(?<![\w-])--([a-z][\w-]*)(?:[ \t=]+((?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')-][^\s\\\"')]*)))?"
+    pattern = r"(?<![\w-])--([a-z][\w-]*)(?:[ \t=]+((?:\"[^\"\n]*\"|'[^'\n]*'|[^\s\\\"')-][^\s\\\"')]*)))?"  # noqa: E501
     for match in re.finditer(pattern, body):
         name = match[1].replace("_", "-") if system == "slime" else match[1].replace("-", "_")
         add(name, None if match[2] is None else match[2].strip("\"'"))
@@ -348,7 +386,8 @@ def flags(system: str, path: Path, source: str) -> dict[str, set[str] | None]:
 
 
 def always(path: Path, source: str) -> str:
-    """Return the texts of a Python launcher that are in no branch; of another script, all of its text."""
+    """Return the texts of a Python launcher that are in no branch; of another
+    script, all of its text."""
     if path.suffix != ".py":
         return source
     unconditional: list[str] = []
@@ -384,23 +423,31 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, int | float) and isinstance(right, int | float):
         return math.isclose(left, right, rel_tol=1e-9)
     if isinstance(left, str) and isinstance(right, str):
-        return left == right or left.endswith(f"/{right}") or right.partition("#")[0].partition("@")[0] == left
+        return (
+            left == right
+            or left.endswith(f"/{right}")
+            or right.partition("#")[0].partition("@")[0] == left
+        )
     return bool(left == right)
 
 
 def named(flag: str, converted: Converted) -> bool:
     """Return whether the account or a line of what is missing names a flag."""
-    return any(account.key == flag or account.key.endswith(f".{flag}") for account in converted.accounts) or any(
-        flag in line for line in (*converted.incomplete, *converted.notes)
-    )
+    return any(
+        account.key == flag or account.key.endswith(f".{flag}") for account in converted.accounts
+    ) or any(flag in line for line in (*converted.incomplete, *converted.notes))
 
 
 def dropped(flag: str, converted: Converted) -> bool:
-    """Return whether a flag is listed as not converted for a reason, or its value as one to replace.
+    """Return whether a flag is listed as not converted for a reason, or its
+    value as one to replace.
 
-    "No effect at this value" is no such reason: where the table here has a value, the flag has an effect.
+    "No effect at this value" is no such reason: where the table here has a
+    value, the flag has an effect.
     """
-    listed = [one for one in converted.accounts if one.key == flag and one.kind in ("none", "unknown")]
+    listed = [
+        one for one in converted.accounts if one.key == flag and one.kind in ("none", "unknown")
+    ]
     return any(not one.text.startswith("no effect") for one in listed) or any(
         flag in line for line in (*converted.incomplete, *converted.notes)
     )
@@ -412,7 +459,9 @@ def judge(system: str, path: Path, source: str) -> Judged:
         converted = convert_file(path)
     except ConfigError as error:
         one_line = "\n" not in str(error) and len(str(error)) > 10
-        return Judged(str(path), "refused_said", [] if one_line else ["the refusal is not one line"])
+        return Judged(
+            str(path), "refused_said", [] if one_line else ["the refusal is not one line"]
+        )
     except Exception as error:
         return Judged(str(path), "silently_wrong", [f"crashed: {type(error).__name__}: {error}"])
     recipe = tomllib.loads(converted.recipe)
@@ -422,7 +471,12 @@ def judge(system: str, path: Path, source: str) -> Judged:
     for flag, values in given.items():
         if any(other in given for other in SUPERSEDED.get(flag, ())):
             continue
-        if system == "trl" or named(flag, converted) or f"--{flag}" in certain or path.suffix != ".py":
+        if (
+            system == "trl"
+            or named(flag, converted)
+            or f"--{flag}" in certain
+            or path.suffix != ".py"
+        ):
             faults += judge_flag(system, flag, values, converted, recipe)
     faults += judge_minibatches(system, given, converted, recipe)
     case = Case(uncommented(source), certain, given, converted, recipe)
@@ -433,14 +487,21 @@ def judge(system: str, path: Path, source: str) -> Judged:
     return Judged(str(path), "silently_wrong" if faults else kind, faults)
 
 
-def judge_flag(system: str, flag: str, values: set[str] | None, converted: Converted, recipe: dict[str, Any]) -> list[str]:
+def judge_flag(
+    system: str, flag: str, values: set[str] | None, converted: Converted, recipe: dict[str, Any]
+) -> list[str]:
     """Return what is wrong about one flag."""
     if not named(flag, converted):
-        # a flag of another command of the script, or of a branch that is not taken, is in no setting of the training
+        # a flag of another command of the script, or of a branch that is not taken, is in no
+        # setting of the training
         known = EXPECTED[system].get(flag)
         if known is None or values is None or not converted.complete:
             return []
-        return [] if any(equal(value_at(recipe, known[0]), known[1](plain(one))) for one in values) else [f"{flag} is lost"]
+        return (
+            []
+            if any(equal(value_at(recipe, known[0]), known[1](plain(one))) for one in values)
+            else [f"{flag} is lost"]
+        )
     if flag not in EXPECTED[system] or not values:
         return []
     key, transform = EXPECTED[system][flag]
@@ -450,7 +511,10 @@ def judge_flag(system: str, flag: str, values: set[str] | None, converted: Conve
         return []  # a loss that is an algorithm here, with the advantages of GRPO
     if any(one is NOT_JUDGED or equal(actual, one) for one in expected) or dropped(flag, converted):
         return []
-    if any(key.removeprefix("env.0.") in note or key in note for note in (*converted.notes, *converted.incomplete)):
+    if any(
+        key.removeprefix("env.0.") in note or key in note
+        for note in (*converted.notes, *converted.incomplete)
+    ):
         return []  # the account says that it is another value, and why
     return [f"{flag} = {sorted(values)}: {key} = {actual!r}"]
 
@@ -466,11 +530,16 @@ RATIOS = {
 def judge_minibatches(
     system: str, given: dict[str, set[str] | None], converted: Converted, recipe: dict[str, Any]
 ) -> list[str]:
-    """Return what is wrong about the optimizer steps of a batch, where the text has one value for each part."""
+    """Return what is wrong about the optimizer steps of a batch, where the text has
+    one value for each part."""
     if system not in RATIOS:
         return []
     whole, part = RATIOS[system]
-    values = [plain(next(iter(own))) for key in (*whole, part) if (own := given.get(key)) and len(own) == 1]
+    values = [
+        plain(next(iter(own)))
+        for key in (*whole, part)
+        if (own := given.get(key)) and len(own) == 1
+    ]
     if len(values) != len(whole) + 1 or not all(isinstance(one, int) and one > 0 for one in values):
         return []
     if not all(named(key, converted) for key in (*whole, part)) or "num-steps-per-rollout" in given:
@@ -507,7 +576,11 @@ def judge_swift(case: Case) -> Iterator[str]:
     """Yield what is wrong about a scheduler or a teacher."""
     if re.search(r"rlhf_type[: ]+gkd", case.body) and "teacher" not in case.recipe:
         yield "gkd without a teacher"
-    if "teacher_model" in case.given and "teacher" not in case.recipe and not dropped("teacher_model", case.converted):
+    if (
+        "teacher_model" in case.given
+        and "teacher" not in case.recipe
+        and not dropped("teacher_model", case.converted)
+    ):
         yield "a teacher is lost"
     scheduler = case.given.get("multi_turn_scheduler")
     if scheduler and not any(case.use == f"swift:{one}" for one in scheduler):
@@ -515,14 +588,19 @@ def judge_swift(case: Case) -> Iterator[str]:
 
 
 def judge_slime(case: Case) -> Iterator[str]:
-    """Yield what is wrong about a generate function, a function for a step, a schedule or a teacher."""
+    """Yield what is wrong about a generate function, a function for a step, a
+    schedule or a teacher."""
     generate = case.given.get("custom-generate-function-path")
     functions = {one.rpartition(".")[2] for one in generate or ()} | {"build_env"}
     is_named = named("custom-generate-function-path", case.converted)
     if generate and is_named and not case.replaced and case.use.rpartition(":")[2] not in functions:
         yield f"the generate function is {generate}, use = {case.use}"
     asynchronous = re.search(r"--fully-async\b|fully_async_rollout\.", case.certain)
-    if asynchronous and value_at(case.recipe, "schedule.mode") != "async" and case.converted.complete:
+    if (
+        asynchronous
+        and value_at(case.recipe, "schedule.mode") != "async"
+        and case.converted.complete
+    ):
         yield "fully asynchronous, schedule.mode is not"
     rollout = case.given.get("rollout-function-path")
     own = asynchronous or any("sglang_rollout" in one for one in rollout or ())
@@ -536,7 +614,12 @@ def judge_skyrl(case: Case) -> Iterator[str]:
     """Yield what is wrong about an environment."""
     classes = case.given.get("environment.env_class")
     by_name = case.use.startswith("skyrl:") or ":" not in case.use
-    if classes and by_name and not case.replaced and not any(case.use == f"skyrl:{one}" for one in classes):
+    if (
+        classes
+        and by_name
+        and not case.replaced
+        and not any(case.use == f"skyrl:{one}" for one in classes)
+    ):
         yield f"the environment is {classes}, use = {case.use}"
     if not classes and not case.replaced and "entrypoints.main_base" not in case.body:
         yield "an environment is made up"
@@ -544,8 +627,15 @@ def judge_skyrl(case: Case) -> Iterator[str]:
 
 def judge_verl(case: Case) -> Iterator[str]:
     """Yield what is wrong about turns or a teacher."""
-    several = re.search(r"multi_turn\.enable=[Tt]rue|default_agent_loop=tool_agent|agent_loop_config_path=", case.body)
-    if several and value_at(case.recipe, "limits.turns") == 1 and "max_assistant_turns=1" not in case.body:
+    several = re.search(
+        r"multi_turn\.enable=[Tt]rue|default_agent_loop=tool_agent|agent_loop_config_path=",
+        case.body,
+    )
+    if (
+        several
+        and value_at(case.recipe, "limits.turns") == 1
+        and "max_assistant_turns=1" not in case.body
+    ):
         yield "several turns became one"
     if re.search(r"distillation\.enabled=[Tt]rue", case.body) and "teacher" not in case.recipe:
         yield "a teacher is lost"
@@ -558,13 +648,22 @@ def judge_trl(case: Case) -> Iterator[str]:
         yield f"the environment is {factory[1]}, use = {case.use}"
 
 
-JUDGES = {"slime": judge_slime, "skyrl": judge_skyrl, "verl": judge_verl, "swift": judge_swift, "trl": judge_trl}
-"""What is wrong about the kind of a training: its environment, its teacher, its schedule, its turns."""
+JUDGES = {
+    "slime": judge_slime,
+    "skyrl": judge_skyrl,
+    "verl": judge_verl,
+    "swift": judge_swift,
+    "trl": judge_trl,
+}
+"""What is wrong about the kind of a training: its environment, its teacher,
+its schedule, its turns."""
 
 
 def main() -> int:
     """Print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trees", type=Path)
     parser.add_argument("--verbose", action="store_true", help="name the scripts of each class")
     args = parser.parse_args()

@@ -30,7 +30,9 @@ from turnwright.engines.remote.remote_engine import CANARY
 from turnwright.engines.remote.replica import Replica
 
 SERVERS, AT_A_TIME = 4, 2
-RECIPE = kill_resume.RECIPE.replace("groups = 6", "groups = 24\nconcurrency = 12").replace("steps = 16", "steps = {steps}")
+RECIPE = kill_resume.RECIPE.replace("groups = 6", "groups = 24\nconcurrency = 12").replace(
+    "steps = 16", "steps = {steps}"
+)
 EPISODES = 24 * 4
 
 
@@ -38,7 +40,17 @@ class Server:
     """`turnwright serve` in a process of its own."""
 
     def __init__(self, model: Path) -> None:
-        words = [sys.executable, "-m", "turnwright.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+        words = [
+            sys.executable,
+            "-m",
+            "turnwright.cli.main",
+            "serve",
+            str(model),
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+        ]
         self.begun = time.monotonic()
         self.process = kill_resume.start(words, stdout=subprocess.PIPE, text=True)
         self.listening = self.answered = self.joined = self.cpu_s = 0.0
@@ -87,7 +99,9 @@ class Siege:
         self.ready.clear()
 
         def work() -> None:
-            while not all(server.answered for server in self.added):  # a start takes a core, which would be measured too
+            while not all(
+                server.answered for server in self.added
+            ):  # a start takes a core, which would be measured too
                 time.sleep(0.02)
             self.spare = self.start(AT_A_TIME)
             self.ready.set()
@@ -104,7 +118,9 @@ class Siege:
     def strike(self) -> None:
         victims = self.rng.sample(self.running, AT_A_TIME)
         urls = {server.url for server in victims}
-        self.in_flight.append(sum(len(m.calls) for fleet in FLEETS for m in fleet.members if m.engine.url in urls))
+        self.in_flight.append(
+            sum(len(m.calls) for fleet in FLEETS for m in fleet.members if m.engine.url in urls)
+        )
         for server in victims:
             server.kill()
             self.servers.remove(server.url)
@@ -133,7 +149,12 @@ def play(folder: Path, recipe: str, model: Path, rounds: int, seed: int) -> tupl
         siege.servers.add(server.url)
     if rounds:
         siege.prepare()
-    generate, update, made, check = Replica.generate, Fleet.update_from, Fleet.__init__, Replica.check
+    generate, update, made, check = (
+        Replica.generate,
+        Fleet.update_from,
+        Fleet.__init__,
+        Replica.check,
+    )
 
     async def noted(self: Replica, request: Any) -> Any:
         found = await generate(self, request)
@@ -141,11 +162,14 @@ def play(folder: Path, recipe: str, model: Path, rounds: int, seed: int) -> tupl
         return found
 
     async def asked(self: Replica, *given: Any) -> bool:
-        """Ask a server that joined for a reply as soon as the fleet would: the step may be over by then."""
+        """Ask a server that joined for a reply as soon as the fleet would: the
+        step may be over by then."""
         well = await check(self, *given)
         for server in siege.added:
             if well and server.url == self.engine.url and not server.answered:
-                request = Request(list(CANARY), 4, frozenset(), 1, "first", min_version=FLEETS[-1].version)
+                request = Request(
+                    list(CANARY), 4, frozenset(), 1, "first", min_version=FLEETS[-1].version
+                )
                 assert (await generate(self, request)).version == FLEETS[-1].version
                 server.answered = time.monotonic()
         return well
@@ -161,8 +185,24 @@ def play(folder: Path, recipe: str, model: Path, rounds: int, seed: int) -> tupl
         made(self, *given, **options)
         FLEETS.append(self)
 
-    words = ["train", str(file), "--out", str(out), "--model.path", str(model), "--warmup.demos", "0"]
-    words += ["--engine.kind", "auto", "--engine.urls-file", str(siege.servers.path), "--display", "none"]
+    words = [
+        "train",
+        str(file),
+        "--out",
+        str(out),
+        "--model.path",
+        str(model),
+        "--warmup.demos",
+        "0",
+    ]
+    words += [
+        "--engine.kind",
+        "auto",
+        "--engine.urls-file",
+        str(siege.servers.path),
+        "--display",
+        "none",
+    ]
     with ExitStack() as stack:
         stack.enter_context(patch.object(Replica, "generate", noted))
         stack.enter_context(patch.object(Replica, "check", asked))
@@ -178,7 +218,8 @@ def play(folder: Path, recipe: str, model: Path, rounds: int, seed: int) -> tupl
 
 
 def elastic(rounds: int, seed: int) -> dict[str, Any]:
-    """Compare a run whose servers are replaced with one whose servers stay; return the figures of the last line."""
+    """Compare a run whose servers are replaced with one whose servers stay; return the
+    figures of the last line."""
     recipe = RECIPE.format(steps=rounds + 6)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -190,9 +231,15 @@ def elastic(rounds: int, seed: int) -> dict[str, Any]:
         weights_equal = kill_resume.weights(besieged) == kill_resume.weights(peaceful)
     answered = [server for server in siege.added if server.answered]
     joined = [server.answered - server.joined for server in answered]
-    started = [server.listening - server.begun + wait for server, wait in zip(answered, joined, strict=True)]
+    started = [
+        server.listening - server.begun + wait
+        for server, wait in zip(answered, joined, strict=True)
+    ]
     cut = sum(siege.in_flight)
-    print(f"{len(siege.in_flight)} rounds, {siege.killed} servers killed with {cut} calls in flight; {dict(siege.counts)}")
+    print(
+        f"{len(siege.in_flight)} rounds, {siege.killed} servers killed with {cut} calls in flight; "
+        f"{dict(siege.counts)}"
+    )
     return {
         "rounds": len(siege.in_flight),
         "killed": siege.killed,

@@ -1,11 +1,12 @@
 """Faults at every await of 256 concurrent episodes, and what became of each.
 
-In four kinds of world: async code, sync code in threads, sync code in processes (`isolation = "process"`), and async code whose
-rewards are computed in processes (`reward_isolation = "process"`, called scorer). Faults: it raises, hangs for ever, returns
-garbage, returns after its deadline, dies by a signal (in processes alone). Held to: every episode ends as
-trained or as a record that names its fault, and they add up; the ids of the others equal those of a run without faults; all end
-by their deadline plus grace; every environment is closed (or its process ended); nothing is left but the threads of sync
-calls that never return.
+In four kinds of world: async code, sync code in threads, sync code in processes
+(`isolation = "process"`), and async code whose rewards are computed in processes
+(`reward_isolation = "process"`, called scorer). Faults: it raises, hangs for ever, returns garbage,
+returns after its deadline, dies by a signal (in processes alone). Held to: every episode ends as
+trained or as a record that names its fault, and they add up; the ids of the others equal those of a
+run without faults; all end by their deadline plus grace; every environment is closed (or its
+process ended); nothing is left but the threads of sync calls that never return.
 
     python benchmarks/faults.py            # half a minute; last line JSON
 """
@@ -35,8 +36,19 @@ FAULTS = ("raises", "hangs", "garbage", "late", "dies")
 DEADLINE_S = {"async": 1.5, "thread": 1.5, "process": 12.0, "scorer": 3.0}
 """256 processes at once take turns at the cores; their start alone has a deadline of its own."""
 GRACE_S = 5.0
-EXPECTED = {"raises": "ConnectionError", "hangs": "TimeoutError", "late": "TimeoutError", "dies": "ProcessDied"}
-GARBAGE = {"reset": "TypeError", "step": "EnvError", "reward": "RewardError", "generate": "BackendContractError", "close": ""}
+EXPECTED = {
+    "raises": "ConnectionError",
+    "hangs": "TimeoutError",
+    "late": "TimeoutError",
+    "dies": "ProcessDied",
+}
+GARBAGE = {
+    "reset": "TypeError",
+    "step": "EnvError",
+    "reward": "RewardError",
+    "generate": "BackendContractError",
+    "close": "",
+}
 RELEASE = threading.Event()
 """Lets go of what hangs in threads, when all has been counted."""
 
@@ -64,7 +76,11 @@ class Broken:
 
     def answer(self, fault: str) -> Any:
         self.left -= 1
-        return 5 if fault == "garbage" else tw.Step(f"{self.left} left", reward=0.25, terminated=self.left == 0)
+        return (
+            5
+            if fault == "garbage"
+            else tw.Step(f"{self.left} left", reward=0.25, terminated=self.left == 0)
+        )
 
     def shut(self) -> None:
         type(self).closed += 1
@@ -155,17 +171,22 @@ def tasks_of(mode: str, count: int) -> list[tw.Task]:
     """Every fault at every await in turn, and as many tasks without."""
     cases = [
         (at, fault) for at in AWAITS for fault in FAULTS
-        if (fault != "dies" or (at != "generate" if mode == "process" else (mode, at) == ("scorer", "reward")))
+        if (fault != "dies" or (at != "generate" if mode == "process" else (mode, at) == ("scorer", "reward")))  # noqa: E501
         and (at, fault) != ("generate", "late")
     ]  # fmt: skip
     late = DEADLINE_S[mode] + 0.5
     names = [".".join(cases[i // 2 % len(cases)]) if i % 2 else "none.none" for i in range(count)]
-    return [tw.Task("go", id=f"{name}.{number}", info={"late": late}) for number, name in enumerate(names)]
+    return [
+        tw.Task("go", id=f"{name}.{number}", info={"late": late})
+        for number, name in enumerate(names)
+    ]
 
 
 def ids_of(trajectory: tw.Trajectory) -> list[Any]:
     """All that was sampled and seen."""
-    return [(span.origin, span.ids, span.logprobs, span.parent, span.start) for span in trajectory.spans]
+    return [
+        (span.origin, span.ids, span.logprobs, span.parent, span.start) for span in trajectory.spans
+    ]
 
 
 def state() -> dict[str, set[Any]]:
@@ -179,7 +200,12 @@ def state() -> dict[str, set[Any]]:
             continue
     folders = set(Path(tempfile.gettempdir()).glob("turnwright-env-*"))
     fds = set(os.listdir("/proc/self/fd"))
-    return {"processes": kids, "descriptors": fds, "threads": set(threading.enumerate()), "directories": folders}
+    return {
+        "processes": kids,
+        "descriptors": fds,
+        "threads": set(threading.enumerate()),
+        "directories": folders,
+    }
 
 
 def named(trajectory: tw.Trajectory, at: str, fault: str) -> bool:
@@ -194,18 +220,25 @@ def named(trajectory: tw.Trajectory, at: str, fault: str) -> bool:
     return rewarded and (error.type, error.phase) == (expected, at)
 
 
-async def play(mode: str, tasks: Sequence[tw.Task]) -> tuple[dict[str, tw.Trajectory], Rollout, float, type]:
+async def play(
+    mode: str, tasks: Sequence[tw.Task]
+) -> tuple[dict[str, tw.Trajectory], Rollout, float, type]:
     """Play tasks in a kind of world, all at once."""
     world = Async if mode in ("async", "scorer") else Sync
     world.opened = world.closed = 0
     seconds = DEADLINE_S[mode]
     limits = tw.Limits(env_s=seconds, reward_s=seconds, generate_s=seconds)
-    rollout = Rollout(Engine(), tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=len(tasks)))
+    rollout = Rollout(
+        Engine(), tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=len(tasks))
+    )
     rules = tw.EnvRules(
-        isolation="process" if mode == "process" else "thread", reward_isolation="process" if mode == "scorer" else "thread"
+        isolation="process" if mode == "process" else "thread",
+        reward_isolation="process" if mode == "scorer" else "thread",
     )
     began = time.monotonic()
-    played = await rollout.play(make_episode_specs(world, tasks, phase="faults", step=0, rules=rules))
+    played = await rollout.play(
+        make_episode_specs(world, tasks, phase="faults", step=0, rules=rules)
+    )
     taken = time.monotonic() - began
     return dict(zip([task.id for task in tasks], played, strict=True)), rollout, taken, world
 
@@ -217,9 +250,17 @@ def run(mode: str, count: int = 256) -> dict[str, Any]:
     RELEASE.clear()
     played, rollout, seconds, world = asyncio.run(play(mode, tasks))
     opened, closed = world.opened, world.closed
-    late = sum(t.id.split(".")[1] == "late" and t.id.split(".")[0] != "generate" for t in tasks) if mode == "thread" else 0
+    late = (
+        sum(t.id.split(".")[1] == "late" and t.id.split(".")[0] != "generate" for t in tasks)
+        if mode == "thread"
+        else 0
+    )
     end = time.monotonic() + 3.0  # those that come back late do so, and their threads end
-    hung = sum(t.id.split(".")[1] == "hangs" and t.id.split(".")[0] != "generate" for t in tasks) if mode == "thread" else 0
+    hung = (
+        sum(t.id.split(".")[1] == "hangs" and t.id.split(".")[0] != "generate" for t in tasks)
+        if mode == "thread"
+        else 0
+    )
     while len(state()["threads"] - before["threads"]) > hung and time.monotonic() < end:
         time.sleep(0.01)
     left = {name: len(found - before[name]) for name, found in state().items()}
@@ -265,7 +306,9 @@ def wrong(found: dict[str, Any]) -> list[str]:
     if found["seconds"] > found["bound_s"]:
         mistakes.append(f"{found['seconds']} s is over deadline and grace, {found['bound_s']} s")
     if found["opened"] != found["closed"] or found["abandoned"] != found["abandoned_expected"]:
-        mistakes.append(f"{found['opened']} opened, {found['closed']} closed, {found['abandoned']} abandoned")
+        mistakes.append(
+            f"{found['opened']} opened, {found['closed']} closed, {found['abandoned']} abandoned"
+        )
     if (
         found["left"] | {"threads": 0} != dict.fromkeys(found["left"], 0)
         or found["left"]["threads"] != found["threads_expected"]
@@ -278,16 +321,35 @@ def main() -> int:
     """Print the tables."""
     results = [run(mode) for mode in DEADLINE_S]
     for found in results:
-        print(f"\n{found['mode']}: {found['episodes']} episodes at once in {found['seconds']} s (bound {found['bound_s']} s)")
-        print(f"{'await':<10}{'fault':<10}{'episodes':>9}{'trained':>9}{'named':>7}{'ids equal':>11}")
+        print(
+            f"\n{found['mode']}: {found['episodes']} episodes at once in {found['seconds']} s "
+            f"(bound {found['bound_s']} s)"
+        )
+        print(
+            f"{'await':<10}{'fault':<10}{'episodes':>9}{'trained':>9}{'named':>7}{'ids equal':>11}"
+        )
         for name, row in found["table"].items():
-            cells = "".join(f"{row.get(key, '-'):>{width}}" for key, width in (("episodes", 9), ("trained", 9), ("named", 7)))
-            print(f"{name.split()[0]:<10}{name.split()[1]:<10}{cells}{row.get('ids equal', '-'):>11}")
-        print(f"abandoned threads {found['abandoned']} (injected {found['abandoned_expected']}); left: {found['left']}")
+            cells = "".join(
+                f"{row.get(key, '-'):>{width}}"
+                for key, width in (("episodes", 9), ("trained", 9), ("named", 7))
+            )
+            print(
+                f"{name.split()[0]:<10}{name.split()[1]:<10}{cells}{row.get('ids equal', '-'):>11}"
+            )
+        print(
+            f"abandoned threads {found['abandoned']} (injected {found['abandoned_expected']}); "
+            f"left: {found['left']}"
+        )
     mistakes = [text for found in results for text in wrong(found)]
-    print(*(mistakes or ["every fault is named, every environment closed, nothing else touched"]), sep="\n")
     print(
-        json.dumps({found["mode"]: {k: v for k, v in found.items() if k != "table"} for found in results} | {"wrong": mistakes})
+        *(mistakes or ["every fault is named, every environment closed, nothing else touched"]),
+        sep="\n",
+    )
+    print(
+        json.dumps(
+            {found["mode"]: {k: v for k, v in found.items() if k != "table"} for found in results}
+            | {"wrong": mistakes}
+        )
     )
     return 1 if mistakes else 0
 

@@ -1,15 +1,17 @@
-"""Small tasks of `examples/`, each trained with the recipe that `turnwright init` writes, and with shuffled rewards.
+"""Small tasks of `examples/`, each trained with the recipe that `turnwright init` writes,
+and with shuffled rewards.
 
     python benchmarks/first_try.py [--quick] [--only NAME ...] [--set KEY=VALUE ...] [--jobs N]
 
-Four look at images, four take seven or more turns with JSON tools. A task is learned if held-out success is at least 0.8 of its
-solver's, and reinforcement closed at least half of the gap between the policy before it and the solver. With rewards shuffled
-among the episodes of each step (the control) none may be learned (a gain over 0.1), and none broken (a loss over 0.1). Success
-is that of 480 held-out episodes after the run: in the run's own 120 a policy that did not change may gain a tenth. CPU seconds
-are without them, and in the last line (JSON) without controls.
+Four look at images, four take seven or more turns with JSON tools. A task is learned if held-out
+success is at least 0.8 of its solver's, and reinforcement closed at least half of the gap between
+the policy before it and the solver. With rewards shuffled among the episodes of each step (the
+control) none may be learned (a gain over 0.1), and none broken (a loss over 0.1). Success is that
+of 480 held-out episodes after the run: in the run's own 120 a policy that did not change may gain a
+tenth. CPU seconds are without them, and in the last line (JSON) without controls.
 
-`idle` is the share of steps with a learning rate of 0 although most groups had episodes with different rewards, `lost` the
-largest loss of the success of a step's episodes within three steps.
+`idle` is the share of steps with a learning rate of 0 although most groups had episodes with
+different rewards, `lost` the largest loss of the success of a step's episodes within three steps.
 """
 
 from __future__ import annotations
@@ -50,14 +52,31 @@ TASKS = {
     "machine_repair": "env",
 }
 IMAGES = ("zoom_count", "click_target", "level_tuning", "find_pair", "belt_sorting")
-HEADER = "| task | seed | demonstrations | before | after | solver | steps | CPU s | idle | lost | gate | |"
+HEADER = (
+    "| task | seed | demonstrations | before | after | solver | steps | CPU s | idle | lost "
+    "| gate | |"
+)
 OF_SOLVER, OF_GAP, DRIFT = 0.8, 0.5, 0.1
 
 
 def recipe_of(name: str, folder: Path) -> Path:
-    """Write what `turnwright init` writes, with the example in place of its environment; return the recipe."""
-    words = [sys.executable, "-m", "turnwright", "init", name, *(["--vision"] if name in IMAGES else [])]
-    subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    """Write what `turnwright init` writes, with the example in place of its
+    environment; return the recipe."""
+    words = [
+        sys.executable,
+        "-m",
+        "turnwright",
+        "init",
+        name,
+        *(["--vision"] if name in IMAGES else []),
+    ]
+    subprocess.run(
+        words,
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
     recipe = folder / name / "recipe.toml"
     text = recipe.read_text()
     use = next(line for line in text.splitlines() if line.startswith("use = "))
@@ -65,10 +84,14 @@ def recipe_of(name: str, folder: Path) -> Path:
     return recipe
 
 
-def train(recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled: bool) -> dict[str, Any]:
-    """Train in this process, from the warm-up in `out` if there is one; return the summary, or the error that stopped the run.
+def train(
+    recipe: Path, seed: int, out: Path, overrides: Sequence[str], shuffled: bool
+) -> dict[str, Any]:
+    """Train in this process, from the warm-up in `out` if there is one; return the summary, or the
+    error that stopped the run.
 
-    The run before reinforcement is copied to `out` + `-warm`, where the control of the same seed begins.
+    The run before reinforcement is copied to `out` + `-warm`, where the control
+    of the same seed begins.
     """
     from honesty import Shuffled
 
@@ -108,8 +131,15 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
     assert spec.solver is not None
-    limits = tw.Limits(turns=load(recipe, []).config.limits.turns)  # without a model, a token is a byte
-    found = tw.rollout(spec.factory, spec.tasks("eval", n, seed), engine=tw.ScriptedEngine(spec.solver), limits=limits)
+    limits = tw.Limits(
+        turns=load(recipe, []).config.limits.turns
+    )  # without a model, a token is a byte
+    found = tw.rollout(
+        spec.factory,
+        spec.tasks("eval", n, seed),
+        engine=tw.ScriptedEngine(spec.solver),
+        limits=limits,
+    )
     return sum(one.reward == 1.0 for one in found) / len(found)
 
 
@@ -117,20 +147,49 @@ def success_of(run: str, checkpoint: str | Path) -> float:
     """Return held-out success of a checkpoint of a run."""
     words = ["eval", "--run", run, "--checkpoint", str(checkpoint), "--samples", "4", "--json"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-m", "turnwright", *words], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "turnwright", *words],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return float(json.loads(done.stdout)["sampled"]["success"])
 
 
-def run_one(name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str]) -> list[dict[str, Any]]:
-    """Train a task in processes of their own, with true and shuffled rewards after the same warm-up; return a row for each."""
+def run_one(
+    name: str, seed: int, kinds: Sequence[bool], overrides: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Train a task in processes of their own, with true and shuffled rewards after the same
+    warm-up; return a row for each."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(name, Path(folder))
         out, warm = f"{folder}/run", f"{folder}/run-warm"
         for shuffled in kinds:
-            words = [sys.executable, __file__, "--child", name, str(seed), str(recipe), out, str(int(shuffled)), *overrides]
-            done = subprocess.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-            found = {"error": done.stderr[-300:]} if done.returncode else json.loads(done.stdout.splitlines()[-1])
+            words = [
+                sys.executable,
+                __file__,
+                "--child",
+                name,
+                str(seed),
+                str(recipe),
+                out,
+                str(int(shuffled)),
+                *overrides,
+            ]
+            done = subprocess.run(
+                words,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            found = (
+                {"error": done.stderr[-300:]}
+                if done.returncode
+                else json.loads(done.stdout.splitlines()[-1])
+            )
             rows.append({"task": name, "seed": seed, "shuffled": shuffled, **found})
             if found.get("error"):
                 break
@@ -172,8 +231,14 @@ def judge(row: dict[str, Any]) -> str:
         return "stopped"
     before, after, best = row["success_before"], row["success_after"], row["solver"]
     if row["shuffled"]:
-        return "learned" if after - before > DRIFT else "broken" if before - after > DRIFT else "flat"
-    return "learned" if after >= OF_SOLVER * best and after - before >= OF_GAP * (best - before) else "not learned"
+        return (
+            "learned" if after - before > DRIFT else "broken" if before - after > DRIFT else "flat"
+        )
+    return (
+        "learned"
+        if after >= OF_SOLVER * best and after - before >= OF_GAP * (best - before)
+        else "not learned"
+    )
 
 
 def line(row: dict[str, Any]) -> str:
@@ -181,15 +246,31 @@ def line(row: dict[str, Any]) -> str:
     keys = "demos", "success_before", "success_after", "solver"
     shares = [f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in keys]
     control = " shuffled" if row["shuffled"] else ""
-    told = f" | {row['error'][:110]}" if row.get("error") else " | rolled back" if row.get("rolled_back") else ""
-    waste = " | ".join(f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in ("idle", "lost"))
-    rest = f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | {waste} | {row.get('gate')}"
-    return f"| {row['task']}{control} | {row['seed']} | {' | '.join(shares)} | {rest} | {judge(row)}{told} |"
+    told = (
+        f" | {row['error'][:110]}"
+        if row.get("error")
+        else " | rolled back"
+        if row.get("rolled_back")
+        else ""
+    )
+    waste = " | ".join(
+        f"{100 * row[key]:.0f}" if row.get(key) is not None else "-" for key in ("idle", "lost")
+    )
+    rest = (
+        f"{row.get('warmup_steps')} + {row.get('steps')} | {row.get('cpu_s') or 0:.0f} | "
+        f"{waste} | {row.get('gate')}"
+    )
+    return (
+        f"| {row['task']}{control} | {row['seed']} | {' | '.join(shares)} | {rest} | "
+        f"{judge(row)}{told} |"
+    )
 
 
 def main() -> None:
     """Run all tasks and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="seed 0 alone")
     parser.add_argument("--only", nargs="*", choices=tuple(TASKS), default=tuple(TASKS))
     parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1, 2))
@@ -206,7 +287,10 @@ def main() -> None:
         for found in pool.map(lambda one: run_one(*one, args.set), work):
             rows += found
             print("\n".join(map(line, found)), flush=True)
-    learned = {name: all(judge(r) == "learned" for r in rows if r["task"] == name and not r["shuffled"]) for name in args.only}
+    learned = {
+        name: all(judge(r) == "learned" for r in rows if r["task"] == name and not r["shuffled"])
+        for name in args.only
+    }
     control = [judge(row) for row in rows if row["shuffled"]]
     trained = [row for row in rows if not row["shuffled"] and row.get("steps")]
     steps = sum(row["steps"] for row in trained)

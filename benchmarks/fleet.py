@@ -1,24 +1,30 @@
-"""What the fleet's client costs a request, next to well-kept HTTP libraries that do the same by hand.
+"""What the fleet's client costs a request, next to well-kept HTTP libraries
+that do the same by hand.
 
-    python benchmarks/fleet.py [--contexts 1024 8192 32768] [--requests 512] [--rounds 7] [--libraries aiohttp]
+    python benchmarks/fleet.py [--contexts 1024 8192 32768] [--requests 512] [--rounds
+    7] [--libraries aiohttp]
 
-A server in a process of its own answers at once, in vLLM's tokens-only form: the ids of the prompt, echoed, and 64 ids with
-logprobs. 64 episodes run at a time; each sends its context, and the next turn has the reply and 16 other ids appended. They go
-(a) through `Fleet` and `VllmEngine`: placed, verified and all; (b) by hand: a body is made and encoded, sent by the library,
-the response is parsed, its echo compared with the ids sent, and its ids and logprobs are taken; (c) by the library alone: the
-same bytes out, the same bytes back, nothing made and nothing read. All libraries that are installed take part (`pip install
-aiohttp httpx2 httpx urllib3 niquests pycurl`); libraries without asyncio run 64 threads. The sides take turns within each
-round. Figures are medians over rounds of the CPU time of this process, so that neither server nor other processes count; ratios
-are medians of the rounds' own.
+A server in a process of its own answers at once, in vLLM's tokens-only form: the ids of the prompt,
+echoed, and 64 ids with logprobs. 64 episodes run at a time; each sends its context, and the next
+turn has the reply and 16 other ids appended. They go (a) through `Fleet` and `VllmEngine`: placed,
+verified and all; (b) by hand: a body is made and encoded, sent by the library, the response is
+parsed, its echo compared with the ids sent, and its ids and logprobs are taken; (c) by the library
+alone: the same bytes out, the same bytes back, nothing made and nothing read. All libraries that
+are installed take part (`pip install aiohttp httpx2 httpx urllib3 niquests pycurl`); libraries
+without asyncio run 64 threads. The sides take turns within each round. Figures are medians over
+rounds of the CPU time of this process, so that neither server nor other processes count; ratios are
+medians of the rounds' own.
 
     python benchmarks/fleet.py elastic [--kills 20]
 
-Trains with four `turnwright serve`, of which two are killed (-9) and two others join in the middle of a step, and once more
-with servers that stay; compares the ids that were trained and the final weights. A replacement's time runs from the start of
-its process, or from joining the list, to its first reply, which only proven weights give.
+Trains with four `turnwright serve`, of which two are killed (-9) and two others join in the middle
+of a step, and once more with servers that stay; compares the ids that were trained and the final
+weights. A replacement's time runs from the start of its process, or from joining the list, to its
+first reply, which only proven weights give.
 
-Last line: JSON. Of the client: `ratio` (a / b, the cheapest library, at the second context), `client_us` and `by_hand_us` by
-context, and `growth` (a at the longest context / a at the shortest).
+Last line: JSON. Of the client: `ratio` (a / b, the cheapest library, at the second
+context), `client_us` and `by_hand_us` by context, and `growth` (a at the longest
+context / a at the shortest).
 """
 
 from __future__ import annotations
@@ -48,7 +54,8 @@ JSON = {"content-type": "application/json"}
 
 
 class Server(asyncio.Protocol):
-    """Answers each POST of a generation with the prompt that it has and the same reply; everything else by a small table."""
+    """Answers each POST of a generation with the prompt that it has and the same reply; everything
+    else by a small table."""
 
     answer: bytes = b""
 
@@ -75,7 +82,11 @@ class Server(asyncio.Protocol):
 
 
 def framed(body: bytes) -> bytes:
-    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    return (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
 
 
 def page(path: str, body: bytes) -> bytes:
@@ -94,7 +105,10 @@ def page(path: str, body: bytes) -> bytes:
 
 async def serve() -> None:
     rng = random.Random(1)
-    rows = [{"token_id": rng.randrange(32_000), "logprob": -rng.random(), "rank": 1, "top_logprobs": []} for _ in range(REPLY)]
+    rows = [
+        {"token_id": rng.randrange(32_000), "logprob": -rng.random(), "rank": 1, "top_logprobs": []}
+        for _ in range(REPLY)
+    ]
     choice = {
         "index": 0,
         "token_ids": [row["token_id"] for row in rows],
@@ -102,7 +116,9 @@ async def serve() -> None:
         "logprobs": {"content": rows},
         "weight_versions": [{"version": "0", "start": 0, "end": REPLY}],
     }
-    Server.answer = orjson.dumps({"prompt_token_ids": [], "choices": [choice], "usage": {"prompt_tokens": 1}})
+    Server.answer = orjson.dumps(
+        {"prompt_token_ids": [], "choices": [choice], "usage": {"prompt_tokens": 1}}
+    )
     server = await asyncio.get_running_loop().create_server(Server, "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -115,8 +131,21 @@ def prompt(size: int) -> list[int]:
 
 def by_hand(ids: list[int], number: int) -> bytes:
     """A body as a user would make it."""
-    sampling = {"n": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": REPLY, "logprobs": 0}
-    sampling |= {"stop_token_ids": [32_001], "ignore_eos": True, "skip_special_tokens": False, "detokenize": False}
+    sampling = {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "max_tokens": REPLY,
+        "logprobs": 0,
+    }
+    sampling |= {
+        "stop_token_ids": [32_001],
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "detokenize": False,
+    }
     sampling |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     body = {"request_id": f"r{number}", "model": "m", "token_ids": ids, "sampling_params": sampling}
     return orjson.dumps(body | {"return_token_ids": True, "cache_salt": "0"})
@@ -143,7 +172,9 @@ async def libraries(stack: AsyncExitStack, names: list[str]) -> dict[str, Post]:
     with suppress(ImportError):
         import aiohttp
 
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=EPISODES)))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=EPISODES))
+        )
 
         async def with_aiohttp(url: str, body: bytes) -> bytes:
             async with session.post(url, data=body, headers=JSON) as response:
@@ -155,7 +186,9 @@ async def libraries(stack: AsyncExitStack, names: list[str]) -> dict[str, Post]:
             continue
         httpx = __import__(name)
         limits = httpx.Limits(max_connections=EPISODES, max_keepalive_connections=EPISODES)
-        client = await stack.enter_async_context(httpx.AsyncClient(limits=limits, timeout=60.0, trust_env=False))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(limits=limits, timeout=60.0, trust_env=False)
+        )
 
         async def with_httpx(client: Any, url: str, body: bytes) -> bytes:
             return (await client.post(url, content=body, headers=JSON)).content
@@ -176,7 +209,9 @@ async def libraries(stack: AsyncExitStack, names: list[str]) -> dict[str, Post]:
         manager = urllib3.PoolManager(maxsize=EPISODES, retries=False)
 
         async def with_urllib3(url: str, body: bytes) -> bytes:
-            return await loop.run_in_executor(pool, lambda: manager.request("POST", url, body=body, headers=JSON).data)
+            return await loop.run_in_executor(
+                pool, lambda: manager.request("POST", url, body=body, headers=JSON).data
+            )
 
         found["urllib3, threads"] = with_urllib3
     with suppress(ImportError):
@@ -190,7 +225,9 @@ async def libraries(stack: AsyncExitStack, names: list[str]) -> dict[str, Post]:
         def curl(url: str, body: bytes) -> bytes:
             if not hasattr(local, "handle"):
                 local.handle = pycurl.Curl()
-                local.handle.setopt(pycurl.HTTPHEADER, ["content-type: application/json", "expect:"])
+                local.handle.setopt(
+                    pycurl.HTTPHEADER, ["content-type: application/json", "expect:"]
+                )
             handle, out = local.handle, BytesIO()
             handle.setopt(pycurl.URL, url)
             handle.setopt(pycurl.POSTFIELDS, body)
@@ -202,10 +239,14 @@ async def libraries(stack: AsyncExitStack, names: list[str]) -> dict[str, Post]:
             return await loop.run_in_executor(pool, curl, url, body)
 
         found["pycurl, threads"] = with_curl
-    return {name: post for name, post in found.items() if not names or name.partition(",")[0] in names}
+    return {
+        name: post for name, post in found.items() if not names or name.partition(",")[0] in names
+    }
 
 
-async def episodes(turn: Callable[[Any, int], Awaitable[list[int]]], start: Callable[[], Any], requests: int) -> float:
+async def episodes(
+    turn: Callable[[Any, int], Awaitable[list[int]]], start: Callable[[], Any], requests: int
+) -> float:
     """CPU seconds of `requests` turns, in `EPISODES` episodes at a time."""
     numbers, observation = iter(range(requests)), prompt(OBSERVATION)
 
@@ -224,7 +265,9 @@ async def episodes(turn: Callable[[Any, int], Awaitable[list[int]]], start: Call
     return time.process_time() - cpu
 
 
-async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
+async def measure(
+    url: str, size: int, args: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
     """CPU microseconds of a request on each side, and our ratio to each."""
     from turnwright.engines import Request
     from turnwright.engines.ids import GrowingIds
@@ -262,7 +305,9 @@ async def measure(url: str, size: int, args: argparse.Namespace) -> tuple[dict[s
     figures = {name: statistics.median(row) for name, row in rows.items()}
     # Neighbors in a round: what else the machine does meets both.
     pairs = {name: zip(rows["turnwright"], row, strict=True) for name, row in rows.items()}
-    return figures, {name: statistics.median(a / b for a, b in pair) for name, pair in pairs.items()}
+    return figures, {
+        name: statistics.median(a / b for a, b in pair) for name, pair in pairs.items()
+    }
 
 
 def client(args: argparse.Namespace) -> dict[str, Any]:
@@ -276,11 +321,17 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
                 tables[size], against[size] = asyncio.run(measure(url, size, args))
         finally:
             server.kill()
-    print(f"CPU us of a request, {REPLY} ids of reply, {EPISODES} in flight; Python {platform.python_version()}")
+    print(
+        f"CPU us of a request, {REPLY} ids of reply, {EPISODES} in flight; Python "
+        f"{platform.python_version()}"
+    )
     print(f"{'context':28}" + "".join(f"{size:>8}" for size in args.contexts))
     for name in next(iter(tables.values())):
         print(f"{name:28}" + "".join(f"{tables[size][name]:8.0f}" for size in args.contexts))
-    hand = {size: min((us, name) for name, us in row.items() if "by hand" in name) for size, row in tables.items()}
+    hand = {
+        size: min((us, name) for name, us in row.items() if "by hand" in name)
+        for size, row in tables.items()
+    }
     ours = {size: row["turnwright"] for size, row in tables.items()}
     ratios = {size: round(against[size][name], 3) for size, (_, name) in hand.items()}
     return {
@@ -294,9 +345,13 @@ def client(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", nargs="?", choices=("client", "elastic"), default="client")
-    parser.add_argument("--kills", type=int, default=20, help="elastic: how often two of four are replaced")
+    parser.add_argument(
+        "--kills", type=int, default=20, help="elastic: how often two of four are replaced"
+    )
     parser.add_argument("--seed", type=int, default=0, help="elastic: chooses the servers to kill")
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)

@@ -1,10 +1,12 @@
-"""Does it learn from what it sees? Seeds of the quickstart with images, their blind controls, and what could be fooling us.
+"""Does it learn from what it sees? Seeds of the quickstart with images, their blind controls, and
+what could be fooling us.
 
     python benchmarks/honesty_vlm.py [--seeds 0 1 2 3] [any key of the recipe]
 
-Checked besides: no held-out task is in training, by id, by content, or by where its goal begins and in which colour; no image
-that a held-out task can show is one of training; the most that a player reaches who sees nothing, by trying every sequence of
-moves. The exit status is 1 when a seed starts over 0.58, ends under 0.93, or keeps over 0.15 blind. Last line JSON.
+Checked besides: no held-out task is in training, by id, by content, or by where its goal begins and
+in which colour; no image that a held-out task can show is one of training; the most that a player
+reaches who sees nothing, by trying every sequence of moves. The exit status is 1 when a seed starts
+over 0.58, ends under 0.93, or keeps over 0.15 blind. Last line JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +30,19 @@ STARTS_UNDER, ENDS_OVER, BLIND_UNDER = 0.58, 0.93, 0.15
 
 def quickstart(seed: int, out: Path, overrides: list[str]) -> dict[str, Any] | None:
     """The quickstart as anyone runs it; None where it did not come to its end."""
-    words = [sys.executable, "-m", "turnwright.cli.main", "train", RECIPE, "--seed", seed, "--out", out, "--display", "none"]
+    words = [
+        sys.executable,
+        "-m",
+        "turnwright.cli.main",
+        "train",
+        RECIPE,
+        "--seed",
+        seed,
+        "--out",
+        out,
+        "--display",
+        "none",
+    ]
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, words), *overrides], env=env, stdout=subprocess.DEVNULL)
     if done.returncode:
@@ -54,7 +68,8 @@ def row(seed: int, summary: dict[str, Any] | None) -> str:
 
 
 def overlap(seed: int) -> int:
-    """Held-out tasks that are in training by id, by content, or by the place and the colour of their goal at the start."""
+    """Held-out tasks that are in training by id, by content, or by the place and the colour of
+    their goal at the start."""
     from turnwright.config import load
     from turnwright.envs.tasks import content_key
     from turnwright.training import TaskPlan
@@ -62,10 +77,19 @@ def overlap(seed: int) -> int:
 
     config = load(RECIPE).config
     steps, groups = config.train.steps, config.rollout.groups
-    plan = TaskPlan(make_env_specs(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed)
-    names = (lambda t: t.id, content_key, lambda t: (t.info["right"], t.info["up"], t.info["colour"]))
+    plan = TaskPlan(
+        make_env_specs(config), steps=steps, groups=groups, held_out=config.eval.tasks, seed=seed
+    )
+    names = (
+        lambda t: t.id,
+        content_key,
+        lambda t: (t.info["right"], t.info["up"], t.info["colour"]),
+    )
     known = [{name(c.task) for c in plan.train} for name in names]
-    return sum(any(name(c.task) in seen for name, seen in zip(names, known, strict=True)) for c in plan.held_out)
+    return sum(
+        any(name(c.task) in seen for name, seen in zip(names, known, strict=True))
+        for c in plan.held_out
+    )
 
 
 def shared_images(reach: int) -> int:
@@ -75,13 +99,16 @@ def shared_images(reach: int) -> int:
     fields = range(-reach, reach + 1)
     sides: dict[str, set[bytes]] = {"train": set(), "eval": set()}
     for side, images in sides.items():
-        for right, up, colour, ground in product(fields, fields, range(len(radar.COLOURS)), range(radar.GROUNDS)):
+        for right, up, colour, ground in product(
+            fields, fields, range(len(radar.COLOURS)), range(radar.GROUNDS)
+        ):
             images.add(radar.draw((right, up), reach, colour, f"{side} {ground}").tobytes())
     return len(sides["train"] & sides["eval"])
 
 
 def blind_best(reach: int) -> float:
-    """The share of starts from which the best sequence of moves reaches the goal; who sees nothing can choose no more."""
+    """The share of starts from which the best sequence of moves reaches the goal; who sees
+    nothing can choose no more."""
     from turnwright.envs.builtin.radar import MOVES
 
     fields = range(-reach, reach + 1)
@@ -106,7 +133,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3])
     args, overrides = parser.parse_known_args()
     print(
-        "| seed | before, % | after, % | blind, % | greedy before | after | turns before | after | warm-up | CPU s | wall s |"
+        "| seed | before, % | after, % | blind, % | greedy before | after | turns before | after "
+        "| warm-up | CPU s | wall s |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     runs: list[dict[str, Any] | None] = []
@@ -119,7 +147,9 @@ def main() -> None:
     figures: dict[str, Any] = {
         "learned": len(ended) == len(runs)
         and all(
-            s["success_before"] < STARTS_UNDER and s["success_after"] >= ENDS_OVER and s["success_blind"] < BLIND_UNDER
+            s["success_before"] < STARTS_UNDER
+            and s["success_after"] >= ENDS_OVER
+            and s["success_blind"] < BLIND_UNDER
             for s in ended
         ),
         "before": [s["success_before"] for s in ended],
@@ -133,10 +163,15 @@ def main() -> None:
         "shared_images": shared_images(reach),
         "blind_best": blind_best(reach),
     }
-    shared = f"held-out tasks in training too: {figures['overlap']}; images of both sides: {figures['shared_images']}"
+    shared = (
+        f"held-out tasks in training too: {figures['overlap']}; images of both sides: "
+        f"{figures['shared_images']}"
+    )
     print(f"{shared}; blind at best: {figures['blind_best']:.3f}")
     print(json.dumps(figures))
-    sys.exit(0 if figures["learned"] and not figures["overlap"] and not figures["shared_images"] else 1)
+    sys.exit(
+        0 if figures["learned"] and not figures["overlap"] and not figures["shared_images"] else 1
+    )
 
 
 if __name__ == "__main__":

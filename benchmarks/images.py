@@ -1,14 +1,17 @@
 """What an image a turn costs the rollout loop, over the floor: work W2.
 
-One episode of T turns, a new 224 x 224 image in each, runs through the public `turnwright.rollout` with its defaults on (media
-store, journal and records on disk), against an engine that answers at once with fixed ids and asks for the pixel values of
-each image that is new to it, as an engine in the same process does. Behind it the pixel values of the whole episode are merged
-for training. The floor is what no loop can do without: each image through the processor once, one PNG, one encode of the
-text, ids appended, one merge at the end; the same processor, the same compression. CPU time, medians of the repeats.
+One episode of T turns, a new 224 x 224 image in each, runs through the public
+`turnwright.rollout` with its defaults on (media store, journal and records on disk), against an
+engine that answers at once with fixed ids and asks for the pixel values of each image that is
+new to it, as an engine in the same process does. Behind it the pixel values of the whole
+episode are merged for training. The floor is what no loop can do without: each image through
+the processor once, one PNG, one encode of the text, ids appended, one merge at the end; the
+same processor, the same compression. CPU time, medians of the repeats.
 
-Checked in the same run: every image processed exactly once and written once; each grid's patches / 4 are the pads of its
-block; the merged pixel values are those of the processor run over all images at once, bit by bit; merging n chunks copies
-n chunks. Peak memory is that of Python's and numpy's allocations (tracemalloc).
+Checked in the same run: every image processed exactly once and written once; each grid's patches /
+4 are the pads of its block; the merged pixel values are those of the processor run over all images
+at once, bit by bit; merging n chunks copies n chunks. Peak memory is that of Python's and numpy's
+allocations (tracemalloc).
 
     python benchmarks/images.py            # about a minute
     python benchmarks/images.py --quick
@@ -49,21 +52,29 @@ SPECIAL = [
     "<|video_pad|>",
 ]
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
-    "{% else %}{% for part in message.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is "
+    "string %}{{ message.content }}{% else %}{% for part in message.content %}{% if "
+    "part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ "
+    "part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if "
+    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TEXT = "This is what stands before you now; say in one short sentence what has changed and what you would do next."
+TEXT = (
+    "This is what stands before you now; say in one short sentence what has changed and what "
+    "you would do next."
+)
 
 
 def make_directory(folder: Path) -> Path:
-    """A model directory without weights: the tokenizer, the processor's settings and a chat template of the Qwen-VL kind."""
+    """A model directory without weights: the tokenizer, the processor's settings and a chat
+    template of the Qwen-VL kind."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=2000, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, min_frequency=1
+        vocab_size=2000,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        min_frequency=1,
     )
     tokenizer.train_from_iterator([TEXT, template_source("chatml")] * 4, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
@@ -97,15 +108,22 @@ def make_directory(folder: Path) -> Path:
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
         "image_std": [0.26862954, 0.26130258, 0.27577711],
     }
-    for name, value in (("config", config), ("preprocessor_config", processor), ("generation_config", {})):
+    for name, value in (
+        ("config", config),
+        ("preprocessor_config", processor),
+        ("generation_config", {}),
+    ):
         (folder / f"{name}.json").write_text(json.dumps(value))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
 class Fixed:
-    """An engine that answers at once with fixed ids, and looks at each new image once, as a cache across turns allows."""
+    """An engine that answers at once with fixed ids, and looks at each new image once, as a
+    cache across turns allows."""
 
     context = None
     version = 0
@@ -150,7 +168,9 @@ def make_env(images: list[np.ndarray], turns: int, *, shift: int = 0) -> type[tw
             return tw.Step(None, 0.0, True) if self.turn >= turns else tw.Step(self.look())
 
         def look(self) -> tw.Message:
-            return tw.Message("user", (tw.Image(images[(self.first + self.turn) % len(images)]), TEXT))
+            return tw.Message(
+                "user", (tw.Image(images[(self.first + self.turn) % len(images)]), TEXT)
+            )
 
         async def close(self) -> None:
             pass
@@ -165,12 +185,21 @@ def png(image: np.ndarray) -> bytes:
 
 
 def floor(
-    process: Callable[[np.ndarray], Any], tokenizer: Tokenizer, reply: list[int], images: list[np.ndarray], turns: int, to: Path
+    process: Callable[[np.ndarray], Any],
+    tokenizer: Tokenizer,
+    reply: list[int],
+    images: list[np.ndarray],
+    turns: int,
+    to: Path,
 ) -> Any:
     """The yardstick; the time at which each turn begins goes with what it gives."""
     vocab = tokenizer.get_vocab()
     pad = vocab["<|image_pad|>"]
-    before = [vocab["<|im_start|>"], *tokenizer.encode("user\n", add_special_tokens=False).ids, vocab["<|vision_start|>"]]
+    before = [
+        vocab["<|im_start|>"],
+        *tokenizer.encode("user\n", add_special_tokens=False).ids,
+        vocab["<|vision_start|>"],
+    ]
     after = [vocab["<|im_end|>"], *tokenizer.encode("\n", add_special_tokens=False).ids]
     ids: list[int] = []
     mask: list[int] = []
@@ -181,7 +210,13 @@ def floor(
         values = process(image)
         chunks.append(values)
         text = tokenizer.encode(TEXT, add_special_tokens=False).ids
-        delta = [*before, *[pad] * (int(values["image_grid_thw"].prod()) // 4), vocab["<|vision_end|>"], *text, *after]
+        delta = [
+            *before,
+            *[pad] * (int(values["image_grid_thw"].prod()) // 4),
+            vocab["<|vision_end|>"],
+            *text,
+            *after,
+        ]
         ids += delta
         mask += [0] * len(delta)
         stamps.append(time.process_time())
@@ -228,7 +263,10 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
     eyes = renderer.vision
     assert eyes is not None
     tokenizer = Tokenizer.from_file(str(root / "tokenizer.json"))
-    reply = [*tokenizer.encode(TEXT, add_special_tokens=False).ids, tokenizer.token_to_id("<|im_end|>")]
+    reply = [
+        *tokenizer.encode(TEXT, add_special_tokens=False).ids,
+        tokenizer.token_to_id("<|im_end|>"),
+    ]
     runs = iter(range(10**9))
 
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -242,15 +280,26 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
     def own(image: np.ndarray) -> Any:
         return dict(eyes.process(bare.add(image), bare))
 
-    def play(turns: int, env: type[tw.Env], engine: Fixed, store: MediaStore | None = None, n: int = 1) -> Any:
+    def play(
+        turns: int, env: type[tw.Env], engine: Fixed, store: MediaStore | None = None, n: int = 1
+    ) -> Any:
         folder = root / f"run{next(runs)}"
         limits = tw.Limits(turns=turns)
-        rows = tw.rollout(env, [tw.Task(answer=i) for i in range(n)], engine, renderer=renderer, limits=limits, out=folder)
+        rows = tw.rollout(
+            env,
+            [tw.Task(answer=i) for i in range(n)],
+            engine,
+            renderer=renderer,
+            limits=limits,
+            out=folder,
+        )
         assert engine.pixels is not None
         merged = None
         for row in rows:  # as a trainer does: the pixel values of one forward pass at a time
             merged = None
-            merged = engine.pixels.merged([block.media for block in row.media_placements(len(row.spans) - 1)])
+            merged = engine.pixels.merged(
+                [block.media for block in row.media_placements(len(row.spans) - 1)]
+            )
         return rows, merged, engine, folder
 
     print("CPU ms a turn          floor   floor, own processor   ours   ours / floor   ours / own")
@@ -260,7 +309,9 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
         for _ in range(repeats):
             folder = root / f"floor{next(runs)}"
             folder.mkdir()
-            a, _ = cpu(lambda t=turns, to=folder: floor(hugging_face, tokenizer, reply, images, t, to))
+            a, _ = cpu(
+                lambda t=turns, to=folder: floor(hugging_face, tokenizer, reply, images, t, to)
+            )
             bare = MediaStore()
             b, _ = cpu(lambda t=turns, to=folder: floor(own, tokenizer, reply, images, t, to))
             c, _ = cpu(lambda t=turns: play(t, make_env(images, t), Fixed(reply)))
@@ -281,7 +332,12 @@ def measure(root: Path, repeats: int) -> dict[str, Any]:
 
 
 def exact(
-    trajectory: tw.Trajectory, merged: Any, engine: Fixed, folder: Path, process: Any, images: list[np.ndarray]
+    trajectory: tw.Trajectory,
+    merged: Any,
+    engine: Fixed,
+    folder: Path,
+    process: Any,
+    images: list[np.ndarray],
 ) -> dict[str, Any]:
     """What must hold, whatever it costs."""
     placed = trajectory.media_placements(len(trajectory.spans) - 1)
@@ -289,23 +345,30 @@ def exact(
     whole = [process(image) for image in images[: len(placed)]]
     theirs = {key: np.concatenate([row[key] for row in whole]) for key in whole[0]}
     assert engine.pixels is not None
-    pads = [sum(i in engine.pixels.vision.pad_ids for i in ids[block.start : block.end]) for block in placed]
+    pads = [
+        sum(i in engine.pixels.vision.pad_ids for i in ids[block.start : block.end])
+        for block in placed
+    ]
     counted = [int(np.prod(row)) // 4 for row in theirs["image_grid_thw"]]
-    chunk_bytes = sum(array.nbytes for block in placed for array in engine.pixels.get(block.media).values())
+    chunk_bytes = sum(
+        array.nbytes for block in placed for array in engine.pixels.get(block.media).values()
+    )
     extra = peak(lambda: engine.pixels.merged([block.media for block in placed]))
     return {
         "images": len(placed),
         "images_processed": engine.pixels.processed,
         "pngs": len(list((folder / "media").glob("*.png"))),
         "bytes_to_engine": engine.bytes,
-        "pads_equal_grids": pads == counted and sum(pads) == sum(i in engine.pixels.vision.pad_ids for i in ids),
+        "pads_equal_grids": pads == counted
+        and sum(pads) == sum(i in engine.pixels.vision.pad_ids for i in ids),
         "pixels_equal": all(np.array_equal(np.asarray(merged[key]), theirs[key]) for key in theirs),
         "merge_bytes_over_chunks": round(extra / chunk_bytes, 3),
     }
 
 
 def memory(play: Any, images: list[np.ndarray], reply: list[int]) -> dict[str, Any]:
-    """Peak memory of a group of 16 episodes over that of one: siblings that see the same images, and such that do not."""
+    """Peak memory of a group of 16 episodes over that of one: siblings that see the same images,
+    and such that do not."""
     one = peak(lambda: play(16, make_env(images, 16), Fixed(reply)))
     same = peak(lambda: play(16, make_env(images, 16), Fixed(reply), n=16))
     unlike = peak(lambda: play(16, make_env(images, 16, shift=16), Fixed(reply), n=16))

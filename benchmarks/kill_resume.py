@@ -1,4 +1,5 @@
-"""Kill a training run at random instants, resume it each time, and hold it to a run that was never stopped.
+"""Kill a training run at random instants, resume it each time, and hold it to a
+run that was never stopped.
 
     python benchmarks/kill_resume.py --kills 10 [--mode one_step_off]
     python benchmarks/kill_resume.py --kills 20 --mode async    # every admitted group trained once, on turns sampled once
@@ -7,11 +8,13 @@
     python benchmarks/kill_resume.py --tree 20    # outages, and kills of each process below the run, at random instants
     python benchmarks/kill_resume.py --phases 3    # environments' processes, so often in each phase and each mode
 
-Compared are the ids that were trained, byte for byte and by (step, task, sample); the final weights, bit for bit; the rows of
-metrics, but for times and what resuming counts; and the turns of the journal that were sampled again (none). `lost_s` is the
-time from the last line of the journal to each kill. With --effects, `books_equal` tells whether every step of every episode is
-in its file once, and `steps_repeated` how often a step ran again that a kill had cut off from its entry. Last line JSON.
-"""
+Compared are the ids that were trained, byte for byte and by (step, task, sample); the final
+weights, bit for bit; the rows of metrics, but for times and what resuming counts; and the turns
+of the journal that were sampled again (none). `lost_s` is the time from the last line of the
+journal to each kill. With --effects, `books_equal` tells whether every step of every episode is
+in its file once, and `steps_repeated` how often a step ran again that a kill had cut off from
+its entry. Last line JSON.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -63,8 +66,23 @@ every = 4
 [checkpoint]
 every = 3
 """
-TIMES = {"time_s", "cpu_s", "train_s", "rollout_s", "tokens_per_s", "trained_tokens_per_s", "rollout_over_train", "seconds"}
-TIMES |= {"peak_memory_mib", "cache_hit", "tool_seconds", "tools_offered", "resume"}  # of a process, too
+TIMES = {
+    "time_s",
+    "cpu_s",
+    "train_s",
+    "rollout_s",
+    "tokens_per_s",
+    "trained_tokens_per_s",
+    "rollout_over_train",
+    "seconds",
+}
+TIMES |= {
+    "peak_memory_mib",
+    "cache_hit",
+    "tool_seconds",
+    "tools_offered",
+    "resume",
+}  # of a process, too
 
 FAILED = ("env_error", "tool_error", "reward_error", "engine_error", "timeout")
 """Stop reasons of episodes that are played again."""
@@ -88,19 +106,35 @@ class Outcome:
     lost_s: list[float] = field(default_factory=list)
     """For each kill, seconds since the last line of the journal."""
     books_equal: bool = True
-    """Of an environment with effects: whether the files that its steps wrote are those of the undisturbed run."""
+    """Of an environment with effects: whether the files that its steps wrote are those
+    of the undisturbed run."""
     steps_repeated: int = 0
-    """Of an environment with effects: steps that ran before a kill, without an entry in the journal, and again after it."""
+    """Of an environment with effects: steps that ran before a kill, without an entry in the
+    journal, and again after it."""
 
     @property
     def good(self) -> bool:
         """Whether nothing differs, and nothing of the journal was sampled again."""
-        return self.ids_equal and self.weights_equal and self.metrics_equal and self.books_equal and not self.again
+        return (
+            self.ids_equal
+            and self.weights_equal
+            and self.metrics_equal
+            and self.books_equal
+            and not self.again
+        )
 
 
 def command(*words: str | Path) -> list[str]:
     """The command line of `turnwright train`."""
-    return [sys.executable, "-m", "turnwright.cli.main", "train", *map(str, words), "--display", "none"]
+    return [
+        sys.executable,
+        "-m",
+        "turnwright.cli.main",
+        "train",
+        *map(str, words),
+        "--display",
+        "none",
+    ]
 
 
 def environment() -> dict[str, str]:
@@ -118,7 +152,9 @@ def finish(words: Sequence[str]) -> float:
     began = time.monotonic()
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)} ended with status {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(words)} ended with status {done.returncode}: {done.stderr[-2000:]}"
+        )
     return time.monotonic() - began
 
 
@@ -132,13 +168,20 @@ def phase_of(run: Path) -> str:
     if last is None:
         return "warm-up" if (run / "model").is_dir() else "making the model"
     name = str(last["k"][0]) if "k" in last else str(last["e"])
-    return {"gate": "warm-up", "train": "rollout", "trained": "after a step", "resumed": "set-up"}.get(name, name)
+    return {
+        "gate": "warm-up",
+        "train": "rollout",
+        "trained": "after a step",
+        "resumed": "set-up",
+    }.get(name, name)
 
 
 def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | None:
-    """Start a command and kill it: so many seconds after the journal grew, or the moment that `phase_of` says `instant`.
+    """Start a command and kill it: so many seconds after the journal grew, or the moment that
+    `phase_of` says `instant`.
 
-    "checkpoint" is the moment that one is being written, "mid-episode" the one that several episodes have a turn and no end.
+    "checkpoint" is the moment that one is being written, "mid-episode" the one that several
+    episodes have a turn and no end.
 
     Returns:
         What was interrupted; None when the run had ended before.
@@ -146,7 +189,9 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
     before, grown = size(run), 0.0
     process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
-        process.send_signal(signal.SIGSTOP)  # while it is looked at: on a busy machine it would be over before
+        process.send_signal(
+            signal.SIGSTOP
+        )  # while it is looked at: on a busy machine it would be over before
         now = time.monotonic()
         grown = grown or (now if size(run) > before else 0.0)
         if instant == "checkpoint":
@@ -192,7 +237,11 @@ def last_event(run: Path) -> dict[str, Any] | None:
 
 def events(run: Path) -> list[dict[str, Any]]:
     """The journal's whole lines."""
-    lines = (run / "journal.jsonl").read_bytes().split(b"\n") if (run / "journal.jsonl").exists() else [b""]
+    lines = (
+        (run / "journal.jsonl").read_bytes().split(b"\n")
+        if (run / "journal.jsonl").exists()
+        else [b""]
+    )
     return [json.loads(line) for line in lines[:-1]]
 
 
@@ -210,7 +259,9 @@ def trained(run: Path) -> dict[tuple[int, str, int], list[list[Any]]]:
         if event["e"] == "opened":
             open_now[key] = []
         for span in event.get("spans", ()):
-            open_now[key].append([span["origin"], span["ids"], span.get("logprobs"), span.get("version")])
+            open_now[key].append(
+                [span["origin"], span["ids"], span.get("logprobs"), span.get("version")]
+            )
         if event["e"] == "closed":
             if key in closed and not failed[key]:
                 raise SystemExit(f"the journal closes {key} twice")
@@ -235,7 +286,9 @@ def sampled_again(run: Path) -> tuple[int, int]:
 def metrics(run: Path) -> list[dict[str, Any]]:
     """Rows of metrics without times, in a fixed order."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return sorted(({k: v for k, v in row.items() if k not in TIMES} for row in rows), key=json.dumps)
+    return sorted(
+        ({k: v for k, v in row.items() if k not in TIMES} for row in rows), key=json.dumps
+    )
 
 
 def weights(run: Path) -> bytes:
@@ -256,7 +309,11 @@ def instants(kills: int, seconds: float, rng: random.Random) -> Iterator[str | f
 
 
 def kill_and_resume(
-    file: Path, war: Path, kills: Sequence[str | float], outcome: Outcome | Stream, given: Sequence[str] = ()
+    file: Path,
+    war: Path,
+    kills: Sequence[str | float],
+    outcome: Outcome | Stream,
+    given: Sequence[str] = (),
 ) -> None:
     """Kill and resume the run of a recipe, with overrides `given`, then let it end."""
     begin = command(file, "--out", war, *given)
@@ -267,17 +324,30 @@ def kill_and_resume(
             break
         outcome.kills.append(found)
         journal = war / "journal.jsonl"
-        outcome.lost_s.append(round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0)
+        outcome.lost_s.append(
+            round(time.time() - journal.stat().st_mtime, 3) if journal.exists() else 0.0
+        )
     finish(command("--resume", war) if (war / "config.json").exists() else begin)
 
 
 @contextmanager
 def serving(model: Path | None) -> Iterator[list[str]]:
-    """Serve a model in a process of its own; yield the overrides of a run that samples there, none without a model."""
+    """Serve a model in a process of its own; yield the overrides of a run that samples there,
+    none without a model."""
     if model is None:
         yield []
         return
-    words = [sys.executable, "-m", "turnwright.cli.main", "serve", str(model), "--port", "0", "--device", "cpu"]
+    words = [
+        sys.executable,
+        "-m",
+        "turnwright.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     with start(words, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
@@ -296,8 +366,11 @@ def warmed(folder: Path, recipe: str) -> Path:
     return out / "checkpoints" / "warmed"
 
 
-def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE, model: Path | None = None) -> Outcome:
-    """Run once in peace and once with kills, and compare; with a `model`, each with a server of its own."""
+def compare(
+    folder: Path, kills: Sequence[str | float], recipe: str = RECIPE, model: Path | None = None
+) -> Outcome:
+    """Run once in peace and once with kills, and compare; with a `model`, each
+    with a server of its own."""
     file = folder / "recipe.toml"
     file.write_text(recipe)
     peace, war = folder / "peace", folder / "war"
@@ -314,7 +387,10 @@ def compare(folder: Path, kills: Sequence[str | float], recipe: str = RECIPE, mo
     outcome.weights_equal = weights(war) == weights(peace)
     outcome.metrics_equal = metrics(war) == metrics(peace)
     outcome.again, outcome.resumed = sampled_again(war)
-    (ours_b, executed), (theirs_b, once) = books(folder / "books-war"), books(folder / "books-peace")
+    (ours_b, executed), (theirs_b, once) = (
+        books(folder / "books-war"),
+        books(folder / "books-peace"),
+    )
     outcome.books_equal, outcome.steps_repeated = ours_b == theirs_b, executed - once
     return outcome
 
@@ -342,7 +418,8 @@ class Stream:
 
     @property
     def good(self) -> bool:
-        """Whether every group was trained once, on turns that were sampled once, by policies that there were."""
+        """Whether every group was trained once, on turns that were sampled once, by
+        policies that there were."""
         return not self.groups_lost and not self.again and min(self.lags) >= 0
 
 
@@ -476,7 +553,7 @@ class Apart(tw.Env):
 
 class Scored(Apart):
     pass
-'''
+'''  # noqa: E501
 TREE = """\
 [model]
 hidden = 32
@@ -554,7 +631,8 @@ def below(root: int) -> dict[int, str]:
 
 
 def disturb(root: int, kind: str, down: Path, rng: random.Random) -> str:
-    """Disturb the run of this process id by an outage of its world or a kill; what it was, empty where there was nothing."""
+    """Disturb the run of this process id by an outage of its world or a kill; what it was, empty
+    where there was nothing."""
     if kind == "outage":
         down.touch()
         time.sleep(rng.uniform(0.02, 0.6))
@@ -590,7 +668,9 @@ def besiege(folder: Path, count: int, rng: random.Random, recipe: str = TREE) ->
             while process.poll() is None:
                 if kinds and size(war) > before:
                     time.sleep(rng.uniform(0.0, min(1.0, seconds / 8)))
-                    if process.poll() is None and (what := disturb(process.pid, kinds[-1], folder / "down", rng)):
+                    if process.poll() is None and (
+                        what := disturb(process.pid, kinds[-1], folder / "down", rng)
+                    ):
                         kinds.pop()
                         siege.disturbed.append(what)
                 time.sleep(0.003)
@@ -654,7 +734,8 @@ every = 3
 
 @dataclass
 class Deaths:
-    """What a run came to whose environments' processes were killed in one phase, beside one that was not disturbed."""
+    """What a run came to whose environments' processes were killed in one phase, beside one
+    that was not disturbed."""
 
     mode: str
     phase: str
@@ -674,7 +755,9 @@ class Deaths:
         With staleness, two undisturbed runs differ too, by which episodes ended first: of them, no
         episode may be missing.
         """
-        equal = self.warmup_equal and (self.mode == "async" or (self.ids_equal and self.weights_equal))
+        equal = self.warmup_equal and (
+            self.mode == "async" or (self.ids_equal and self.weights_equal)
+        )
         return bool(self.failed_plays) and self.ended and equal and not self.accepted
 
 
@@ -694,7 +777,8 @@ def warmup_losses(run: Path) -> list[float]:
 
 
 def kill_environments(root: int) -> int:
-    """Kill the processes of a run's environments, those that wait for an episode too; return how many."""
+    """Kill the processes of a run's environments, those that wait for an episode
+    too; return how many."""
     killed = 0
     for pid in [pid for pid, what in below(root).items() if what == "environment"]:
         with suppress(ProcessLookupError):
@@ -703,7 +787,9 @@ def kill_environments(root: int) -> int:
     return killed
 
 
-def kill_in_phase(folder: Path, mode: str, phase: str, count: int, peace: Path, rng: random.Random) -> Deaths:
+def kill_in_phase(
+    folder: Path, mode: str, phase: str, count: int, peace: Path, rng: random.Random
+) -> Deaths:
     """Kill processes of environments while a run is in a phase, and compare."""
     deaths, war, rounds = Deaths(mode, phase), folder / f"{mode}-{phase}", 0
     with (folder / "said").open("wb") as said:
@@ -722,7 +808,10 @@ def kill_in_phase(folder: Path, mode: str, phase: str, count: int, peace: Path, 
         return deaths
     deaths.failed_plays = json.loads((war / "summary.json").read_text()).get("failed_plays", 0)
     deaths.warmup_equal = warmup_losses(war) == warmup_losses(peace)
-    deaths.ids_equal, deaths.weights_equal = trained(war) == trained(peace), weights(war) == weights(peace)
+    deaths.ids_equal, deaths.weights_equal = (
+        trained(war) == trained(peace),
+        weights(war) == weights(peace),
+    )
     deaths.accepted = sum(len(event["failed"]) for event in events(war) if event["e"] == "accepted")
     return deaths
 
@@ -752,22 +841,44 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effects", action="store_true", help="an environment whose steps change files")
-    parser.add_argument("--tree", type=int, default=0, help="this many outages and kills of processes below the run")
-    parser.add_argument("--phases", type=int, default=0, help="kill all environments' processes so often in each phase")
-    parser.add_argument("--mode", choices=("sync", "one_step_off", "async", "hold"), default="sync", help="schedule.mode")
-    parser.add_argument("--served", action="store_true", help="sample by `turnwright serve`, in a process that is not killed")
+    parser.add_argument(
+        "--effects", action="store_true", help="an environment whose steps change files"
+    )
+    parser.add_argument(
+        "--tree", type=int, default=0, help="this many outages and kills of processes below the run"
+    )
+    parser.add_argument(
+        "--phases",
+        type=int,
+        default=0,
+        help="kill all environments' processes so often in each phase",
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("sync", "one_step_off", "async", "hold"),
+        default="sync",
+        help="schedule.mode",
+    )
+    parser.add_argument(
+        "--served",
+        action="store_true",
+        help="sample by `turnwright serve`, in a process that is not killed",
+    )
     args = parser.parse_args()
     if args.phases:
         with tempfile.TemporaryDirectory() as name:
             found = besiege_phases(Path(name), args.phases, random.Random(args.seed))
         good = sum(one.good for one in found)
-        print(json.dumps({"runs": len(found), "good": good, "kills": sum(one.kills for one in found)}))
+        print(
+            json.dumps({"runs": len(found), "good": good, "kills": sum(one.kills for one in found)})
+        )
         sys.exit(0 if good == len(found) else 1)
     if args.mode in ("async", "hold"):
         with tempfile.TemporaryDirectory() as name:
             recipe = with_schedule(RECIPE, "async", hold=args.mode == "hold")
-            stream = besiege_stream(Path(name), list(instants(args.kills, 0.9, random.Random(args.seed))), recipe)
+            stream = besiege_stream(
+                Path(name), list(instants(args.kills, 0.9, random.Random(args.seed))), recipe
+            )
         for number, what in enumerate(stream.kills, 1):
             print(f"kill {number}: {what}")
         print(json.dumps(vars(stream) | {"kills": len(stream.kills), "good": stream.good}))
@@ -786,10 +897,18 @@ def main() -> None:
             kills = [rng.uniform(0.0, 0.9) for _ in range(args.kills)]
         recipe = EFFECTS if args.effects else RECIPE
         model = warmed(Path(name), recipe) if args.served else None
-        outcome = compare(Path(name), kills, recipe if args.mode == "sync" else with_schedule(recipe, args.mode), model)
+        outcome = compare(
+            Path(name),
+            kills,
+            recipe if args.mode == "sync" else with_schedule(recipe, args.mode),
+            model,
+        )
     for number, what in enumerate(outcome.kills, 1):
         print(f"kill {number}: {what}")
-    print(f"episodes trained: {outcome.trained}; turns resumed: {outcome.resumed}, sampled again: {outcome.again}")
+    print(
+        f"episodes trained: {outcome.trained}; turns resumed: {outcome.resumed}, sampled again: "
+        f"{outcome.again}"
+    )
     print(json.dumps(vars(outcome) | {"kills": len(outcome.kills), "good": outcome.good}))
     sys.exit(0 if outcome.good else 1)
 

@@ -1,6 +1,8 @@
-"""The tasks of `examples/llm` and `make quickstart-llm`, each learned by a small language model: held-out success and cost.
+"""The tasks of `examples/llm` and `make quickstart-llm`, each learned by a small language model:
+held-out success and cost.
 
-    python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control] [--steps N] [--device cuda]
+    python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control]
+    [--steps N] [--device cuda]
 
 Each run is `turnwright train` in a process of its own. With `--control` each task is also trained
 from the same warm-up with rewards shuffled within its groups. A row is printed and appended to the
@@ -27,7 +29,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples" / "llm"
 MODEL = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-HEADER = "| task | seed | rewards | before, % | after, % | greedy, % | turns | steps | wall, s | CPU, s | peak, MiB | |"
+HEADER = (
+    "| task | seed | rewards | before, % | after, % | greedy, % | turns | steps | wall, s | "
+    "CPU, s | peak, MiB | |"
+)
 
 FIGURES = (
     *("success_before", "success_before_ci", "success_after", "success_after_ci", "n_eval"),
@@ -57,7 +62,9 @@ class LlmTask:
 TASKS = {
     "lookups": LlmTask("lookups.py", "Lookups"),
     # A call takes up to 36 ids of SmolLM2's tokenizer.
-    "word_problems": LlmTask("word_problems.py", "WORD_PROBLEMS", options=("--limits.turn-tokens", "40")),
+    "word_problems": LlmTask(
+        "word_problems.py", "WORD_PROBLEMS", options=("--limits.turn-tokens", "40")
+    ),
     "higher_lower": LlmTask("higher_lower.py", "HigherLower"),
     "adventure": LlmTask("adventure.py", "Adventure"),
     "sums": LlmTask("sums.py", "Sums"),
@@ -70,7 +77,9 @@ TASKS = {
 RUNS = {"quickstart": LlmTask("", "Hop", str(ROOT / "recipes" / "quickstart_llm.toml"))} | TASKS
 
 
-def train(task: LlmTask, options: Sequence[str], shuffled: bool, out: Path, keep: bool) -> dict[str, Any]:
+def train(
+    task: LlmTask, options: Sequence[str], shuffled: bool, out: Path, keep: bool
+) -> dict[str, Any]:
     """Train, or go on with a run that was cut off; return the figures of the run, or its error."""
     if not (out / "summary.json").exists():
         words = [sys.executable, "-m", "turnwright", "train"]
@@ -122,26 +131,45 @@ def line(row: Mapping[str, Any]) -> str:
     greedy = ", ".join(f"{100 * row[f'greedy_{when}']:.0f}" for when in ("before", "after"))
     turns = ", ".join(f"{row[f'turns_{when}']:.2f}" for when in ("before", "after"))
     cells = [*head, percent(row, "before"), percent(row, "after"), greedy, turns]
-    cells += [f"{row['warmup_steps']} + {row['rl_steps']}", f"{row['wall_s']:.0f}", f"{row['cpu_s']:.0f}"]
+    cells += [
+        f"{row['warmup_steps']} + {row['rl_steps']}",
+        f"{row['wall_s']:.0f}",
+        f"{row['cpu_s']:.0f}",
+    ]
     cells += [f"{row['peak_memory_mib']:.0f}", "rolled back" if row["rolled_back"] else ""]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
     """Train all, print the table, and return 1 where a run stopped."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=tuple(RUNS), default=tuple(RUNS), metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=tuple(RUNS), default=tuple(RUNS), metavar="NAME"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--control", action="store_true", help="also with shuffled rewards")
     parser.add_argument("--steps", type=int, help="reinforcement steps in place of the recipe's")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a GGUF file, or a model directory")
-    parser.add_argument("--device", default="auto", help="model.device of all runs: auto, cpu, cuda")
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "llm-tasks", help="directory of the runs")
-    parser.add_argument("--results", type=Path, help="JSON lines are appended here; default RUNS/results.jsonl")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, help="a GGUF file, or a model directory"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="model.device of all runs: auto, cpu, cuda"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=ROOT / "runs" / "llm-tasks", help="directory of the runs"
+    )
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines are appended here; default RUNS/results.jsonl"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints of finished runs")
     args = parser.parse_args()
     if not args.model.exists():
-        parser.error(f"{args.model}: no such model; python contrib/smollm2.py fetches it, or name one by --model")
+        parser.error(
+            f"{args.model}: no such model; python contrib/smollm2.py fetches it, or name one by "
+            "--model"
+        )
 
     results = args.results or args.runs / "results.jsonl"
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +179,14 @@ def main() -> int:
     for seed in args.seeds:
         for name in args.only:
             for shuffled in kinds:
-                options = ["--seed", str(seed), "--model.path", str(args.model), "--model.device", args.device]
+                options = [
+                    "--seed",
+                    str(seed),
+                    "--model.path",
+                    str(args.model),
+                    "--model.device",
+                    args.device,
+                ]
                 suffix = "-shuffled" if shuffled else ""
                 if args.steps is not None:
                     options += ["--train.steps", str(args.steps)]

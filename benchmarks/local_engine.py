@@ -1,13 +1,15 @@
 """Sampled tokens a second of `LocalEngine`, against transformers' `generate` on the same work.
 
-The work: 128 trajectories of 8 turns in groups of 8, prompts of 64 ids, replies of logN(ln 32, 0.6) ids capped at 160,
-observations of 32 ids; a Qwen3 of 1.3 M parameters (d 128, 4 layers, 4 heads, 2 key heads, vocabulary 2048), fp32, random
-weights. The same ids are forced on both sides, each of which computes the logprobs of what it "sampled"; they have to be equal.
+The work: 128 trajectories of 8 turns in groups of 8, prompts of 64 ids, replies of logN(ln 32, 0.6)
+ids capped at 160, observations of 32 ids; a Qwen3 of 1.3 M parameters (d 128, 4 layers, 4 heads, 2
+key heads, vocabulary 2048), fp32, random weights. The same ids are forced on both sides, each of
+which computes the logprobs of what it "sampled"; they have to be equal.
 
-`generate` gets every turn in batches of trajectories sorted by the length of their contexts, left padded, at the best of
-batch sizes 32, 64 and 128, and takes the most likely id, which is cheaper than sampling; the engine draws, and the draw is
-replaced. Both sides run in this process on one thread. A rate is tokens by process CPU time, which other work on the machine
-disturbs less than the clock; the engine's is the median of its repeats. The last line is JSON.
+`generate` gets every turn in batches of trajectories sorted by the length of their contexts, left
+padded, at the best of batch sizes 32, 64 and 128, and takes the most likely id, which is cheaper
+than sampling; the engine draws, and the draw is replaced. Both sides run in this process on one
+thread. A rate is tokens by process CPU time, which other work on the machine disturbs less than the
+clock; the engine's is the median of its repeats. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -74,10 +76,15 @@ def work(seed: int = 0) -> list[Episode]:
     for group in range(GROUPS):
         prompt = words(PROMPT)
         for sibling in range(SIBLINGS):
-            lengths = [max(1, min(CAP, round(chance.lognormvariate(math.log(32), 0.6)))) for _ in range(TURNS)]
+            lengths = [
+                max(1, min(CAP, round(chance.lognormvariate(math.log(32), 0.6))))
+                for _ in range(TURNS)
+            ]
             replies = [words(length) for length in lengths]
             name = f"{group}.{sibling}"
-            episodes.append(Episode(name, str(group), prompt, replies, [words(OBSERVATION) for _ in lengths]))
+            episodes.append(
+                Episode(name, str(group), prompt, replies, [words(OBSERVATION) for _ in lengths])
+            )
     return episodes
 
 
@@ -98,8 +105,8 @@ def build() -> Any:
     """The model, with random weights."""
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, max_position_embeddings=2048, pad_token_id=0,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,  # noqa: E501
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=False, max_position_embeddings=2048, pad_token_id=0,  # noqa: E501
         eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
@@ -112,12 +119,16 @@ class Forced(Sampler):
     """Draws as the engine does, then puts the id of the work in place of the drawn one."""
 
     def __init__(self, episodes: Sequence[Episode]) -> None:
-        self.replies = {(e.name, turn): reply for e in episodes for turn, reply in enumerate(e.replies)}
+        self.replies = {
+            (e.name, turn): reply for e in episodes for turn, reply in enumerate(e.replies)
+        }
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
         """The ids of the work."""
         drawn = super().pick(cdf, draws)
-        wanted = [self.replies[draw.request.session, draw.request.call][draw.position] for draw in draws]
+        wanted = [
+            self.replies[draw.request.session, draw.request.call][draw.position] for draw in draws
+        ]
         drawn[: len(wanted)] = torch.tensor(wanted)
         return drawn
 
@@ -136,7 +147,15 @@ def with_engine(engine: LocalEngine, episodes: list[Episode]) -> Logprobs:
     async def play(number: int, episode: Episode) -> None:
         ids = list(episode.prompt)
         for turn, reply in enumerate(episode.replies):
-            request = Request(ids, len(reply), frozenset(), number * TURNS + turn, episode.name, episode.group, turn)
+            request = Request(
+                ids,
+                len(reply),
+                frozenset(),
+                number * TURNS + turn,
+                episode.name,
+                episode.group,
+                turn,
+            )
             answer: Generation = await engine.generate(request)
             assert answer.ids == reply
             logprobs[episode.name, turn] = answer.logprobs
@@ -151,7 +170,8 @@ def with_engine(engine: LocalEngine, episodes: list[Episode]) -> Logprobs:
 
 
 class Forcing(LogitsProcessor):
-    """Keeps the logprob of the work's id of each row and makes it the only one that `generate` can take."""
+    """Keeps the logprob of the work's id of each row and makes it the only one
+    that `generate` can take."""
 
     def __init__(self, replies: list[list[int]], start: int) -> None:
         longest = max(map(len, replies))
@@ -166,16 +186,24 @@ class Forcing(LogitsProcessor):
         return scores.scatter(1, ids, torch.inf)
 
 
-def with_generate(model: Any, episodes: list[Episode], batch: int, turns: Sequence[int] = range(TURNS)) -> Logprobs:
-    """Turn by turn, in batches sorted by context length; every batch waits for its longest reply."""
+def with_generate(
+    model: Any, episodes: list[Episode], batch: int, turns: Sequence[int] = range(TURNS)
+) -> Logprobs:
+    """Turn by turn, in batches sorted by context length; every batch waits
+    for its longest reply."""
     logprobs: Logprobs = {}
     for turn in turns:
-        contexts = sorted(((episode.context(turn), episode) for episode in episodes), key=lambda pair: len(pair[0]))
+        contexts = sorted(
+            ((episode.context(turn), episode) for episode in episodes),
+            key=lambda pair: len(pair[0]),
+        )
         for first in range(0, len(contexts), batch):
             part = contexts[first : first + batch]
             longest = len(part[-1][0])
             ids = torch.tensor([[0] * (longest - len(context)) + context for context, _ in part])
-            mask = torch.tensor([[0] * (longest - len(context)) + [1] * len(context) for context, _ in part])
+            mask = torch.tensor(
+                [[0] * (longest - len(context)) + [1] * len(context) for context, _ in part]
+            )
             replies = [episode.replies[turn] for _, episode in part]
             forcing = Forcing(replies, longest)
             with torch.inference_mode():
@@ -193,9 +221,11 @@ def with_generate(model: Any, episodes: list[Episode], batch: int, turns: Sequen
 
 
 def with_continuous_batching(model: Any, episodes: list[Episode], turns: Sequence[int]) -> float:
-    """Tokens a second of CPU of transformers' own continuous batching, on some turns, each reply of its own length.
+    """Tokens a second of CPU of transformers' own continuous batching, on some turns, each
+    reply of its own length.
 
-    It keeps no cache between turns and is asked for greedy ids, which are not forced: the lengths are what matters here.
+    It keeps no cache between turns and is asked for greedy ids, which are not forced: the
+    lengths are what matters here.
     """
     settings = ContinuousBatchingConfig(num_blocks=2048, max_batch_tokens=1024)
     config = GenerationConfig(max_new_tokens=CAP, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -205,7 +235,9 @@ def with_continuous_batching(model: Any, episodes: list[Episode], turns: Sequenc
 
         def play(turn: int, some: list[Episode]) -> int:
             for episode in some:
-                manager.add_request(episode.context(turn), max_new_tokens=len(episode.replies[turn]))
+                manager.add_request(
+                    episode.context(turn), max_new_tokens=len(episode.replies[turn])
+                )
             return sum(len(manager.get_result(timeout=120).generated_tokens) for _ in some)
 
         play(0, episodes[:8])  # its first requests pay for the set-up
@@ -224,7 +256,8 @@ def greatest_difference(one: Logprobs, other: Logprobs) -> float:
 def report(name: str, count: int, cpu: float, wall: float) -> float:
     """Print a measurement; tokens a second of CPU."""
     print(
-        f"{name:44s} {count / cpu:8.0f} tokens/s of CPU {count / wall:8.0f} by the clock ({cpu:.1f} s, {wall:.1f} s)",
+        f"{name:44s} {count / cpu:8.0f} tokens/s of CPU {count / wall:8.0f} by the clock "
+        f"({cpu:.1f} s, {wall:.1f} s)",
         flush=True,
     )
     return count / cpu
@@ -232,17 +265,29 @@ def report(name: str, count: int, cpu: float, wall: float) -> float:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads on both sides; 0 leaves torch's default")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of the engine, of which the median counts")
-    parser.add_argument("--engine-only", action="store_true", help="leave out what the engine is compared with")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="torch threads on both sides; 0 leaves torch's default",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs of the engine, of which the median counts"
+    )
+    parser.add_argument(
+        "--engine-only", action="store_true", help="leave out what the engine is compared with"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
     model, episodes = build(), work()
     count = tokens(episodes)
     print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, {count:,} sampled ids, {torch.get_num_threads()} threads"
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {count:,} sampled ids, "
+        f"{torch.get_num_threads()} threads"
     )
     engine = LocalEngine(model, sampler=Forced(episodes))
     rates, logprobs = [], {}
@@ -256,13 +301,18 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def compare(model: Any, episodes: list[Episode], logprobs: Logprobs, result: dict[str, Any]) -> None:
+def compare(
+    model: Any, episodes: list[Episode], logprobs: Logprobs, result: dict[str, Any]
+) -> None:
     """Measure what the engine is held against, and add the ratios to the result."""
     best, size = 0.0, 0
     for batch in BATCHES:
         theirs, cpu, wall = timed(lambda batch=batch: with_generate(model, episodes, batch))  # type: ignore[misc]
         rate = report(f"generate, batches of {batch}", tokens(episodes), cpu, wall)
-        print(f"    greatest difference of a logprob: {greatest_difference(logprobs, theirs):.1e}", flush=True)
+        print(
+            f"    greatest difference of a logprob: {greatest_difference(logprobs, theirs):.1e}",
+            flush=True,
+        )
         if greatest_difference(logprobs, theirs) > 1e-4:
             raise SystemExit("the logprobs differ by more than 1e-4: no comparison")
         if rate > best:

@@ -1,19 +1,23 @@
-"""Low precision on the quickstart: what trainer and engine differ by, what is learned, and whether files have the same bits.
+"""Low precision on the quickstart: what trainer and engine differ by, what is learned, and whether
+files have the same bits.
 
     python benchmarks/low_precision.py [--out DIR] [--only NAME ...] [--gpu]
 
-Trains recipes/quickstart.toml, seed 0, in full precision, with int4 and fp8 in trainer and engine, and with an engine alone in
-low precision: int4 under the default guards, which must refuse it (`refused`); without a correction, where a `max_mismatch`
-allows it (a filter that takes every episode stands for none, which the recipe refuses); and with `train.correction = "tis"`. A
-finished run in DIR is used again.
+Trains recipes/quickstart.toml, seed 0, in full precision, with int4 and fp8 in trainer and engine,
+and with an engine alone in low precision: int4 under the default guards, which must refuse it
+(`refused`); without a correction, where a `max_mismatch` allows it (a filter that takes every
+episode stands for none, which the recipe refuses); and with `train.correction = "tis"`. A finished
+run in DIR is used again.
 
-`mismatch_*` and `ess_min` are the extremes of steps, `share_over_1e3` is of all trained ids. `cpu_s_ratio` compares the CPU
-time of the 80 steps, since warm-ups end at different steps. `kl_grid` is the mean KL(full precision || grid) over the ids of
-the last steps' episodes, those of the environment included, and over sampled ids. `stale` counts updates after which the
-probe finds an engine that kept the weights of before, and does not refuse one that has the new ones. `resume_bits_equal`
-compares runs that were killed with undisturbed ones. `experts_*` train a mixture of experts with its experts replayed. Exports
-are read back and compared with the trainer's grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors
-(int4), and with a GPU (fp8). fp8 products are emulated. Last line JSON.
+`mismatch_*` and `ess_min` are the extremes of steps, `share_over_1e3` is of all trained ids.
+`cpu_s_ratio` compares the CPU time of the 80 steps, since warm-ups end at different steps.
+`kl_grid` is the mean KL(full precision || grid) over the ids of the last steps' episodes, those of
+the environment included, and over sampled ids. `stale` counts updates after which the probe finds
+an engine that kept the weights of before, and does not refuse one that has the new ones.
+`resume_bits_equal` compares runs that were killed with undisturbed ones. `experts_*` train a
+mixture of experts with its experts replayed. Exports are read back and compared with the trainer's
+grid, bit for bit; `transformers_bits_equal` is null without compressed-tensors (int4), and with a
+GPU (fp8). fp8 products are emulated. Last line JSON.
 """
 
 from __future__ import annotations
@@ -61,10 +65,20 @@ from turnwright.training.model.quantize import (
 from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
-INT4, FP8 = ("--quant.kind", "int4", "--quant.group", "32"), ("--quant.kind", "fp8", "--quant.block", "64")
+INT4, FP8 = (
+    ("--quant.kind", "int4", "--quant.group", "32"),
+    ("--quant.kind", "fp8", "--quant.block", "64"),
+)
 ENGINE_ALONE = ("--quant.train", "false", "--train.correction", "tis")
 ALLOWED = ("--train.max-mismatch", "100", "--train.max-mismatch-kl", "1")
-UNCORRECTED = ("--train.correction", "sequence_mis_mean", "--train.correction-low", "0", "--train.correction-high", "1e9")
+UNCORRECTED = (
+    "--train.correction",
+    "sequence_mis_mean",
+    "--train.correction-low",
+    "0",
+    "--train.correction-high",
+    "1e9",
+)
 RUNS: dict[str, tuple[str, ...]] = {
     "fp32": (),
     "int4_qat": INT4,
@@ -81,14 +95,34 @@ def trained(name: str, out: Path) -> dict[str, Any]:
     run = out / name
     if not (run / "summary.json").is_file():
         shutil.rmtree(run, ignore_errors=True)
-        command = [sys.executable, "-m", "turnwright", "train", str(ROOT / "recipes" / "quickstart.toml"), *RUNS[name]]
+        command = [
+            sys.executable,
+            "-m",
+            "turnwright",
+            "train",
+            str(ROOT / "recipes" / "quickstart.toml"),
+            *RUNS[name],
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        done = subprocess.run([*command, "--out", str(run)], env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, "--out", str(run)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         if done.returncode:
             refused = "disagree on sampled ids" in done.stderr + done.stdout
-            return {"refused": refused, "message": done.stderr.strip().splitlines()[-1][:300] if done.stderr else ""}
+            return {
+                "refused": refused,
+                "message": done.stderr.strip().splitlines()[-1][:300] if done.stderr else "",
+            }
     summary = json.loads((run / "summary.json").read_text())
-    rows = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row.get("mismatch_max") is not None]
+    rows = [
+        row
+        for row in map(json.loads, (run / "metrics.jsonl").open())
+        if row.get("mismatch_max") is not None
+    ]
     over = [row["mismatch_max"] for row in rows]
     gaps = mismatches(run)
     return {
@@ -112,7 +146,11 @@ def mismatches(run: Path) -> list[float]:
     for row in map(json.loads, (run / "training.jsonl").open()):
         spans = engine[tuple(row["key"][1:4])]
         for number, logprobs in row["logprobs"].items():
-            found += [abs(a - b) for a, b in zip(logprobs, spans[int(number)][2], strict=True) if a is not None]
+            found += [
+                abs(a - b)
+                for a, b in zip(logprobs, spans[int(number)][2], strict=True)
+                if a is not None
+            ]
     return found
 
 
@@ -122,7 +160,8 @@ def checkpoint_of(run: Path) -> Path:
 
 
 def kl_grid(run: Path, steps: int = 5) -> dict[str, float]:
-    """Return the mean KL(full-precision weights || grid) in nats over the last steps' episodes (chains)."""
+    """Return the mean KL(full-precision weights || grid) in nats over the last
+    steps' episodes (chains)."""
     source = checkpoint_of(run)
     model, _ = load(source)
     on_grid = quantize_for_sampling(model, quant_of(source))
@@ -133,7 +172,9 @@ def kl_grid(run: Path, steps: int = 5) -> dict[str, float]:
         ids = torch.tensor([[one for span in spans for one in span[1]]])
         sampled = torch.tensor([span[2] is not None for span in spans for _ in span[1]])[1:]
         with torch.no_grad():
-            full, rounded = (m(ids, use_cache=False).logits[0, :-1].log_softmax(-1) for m in (model, on_grid))
+            full, rounded = (
+                m(ids, use_cache=False).logits[0, :-1].log_softmax(-1) for m in (model, on_grid)
+            )
         kl = (full.exp() * (full - rounded)).sum(-1)
         found["all_ids"].append(kl)
         found["sampled_ids"].append(kl[sampled])
@@ -141,11 +182,15 @@ def kl_grid(run: Path, steps: int = 5) -> dict[str, float]:
 
 
 def stale(run: Path, updates: int = 10) -> dict[str, int]:
-    """Train further on a run's episodes; ask the probe about an engine with old weights, then about an updated one."""
+    """Train further on a run's episodes; ask the probe about an engine with old weights, then
+    about an updated one."""
     source = checkpoint_of(run)
     quant = quant_of(source)
     model, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
-    names, engine = quantized_names(model, quant), LocalEngine(quantize_for_sampling(model, quant), renderer=renderer)
+    names, engine = (
+        quantized_names(model, quant),
+        LocalEngine(quantize_for_sampling(model, quant), renderer=renderer),
+    )
     quantize_for_training(model, quant)
     config = TrainConfig(lr=2e-3, schedule="constant", max_mismatch=1e9)
     trainer = Trainer(model, config, banned_ids=renderer.banned_ids, template=renderer.fingerprint)
@@ -166,7 +211,9 @@ def stale(run: Path, updates: int = 10) -> dict[str, int]:
             if found["updates"] == updates:
                 break
             before = list(trainer.weights())
-            groups = group_by_task([t for t in episodes if t.key.phase == "train" and t.key.step == step])
+            groups = group_by_task(
+                [t for t in episodes if t.key.phase == "train" and t.key.step == step]
+            )
             trainer.step(groups, step=step, steps=80)
             probe = trainer.take_probe()
             if probe is None or int((probe.before_kv != probe.after_kv).any(1).sum()) < 12:
@@ -185,7 +232,8 @@ QUANTS = {"int4": 'kind = "int4"\ngroup = 32\n', "fp8": 'kind = "fp8"\nblock = 3
 
 
 def resumed(kind: str) -> bool:
-    """Return whether a run that is killed four times ends with the ids, weights and metrics of an undisturbed one."""
+    """Return whether a run that is killed four times ends with the ids, weights and metrics
+    of an undisturbed one."""
     recipe = KILLED.replace("steps = 16", "steps = 6") + f"\n[quant]\n{QUANTS[kind]}"
     with tempfile.TemporaryDirectory() as name:
         return compare(Path(name), list(instants(4, 0.9, random.Random(0))), recipe).good
@@ -236,23 +284,50 @@ def mixture(directory: Path) -> Path:
     create_tiny_model(ModelConfig(heads=4), ["Say it at length."] * 20, directory)
     rows = load(directory)[0].get_input_embeddings().num_embeddings
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16, "vocab_size": rows}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+        "vocab_size": rows,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    }
     config = Qwen3MoeConfig(**sizes, **heads, num_hidden_layers=2, tie_word_embeddings=True)
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     return directory
 
 
 def experts(kind: str, folder: Path) -> dict[str, Any]:
-    """Train a mixture of experts to write longer, its experts on their grids and those that the engine took replayed."""
+    """Train a mixture of experts to write longer, its experts on their grids and those that the
+    engine took replayed."""
     run, recipe = folder / "run", folder / "experts.toml"
     (folder / "length.py").write_text(LENGTH)
     recipe.write_text(EXPERTS + QUANTS[kind] + ("activations = false\n" if kind == "fp8" else ""))
-    words = ["train", str(recipe), "--out", str(run), "--model.path", str(mixture(folder / "model")), "--display", "none"]
+    words = [
+        "train",
+        str(recipe),
+        "--out",
+        str(run),
+        "--model.path",
+        str(mixture(folder / "model")),
+        "--display",
+        "none",
+    ]
     assert turnwright(words) == 0
-    rows = [row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["phase"] == "train"]
+    rows = [
+        row for row in map(json.loads, (run / "metrics.jsonl").open()) if row["phase"] == "train"
+    ]
     before, after = (load(path)[0].state_dict() for path in (folder / "model", checkpoint_of(run)))
-    stacked = [name for name in quantized_names(load(checkpoint_of(run))[0], quant_of(checkpoint_of(run))) if "experts" in name]
+    stacked = [
+        name
+        for name in quantized_names(load(checkpoint_of(run))[0], quant_of(checkpoint_of(run)))
+        if "experts" in name
+    ]
     return {
         "reward_first": sum(row["reward"] for row in rows[:5]) / 5,
         "reward_last": sum(row["reward"] for row in rows[-5:]) / 5,
@@ -266,9 +341,12 @@ BILLION = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 
 BILLION |= {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000}
 
 
-def speed(sizes: dict[str, int], device: str, dtype: torch.dtype, size: int, tokens: int) -> dict[str, Any]:
-    """Measure tokens per second of the local engine (64 requests) and seconds of a step of a random model, by number format;
-    also of transformers' `generate` of 64 rows, which draws without cuts as well."""
+def speed(
+    sizes: dict[str, int], device: str, dtype: torch.dtype, size: int, tokens: int
+) -> dict[str, Any]:
+    """Measure tokens per second of the local engine (64 requests) and seconds of a step of a
+    random model, by number format; also of transformers' `generate` of 64 rows, which draws
+    without cuts as well."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     found: dict[str, Any] = {}
@@ -282,7 +360,10 @@ def speed(sizes: dict[str, int], device: str, dtype: torch.dtype, size: int, tok
         engine = LocalEngine(quantize_for_sampling(model, quant), context=4 * tokens)
 
         async def sample(engine: LocalEngine = engine, prompt: int = 16) -> list[tuple[int, ...]]:
-            requests = [Request([n + 1] * prompt, tokens, frozenset(), seed=n, session=str(n)) for n in range(64)]
+            requests = [
+                Request([n + 1] * prompt, tokens, frozenset(), seed=n, session=str(n))
+                for n in range(64)
+            ]
             replies = await asyncio.gather(*(engine.generate(one) for one in requests))
             return [tuple(reply.ids) for reply in replies]
 
@@ -312,10 +393,20 @@ def speed(sizes: dict[str, int], device: str, dtype: torch.dtype, size: int, tok
         trainer = Trainer(model, TrainConfig(max_mismatch=1e9, lr=1e-6))
         rows = []
         for number, ids in enumerate(replies):
-            spans = [Span(Origin.PROMPT, [number + 1] * 17), Span(Origin.MODEL, list(ids), 0, 17, [-1.0] * len(ids), 0)]
+            spans = [
+                Span(Origin.PROMPT, [number + 1] * 17),
+                Span(Origin.MODEL, list(ids), 0, 17, [-1.0] * len(ids), 0),
+            ]
             key = EpisodeKey("train", 0, "t", number)
-            rows.append(Trajectory(Task("t", id="t"), key, spans, reward=float(number % 2), stop=StopReason.DONE))
-        steps = [trainer.step([Group(Task("t", id="t"), rows)], step=step, steps=3).metrics["train_s"] for step in range(3)]
+            rows.append(
+                Trajectory(
+                    Task("t", id="t"), key, spans, reward=float(number % 2), stop=StopReason.DONE
+                )
+            )
+        steps = [
+            trainer.step([Group(Task("t", id="t"), rows)], step=step, steps=3).metrics["train_s"]
+            for step in range(3)
+        ]
         found[f"step_s_{name}"] = min(steps)
         del model, engine, trainer
     return found
@@ -335,7 +426,9 @@ def exported(run: Path) -> dict[str, Any]:
 
     tensors = load_file(directory / "model.safetensors")
     stems = tuple(name.removesuffix("weight") for name in names)
-    packed_bytes = sum(t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(stems))
+    packed_bytes = sum(
+        t.numel() * t.element_size() for name, t in tensors.items() if name.startswith(stems)
+    )
     linears = sum(want[name].numel() for name in names)
     found: dict[str, Any] = {
         "bits_equal": want.keys() == got.state_dict().keys()
@@ -348,11 +441,17 @@ def exported(run: Path) -> dict[str, Any]:
     }
     with torch.no_grad():
         logits = got(ids).logits
-        quantize_for_training(model, replace(quant, activations=False))  # a file holds weights alone
+        quantize_for_training(
+            model, replace(quant, activations=False)
+        )  # a file holds weights alone
         gap = model(ids).logits.log_softmax(-1) - logits.log_softmax(-1)
         found["logp_max_diff"] = float(gap.abs().max())
         # With a GPU transformers computes fp8 by kernels that it would download.
-        if find_spec("compressed_tensors") if quant.kind == "int4" else not torch.cuda.is_available():
+        if (
+            find_spec("compressed_tensors")
+            if quant.kind == "int4"
+            else not torch.cuda.is_available()
+        ):
             from transformers import AutoModelForCausalLM
 
             other = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -363,9 +462,19 @@ def exported(run: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, export, kill, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None, help="directory of the runs; finished ones are used again")
-    parser.add_argument("--only", nargs="+", choices=tuple(RUNS), default=tuple(RUNS), help="runs; no others, and no more")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=None, help="directory of the runs; finished ones are used again"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=tuple(RUNS),
+        default=tuple(RUNS),
+        help="runs; no others, and no more",
+    )
     parser.add_argument("--gpu", action="store_true", help="also measure speed on a CUDA device")
     args = parser.parse_args(argv)
     out = args.out or Path(tempfile.mkdtemp(prefix="turnwright-low-precision-"))
@@ -382,7 +491,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if name in args.only and "success" in result[name]:
             show(key, exported(out / name))
             if "fp32" in args.only:
-                result[name]["cpu_s_ratio"] = round(result[name]["cpu_s_steps"] / result["fp32"]["cpu_s_steps"], 2)
+                result[name]["cpu_s_ratio"] = round(
+                    result[name]["cpu_s_steps"] / result["fp32"]["cpu_s_steps"], 2
+                )
     if set(args.only) == set(RUNS):
         result["fp8"]["emulated"] = True
         result["int4_ptq"]["refused"] = result.pop("int4_ptq_guarded")["refused"]

@@ -1,13 +1,14 @@
 """Schemas of real MCP servers against the check of arguments.
 
-Installs servers of the package indexes into `.cache/mcp_servers`, starts each over stdio as `tw.mcp_tools` does, and reads
-its tools. For each tool a valid instance of its schema must be accepted, and instances with an unknown, a missing and a
-wrong argument refused. Valid and wrong is what `jsonschema` decides from the server's own schema, except that unknown
-arguments are refused wherever the schema does not allow others.
+Installs servers of the package indexes into `.cache/mcp_servers`, starts each over stdio as
+`tw.mcp_tools` does, and reads its tools. For each tool a valid instance of its schema must be
+accepted, and instances with an unknown, a missing and a wrong argument refused. Valid and wrong is
+what `jsonschema` decides from the server's own schema, except that unknown arguments are refused
+wherever the schema does not allow others.
 
     python benchmarks/mcp_schemas.py             # all that can be installed and started; minutes the first time
     python benchmarks/mcp_schemas.py time git    # some
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Server:
 
     package: str
     command: tuple[str, ...]
-    """After `python` for a package of PyPI, after `node` for one of npm; `{home}` is an empty folder."""
+    """After `python` for a package of PyPI, after `node` for one of npm;
+    `{home}` is an empty folder."""
     npm: bool = False
 
 
@@ -45,21 +47,34 @@ SERVERS = {
     "time": Server("mcp-server-time", ("-m", "mcp_server_time")),
     "fetch": Server("mcp-server-fetch", ("-m", "mcp_server_fetch")),
     "git": Server("mcp-server-git", ("-m", "mcp_server_git")),
-    "sqlite": Server("mcp-server-sqlite", ("-c", "import mcp_server_sqlite as s; s.main()", "--db-path", "{home}/a.db")),
+    "sqlite": Server(
+        "mcp-server-sqlite",
+        ("-c", "import mcp_server_sqlite as s; s.main()", "--db-path", "{home}/a.db"),
+    ),
     "excel": Server("excel-mcp-server", ("-m", "excel_mcp", "stdio")),
-    "word": Server("office-word-mcp-server", ("-c", "from word_document_server.main import run_server; run_server()")),
+    "word": Server(
+        "office-word-mcp-server",
+        ("-c", "from word_document_server.main import run_server; run_server()"),
+    ),
     "calculator": Server("mcp-server-calculator", ("-m", "mcp_server_calculator")),
     "wikipedia": Server("wikipedia-mcp", ("-m", "wikipedia_mcp")),
     "arxiv": Server("arxiv-mcp-server", ("-m", "arxiv_mcp_server", "--storage-path", "{home}")),
-    "filesystem": Server("@modelcontextprotocol/server-filesystem", ("dist/index.js", "{home}"), npm=True),
+    "filesystem": Server(
+        "@modelcontextprotocol/server-filesystem", ("dist/index.js", "{home}"), npm=True
+    ),
     "memory": Server("@modelcontextprotocol/server-memory", ("dist/index.js",), npm=True),
-    "everything": Server("@modelcontextprotocol/server-everything", ("dist/index.js", "stdio"), npm=True),
+    "everything": Server(
+        "@modelcontextprotocol/server-everything", ("dist/index.js", "stdio"), npm=True
+    ),
     "github": Server("@modelcontextprotocol/server-github", ("dist/index.js",), npm=True),
 }
 
 
 def install(name: str, server: Server) -> tuple[list[str], dict[str, str]]:
-    """Install a server once; return its command and environment. Raises `RuntimeError` with the reason."""
+    """Install a server once; return its command and environment.
+
+    Raises `RuntimeError` with the reason.
+    """
     target = CACHE / name
     home = tempfile.mkdtemp()
     arguments = [part.format(home=home) for part in server.command]
@@ -68,7 +83,14 @@ def install(name: str, server: Server) -> tuple[list[str], dict[str, str]]:
         if server.npm:
             command = ["npm", "install", "--silent", "--prefix", str(target), server.package]
         else:
-            command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--disable-pip-version-check",
+            ]
             command += ["--target", str(target), server.package]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
@@ -92,12 +114,15 @@ async def tools_of(command: list[str], environment: dict[str, str], name: str) -
 
 
 def instance_of(schema: Any, depth: int = 0) -> Any:
-    """Make a value of a schema without references: all its keys, and the least of everything else."""
+    """Make a value of a schema without references: all its keys, and the
+    least of everything else."""
     if not isinstance(schema, dict) or depth > 8:
         return None
     if "const" in schema:
         return schema["const"]
-    if schema.get("default") is not None:  # servers write null as the default of a text that must not be null
+    if (
+        schema.get("default") is not None
+    ):  # servers write null as the default of a text that must not be null
         return schema["default"]
     if schema.get("enum"):
         return schema["enum"][0]
@@ -105,18 +130,32 @@ def instance_of(schema: Any, depth: int = 0) -> Any:
         if schema.get(keyword):
             return instance_of(schema[keyword][0], depth + 1)
     if schema.get("allOf"):
-        return instance_of({**schema["allOf"][0], **{k: v for k, v in schema.items() if k != "allOf"}}, depth + 1)
+        return instance_of(
+            {**schema["allOf"][0], **{k: v for k, v in schema.items() if k != "allOf"}}, depth + 1
+        )
     kind = schema.get("type", "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind == "object":
-        return {key: instance_of(inner, depth + 1) for key, inner in (schema.get("properties") or {}).items()}
+        return {
+            key: instance_of(inner, depth + 1)
+            for key, inner in (schema.get("properties") or {}).items()
+        }
     if kind == "array":
-        return [instance_of(schema.get("items", {}), depth + 1) for _ in range(max(1, schema.get("minItems", 0)))]
+        return [
+            instance_of(schema.get("items", {}), depth + 1)
+            for _ in range(max(1, schema.get("minItems", 0)))
+        ]
     if kind in ("integer", "number"):
         return max(1, schema.get("minimum", 1), schema.get("exclusiveMinimum", 0) + 1)
-    texts = {"uri": "https://example.com", "date": "2026-01-01", "date-time": "2026-01-01T00:00:00Z"}
+    texts = {
+        "uri": "https://example.com",
+        "date": "2026-01-01",
+        "date-time": "2026-01-01T00:00:00Z",
+    }
     text = texts.get(schema.get("format", ""), "text")
-    return {"boolean": True, "null": None}.get(kind, text + "x" * max(0, schema.get("minLength", 0) - len(text)))
+    return {"boolean": True, "null": None}.get(
+        kind, text + "x" * max(0, schema.get("minLength", 0) - len(text))
+    )
 
 
 def inlined(schema: Any, root: Any, depth: int = 0) -> Any:
@@ -145,7 +184,9 @@ def verdict(signature: ToolSignature, arguments: dict[str, Any]) -> str:
     return ""
 
 
-def check_tool(listed: Any, signature: ToolSignature, counts: Counter[str], wrong: list[str]) -> None:
+def check_tool(
+    listed: Any, signature: ToolSignature, counts: Counter[str], wrong: list[str]
+) -> None:
     """Compare our verdicts on a tool's arguments with those of the server's schema."""
     schema = listed.input_schema
     validator = Draft202012Validator(schema)
@@ -168,7 +209,9 @@ def check_tool(listed: Any, signature: ToolSignature, counts: Counter[str], wron
             wrong.append(f"{listed.name}: accepted an unknown argument")
 
     for key in schema.get("required") or ():
-        refused = "needs the argument" in verdict(signature, {other: valid[other] for other in valid if other != key})
+        refused = "needs the argument" in verdict(
+            signature, {other: valid[other] for other in valid if other != key}
+        )
         counts["missing refused" if refused else "missing accepted"] += 1
         if not refused:
             wrong.append(f"{listed.name}: accepted without {key}")
@@ -200,7 +243,9 @@ def main() -> None:
         tools_by_server[name] = len(listed)
         for tool in listed:
             source = tw.mcp_tools(
-                ["unused"], name=name, rename={tool.name: "".join(c if c.isalnum() else "_" for c in tool.name)}
+                ["unused"],
+                name=name,
+                rename={tool.name: "".join(c if c.isalnum() else "_" for c in tool.name)},
             )
             try:
                 (made,) = source.made([tool], None)  # type: ignore[arg-type]
@@ -209,7 +254,16 @@ def main() -> None:
                 continue
             check_tool(tool, made.signature, counts, wrong)
         print(f"{name}: {len(listed)} tools", file=sys.stderr)
-    print(json.dumps({"servers": tools_by_server, "not_started": sorted(not_started), **counts, "disagreements": wrong}))
+    print(
+        json.dumps(
+            {
+                "servers": tools_by_server,
+                "not_started": sorted(not_started),
+                **counts,
+                "disagreements": wrong,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

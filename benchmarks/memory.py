@@ -1,15 +1,18 @@
-"""Peak memory of logprobs, entropy and gradients, in chunks of targets and all at once; and of a step against its estimate.
+"""Peak memory of logprobs, entropy and gradients, in chunks of targets and all at once; and of a
+step against its estimate.
 
-Each case runs in a process of its own, whose highest resident size (on a GPU: the most that torch had allocated) is read before
-and after. Steps are estimated before the first of them, as in a run, and measured over three.
+Each case runs in a process of its own, whose highest resident size (on a GPU: the most that torch
+had allocated) is read before and after. Steps are estimated before the first of them, as in a run,
+and measured over three.
 
     python benchmarks/memory.py                 # a vocabulary of 151,936, 4096 targets of width 1024, in float32
     python benchmarks/memory.py --targets 8192 --device cuda
     python benchmarks/memory.py --only steps --case "a LoRA adapter"
 
-The last line is JSON: bytes at the peak beyond hidden states, weights and the gradients of both, seconds of CPU, for the
-steps the estimate over what was measured, and the worst of these ratios either way.
-"""
+The last line is JSON: bytes at the peak beyond hidden states, weights and the gradients of
+both, seconds of CPU, for the steps the estimate over what was measured, and the worst of
+these ratios either way.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,7 +36,12 @@ from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, 
 
 DEEP = {"hidden_size": 384, "num_hidden_layers": 12, "vocab_size": 4096}
 WIDE = {"hidden_size": 256, "num_hidden_layers": 4, "vocab_size": 151_936}
-REAL = {"hidden_size": 576, "num_hidden_layers": 30, "vocab_size": 49_152, "tie_word_embeddings": True}
+REAL = {
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "vocab_size": 49_152,
+    "tie_word_embeddings": True,
+}
 REAL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
 WIDER = {"hidden_size": 640, "num_hidden_layers": 8, "vocab_size": 32_000}
 
@@ -68,7 +76,9 @@ STEPS = {
     # Not looked at when the constants were chosen.
     "eight wider layers, LoRA": StepCase(WIDER, lora=True, length=384),
     "eight wider layers, bfloat16, LoRA": StepCase(WIDER, dtype="bfloat16", lora=True, length=384),
-    "eight wider layers, checkpointing": StepCase(WIDER, {"gradient_checkpointing": True}, length=384),
+    "eight wider layers, checkpointing": StepCase(
+        WIDER, {"gradient_checkpointing": True}, length=384
+    ),
     "eight wider layers, trees": StepCase(WIDER, {"batching": "tree"}, common=128, length=384),
 }
 
@@ -94,16 +104,32 @@ def head(args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     dtype = getattr(torch, args.dtype)
     linear = nn.Linear(args.width, args.vocabulary, bias=False, device=args.device, dtype=dtype)
-    hidden_md = torch.randn(args.targets, args.width, device=args.device, dtype=dtype).requires_grad_()
+    hidden_md = torch.randn(
+        args.targets, args.width, device=args.device, dtype=dtype
+    ).requires_grad_()
     targets_m = torch.randint(args.vocabulary, (args.targets,), device=args.device)
-    linear.weight.grad, hidden_md.grad = torch.zeros_like(linear.weight), torch.zeros_like(hidden_md)
+    linear.weight.grad, hidden_md.grad = (
+        torch.zeros_like(linear.weight),
+        torch.zeros_like(hidden_md),
+    )
     before, began, clock = peak(args.device), time.process_time(), time.perf_counter()
     most = None if args.case == "chunks" else 1 << 62
-    found = target_stats(hidden_md, OutputHead(linear), targets_m, LogitDistribution(1.0, {7}), entropy=True, max_logits=most)
+    found = target_stats(
+        hidden_md,
+        OutputHead(linear),
+        targets_m,
+        LogitDistribution(1.0, {7}),
+        entropy=True,
+        max_logits=most,
+    )
     found.logprobs_m.sum().backward()
     mean = float(found.logprobs_m.detach().mean())
     spent = {"cpu_s": time.process_time() - began, "wall_s": time.perf_counter() - clock}
-    return {"peak": peak(args.device) - before, "logprob": mean, "gradient": float(linear.weight.grad.norm())} | spent
+    return {
+        "peak": peak(args.device) - before,
+        "logprob": mean,
+        "gradient": float(linear.weight.grad.norm()),
+    } | spent
 
 
 def step(args: argparse.Namespace) -> dict[str, float]:
@@ -112,13 +138,22 @@ def step(args: argparse.Namespace) -> dict[str, float]:
 
     case = STEPS[args.case]
     common = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    config = Qwen3Config(**common | {"intermediate_size": 3 * case.sizes["hidden_size"]} | case.sizes)
+    config = Qwen3Config(
+        **common | {"intermediate_size": 3 * case.sizes["hidden_size"]} | case.sizes
+    )
     config._attn_implementation = case.attention
     small = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
     )
     settings = {"micro_tokens": 2048, "max_mismatch": 1e9, "max_mismatch_kl": 1e9}
-    warm = Trainer(Qwen3ForCausalLM(small), TrainConfig(**settings))  # what torch loads at its first step
+    warm = Trainer(
+        Qwen3ForCausalLM(small), TrainConfig(**settings)
+    )  # what torch loads at its first step
     warm.step([_group(64, 16, 8)], step=0, steps=1)
     model = Qwen3ForCausalLM(config).to(args.device, getattr(torch, case.dtype))
     if case.lora:
@@ -154,7 +189,16 @@ def _group(vocabulary: int, length: int, common: int) -> Group:
 
 def child(kind: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one case in a process of its own."""
-    command = [sys.executable, __file__, "--kind", kind, "--case", case, "--targets", str(args.targets)]
+    command = [
+        sys.executable,
+        __file__,
+        "--kind",
+        kind,
+        "--case",
+        case,
+        "--targets",
+        str(args.targets),
+    ]
     command += [
         "--width",
         str(args.width),
@@ -165,7 +209,9 @@ def child(kind: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
         "--dtype",
         args.dtype,
     ]
-    done = subprocess.run([*command, "--threads", str(args.threads)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--threads", str(args.threads)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{case}: {done.stderr.strip()}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -174,7 +220,9 @@ def child(kind: str, case: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--targets", type=int, default=4096)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=151_936)
@@ -182,7 +230,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--kind", choices=["head", "step"], help=argparse.SUPPRESS)
-    parser.add_argument("--only", choices=["heads", "steps"], help="one of the two parts; both by default")
+    parser.add_argument(
+        "--only", choices=["heads", "steps"], help="one of the two parts; both by default"
+    )
     parser.add_argument("--case", help="one of the steps' cases; all by default")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -200,7 +250,10 @@ def main() -> None:
 def measure_heads(args: argparse.Namespace) -> dict[str, Any]:
     """Measure the head in chunks and all at once."""
     heads = {case: child("head", case, args) for case in ("chunks", "at once")}
-    print(f"logprobs of {args.targets} targets over {args.vocabulary} ids, width {args.width}, {args.dtype}, {args.device}")
+    print(
+        f"logprobs of {args.targets} targets over {args.vocabulary} ids, width {args.width}, "
+        f"{args.dtype}, {args.device}"
+    )
     for case, row in heads.items():
         print(f"  {case:8} {row['peak'] / GIB:6.2f} GiB at the peak, {row['cpu_s']:.1f} s of CPU")
     return heads

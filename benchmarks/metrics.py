@@ -36,7 +36,10 @@ def main() -> None:
     args = parser.parse_args()
     Talk.turns = args.turns
     rng = random.Random(0)
-    words = [" ".join(rng.choices(["alpha", "beta", "gamma", "delta", "epsilon"], k=12)) for _ in range(args.turns)]
+    words = [
+        " ".join(rng.choices(["alpha", "beta", "gamma", "delta", "epsilon"], k=12))
+        for _ in range(args.turns)
+    ]
     tasks = [tw.Task(f"task {n}") for n in range(args.episodes // 8)]
     began = time.process_time()
     played = tw.rollout(Talk, tasks, engine=tw.ScriptedEngine(words), samples=8)
@@ -48,8 +51,21 @@ def main() -> None:
         times.append(time.process_time() - began)
     each = sorted(times)[3] / len(played) * 1e6
     ids = sum(len(span.ids) for one in played for span in one.spans) / len(played)
-    figures = {"episodes": len(played), "turns": args.turns, "ids": round(ids), "us_per_trajectory": round(each, 1)}
-    print(json.dumps(figures | {"us_per_id": round(each / ids, 4), "share_of_rollout": round(sorted(times)[3] / rollout, 4)}))
+    figures = {
+        "episodes": len(played),
+        "turns": args.turns,
+        "ids": round(ids),
+        "us_per_trajectory": round(each, 1),
+    }
+    print(
+        json.dumps(
+            figures
+            | {
+                "us_per_id": round(each / ids, 4),
+                "share_of_rollout": round(sorted(times)[3] / rollout, 4),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

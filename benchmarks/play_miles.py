@@ -1,4 +1,7 @@
-"""Miles' examples, and how each is played; see `play_trees.py`. Expected values are of Miles' own code for these replies."""
+"""Miles' examples, and how each is played; see `play_trees.py`.
+
+Expected values are of Miles' own code for these replies.
+"""
 
 from __future__ import annotations
 
@@ -39,29 +42,45 @@ def candidates(tree: Path) -> Iterator[str]:
     yield from found_by_form(tree, FOLDERS)
 
 
-CALL = '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 * 7)"}}\n</tool_call>'
+CALL = (
+    '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 * 7)"}}\n</tool_call>'
+)
 
 
 def retooled(found: Sequence[tw.Trajectory]) -> bool:
-    """The tool's schema is in the prompt, its output in the context of the answer, and the replies are trained."""
+    """The tool's schema is in the prompt, its output in the context of the answer, and
+    the replies are trained."""
     (one,) = found
     text = text_of(one)
-    return '"name": "code_interpreter"' in text and "Output:\n21" in text and "\\boxed{21}" in trained(one)
+    return (
+        '"name": "code_interpreter"' in text
+        and "Output:\n21" in text
+        and "\\boxed{21}" in trained(one)
+    )
 
 
 @contextlib.contextmanager
 def agent_server(variable: str, reward: float) -> Iterator[None]:
-    """An agent server: two turns with the policy at the address that it gets, then the reward of its harness."""
+    """An agent server: two turns with the policy at the address that it gets, then the
+    reward of its harness."""
 
     def answer(path: str, body: Any) -> Any:
         assert path == "/run", path
         url = body.get("base_url") or body["policy_base_url"]
         messages = [{"role": "user", "content": f"Fix {body['instance_id']}."}]
         said = ask_policy(url, messages, {"max_tokens": 100})
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": f"ran: {said}"}]
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": f"ran: {said}"},
+        ]
         last = ask_policy(url, messages, {"max_tokens": 100})
         done = reward if last == "done" else 0.0
-        return {"reward": done, "exit_status": "Submitted", "agent_metrics": {"turns": 2}, "metadata": {"resolved": True}}
+        return {
+            "reward": done,
+            "exit_status": "Submitted",
+            "agent_metrics": {"turns": 2},
+            "metadata": {"resolved": True},
+        }
 
     with http_service(answer) as url, variables(**{variable: url}):
         yield
@@ -70,13 +89,22 @@ def agent_server(variable: str, reward: float) -> Iterator[None]:
 def agentic(found: Sequence[tw.Trajectory]) -> bool:
     """Both replies are trained, in one conversation."""
     (one,) = found
-    return "ran: ls" in text_of(one) and trained(one) == "ls<|im_end|>done<|im_end|>" and len(one.turns) == 2
+    return (
+        "ran: ls" in text_of(one)
+        and trained(one) == "ls<|im_end|>done<|im_end|>"
+        and len(one.turns) == 2
+    )
 
 
-AGENT_ROW = {"prompt": [{"role": "user", "content": "Fix it."}], "metadata": {"instance_id": "a-1", "agent_name": "mini"}}
+AGENT_ROW = {
+    "prompt": [{"role": "user", "content": "Fix it."}],
+    "metadata": {"instance_id": "a-1", "agent_name": "mini"},
+}
 
 
-def agent(use: str, reward: str, services: Any, row: Any = None, package: str = "httpx") -> Example | Skip:
+def agent(
+    use: str, reward: str, services: Any, row: Any = None, package: str = "httpx"
+) -> Example | Skip:
     """An agent function, whose reward reads what it returned."""
     example = Example(
         use,
@@ -92,7 +120,10 @@ def agent(use: str, reward: str, services: Any, row: Any = None, package: str = 
     return needs({package: package}, example)
 
 
-TERMINAL_ROW = {"prompt": [{"role": "user", "content": "One command a turn."}], "metadata": {"task_id": "hello"}}
+TERMINAL_ROW = {
+    "prompt": [{"role": "user", "content": "One command a turn."}],
+    "metadata": {"task_id": "hello"},
+}
 
 
 @contextlib.contextmanager
@@ -114,27 +145,38 @@ def terminal() -> Iterator[None]:
             return
 
         async def reset(self, task_id: str) -> Any:
-            return SimpleNamespace(observation=SimpleNamespace(instruction=f"List the files of {task_id}."))
+            return SimpleNamespace(
+                observation=SimpleNamespace(instruction=f"List the files of {task_id}.")
+            )
 
         async def step(self, action: Action) -> Any:
             if action.action_type == "evaluate":
                 info = {"harness": "tests/test.sh"}
-                return SimpleNamespace(reward=0.75 if self.ran[:1] == ["ls"] else 0.0, observation=SimpleNamespace(info=info))
+                return SimpleNamespace(
+                    reward=0.75 if self.ran[:1] == ["ls"] else 0.0,
+                    observation=SimpleNamespace(info=info),
+                )
             self.ran.append(action.command)
             return SimpleNamespace(observation=SimpleNamespace(output=f"ran: {action.command}"))
 
-    with modules(tbench2_env={"Tbench2Action": Action, "Tbench2Env": World}), variables(OPENENV_MAX_TURNS="2"):
+    with (
+        modules(tbench2_env={"Tbench2Action": Action, "Tbench2Env": World}),
+        variables(OPENENV_MAX_TURNS="2"),
+    ):
         yield
 
 
 def split(found: Sequence[tw.Trajectory]) -> bool:
     """Two samples of one reply, whose reward each has: its first half, and the rest."""
     (one,) = found
-    return len(one.turns) == 1 and one.reward == 1.0 and trained(one) == "It is \\boxed{21}<|im_end|>"
+    return (
+        len(one.turns) == 1 and one.reward == 1.0 and trained(one) == "It is \\boxed{21}<|im_end|>"
+    )
 
 
 def distilled(name: str, reward: float) -> Example:
-    """Rewards of self-distillation: answers in a box or after `Answer:`; none in training without a task."""
+    """Rewards of self-distillation: answers in a box or after `Answer:`; none in
+    training without a task."""
     use = f"examples/on_policy_distillation/qwen3_5_35b_selfdistill/rm.py:{name}"
     return Example(
         "slime:generate",
@@ -148,7 +190,10 @@ def distilled(name: str, reward: float) -> Example:
 
 PLAIN = {"rollout_skip_special_tokens": True}
 SANDBOXES = [
-    Skip(f"{EXPERIMENTAL}/openenv/openenv_{one}_agent_function.py:run", f"{one}'s sandboxes: a closed service, with images")
+    Skip(
+        f"{EXPERIMENTAL}/openenv/openenv_{one}_agent_function.py:run",
+        f"{one}'s sandboxes: a closed service, with images",
+    )
     for one in ("daytona", "modal", "e2b")
 ]
 
@@ -179,7 +224,10 @@ EXAMPLES = [
         args={"rm_type": "math"},
         columns={"prompt": "problem"},
         reward=1.0,
-        check=lambda found: "image_pad" in text_of(found[0], 0) and trained(found[0]) == "It is \\boxed{7}<|im_end|>",
+        check=lambda found: (
+            "image_pad" in text_of(found[0], 0)
+            and trained(found[0]) == "It is \\boxed{7}<|im_end|>"
+        ),
         renderer=decoding(vision_renderer),
     ),
     Example(
@@ -192,14 +240,17 @@ EXAMPLES = [
             "args": {
                 "apply_chat_template": False,
                 "generate_tool_specs_path": "examples.retool_v2.tool_sandbox.tool_specs",
-                "generate_execute_tool_function_path": "examples.retool_v2.tool_sandbox.execute_tool",
+                "generate_execute_tool_function_path": "examples.retool_v2.tool_sandbox.execute_tool",  # noqa: E501
                 "generate_tool_call_parser": "qwen25",
             },
         },
         reward=1.0,
         check=retooled,
         renderer=decoding(text_renderer),
-        names=("examples/retool_v2/tool_sandbox.py:reward_func", "examples/retool_v2/tool_sandbox.py:execute_tool"),
+        names=(
+            "examples/retool_v2/tool_sandbox.py:reward_func",
+            "examples/retool_v2/tool_sandbox.py:execute_tool",
+        ),
     ),
     agent(
         "examples/swe-agent-harbor-docker/swe_agent_function.py:run",

@@ -1,4 +1,5 @@
-"""SkyRL's examples, for `play_trees.py`: environments of SkyRL-Gym, generators, and the code of its documentation."""
+"""SkyRL's examples, for `play_trees.py`: environments of SkyRL-Gym, generators, and the
+code of its documentation."""
 
 from __future__ import annotations
 
@@ -31,14 +32,20 @@ DOCS = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def candidates(tree: Path) -> list[str]:
-    """Return `file.py:Class` of each class at the top level of a file that is an environment or a generator."""
+    """Return `file.py:Class` of each class at the top level of a file that is an
+    environment or a generator."""
     classes: list[tuple[str, str, list[str]]] = []
     for folder in FOLDERS:
         for path in sorted((tree / folder).rglob("*.py")):
-            classes += [(str(path.relative_to(tree)), name, bases) for name, bases in _classes(path.read_text("utf-8"))]
+            classes += [
+                (str(path.relative_to(tree)), name, bases)
+                for name, bases in _classes(path.read_text("utf-8"))
+            ]
     for path in sorted((tree / "docs").rglob("*.mdx")):
         for block in DOCS.findall(path.read_text("utf-8")):
-            classes += [(str(path.relative_to(tree)), name, bases) for name, bases in _classes(block)]
+            classes += [
+                (str(path.relative_to(tree)), name, bases) for name, bases in _classes(block)
+            ]
 
     known = set(BASES)
     size = 0
@@ -62,7 +69,8 @@ def _classes(source: str) -> list[tuple[str, list[str]]]:
 
 
 class Server:
-    """Answers POST requests of a test on a free port of this machine, by a function of their JSON."""
+    """Answers POST requests of a test on a free port of this machine, by a
+    function of their JSON."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -115,7 +123,9 @@ def needs(*packages: str) -> Callable[[Example], Example | Skip]:
         if not missing:
             return example
         return Skip(
-            example.use, f"it imports {', '.join(missing)}; install {'it' if len(missing) == 1 else 'them'}", example.names
+            example.use,
+            f"it imports {', '.join(missing)}; install {'it' if len(missing) == 1 else 'them'}",
+            example.names,
         )
 
     return given
@@ -185,7 +195,9 @@ def pictures(number: int) -> Callable[[Sequence[tw.Trajectory]], bool]:
     return check
 
 
-def both(*checks: Callable[[Sequence[tw.Trajectory]], bool]) -> Callable[[Sequence[tw.Trajectory]], bool]:
+def both(
+    *checks: Callable[[Sequence[tw.Trajectory]], bool],
+) -> Callable[[Sequence[tw.Trajectory]], bool]:
     return lambda found: all(check(found) for check in checks)
 
 
@@ -211,13 +223,19 @@ def judged(request: Any) -> Any:
         "created": 0,
         "model": request["model"],
         "choices": [
-            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": f"### Final Score: {score}"}}
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": f"### Final Score: {score}"},
+            }
         ],
     }
 
 
 JUDGE = Server(judged)
-SEARCH = Server(lambda request: {"result": [[{"document": {"contents": f"about {request['query']}"}}]]})
+SEARCH = Server(
+    lambda request: {"result": [[{"document": {"contents": f"about {request['query']}"}}]]}
+)
 
 
 @contextlib.contextmanager
@@ -229,7 +247,11 @@ def rubric() -> Iterator[None]:
             pass
 
         def json(self) -> Any:
-            return {"choices": [{"message": {"content": json.dumps({"precision_score": 9, "recall_score": 7})}}]}
+            return {
+                "choices": [
+                    {"message": {"content": json.dumps({"precision_score": 9, "recall_score": 7})}}
+                ]
+            }
 
     class Client:
         def __init__(self, timeout: float) -> None:
@@ -245,13 +267,17 @@ def rubric() -> Iterator[None]:
             assert url == "https://api.openai.com/v1/chat/completions", url
             return Answer()
 
-    with modules(httpx=module("httpx", Client=Client)), mock.patch.dict(os.environ, {"OPENAI_API_KEY": "key"}):
+    with (
+        modules(httpx=module("httpx", Client=Client)),
+        mock.patch.dict(os.environ, {"OPENAI_API_KEY": "key"}),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def python_312() -> Iterator[None]:
-    """Give the tree's own modules what they have of Python 3.12: a TypedDict that pydantic takes."""
+    """Give the tree's own modules what they have of Python 3.12: a
+    TypedDict that pydantic takes."""
     import typing
 
     import typing_extensions
@@ -262,7 +288,8 @@ def python_312() -> Iterator[None]:
 
 @contextlib.contextmanager
 def openenv() -> Iterator[None]:
-    """Replace OpenEnv's clients, whose environments are container images, by two that answer here."""
+    """Replace OpenEnv's clients, whose environments are container images, by
+    two that answer here."""
 
     class Echo:
         @classmethod
@@ -275,7 +302,9 @@ def openenv() -> Iterator[None]:
 
         def step(self, action: Any) -> Any:
             observation = {"echoed_message": action.message, "length": [0] * 30}
-            return module("Result", observation=observation, reward=0.1 * len(action.message), done=False)
+            return module(
+                "Result", observation=observation, reward=0.1 * len(action.message), done=False
+            )
 
         def close(self) -> None:
             pass
@@ -292,7 +321,10 @@ def openenv() -> Iterator[None]:
         "sumo_rl_env": ("SumoRLEnv", "SumoAction"),
         "finrl_env": ("FinRLEnv", "FinRLAction"),
     }
-    made = {f"envs.{name}": module(name, **{env: Echo, action: Action}) for name, (env, action) in names.items()}
+    made = {
+        f"envs.{name}": module(name, **{env: Echo, action: Action})
+        for name, (env, action) in names.items()
+    }
     with mock.patch.dict(sys.modules, {"envs": module("envs"), **made}):
         yield
 
@@ -310,7 +342,12 @@ def openreward() -> Iterator[None]:
 
         def call_tool(self, tool_name: str, input: Any) -> Any:
             block = module("block", type="text", text=f"{tool_name} of {input}")
-            return module("output", blocks=[block], finished=input.get("last", False), reward=input.get("reward"))
+            return module(
+                "output",
+                blocks=[block],
+                finished=input.get("last", False),
+                reward=input.get("reward"),
+            )
 
     class OpenReward:
         def __init__(self) -> None:
@@ -324,7 +361,9 @@ def openreward() -> Iterator[None]:
     base = module("openreward.api.rollouts.serializers.base", **dict.fromkeys(messages, dict))
     names = ("openreward.api", "openreward.api.rollouts", "openreward.api.rollouts.serializers")
     made = {name: module(name) for name in names} | {base.__name__: base}
-    with mock.patch.dict(sys.modules, {"openreward": module("openreward", OpenReward=OpenReward), **made}):
+    with mock.patch.dict(
+        sys.modules, {"openreward": module("openreward", OpenReward=OpenReward), **made}
+    ):
         yield
 
 
@@ -374,7 +413,10 @@ def database(folder: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(path)) as connection:
-        connection.executescript("create table items (name text, price int); insert into items values ('tea', 3), ('pot', 9);")
+        connection.executescript(
+            "create table items (name text, price int); insert into items values ('tea', 3), "
+            "('pot', 9);"
+        )
     yield
 
 
@@ -386,11 +428,16 @@ def call(answer: Any) -> str:
     return f'<tool_call>{{"name": "calc_score", "arguments": {{"answer": "{answer}"}}}}</tool_call>'
 
 
-PAPERS = json.dumps({"p1": "### PAPER: One\n<abstract>\nshort\n</abstract>\nThe speed is 5. It grows."})
+PAPERS = json.dumps(
+    {"p1": "### PAPER: One\n<abstract>\nshort\n</abstract>\nThe speed is 5. It grows."}
+)
 EVIDENCE = {
     "prompt": [{"role": "user", "content": "How fast?"}],
     "env_class": "evidence_rlm",
-    "reward_spec": {"ground_truth": None, "evidence": [{"paperId": "p1", "selections": [{"text": "The speed is 5."}]}]},
+    "reward_spec": {
+        "ground_truth": None,
+        "evidence": [{"paperId": "p1", "selections": [{"text": "The speed is 5."}]}],
+    },
     "extra_info": {"context_text": PAPERS},
 }
 LOOK = '```repl\ns = search(context, "speed", window=40)\n```'
@@ -398,7 +445,8 @@ FINAL = "```repl\nFINAL_VAR([s[0]])\n```"
 
 
 def evidence(reward: float) -> Callable[[Sequence[tw.Trajectory]], bool]:
-    """Check that the prompt of a turn is in that turn's context alone, as SkyRL's own generator has it."""
+    """Check that the prompt of a turn is in that turn's context alone, as SkyRL's
+    own generator has it."""
     decode = tw.byte_renderer().decode
 
     def check(found: Sequence[tw.Trajectory]) -> bool:
@@ -408,7 +456,10 @@ def evidence(reward: float) -> Callable[[Sequence[tw.Trajectory]], bool]:
                 return False
             if "You have not interacted" not in first or "You have not interacted" in second:
                 return False
-            places = [second.find(text) for text in ("Your context is a dict", LOOK, "Code executed:", "The history before")]
+            places = [
+                second.find(text)
+                for text in ("Your context is a dict", LOOK, "Code executed:", "The history before")
+            ]
             if -1 in places or places != sorted(places):
                 return False
         return True
@@ -435,7 +486,10 @@ EXAMPLES: list[Example | Skip] = [
                 "prompt": [
                     {
                         "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": png()}}, {"type": "text", "text": "x?"}],
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": png()}},
+                            {"type": "text", "text": "x?"},
+                        ],
                     }
                 ]
             }
@@ -445,8 +499,9 @@ EXAMPLES: list[Example | Skip] = [
         check=both(
             answers(
                 1.0,
-                "calc_score result: 0.0. Parsed answer '4' does not match the reference. Your answer is wrong. You may need to "
-                "reason in a different way. Don't repeat your answer unless necessary.",
+                "calc_score result: 0.0. Parsed answer '4' does not match the reference. Your "
+                "answer is wrong. You may need to reason in a different way. Don't repeat your "
+                "answer unless necessary.",
             ),
             pictures(1),
         ),
@@ -461,20 +516,38 @@ EXAMPLES: list[Example | Skip] = [
     ),
     Example(
         f"{TRAIN}visgym/env_instruct.py:VisGymEnv",
-        [{"prompt": [{"role": "user", "content": "placeholder"}], "visgym_env_id": "maze_2d/easy", "seed": 3}],
+        [
+            {
+                "prompt": [{"role": "user", "content": "placeholder"}],
+                "visgym_env_id": "maze_2d/easy",
+                "seed": 3,
+            }
+        ],
         ["<action>right</action>", "hm", "<action>right</action>", "<action>stop</action>"],
         services=maze,
         renderer=vlm,
         check=both(
-            answers(1.0, "cell 1", "Action parsing failed. Could not find a valid action in your response....", "cell 2"),
+            answers(
+                1.0,
+                "cell 1",
+                "Action parsing failed. Could not find a valid action in your response....",
+                "cell 2",
+            ),
             pictures(4),
         ),
     ),
     Example(
         f"{TRAIN}visgym/env_sft.py:VisGymEnv",
-        [{"prompt": [{"role": "user", "content": "placeholder"}], "visgym_env_id": "maze_2d/easy", "seed": 3}],
         [
-            "<observation>o</observation><justification>j</justification><action>('move', 0)</action>",
+            {
+                "prompt": [{"role": "user", "content": "placeholder"}],
+                "visgym_env_id": "maze_2d/easy",
+                "seed": 3,
+            }
+        ],
+        [
+            "<observation>o</observation><justification>j</justification><action>('move', "
+            "0)</action>",
             "('move', 0)",
             "(stop, 'stop')",
         ],
@@ -484,22 +557,38 @@ EXAMPLES: list[Example | Skip] = [
     ),
     Example(
         f"{INTEGRATIONS}openenv/env.py:OpenEnv",
-        [{"prompt": [{"role": "user", "content": "Echo."}], "env_class": "openenv", "env_name": "echo_env"}],
+        [
+            {
+                "prompt": [{"role": "user", "content": "Echo."}],
+                "env_class": "openenv",
+                "env_name": "echo_env",
+            }
+        ],
         ["<action>ab</action>", "<action>abc</action>"],
         services=openenv,
         limits={"turns": 2},
         check=answers(
-            0.2 + 0.1 * 3, f"echoed_message: ab\nlength: {[0] * 20} ... (len=30)\n given this information, try again."
+            0.2 + 0.1 * 3,
+            f"echoed_message: ab\nlength: {[0] * 20} ... (len=30)\n given this information, try "
+            "again.",
         ),
     ),
     needs("loguru")(
         Example(
             f"{INTEGRATIONS}openreward/env.py:OpenRewardEnv",
-            [{"prompt": [{"role": "user", "content": "Count."}], "env_name": "a/b", "split": "train", "task_index": 2}],
+            [
+                {
+                    "prompt": [{"role": "user", "content": "Count."}],
+                    "env_name": "a/b",
+                    "split": "train",
+                    "task_index": 2,
+                }
+            ],
             [
                 '<tool_call>{"name": "count", "arguments": {"reward": 0.5}}</tool_call>',
                 "<tool_call>{</tool_call>",
-                '<tool_call>{"name": "count", "arguments": {"reward": 1.0, "last": true}}</tool_call>',
+                '<tool_call>{"name": "count", "arguments": {"reward": 1.0, "last": '
+                "true}}</tool_call>",
             ],
             services=openreward,
             check=answers(
@@ -526,7 +615,8 @@ EXAMPLES: list[Example | Skip] = [
     ),
     Skip(
         "integrations/arctic_rl/generator.py:ArcticGenerator",
-        "its engine is the Arctic RL platform: the constructor takes that platform's client in place of SkyRL's",
+        "its engine is the Arctic RL platform: the constructor takes that platform's client in "
+        "place of SkyRL's",
     ),
     needs(*OF_SKYRL)(
         Example(
@@ -563,7 +653,11 @@ EXAMPLES: list[Example | Skip] = [
         ["is it #### 3", "or no number", "it is #### 7"],
         check=answers(
             1.0 + 0.2 / 8,
-            *["Please provide your step-by-step reasoning, and also include a tentative numeric answer at the end in..."] * 2,
+            *[
+                "Please provide your step-by-step reasoning, and also include a tentative numeric "
+                "answer at the end in..."
+            ]
+            * 2,
         ),
     ),
     Example(
@@ -598,7 +692,11 @@ EXAMPLES: list[Example | Skip] = [
         Example(
             f"{GYM}searchcode/env.py:SearchCodeEnv",
             [row("4")],
-            ["<tool><python>print(2 + 2)</python></tool>", "<tool><nothing></tool>", "<solution>#### 4</solution>"],
+            [
+                "<tool><python>print(2 + 2)</python></tool>",
+                "<tool><nothing></tool>",
+                "<solution>#### 4</solution>",
+            ],
             check=answers(1.0, "4", "No valid inner tool tag found inside <tool> block."),
         )
     ),
@@ -614,14 +712,19 @@ EXAMPLES: list[Example | Skip] = [
             services=lambda: database(DATABASES),
             check=answers(
                 1.0,
-                "\n\n<observation> 0\n 9\n<reminder>You have 7 turns left to complete the task.</reminder></observation>\n\n",
+                "\n\n<observation> 0\n 9\n<reminder>You have 7 turns left to complete the "
+                "task.</reminder></observation>\n\n",
             ),
         )
     ),
     Example(
         f"{GYM}rlm/env.py:BaseRLMEnv",
         [EVIDENCE],
-        ["```repl\nx = len(context)\nprint(x)\n```", "nothing", "```repl\nprint('so')\n```\nFINAL(102)"],
+        [
+            "```repl\nx = len(context)\nprint(x)\n```",
+            "nothing",
+            "```repl\nprint('so')\n```\nFINAL(102)",
+        ],
         check=answers(
             1.0,
             "Code executed:\n```python\nx = len(context)\nprint(x)\n```\n\nREPL output:...",
@@ -669,33 +772,50 @@ EXAMPLES: list[Example | Skip] = [
             ["Red.", "blue"],
             services=python_312,
             renderer=vlm,
-            check=both(answers(1.0, "What color is this square? Answer with just the color name."), pictures(2)),
+            check=both(
+                answers(1.0, "What color is this square? Answer with just the color name."),
+                pictures(2),
+            ),
         )
     ),
-    Skip("tests/train/test_eval.py:DummyGenerator", "it answers with the output that its test gives it, without a model"),
-    Skip("docs/content/docs/tutorials/new_env.mdx:MultiplyEnv", "an excerpt without imports and constructor"),
+    Skip(
+        "tests/train/test_eval.py:DummyGenerator",
+        "it answers with the output that its test gives it, without a model",
+    ),
+    Skip(
+        "docs/content/docs/tutorials/new_env.mdx:MultiplyEnv",
+        "an excerpt without imports and constructor",
+    ),
     Skip(
         "docs/content/docs/tutorials/tools_guide.mdx:MyEnvironment",
         "a sketch: it imports `skygym`, which is no package, and has no step",
         ("docs/content/docs/tutorials/tools_guide.mdx:AdvancedEnvironment",),
     ),
-    Skip("docs/content/docs/examples/openenv.mdx:OpenEnv", "an excerpt of the example's class, without its imports"),
+    Skip(
+        "docs/content/docs/examples/openenv.mdx:OpenEnv",
+        "an excerpt of the example's class, without its imports",
+    ),
     Skip(
         f"{TRAIN}mini_swe_agent/mini_swe_generator.py:MiniSweAgentGenerator",
         "mini-swe-agent runs each task in its container image",
         ("docs/content/docs/examples/mini_swe_agent.mdx:MiniSweAgentGenerator",),
     ),
-    Skip(f"{INTEGRATIONS}harbor/harbor_generator.py:HarborGenerator", "a Harbor trial runs its task in a container image"),
+    Skip(
+        f"{INTEGRATIONS}harbor/harbor_generator.py:HarborGenerator",
+        "a Harbor trial runs its task in a container image",
+    ),
     Skip(
         f"{TRAIN}thunder_agent/skyrl_integration/generator.py:ThunderAgentHarborGenerator",
         "it imports HarborAgentOutput, which the tree's harbor_generator.py no longer has",
     ),
     Skip(
         f"{INTEGRATIONS}verifiers/verifiers_generator.py:VerifiersGenerator",
-        "it imports ProcessedOutputs of `verifiers` and calls process_env_results_vllm, which its release 0.4.0 does not have",
+        "it imports ProcessedOutputs of `verifiers` and calls process_env_results_vllm, which its "
+        "release 0.4.0 does not have",
     ),
     Skip(
         "skyrl-agent/skyrl_agent/integrations/skyrl_train/skyrl_train_main.py:SkyRLAgentGenerator",
-        "it hands over to skyrl-agent, whose tasks run in container images (OpenHands) and with closed search services",
+        "it hands over to skyrl-agent, whose tasks run in container images (OpenHands) and with "
+        "closed search services",
     ),
 ]

@@ -1,4 +1,7 @@
-"""slime's examples, and how each is played; see `play_trees.py`. Expected values are of slime's own code for these replies."""
+"""slime's examples, and how each is played; see `play_trees.py`.
+
+Expected values are of slime's own code for these replies.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +45,28 @@ def retrieval() -> Iterator[None]:
 
     def answer(path: str, body: Any) -> Any:
         assert (path, body["topk"]) == ("/retrieve", 3)
-        return {"result": [[{"id": "1", "contents": documents.get(query, '"Nothing"\nNo text.')}] for query in body["queries"]]}
+        return {
+            "result": [
+                [{"id": "1", "contents": documents.get(query, '"Nothing"\nNo text.')}]
+                for query in body["queries"]
+            ]
+        }
 
     with http_service(answer, 8000):
         yield
 
 
-SEARCH = ("<think>a</think>\n<search>capital of France</search>", "<think>b</think>\n<answer>Paris</answer>")
+SEARCH = (
+    "<think>a</think>\n<search>capital of France</search>",
+    "<think>b</think>\n<answer>Paris</answer>",
+)
 SEARCH_ROW = {
-    "prompt": [{"role": "user", "content": "Answer as in <answer> Beijing </answer>. What is the capital of France?"}],
+    "prompt": [
+        {
+            "role": "user",
+            "content": "Answer as in <answer> Beijing </answer>. What is the capital of France?",
+        }
+    ],
     "reward_model": {"ground_truth": {"target": ["Paris"]}, "style": "rule"},
     "data_source": "nq",
 }
@@ -58,17 +74,21 @@ FOUND = '<information>Doc 1(Title: "France") Its capital is Paris.</information>
 
 
 def searched(found: Sequence[tw.Trajectory]) -> bool:
-    """The document is in the context of the answer; the replies alone are trained, up to their stop texts."""
+    """The document is in the context of the answer; the replies alone are trained,
+    up to their stop texts."""
     (one,) = found
     return FOUND in text_of(one) and trained(one) == "".join(SEARCH)
 
 
 def search(folder: str, stops: bool = True) -> Example:
-    """search-r1; Miles' example sets no stop texts, so its replies are trained with their end tokens."""
+    """search-r1; Miles' example sets no stop texts, so its replies are trained
+    with their end tokens."""
     whole = "".join(reply + "<|im_end|>" for reply in SEARCH)
 
     def check(found: Sequence[tw.Trajectory]) -> bool:
-        return searched(found) if stops else FOUND in text_of(found[0]) and trained(found[0]) == whole
+        return (
+            searched(found) if stops else FOUND in text_of(found[0]) and trained(found[0]) == whole
+        )
 
     return Example(
         f"{folder}/generate_with_search.py:generate",
@@ -84,20 +104,34 @@ def search(folder: str, stops: bool = True) -> Example:
     )
 
 
-CODE = '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 * 7)"}}\n</tool_call>'
+CODE = (
+    '<tool_call>\n{"name": "code_interpreter", "arguments": {"code": "print(3 * 7)"}}\n</tool_call>'
+)
 
 
 def retooled(found: Sequence[tw.Trajectory]) -> bool:
     """The interpreter ran, its output is in the context, and the tool's schema is in the prompt."""
     (one,) = found
     text = text_of(one)
-    return "<interpreter>\nOutput:\n21" in text and '"name": "code_interpreter"' in text and "21}" in trained(one)
+    return (
+        "<interpreter>\nOutput:\n21" in text
+        and '"name": "code_interpreter"' in text
+        and "21}" in trained(one)
+    )
 
 
 MATH_ROW = {"prompt": [{"role": "user", "content": "What is 3 * 7?"}], "label": "21"}
 
-SOLUTIONS = ["<think>a</think>so \\boxed{7}", "<think>a</think>so \\boxed{8}", *["<think>b</think>so \\boxed{7}"] * 3]
-REWRITTEN = ["<think>c</think>now \\boxed{7}", "<think>c</think>now \\boxed{9}", *["<think>d</think>now \\boxed{7}"] * 3]
+SOLUTIONS = [
+    "<think>a</think>so \\boxed{7}",
+    "<think>a</think>so \\boxed{8}",
+    *["<think>b</think>so \\boxed{7}"] * 3,
+]
+REWRITTEN = [
+    "<think>c</think>now \\boxed{7}",
+    "<think>c</think>now \\boxed{9}",
+    *["<think>d</think>now \\boxed{7}"] * 3,
+]
 
 
 def agents(found: Sequence[tw.Trajectory]) -> bool:
@@ -148,7 +182,11 @@ def pictures_of_messages() -> Iterator[None]:
     """`qwen_vl_utils`, which needs torchvision; what this example's observations have is text."""
 
     def process_vision_info(messages: Any) -> tuple[Any, Any]:
-        assert all(isinstance(part, str) or part["type"] == "text" for one in messages for part in one["content"])
+        assert all(
+            isinstance(part, str) or part["type"] == "text"
+            for one in messages
+            for part in one["content"]
+        )
         return None, None
 
     with modules(qwen_vl_utils={"process_vision_info": process_vision_info}):
@@ -156,7 +194,8 @@ def pictures_of_messages() -> Iterator[None]:
 
 
 def geo3k(folder: str, config: str, use: str) -> Example:
-    """Geometry with a picture and a tool that scores, by the example's own loop or by its environment under ours."""
+    """Geometry with a picture and a tool that scores, by the example's own loop or by its
+    environment under ours."""
     return Example(
         f"{folder}/{use}",
         [VLM_ROW],
@@ -173,13 +212,22 @@ def geo3k(folder: str, config: str, use: str) -> Example:
 
 @contextlib.contextmanager
 def simulated_user() -> Iterator[None]:
-    """tau-bench itself, whose user is a model asked by litellm: it says what it wants, and that it is done."""
+    """tau-bench itself, whose user is a model asked by litellm: it says what it
+    wants, and that it is done."""
     from types import SimpleNamespace
 
     def completion(messages: Any, **_: Any) -> Any:
-        said = "Which payment methods do I have? I am yusuf_rossi_9620." if len(messages) < 4 else "###STOP###"
-        message = SimpleNamespace(content=said, model_dump=lambda: {"role": "assistant", "content": said})
-        return SimpleNamespace(choices=[SimpleNamespace(message=message)], _hidden_params={"response_cost": 0.0})
+        said = (
+            "Which payment methods do I have? I am yusuf_rossi_9620."
+            if len(messages) < 4
+            else "###STOP###"
+        )
+        message = SimpleNamespace(
+            content=said, model_dump=lambda: {"role": "assistant", "content": said}
+        )
+        return SimpleNamespace(
+            choices=[SimpleNamespace(message=message)], _hidden_params={"response_cost": 0.0}
+        )
 
     with (
         installed(),
@@ -189,13 +237,21 @@ def simulated_user() -> Iterator[None]:
         yield
 
 
-TAU = ['<tool_call>\n{"name": "get_user_details", "arguments": {"user_id": "yusuf_rossi_9620"}}\n</tool_call>', "Credit card."]
+TAU = [
+    '<tool_call>\n{"name": "get_user_details", "arguments": {"user_id": '
+    '"yusuf_rossi_9620"}}\n</tool_call>',
+    "Credit card.",
+]
 
 
 def called(found: Sequence[tw.Trajectory]) -> bool:
     """The tool's answer is in the context, and the replies are trained."""
     (one,) = found
-    return "Yusuf" in text_of(one) and len(one.turns) == 2 and trained(one) == "".join(reply + "<|im_end|>" for reply in TAU)
+    return (
+        "Yusuf" in text_of(one)
+        and len(one.turns) == 2
+        and trained(one) == "".join(reply + "<|im_end|>" for reply in TAU)
+    )
 
 
 def tau(folder: str) -> Example | Skip:
@@ -216,13 +272,20 @@ def tau(folder: str) -> Example | Skip:
     )
 
 
-PYTHON = '<tool_call>\n{"name": "execute_python_code", "arguments": {"code": "print(3 * 7)"}}\n</tool_call>'
+PYTHON = (
+    '<tool_call>\n{"name": "execute_python_code", "arguments": {"code": "print(3 * '
+    '7)"}}\n</tool_call>'
+)
 
 
 def ran(found: Sequence[tw.Trajectory]) -> bool:
     """The code ran in a child process, and its output is in the context of the answer."""
     (one,) = found
-    return len(one.turns) == 2 and "execute_python_code" in text_of(one, 0) and "21" in text_of(one).partition(PYTHON)[2][:200]
+    return (
+        len(one.turns) == 2
+        and "execute_python_code" in text_of(one, 0)
+        and "21" in text_of(one).partition(PYTHON)[2][:200]
+    )
 
 
 def strands(folder: str, packages: dict[str, str]) -> Example | Skip:
@@ -252,14 +315,18 @@ EXAMPLES = [
         "examples/retool/generate_with_retool.py:generate",
         [MATH_ROW],
         [CODE, "Answer: \\boxed{21}"],
-        args={"custom_rm_path": "examples/retool/generate_with_retool.py:reward_func", "reward_key": "score"},
+        args={
+            "custom_rm_path": "examples/retool/generate_with_retool.py:reward_func",
+            "reward_key": "score",
+        },
         reward=1.0,
         check=retooled,
         renderer=decoding(tw.byte_renderer),
         names=("examples/retool/generate_with_retool.py:reward_func",),
     ),
     multi_agent("examples/multi_agent"),
-    # One turn: slime's own Sample refuses what this example appends of an observation, since it comes with logprobs.
+    # One turn: slime's own Sample refuses what this example appends of an observation,
+    # since it comes with logprobs.
     replace(
         geo3k(
             "examples/geo3k_vlm_multi_turn",
@@ -267,7 +334,9 @@ EXAMPLES = [
             "rollout.py:generate",
         ),
         replies=VLM_REPLIES[-1:],
-        check=lambda found: trained(found[0]) == "\\boxed{7}<|im_end|>" and "image_pad" in text_of(found[0], 0),
+        check=lambda found: (
+            trained(found[0]) == "\\boxed{7}<|im_end|>" and "image_pad" in text_of(found[0], 0)
+        ),
     ),
     geo3k(
         "examples/geo3k_vlm_multi_turn",
@@ -275,7 +344,10 @@ EXAMPLES = [
         "env_geo3k.py:build_env",
     ),
     tau("examples/tau-bench"),
-    strands("examples/strands_sglang", {"strands": "strands-agents", "strands_sglang": "strands-sglang==0.4.2"}),
+    strands(
+        "examples/strands_sglang",
+        {"strands": "strands-agents", "strands_sglang": "strands-sglang==0.4.2"},
+    ),
     step("slime_plugins/rollout_buffer/rollout_buffer_example.py:generate_rollout"),
     Skip(
         "examples/coding_agent_rl/generate.py:generate",

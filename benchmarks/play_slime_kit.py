@@ -1,7 +1,8 @@
-"""What the examples of slime and Miles are played with: services on real sockets, stubs of closed clients, tokenizers on disk.
+"""What the examples of slime and Miles are played with: services on real sockets, stubs of closed
+clients, tokenizers on disk.
 
-`TURNWRIGHT_PLAY_PACKAGES` names a folder of packages that only examples need (`pip install --target`). An example that needs
-one is skipped where it is missing.
+`TURNWRIGHT_PLAY_PACKAGES` names a folder of packages that only examples need
+(`pip install --target`). An example that needs one is skipped where it is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ def needs(packages: Mapping[str, str], example: Example) -> Example | Skip:
     missing = [package for module, package in packages.items() if not _importable(module)]
     if not missing:
         return example
-    why = f"needs the packages {', '.join(missing)} (set TURNWRIGHT_PLAY_PACKAGES to a folder that has them)"
+    why = (
+        f"needs the packages {', '.join(missing)} (set TURNWRIGHT_PLAY_PACKAGES to a folder "
+        "that has them)"
+    )
     return Skip(example.use, why, example.names)
 
 
@@ -104,7 +108,9 @@ def modules(**names: Mapping[str, Any]) -> Iterator[None]:
         dotted = name.replace("__", ".")
         parts = dotted.split(".")
         for size in range(1, len(parts) + 1):
-            made.setdefault(".".join(parts[:size]), ModuleType(".".join(parts[:size]))).__path__ = []
+            made.setdefault(
+                ".".join(parts[:size]), ModuleType(".".join(parts[:size]))
+            ).__path__ = []
         vars(made[dotted]).update(values)
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
@@ -140,12 +146,15 @@ def _folder() -> Path:
 
 @lru_cache
 def text_renderer() -> Any:
-    """Return a renderer of ChatML over a tokenizer of transformers in a directory, which `args.hf_checkpoint` names."""
+    """Return a renderer of ChatML over a tokenizer of transformers in a directory, which
+    `args.hf_checkpoint` names."""
     sys.path.insert(0, str(TESTS))
     from rollout_kit import bpe
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     made.chat_template = CHATML
     made.save_pretrained(_folder() / "text")
     return load_renderer(_folder() / "text")
@@ -203,7 +212,8 @@ def trained(trajectory: tw.Trajectory) -> str:
     """Return the trained ids of all rows as text."""
     return "|".join(
         sorted(
-            decode([one for one, weight in zip(row.ids, row.weights, strict=True) if weight]) for row in trajectory.samples()
+            decode([one for one, weight in zip(row.ids, row.weights, strict=True) if weight])
+            for row in trajectory.samples()
         )
     )
 
@@ -211,8 +221,8 @@ def trained(trajectory: tw.Trajectory) -> str:
 def found_by_form(tree: Path, folders: Sequence[str]) -> Iterator[str]:
     """Yield `file.py:name` of what is user code of slime or Miles by its form.
 
-    Those are generate functions, rewards, environments, functions and classes for a step, agent functions of sessions, filters
-    and tools.
+    Those are generate functions, rewards, environments, functions and classes for a step, agent
+    functions of sessions, filters and tools.
     """
     for folder in folders:
         for path in sorted((tree / folder).rglob("*.py")):
@@ -234,9 +244,14 @@ def _entry(node: ast.stmt) -> str | None:
     waits = isinstance(node, ast.AsyncFunctionDef)
     kinds = (
         waits and names[:1] == ["args"] and "sampling_params" in names[:3],  # generate
-        waits and names[:1] == ["args"] and names[1:2] in (["sample"], ["samples"]) and "rew" in node.name + "rm",  # reward
+        waits
+        and names[:1] == ["args"]
+        and names[1:2] in (["sample"], ["samples"])
+        and "rew" in node.name + "rm",  # reward
         waits and names == ["input"],  # generate of Miles
-        waits and names == ["base_url", "prompt", "request_kwargs", "metadata"],  # agent function of a session
+        waits
+        and names
+        == ["base_url", "prompt", "request_kwargs", "metadata"],  # agent function of a session
         names[:1] == ["args"] and names[1:2] == ["rollout_id"] and not waits,  # a step
         names[:2] == ["args", "samples"] and not waits,  # filter
         node.name in ("build_env", "execute_tool"),
@@ -250,11 +265,15 @@ def step(use: str) -> Example:
     return Example(use, [{"prompt": "Go."}], ["a"])
 
 
-def ask_policy(base_url: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+def ask_policy(
+    base_url: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
     """Ask a chat API as an agent server does, and return the content of the reply."""
     import urllib.request
 
     body = json.dumps({"model": "default", "messages": list(messages), **options}).encode()
-    asked = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
+    asked = urllib.request.Request(
+        f"{base_url}/chat/completions", body, {"Content-Type": "application/json"}
+    )
     with urllib.request.urlopen(asked, timeout=60) as answer:
         return str(json.load(answer)["choices"][0]["message"]["content"])

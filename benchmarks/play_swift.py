@@ -33,7 +33,8 @@ FLAGS = {"multi_turn_scheduler": "swift", "reward_funcs": "orms"}
 
 
 def candidates(tree: Path) -> Iterator[str]:
-    """Yield what plugins and complete blocks of the guides register, and the built-in names that launch scripts use."""
+    """Yield what plugins and complete blocks of the guides register, and the built-in names
+    that launch scripts use."""
     registered = set()
     for path, source in sources(tree):
         for registry, name, target in registrations(source):
@@ -45,22 +46,32 @@ def candidates(tree: Path) -> Iterator[str]:
 
 
 def sources(tree: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and text of the examples, and of each block of the guides that is a user's file."""
+    """Yield path and text of the examples, and of each block of the guides
+    that is a user's file."""
     for path in sorted((tree / "examples").rglob("*.py")):
         yield str(path.relative_to(tree)), path.read_text()
     for path in sorted((tree / "docs/source_en").rglob("*.md")):
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)):
-            if "from swift" in block and not re.search(r"^\s+(# .*\n\s+)*\.\.\.$", block, re.MULTILINE):
+        for number, block in enumerate(
+            re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+        ):
+            if "from swift" in block and not re.search(
+                r"^\s+(# .*\n\s+)*\.\.\.$", block, re.MULTILINE
+            ):
                 yield f"{path.relative_to(tree).with_suffix('')}_{number}.py", block
 
 
 def registrations(source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield registry, name and class of each class that a file registers; none of a text that is no Python."""
+    """Yield registry, name and class of each class that a file registers; none of a
+    text that is no Python."""
     with contextlib.suppress(SyntaxError):
         body = ast.parse(source).body
         own = {node.name for node in body if isinstance(node, ast.ClassDef)}
         for node in body:
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Name) or node.value.id not in own:
+            if (
+                not isinstance(node, ast.Assign)
+                or not isinstance(node.value, ast.Name)
+                or node.value.id not in own
+            ):
                 continue
             for target in node.targets:
                 if isinstance(target, ast.Subscript) and ast.unparse(target.value) in REGISTRIES:
@@ -101,7 +112,11 @@ def user(text: str) -> list[dict[str, str]]:
 def rewards(file: str, *names: str, **columns: Any) -> dict[str, Any]:
     """Return fields of an example that plays one turn for rewards of a plugin."""
     args = {"external_plugins": [file], "reward_funcs": list(names)}
-    return {"use": "swift:single_turn", "rows": [{"messages": user("Go."), **columns}], "args": args}
+    return {
+        "use": "swift:single_turn",
+        "rows": [{"messages": user("Go."), **columns}],
+        "args": args,
+    }
 
 
 def texts(found: Any, role: str = "user") -> list[str]:
@@ -127,7 +142,9 @@ def modules(**found: dict[str, Any]) -> Iterator[None]:
             full = ".".join(parts[:count])
             module = made.setdefault(full, ModuleType(full))
             module.__path__ = []
-            module.__spec__ = SimpleNamespace(name=full, loader=None, submodule_search_locations=[], parent=full)
+            module.__spec__ = SimpleNamespace(
+                name=full, loader=None, submodule_search_locations=[], parent=full
+            )
             module.__dict__.update(content if count == len(parts) else {})
     before = {name: sys.modules.get(name) for name in made}
     sys.modules.update(made)
@@ -142,7 +159,8 @@ def modules(**found: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def server(answer: Any, port: int = 0, **environment: str) -> Iterator[list[Any]]:
-    """Serve JSON on this machine: `answer(path, body)`; variables of `environment` have the URL for `URL`."""
+    """Serve JSON on this machine: `answer(path, body)`; variables of `environment`
+    have the URL for `URL`."""
     seen: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -166,7 +184,10 @@ def server(answer: Any, port: int = 0, **environment: str) -> Iterator[list[Any]
     listener = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
     thread.start()
-    made = {key: value.replace("URL", f"http://127.0.0.1:{listener.server_port}") for key, value in environment.items()}
+    made = {
+        key: value.replace("URL", f"http://127.0.0.1:{listener.server_port}")
+        for key, value in environment.items()
+    }
     before = {key: os.environ.get(key) for key in made}
     os.environ.update(made)
     try:
@@ -185,9 +206,22 @@ def judge(reply: str) -> Any:
 
     def answer(path: str, body: Any) -> Any:
         if path.endswith("/models"):
-            return {"object": "list", "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": "us"}]}
-        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}
-        return {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [choice]}
+            return {
+                "object": "list",
+                "data": [{"id": "judge", "object": "model", "created": 0, "owned_by": "us"}],
+            }
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "message": {"role": "assistant", "content": reply},
+        }
+        return {
+            "id": "x",
+            "object": "chat.completion",
+            "created": 0,
+            "model": "judge",
+            "choices": [choice],
+        }
 
     return answer
 
@@ -195,7 +229,11 @@ def judge(reply: str) -> Any:
 def judge0(path: str, body: Any) -> Any:
     """Accept a program for the second of the test cases only."""
     given = body["language_id"], body["source_code"], body["expected_output"]
-    return {"status": {"description": "Accepted" if given == (71, "print(1)\n", "1") else "Wrong Answer"}}
+    return {
+        "status": {
+            "description": "Accepted" if given == (71, "print(1)\n", "1") else "Wrong Answer"
+        }
+    }
 
 
 class Sandbox:
@@ -211,18 +249,23 @@ class Sandbox:
 
         lines = textwrap.dedent(script).strip().splitlines()
         program = "\n".join([*lines[:-1], f"print({lines[-1]})"])
-        ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout)
+        ran = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout
+        )
         return SimpleNamespace(text=ran.stdout.strip())
 
     async def kill(self) -> None: ...
 
 
 def e2b() -> Any:
-    return modules(e2b={}, e2b_code_interpreter={"AsyncSandbox": Sandbox}, dotenv={"load_dotenv": lambda: None})
+    return modules(
+        e2b={}, e2b_code_interpreter={"AsyncSandbox": Sandbox}, dotenv={"load_dotenv": lambda: None}
+    )
 
 
 class Session:
-    """aiohttp's session for a host that is not ours: the score of a text is a tenth of its length."""
+    """aiohttp's session for a host that is not ours: the score of a text is
+    a tenth of its length."""
 
     async def __aenter__(self) -> Any:
         return self
@@ -260,7 +303,10 @@ def vlm() -> Any:
 @contextlib.contextmanager
 def deepeyes() -> Iterator[None]:
     """A judge who agrees, and the fetching of an image that has its size already."""
-    with server(judge("Judgement: 1"), port=8000), modules(qwen_vl_utils={"fetch_image": lambda part: part["image"]}):
+    with (
+        server(judge("Judgement: 1"), port=8000),
+        modules(qwen_vl_utils={"fetch_image": lambda part: part["image"]}),
+    ):
         yield
 
 
@@ -272,9 +318,17 @@ def zoom(box: list[int]) -> str:
 def zoomed(found: Any) -> bool:
     """0.8 for the answer and 1.2 for the tool; the second picture is in the second context."""
     (one,) = found
-    sizes = [(block.media.width, block.media.height) for block in one.media_placements(one.turns[1].prompt)]
+    sizes = [
+        (block.media.width, block.media.height)
+        for block in one.media_placements(one.turns[1].prompt)
+    ]
     said = texts(found)[1]
-    return abs(one.reward - 2.0) < 1e-9 and len(sizes) == 2 and "<tool_response>" in said and "Error" not in said
+    return (
+        abs(one.reward - 2.0) < 1e-9
+        and len(sizes) == 2
+        and "<tool_response>" in said
+        and "Error" not in said
+    )
 
 
 def modelscope() -> Any:
@@ -284,14 +338,24 @@ def modelscope() -> Any:
 def tree_rows(found: Any) -> bool:
     """Eight trajectories, each with the reward of its own answer; they share the first reply.
 
-    A trajectory has all replies that are equal and answer the same messages: of those the loop's rows do not say which.
+    A trajectory has all replies that are equal and answer the same messages: of those the
+    loop's rows do not say which.
     """
     (one,) = found
     right = len(one.row_rewards) == 8
     for row in one.row_rewards:
         deepest = max(len(one.conversation(turn)) for turn in row.turns)
-        answers = {one.turns[turn].reply.text for turn in row.turns if len(one.conversation(turn)) == deepest}
-        right = right and 0 in row.turns and len(answers) == 1 and row.reward == float("boxed{4}" in answers.pop())
+        answers = {
+            one.turns[turn].reply.text
+            for turn in row.turns
+            if len(one.conversation(turn)) == deepest
+        }
+        right = (
+            right
+            and 0 in row.turns
+            and len(answers) == 1
+            and row.reward == float("boxed{4}" in answers.pop())
+        )
     return right
 
 
@@ -319,7 +383,8 @@ R9 . . . | . 8 . | . 7 9
 
 
 class OpenEnv:
-    """OpenEnv's generic client of TextArena's Sudoku: messages grow; a place in the first free cell is right."""
+    """OpenEnv's generic client of TextArena's Sudoku: messages grow; a place in the
+    first free cell is right."""
 
     opened = 0
 
@@ -342,11 +407,15 @@ class OpenEnv:
 
     def step(self, action: dict[str, Any]) -> Any:
         right = action["message"] == "[1 3 4]"
-        self.text += BOARD.replace("R1 5 3 .", "R1 5 3 4") if right else "\nInvalid move: the cell is taken."
+        self.text += (
+            BOARD.replace("R1 5 3 .", "R1 5 3 4") if right else "\nInvalid move: the cell is taken."
+        )
         return self._state(float(right))
 
     def _state(self, reward: float) -> Any:
-        return SimpleNamespace(observation={"messages": [{"content": self.text}]}, reward=reward, done=False)
+        return SimpleNamespace(
+            observation={"messages": [{"content": self.text}]}, reward=reward, done=False
+        )
 
 
 def openenv() -> Any:
@@ -354,13 +423,17 @@ def openenv() -> Any:
 
 
 def sudoku(found: Any) -> bool:
-    """The last turn's total: cells (1 - 1 - 1) / 3, moves 1 / 3, repetition -2 / 3, progress 1 / 51, and no score.
+    """The last turn's total: cells (1 - 1 - 1) / 3, moves 1 / 3, repetition -2 / 3,
+    progress 1 / 51, and no score.
 
     Of three turns the first is right, and the others place a number on the same taken cell.
     """
     total = -1 / 3 + 1 / 3 - 2 / 3 + 1 / 51
     said = texts(found)
-    shown = "MOVES ALREADY TRIED (do not repeat): [1 3 4]" in said[1] and "Step 1. Progress: 1" in said[1]
+    shown = (
+        "MOVES ALREADY TRIED (do not repeat): [1 3 4]" in said[1]
+        and "Step 1. Progress: 1" in said[1]
+    )
     return all(abs(one.reward - total) < 1e-9 for one in found) and shown and OpenEnv.opened == 0
 
 
@@ -372,7 +445,11 @@ def lake(found: Any) -> bool:
 
 def lake_reply(messages: Any, rng: Any) -> str:
     """Walk to the goal by the shortest way over what is shown."""
-    grid = [line.split() for line in messages[-1].text.splitlines() if re.fullmatch(r"[SFHGP*]( [SFHGP*])+", line)]
+    grid = [
+        line.split()
+        for line in messages[-1].text.splitlines()
+        if re.fullmatch(r"[SFHGP*]( [SFHGP*])+", line)
+    ]
     places = {cell: (r, c) for r, row in enumerate(grid) for c, cell in enumerate(row)}
     ways = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
     left, seen = [(places["P"], "")], {places["P"]}
@@ -390,16 +467,33 @@ def lake_reply(messages: Any, rng: Any) -> str:
 
 
 def calculated(found: Any) -> bool:
-    """The result is in the message that goes on, and is not trained; the call and the answer are."""
+    """The result is in the message that goes on, and is not trained; the
+    call and the answer are."""
     (one,) = found
     (row,) = one.samples()
-    trained = bytes(i for i, weight in zip(row.ids, row.weights, strict=True) if weight and i < 256).decode()
-    return one.reward == 1.0 and context(found, 1).endswith("Result: 4") and "Result" not in trained and "2+2" in trained
+    trained = bytes(
+        i for i, weight in zip(row.ids, row.weights, strict=True) if weight and i < 256
+    ).decode()
+    return (
+        one.reward == 1.0
+        and context(found, 1).endswith("Result: 4")
+        and "Result" not in trained
+        and "2+2" in trained
+    )
 
 
 CALL = '<tool_call>\n{"name": "add", "parameters": {"a": 1, "b": 2}}\n</tool_call>'
-TOOLS = ["external_tooluse_format_reward", "external_tooluse_length_reward", "external_tooluse_correct_reward"]
-CODE = [{"language": "python", "test_cases": [{"input": "", "output": "2"}, {"input": "", "output": "1"}]}]
+TOOLS = [
+    "external_tooluse_format_reward",
+    "external_tooluse_length_reward",
+    "external_tooluse_correct_reward",
+]
+CODE = [
+    {
+        "language": "python",
+        "test_cases": [{"input": "", "output": "2"}, {"input": "", "output": "1"}],
+    }
+]
 PROGRAM = "<think>x</think><answer>```python\nprint(1)\n```</answer>"
 REACT = "<think>x</think> Action: add\nAction Input: {}"
 MULTI_TASK = f"{GUIDE}/multi_task_0.py"
@@ -429,9 +523,17 @@ EXAMPLES = [
         "swift:thinking_tips_scheduler",
         [{"messages": user("2+2?"), "solution": "\\boxed{4}"}],
         [WRONG, RIGHT],
-        {"external_plugins": [PLUGIN], "reward_funcs": ["thinking_tips"], "loss_scale": "last_round"},
-        # Its reward is that of the last turn for both rows; the thoughts of the first are gone from the second context.
-        lambda found: [row.reward for row in found[0].row_rewards] == [1.0, 1.0] and "recheck" in texts(found)[-1],
+        {
+            "external_plugins": [PLUGIN],
+            "reward_funcs": ["thinking_tips"],
+            "loss_scale": "last_round",
+        },
+        # Its reward is that of the last turn for both rows; the thoughts of the first are gone
+        # from the second context.
+        lambda found: (
+            [row.reward for row in found[0].row_rewards] == [1.0, 1.0]
+            and "recheck" in texts(found)[-1]
+        ),
         names=(f"{PLUGIN}:MultiTurnThinkingTips", "swift:thinking_tips_scheduler"),
     ),
     Example(
@@ -465,8 +567,14 @@ EXAMPLES = [
         **rewards(PLUGIN, *TOOLS, solution=f"<think>add</think>\n{CALL}"),
         replies=[f"<think>one two three</think>\n{CALL}"],
         # Format 1, length 3 / 512 on two digits, and 3 for the same call.
-        check=lambda found: found[0].rewards == dict(zip(TOOLS, (1.0, round(3 / 512, 2), 3.0), strict=True)),
-        names=(f"{PLUGIN}:ToolUseFormatReward", f"{PLUGIN}:ToolUseLengthReward", f"{PLUGIN}:ToolUseCorrectnessReward"),
+        check=lambda found: (
+            found[0].rewards == dict(zip(TOOLS, (1.0, round(3 / 512, 2), 3.0), strict=True))
+        ),
+        names=(
+            f"{PLUGIN}:ToolUseFormatReward",
+            f"{PLUGIN}:ToolUseLengthReward",
+            f"{PLUGIN}:ToolUseCorrectnessReward",
+        ),
     ),
     Skip(f"{PLUGIN}:CustomizedRMPlugin", "a classifier that the trainer loads (--reward_model)"),
     Skip(f"{PLUGIN}:QwenLongPlugin", "a reward model that the trainer loads (--reward_model)"),
@@ -530,7 +638,11 @@ EXAMPLES = [
         [
             {
                 "messages": user("Play"),
-                "env_config": {"name": "openenv", "base_url": "http://127.0.0.1:8000", "reset_kwargs": {}},
+                "env_config": {
+                    "name": "openenv",
+                    "base_url": "http://127.0.0.1:8000",
+                    "reset_kwargs": {},
+                },
             }
         ],
         ["[1 3 4]", "[1 1 9]", "[1 1 9]"],
@@ -560,7 +672,10 @@ EXAMPLES = [
         [{"messages": user("<placeholder>"), "env_config": {"seed": 3}}],
         lambda messages, rng: "no move",
         {"use_gym_env": True, "reward_funcs": ["format"], "reward_weights": [0.2, 1.0]},
-        lambda found: found[0].reward == 0.0 and all("could not find a move" in text for text in texts(found)[1:]),
+        lambda found: (
+            found[0].reward == 0.0
+            and all("could not find a move" in text for text in texts(found)[1:])
+        ),
         limits={"turns": 3},
     ),
     Example(
@@ -577,7 +692,10 @@ EXAMPLES = [
         check=lambda found: found[0].reward == 1.0 and found[0].rewards == {"format": 1.0},
         files=Blocks(MULTI_TASK),
     ),
-    Skip(f"{MULTI_TASK}:CodeRandomReward", "the block reads a variable that it does not have (prompts)"),
+    Skip(
+        f"{MULTI_TASK}:CodeRandomReward",
+        "the block reads a variable that it does not have (prompts)",
+    ),
     Example(
         **rewards(ASYNC, "async_api"),
         replies=["Hello"],
@@ -591,7 +709,10 @@ EXAMPLES = [
         [{"messages": user("2+2?"), "solution": "\\boxed{4}"}],
         [WRONG, RIGHT],
         {"reward_funcs": ["accuracy"]},
-        lambda found: found[0].reward == 1.0 and context(found, 1).endswith("<think>aBut wait... It seems I made a mistake,"),
+        lambda found: (
+            found[0].reward == 1.0
+            and context(found, 1).endswith("<think>aBut wait... It seems I made a mistake,")
+        ),
         names=("swift:math_tip_trick",),
     ),
     Example(

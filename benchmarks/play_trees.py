@@ -1,15 +1,18 @@
-"""Play the examples of other systems' trees, unedited, and print a table: runs, refused by name, does not run and why.
+"""Play the examples of other systems' trees, unedited, and print a table: runs, refused by
+name, does not run and why.
 
     python benchmarks/play_trees.py TREES [--only slime,trl] [--verbose] [--markdown FILE]
 
-`TREES` has a checkout of each system under its name: slime, miles, skyrl, verl, swift, trl. What is user code there is found by
-its form (`candidates` of each `play_<system>.py` beside this file), so an example that nobody listed shows up as `unlisted`.
-What is listed says how it is played: rows in the system's own format, scripted replies of a model (the loop is tested, not a
-model), answers of the services that it calls, and what must come out. `does not run` needs a reason that is not ours: a GPU, a
-service whose answers cannot be written by hand, a package that cannot be installed.
+`TREES` has a checkout of each system under its name: slime, miles, skyrl, verl, swift, trl. What is
+user code there is found by its form (`candidates` of each `play_<system>.py` beside this file), so
+an example that nobody listed shows up as `unlisted`. What is listed says how it is played: rows in
+the system's own format, scripted replies of a model (the loop is tested, not a model), answers of
+the services that it calls, and what must come out. `does not run` needs a reason that is not ours:
+a GPU, a service whose answers cannot be written by hand, a package that cannot be installed.
 
-A played example is right if the episode ends without an error, its replies are recorded, and `check` of its entry holds: the
-reward and the text of the context that the system's own code computes for these replies.
+A played example is right if the episode ends without an error, its replies are recorded, and
+`check` of its entry holds: the reward and the text of the context that the system's own code
+computes for these replies.
 """
 
 from __future__ import annotations
@@ -59,14 +62,18 @@ class Example:
     reward: float | None = None
     """Reward of every episode, where `check` would say only that."""
     services: Callable[[], Any] | None = None
-    """Context manager that answers what the example asks of a service, or replaces a module that is not installed."""
+    """Context manager that answers what the example asks of a service, or replaces a module
+    that is not installed."""
     renderer: Callable[[], Any] | None = None
     """Renderer of a vision-language model, or of another template."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     faithful: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] | Callable[[Path], Mapping[str, str]] = field(default_factory=dict)
-    """Further files, below the copy of the tree: data that a preparation script would have made. Or a function of the tree."""
+    """Further files, below the copy of the tree: data that a preparation script would have made.
+
+    Or a function of the tree.
+    """
     samples: int = 1
     names: tuple[str, ...] = ()
     """Further candidates that this example plays: its reward, its tools."""
@@ -103,7 +110,12 @@ def play(example: Example, tree: Path) -> Result:
         rows.write_text("".join(json.dumps(row) + "\n" for row in example.rows))
         services = example.services() if example.services is not None else contextlib.nullcontext()
         try:
-            with open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink), services:
+            with (
+                open(os.devnull, "w") as sink,
+                contextlib.redirect_stdout(sink),
+                contextlib.redirect_stderr(sink),
+                services,
+            ):
                 found = _rollout(example, home, rows)
         except ConfigError as error:
             return Result(system, example.use, "refused", str(error))
@@ -113,18 +125,33 @@ def play(example: Example, tree: Path) -> Result:
             if isinstance(error, KeyboardInterrupt):
                 raise
             place = traceback.extract_tb(error.__traceback__)[-1]
-            return Result(system, example.use, "crashes", f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})")
+            return Result(
+                system,
+                example.use,
+                "crashes",
+                f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})",
+            )
     failed = [one for one in found if one.error is not None]
     if failed:
         error = failed[0].error
-        return Result(system, example.use, "crashes", f"{error.type}: {error.message} ({error.place})")
+        return Result(
+            system, example.use, "crashes", f"{error.type}: {error.message} ({error.place})"
+        )
     if any(not one.turns for one in found):
         return Result(system, example.use, "wrong", "no reply was recorded")
     if example.reward is not None and any(one.reward != example.reward for one in found):
-        return Result(system, example.use, "wrong", f"rewards {[one.reward for one in found]}, right is {example.reward}")
+        return Result(
+            system,
+            example.use,
+            "wrong",
+            f"rewards {[one.reward for one in found]}, right is {example.reward}",
+        )
     if example.check is not None and not example.check(found):
         return Result(
-            system, example.use, "wrong", f"rewards {[one.reward for one in found]}, stops {[str(one.stop) for one in found]}"
+            system,
+            example.use,
+            "wrong",
+            f"rewards {[one.reward for one in found]}, stops {[str(one.stop) for one in found]}",
         )
     return Result(system, example.use, "runs")
 
@@ -140,7 +167,9 @@ def _rollout(example: Example, home: Path, rows: Path) -> list[tw.Trajectory]:
     spec = resolve_env(config, base=home)
     limits = {"turns": 8, "turn_tokens": 4000} | dict(example.limits)
     renderer = example.renderer() if example.renderer is not None else tw.byte_renderer()
-    engine = tw.ScriptedEngine(example.replies if callable(example.replies) else list(example.replies))
+    engine = tw.ScriptedEngine(
+        example.replies if callable(example.replies) else list(example.replies)
+    )
     play = spec.agent_function or spec.factory
     return tw.rollout(
         play,
@@ -188,17 +217,23 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.modules["play_trees"] = sys.modules["__main__"]  # the lists below have the classes of this file
+    sys.modules["play_trees"] = sys.modules[
+        "__main__"
+    ]  # the lists below have the classes of this file
 
     found: list[Result] = []
     for system in given.only.split(","):
         for result in results(system, given.trees.resolve()):
             found.append(result)
             if given.verbose or result.kind not in ("runs", "does not run"):
-                print(f"{result.system:6} {result.kind:12} {result.use}  {result.note}", file=sys.stderr)
+                print(
+                    f"{result.system:6} {result.kind:12} {result.use}  {result.note}",
+                    file=sys.stderr,
+                )
 
     lines = [
-        "| system | runs | wrong | crashes | refused | does not run | unlisted | runs of those that could |",
+        "| system | runs | wrong | crashes | refused | does not run | unlisted | runs of those "
+        "that could |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for system in given.only.split(","):
@@ -206,16 +241,26 @@ def main() -> int:
         could = sum(counts.values()) - counts["does not run"]
         share = f"{counts['runs'] / could:.0%}" if could else "-"
         kinds = ("runs", "wrong", "crashes", "refused", "does not run", "unlisted")
-        lines.append(f"| {system} | " + " | ".join(str(counts[kind]) for kind in kinds) + f" | {share} |")
+        lines.append(
+            f"| {system} | " + " | ".join(str(counts[kind]) for kind in kinds) + f" | {share} |"
+        )
     print("\n".join(lines))
     if given.markdown is not None:
         rows = [f"| {one.system} | `{one.use}` | {one.kind} | {one.note} |" for one in found]
-        given.markdown.write_text("\n".join(["| system | example | result | why |", "|---|---|---|---|", *rows]) + "\n")
+        given.markdown.write_text(
+            "\n".join(["| system | example | result | why |", "|---|---|---|---|", *rows]) + "\n"
+        )
 
     counts = Counter(result.kind for result in found)
     could = sum(counts.values()) - counts["does not run"]
     print(
-        json.dumps({"examples": len(found), **dict(sorted(counts.items())), "share": round(counts["runs"] / max(could, 1), 3)})
+        json.dumps(
+            {
+                "examples": len(found),
+                **dict(sorted(counts.items())),
+                "share": round(counts["runs"] / max(could, 1), 3),
+            }
+        )
     )
     return int(counts["wrong"] > 0)
 

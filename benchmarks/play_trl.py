@@ -1,4 +1,5 @@
-"""TRL's example scripts, for `play_trees.py`: each script runs up to its trainer, and what it gives the trainer is played."""
+"""TRL's example scripts, for `play_trees.py`: each script runs up to its trainer, and what it gives
+the trainer is played."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def candidates(tree: Path) -> Iterator[str]:
     """Yield the scripts that make a trainer of agents."""
     for path in sorted((tree / SCRIPTS).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in TRAINERS:
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in TRAINERS
+            ):
                 yield f"{path.relative_to(tree)}:{node.func.id}"
 
 
@@ -64,11 +69,16 @@ class Action(SimpleNamespace):
 
 def result(reward: float = 0.0, done: bool = False, **observation: Any) -> SimpleNamespace:
     """Return an answer of an environment's server."""
-    return SimpleNamespace(observation=SimpleNamespace(done=done, reward=reward, **observation), reward=reward, done=done)
+    return SimpleNamespace(
+        observation=SimpleNamespace(done=done, reward=reward, **observation),
+        reward=reward,
+        done=done,
+    )
 
 
 class Catch:
-    """OpenSpiel's Catch on ten rows and five columns: a ball falls in column 4, the paddle begins in column 3."""
+    """OpenSpiel's Catch on ten rows and five columns: a ball falls in column 4, the
+    paddle begins in column 3."""
 
     def __init__(self, base_url: str) -> None:
         self.ball, self.paddle, self.row = 3, 2, 0
@@ -88,7 +98,9 @@ class Catch:
             cells[self.row * 5 + self.ball] = 1.0
         cells[45 + self.paddle] = 1.0
         done = self.row >= 9
-        return result((1.0 if self.paddle == self.ball else -1.0) if done else 0.0, done, info_state=cells)
+        return result(
+            (1.0 if self.paddle == self.ball else -1.0) if done else 0.0, done, info_state=cells
+        )
 
     def close(self) -> None: ...
 
@@ -137,7 +149,9 @@ class Sudoku(Wordle):
 
     def step(self, action: Action) -> Any:
         right = action.message == "[1 3 4]"
-        self.text += BOARD.replace("R1 5 3 .", "R1 5 3 4") if right else "\nInvalid move: the cell is taken."
+        self.text += (
+            BOARD.replace("R1 5 3 .", "R1 5 3 4") if right else "\nInvalid move: the cell is taken."
+        )
         return self._state(float(right), False)
 
 
@@ -175,7 +189,12 @@ class Carla:
 
     def _state(self, image: str | None = None) -> Any:
         actors = [{"type": "pedestrian", "distance": 12}]
-        known = {"speed_kmh": 40.0, "nearby_actors": actors, "collision_detected": False, "collided_with": None}
+        known = {
+            "speed_kmh": 40.0,
+            "nearby_actors": actors,
+            "collision_detected": False,
+            "collided_with": None,
+        }
         return result(rubric_reward=self.reward, camera_image=image, **known)
 
 
@@ -195,8 +214,17 @@ class Browser:
         return self._state(action.action_str == "click('13')")
 
     def _state(self, done: bool) -> Any:
-        page = {"goal": "Click the button.", "axtree_txt": "[13] button 'Click Me!'", "url": "https://a.test"}
-        known = {"last_action_error": False, "error": "", "screenshot": [[[200, 200, 200]] * 64] * 48, "pruned_html": ""}
+        page = {
+            "goal": "Click the button.",
+            "axtree_txt": "[13] button 'Click Me!'",
+            "url": "https://a.test",
+        }
+        known = {
+            "last_action_error": False,
+            "error": "",
+            "screenshot": [[[200, 200, 200]] * 64] * 48,
+            "pruned_html": "",
+        }
         return result(float(done), done, **page, **known, text="", chat_messages=[], metadata={})
 
     def close(self) -> None: ...
@@ -215,7 +243,9 @@ def openspiel() -> Any:
 
 def textarena(game: type) -> Any:
     names = {"TextArenaEnv": game, "TextArenaAction": Action}
-    return lambda: modules(textarena_env=names, openenv__core__containers__runtime={"LocalDockerProvider": object})
+    return lambda: modules(
+        textarena_env=names, openenv__core__containers__runtime={"LocalDockerProvider": object}
+    )
 
 
 def echo() -> Any:
@@ -302,7 +332,9 @@ ANSWER = "<think>\nTwo and two.\n</think>\nSo it is $\\boxed{4}$."
 
 
 def math_rows() -> Any:
-    return dataset({"messages": [{"role": "user", "content": "2+2?"}], "problem": "2+2?", "solution": "$4$"})
+    return dataset(
+        {"messages": [{"role": "user", "content": "2+2?"}], "problem": "2+2?", "solution": "$4$"}
+    )
 
 
 def gsm8k_rows() -> Any:
@@ -326,13 +358,25 @@ EXAMPLES = [
         limits={"turns": 12},
         faithful=True,
     ),
-    Example(openenv("echo"), [], [call("echo", message="Hello"), "Done."], {}, None, 0.5, services=echo, faithful=True),
+    Example(
+        openenv("echo"),
+        [],
+        [call("echo", message="Hello"), "Done."],
+        {},
+        None,
+        0.5,
+        services=echo,
+        faithful=True,
+    ),
     Example(
         openenv("wordle"),
         [],
         [call("guess", guess="[slate]"), call("guess", guess="[crane]"), "Found."],
         SMALL,
-        lambda found: found[0].reward == 1.0 and tools_said(found) == ["\n[slate]: X X X X X", "\n[crane]: G G G G G"],
+        lambda found: (
+            found[0].reward == 1.0
+            and tools_said(found) == ["\n[slate]: X X X X X", "\n[crane]: G G G G G"]
+        ),
         services=textarena(Wordle),
         faithful=True,
     ),
@@ -342,10 +386,14 @@ EXAMPLES = [
         lambda messages, rng: (
             LEFT_RIGHT[min(sum(m.role == "assistant" for m in messages), 9)]
             if "Ball" in messages[0].text
-            else [call("guess", guess="[crane]"), "Found."][min(1, sum(m.role == "assistant" for m in messages))]
+            else [call("guess", guess="[crane]"), "Found."][
+                min(1, sum(m.role == "assistant" for m in messages))
+            ]
         ),
         {},
-        lambda found: {one.reward for one in found} == {1.0} and len({len(one.turns) for one in found}) == 2,
+        lambda found: (
+            {one.reward for one in found} == {1.0} and len({len(one.turns) for one in found}) == 2
+        ),
         services=openspiel,
         limits={"turns": 12},
         faithful=True,
@@ -355,8 +403,12 @@ EXAMPLES = [
         [],
         [call("place", row=1, col=3, number=4), call("place", row=1, col=1, number=9), "Enough."],
         {"argv": ["--dataset-size", "2", "--api-delay", "0"]},
-        # The second place is on a taken cell: empty cells 0, valid moves 0.5, no repetition, 1 of 51 cells, and no score.
-        lambda found: abs(found[0].reward - (0.0 + 0.5 + 0.0 + 1 / 51 + 0.0)) < 1e-9 and "valid" in tools_said(found)[0],
+        # The second place is on a taken cell: empty cells 0, valid moves 0.5, no repetition, 1 of
+        # 51 cells, and no score.
+        lambda found: (
+            abs(found[0].reward - (0.0 + 0.5 + 0.0 + 1 / 51 + 0.0)) < 1e-9
+            and "valid" in tools_said(found)[0]
+        ),
         services=textarena(Sudoku),
         files={f"{SCRIPTS}/openenv/sudoku_prompt.txt": "Play."},
         faithful=True,
@@ -366,7 +418,9 @@ EXAMPLES = [
         [],
         [call("observe"), call("lane_change", direction="right"), "Safe."],
         URLS,
-        lambda found: all(one.reward == 1.0 for one in found) and "pedestrian at 12m" in tools_said(found)[0],
+        lambda found: (
+            all(one.reward == 1.0 for one in found) and "pedestrian at 12m" in tools_said(found)[0]
+        ),
         services=carla,
         samples=3,
         faithful=True,
@@ -389,7 +443,11 @@ EXAMPLES = [
         [],
         [call("noop"), call("click", bid="13"), "Done."],
         SMALL,
-        lambda found: found[0].reward == 1.0 and pictures(found) == 2 and "Click Me" in found[0].messages[1].text,
+        lambda found: (
+            found[0].reward == 1.0
+            and pictures(found) == 2
+            and "Click Me" in found[0].messages[1].text
+        ),
         services=browser,
         renderer=vlm,
         faithful=True,
@@ -406,7 +464,8 @@ EXAMPLES = [
     Example(
         f"{SCRIPTS}/grpo_2048.py:GRPOTrainer",
         [],
-        [call("move", direction=way) for way in ("left", "down", "left", "down", "right", "down")] + ["Stop."],
+        [call("move", direction=way) for way in ("left", "down", "left", "down", "right", "down")]
+        + ["Stop."],
         {},
         lambda found: f"score={found[0].reward}\n" in tools_said(found)[-1],
         faithful=True,
@@ -416,19 +475,41 @@ EXAMPLES = [
         [],
         [call("query_biogrid", sql_command=SQL), "It does: *yes*"],
         {},
-        # Right 0.6, structure 0.1; the query 0.4 for WHERE and -1.5, since TRL hands on results as text, not as a list.
-        lambda found: abs(found[0].reward - (0.6 + 0.1 + 0.4 - 1.5)) < 1e-9 and "MAPK8" in tools_said(found)[0],
+        # Right 0.6, structure 0.1; the query 0.4 for WHERE and -1.5, since TRL hands on results
+        # as text, not as a list.
+        lambda found: (
+            abs(found[0].reward - (0.6 + 0.1 + 0.4 - 1.5)) < 1e-9
+            and "MAPK8" in tools_said(found)[0]
+        ),
         services=lambda: _both(biogrid(), dataset(BIOGRID)),
         faithful=True,
     ),
     *(
-        Example(f"{SCRIPTS}/{name}:{trainer}", [], [ANSWER], {}, None, reward, services=math_rows, faithful=True)
+        Example(
+            f"{SCRIPTS}/{name}:{trainer}",
+            [],
+            [ANSWER],
+            {},
+            None,
+            reward,
+            services=math_rows,
+            faithful=True,
+        )
         for name, trainer, reward in (
             ("gspo.py", "GRPOTrainer", 2.0),
             ("rloo.py", "RLOOTrainer", 2.0),
         )
     ),
-    Example(f"{SCRIPTS}/async_grpo.py:AsyncGRPOTrainer", [], [ANSWER], {}, None, 1.0, services=gsm8k_rows, faithful=True),
+    Example(
+        f"{SCRIPTS}/async_grpo.py:AsyncGRPOTrainer",
+        [],
+        [ANSWER],
+        {},
+        None,
+        1.0,
+        services=gsm8k_rows,
+        faithful=True,
+    ),
     *(
         Example(
             f"{SCRIPTS}/{name}.py:{trainer}",
@@ -440,14 +521,31 @@ EXAMPLES = [
             renderer=vlm,
             faithful=True,
         )
-        for name, trainer in (("grpo_vlm", "GRPOTrainer"), ("gspo_vlm", "GRPOTrainer"), ("rloo_vlm", "RLOOTrainer"))
+        for name, trainer in (
+            ("grpo_vlm", "GRPOTrainer"),
+            ("gspo_vlm", "GRPOTrainer"),
+            ("rloo_vlm", "RLOOTrainer"),
+        )
     ),
     Example(
-        f"{SCRIPTS}/grpo_continuous_batching.py:GRPOTrainer", [], ["#### 4"], {}, None, 1.0, services=gsm8k_rows, faithful=True
+        f"{SCRIPTS}/grpo_continuous_batching.py:GRPOTrainer",
+        [],
+        ["#### 4"],
+        {},
+        None,
+        1.0,
+        services=gsm8k_rows,
+        faithful=True,
     ),
     Skip(f"{SCRIPTS}/harbor/data_agent.py:GRPOTrainer", "harbor needs Python 3.12 and containers"),
-    Skip(f"{SCRIPTS}/openreward/seta.py:GRPOTrainer", "the OpenReward service serves its environments with a key"),
-    Skip(openenv("opencode", "AsyncGRPOTrainer"), "the OpenCode program in a sandbox; here such a program plays by the proxy"),
+    Skip(
+        f"{SCRIPTS}/openreward/seta.py:GRPOTrainer",
+        "the OpenReward service serves its environments with a key",
+    ),
+    Skip(
+        openenv("opencode", "AsyncGRPOTrainer"),
+        "the OpenCode program in a sandbox; here such a program plays by the proxy",
+    ),
 ]
 
 

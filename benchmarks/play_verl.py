@@ -1,4 +1,5 @@
-"""verl's examples, for `play_trees.py`: tools, agent loops, reward functions, and the code of its documentation."""
+"""verl's examples, for `play_trees.py`: tools, agent loops, reward functions, and the code
+of its documentation."""
 
 from __future__ import annotations
 
@@ -17,20 +18,34 @@ from play_trees import Example, Skip
 import turnwright as tw
 
 FOLDERS = ("examples", "tests", "verl/experimental/agent_loop")
-"""Folders of the tree with code that a user writes, or would copy; the loops that rows name by `agent_name`."""
-BASES = ("BaseTool", "BaseInteraction", "AgentLoopBase", "RewardManagerBase", "AbstractRewardManager")
+"""Folders of the tree with code that a user writes, or would copy; the loops that rows
+name by `agent_name`."""
+BASES = (
+    "BaseTool",
+    "BaseInteraction",
+    "AgentLoopBase",
+    "RewardManagerBase",
+    "AbstractRewardManager",
+)
 BLOCK = re.compile(r"^\.\. code(?:-block)?:: python\n\s*\n((?:[ \t]+.*\n|\s*\n)+)", re.MULTILINE)
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def candidates(tree: Path) -> list[str]:
-    """Return `file:name` of the tools, loops, reward managers and reward functions at the top level of files and blocks."""
+    """Return `file:name` of the tools, loops, reward managers and reward functions at the top
+    level of files and blocks."""
     found: list[str] = []
     for folder in FOLDERS:
         for path in sorted((tree / folder).rglob("*.py")):
-            found += [f"{path.relative_to(tree)}:{name}" for name in _names(path.read_text("utf-8"))]
+            found += [
+                f"{path.relative_to(tree)}:{name}" for name in _names(path.read_text("utf-8"))
+            ]
     for path in sorted(
-        [*(tree / "docs").rglob("*.rst"), *(tree / "docs").rglob("*.md"), *(tree / "examples").rglob("*.ipynb")]
+        [
+            *(tree / "docs").rglob("*.rst"),
+            *(tree / "docs").rglob("*.md"),
+            *(tree / "examples").rglob("*.ipynb"),
+        ]
     ):
         for block in _blocks(path):
             found += [f"{path.relative_to(tree)}:{name}" for name in _names(block)]
@@ -42,7 +57,10 @@ def _blocks(path: Path) -> list[str]:
     if path.suffix == ".ipynb":
         cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
         return ["".join(cell["source"]) for cell in cells]
-    return [textwrap.dedent(block) for block in (BLOCK if path.suffix == ".rst" else FENCE).findall(text)]
+    return [
+        textwrap.dedent(block)
+        for block in (BLOCK if path.suffix == ".rst" else FENCE).findall(text)
+    ]
 
 
 def _names(source: str) -> list[str]:
@@ -52,7 +70,9 @@ def _names(source: str) -> list[str]:
         return []
     found = []
     for node in body:
-        if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & set(BASES):
+        if isinstance(node, ast.ClassDef) and {ast.unparse(base) for base in node.bases} & set(
+            BASES
+        ):
             found.append(node.name)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             names = [one.arg for one in node.args.args]
@@ -62,8 +82,11 @@ def _names(source: str) -> list[str]:
     return found
 
 
-def block(page: str, text: str, head: str = "", place: str = "") -> Callable[[Path], Mapping[str, str]]:
-    """Return a maker of the file that a reader of a page has: its block with a text, below what earlier blocks import."""
+def block(
+    page: str, text: str, head: str = "", place: str = ""
+) -> Callable[[Path], Mapping[str, str]]:
+    """Return a maker of the file that a reader of a page has: its block with a text, below what
+    earlier blocks import."""
 
     def files(tree: Path) -> Mapping[str, str]:
         source = next(one for one in _blocks(tree / page) if text in one)
@@ -106,7 +129,9 @@ def answers(reward: float | None, *texts: str) -> Callable[[Sequence[tw.Trajecto
 def schemas(*names: str) -> Callable[[Sequence[tw.Trajectory]], bool]:
     """Check that the prompt has the tools that these names are of."""
     decode = tw.byte_renderer().decode
-    return lambda found: all(f'"name": "{name}"' in decode(one.prompt_ids(0)) for one in found for name in names)
+    return lambda found: all(
+        f'"name": "{name}"' in decode(one.prompt_ids(0)) for one in found for name in names
+    )
 
 
 def run(code: str) -> dict[str, Any]:
@@ -128,7 +153,10 @@ JUDGE = Server(
             {
                 "index": 0,
                 "finish_reason": "stop",
-                "message": {"role": "assistant", "content": "9" if "so 4" in request["messages"][0]["content"] else "1"},
+                "message": {
+                    "role": "assistant",
+                    "content": "9" if "so 4" in request["messages"][0]["content"] else "1",
+                },
             }
         ],
     }
@@ -164,7 +192,7 @@ STUB_TOOLS = """tools:
           type: object
           properties: {url_list: {type: array, description: URLs to crawl.}}
           required: ["url_list"]
-"""
+"""  # noqa: E501
 LOCATION = {"location": "Los Angeles, CA, US"}
 WEATHER = '{"temperature": 26.1, "location": "Los Angeles, CA, US", "unit": "celsius"}'
 
@@ -211,34 +239,61 @@ EXAMPLES: list[Example | Skip] = [
             ),
             schemas("get_weather", "calculator", "fetch_url"),
         ),
-        names=tuple(f"{AGENT}function_tool_examples.py:{name}" for name in ("get_weather", "calculator", "fetch_url")),
+        names=tuple(
+            f"{AGENT}function_tool_examples.py:{name}"
+            for name in ("get_weather", "calculator", "fetch_url")
+        ),
     ),
     Example(
         "verl:tools",
         [row("x")],
-        [call("search", query_list=["a", "b"]), call("crawler", url_list=["u"]), call("search"), "done"],
+        [
+            call("search", query_list=["a", "b"]),
+            call("crawler", url_list=["u"]),
+            call("search"),
+            "done",
+        ],
         faithful=True,
         args={"tool_config_path": "all_tool_config.yaml"},
         files={"all_tool_config.yaml": STUB_TOOLS},
-        check=both(answers(0.0, "hits-for:a; hits-for:b", "crawled:u", "hits-for:<empty>"), schemas("search", "crawler")),
-        names=("tests/tools/_stub_search_tools.py:StubSearchTool", "tests/tools/_stub_search_tools.py:StubCrawlTool"),
+        check=both(
+            answers(0.0, "hits-for:a; hits-for:b", "crawled:u", "hits-for:<empty>"),
+            schemas("search", "crawler"),
+        ),
+        names=(
+            "tests/tools/_stub_search_tools.py:StubSearchTool",
+            "tests/tools/_stub_search_tools.py:StubCrawlTool",
+        ),
     ),
     Example(
         "verl:tools",
         [row("x")],
         [call("get_weather", city="Tokyo"), call("calculator", expression="1+1"), "2"],
         args={"function_tool_path": "path/to/your_tools.py"},
-        files=block("docs/sglang_multiturn/multiturn.rst", "def get_weather", place="path/to/your_tools.py"),
+        files=block(
+            "docs/sglang_multiturn/multiturn.rst", "def get_weather", place="path/to/your_tools.py"
+        ),
         check=answers(0.0, '{"temperature_c": 17.3, "condition": "drizzle"}', "2"),
-        names=tuple(f"docs/sglang_multiturn/multiturn.rst:{name}" for name in ("get_weather", "calculator")),
+        names=tuple(
+            f"docs/sglang_multiturn/multiturn.rst:{name}" for name in ("get_weather", "calculator")
+        ),
     ),
     needs(*OF_VERL)(
         Example(
             f"{AGENT}test_basic_agent_loop.py:WeatherTool",
             [row("26.1")],
-            [call("get_current_temperature", **LOCATION), call("get_current_temperature", place="x"), "26.1"],
+            [
+                call("get_current_temperature", **LOCATION),
+                call("get_current_temperature", place="x"),
+                "26.1",
+            ],
             check=both(
-                answers(0.0, WEATHER, "WeatherTool.get_current_temperature() got an unexpected keyword argument 'place'"),
+                answers(
+                    0.0,
+                    WEATHER,
+                    "WeatherTool.get_current_temperature() got an unexpected keyword argument "
+                    "'place'",
+                ),
                 schemas("get_current_temperature"),
             ),
             faithful=True,
@@ -250,7 +305,9 @@ EXAMPLES: list[Example | Skip] = [
             [row("25.9")],
             [call("get_temperature_date", **LOCATION, date="2024-10-01", unit="kelvin"), "25.9"],
             check=answers(
-                0.0, '{"temperature": 25.9, "location": "Los Angeles, CA, US", "date": "2024-10-01", "unit": "kelvin"}'
+                0.0,
+                '{"temperature": 25.9, "location": "Los Angeles, CA, US", "date": "2024-10-01", '
+                '"unit": "kelvin"}',
             ),
             faithful=True,
         )
@@ -272,7 +329,9 @@ EXAMPLES: list[Example | Skip] = [
         services=JUDGE,
         reward=9.0,
     ),
-    Example(f"{REWARD}reward_fn.py:compute_score_math_verify", [row("4")], [r"so \boxed{4}"], reward=1.0),
+    Example(
+        f"{REWARD}reward_fn.py:compute_score_math_verify", [row("4")], [r"so \boxed{4}"], reward=1.0
+    ),
     *(
         needs(*OF_VERL)(Example(f"{LIMITED}:{name}", [row("4")], ["4 "], reward=reward))
         for name, reward in (
@@ -282,7 +341,9 @@ EXAMPLES: list[Example | Skip] = [
             ("mock_dict_result_function", 1.0),
         )
     ),
-    Skip(f"{LIMITED}:mock_failing_api_function", "it raises always: a double for a test of failures"),
+    Skip(
+        f"{LIMITED}:mock_failing_api_function", "it raises always: a double for a test of failures"
+    ),
     needs(*OF_VERL)(
         Example(
             "tests/workers/reward_manager/test_dapo_on_cpu.py:_constant_compute_score",
@@ -295,7 +356,9 @@ EXAMPLES: list[Example | Skip] = [
         "my_reward.py:my_reward_fn",
         [row("4")],
         ["a reply of 24 characters"],
-        files=block("docs/preparation/reward_function.rst", "def my_reward_fn", place="my_reward.py"),
+        files=block(
+            "docs/preparation/reward_function.rst", "def my_reward_fn", place="my_reward.py"
+        ),
         reward=0.24,
         names=("docs/preparation/reward_function.rst:my_reward_fn",),
     ),
@@ -322,5 +385,8 @@ EXAMPLES: list[Example | Skip] = [
         "a sketch, whose body is a comment",
         ("docs/extend_guide.rst:MyAgentLoop",),
     ),
-    Skip("docs/advance/reward_loop.rst:compute_score_gsm8k", "an excerpt of tests/experimental/reward_loop/reward_fn.py"),
+    Skip(
+        "docs/advance/reward_loop.rst:compute_score_gsm8k",
+        "an excerpt of tests/experimental/reward_loop/reward_fn.py",
+    ),
 ]

@@ -26,7 +26,13 @@ def last_lines() -> str:
     """Train in a process of its own, and return what it prints after the progress."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "quickstart"
-        words = [sys.executable, "-m", "turnwright", "train", str(ROOT / "recipes" / "quickstart.toml")]
+        words = [
+            sys.executable,
+            "-m",
+            "turnwright",
+            "train",
+            str(ROOT / "recipes" / "quickstart.toml"),
+        ]
         words += ["--out", str(out), "--display", "none"]
         env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)

@@ -2,8 +2,8 @@
 
     python benchmarks/readme.py
 
-No figure is copied by hand, so README shows one run and not a mixture of several. The last digit of a
-success differs between processors whose vector units sum in another order.
+No figure is copied by hand, so README shows one run and not a mixture of several. The last digit of
+a success differs between processors whose vector units sum in another order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,17 @@ FIRST, LAST = "success    ", "  turnwright train recipes/quickstart.toml --seed 
 
 def last_lines(out: Path) -> list[str]:
     """Run the quickstart; return its last lines, with the run where `make quickstart` puts it."""
-    command = [sys.executable, "-m", "turnwright", "train", "recipes/quickstart.toml", "--out", str(out), "--display", "plain"]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright",
+        "train",
+        "recipes/quickstart.toml",
+        "--out",
+        str(out),
+        "--display",
+        "plain",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return block_of(done.stdout.replace(str(out), "runs/quickstart").splitlines())
 

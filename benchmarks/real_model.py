@@ -1,9 +1,11 @@
-"""A real model on one thread: the engine against `generate`, training against TRL, mixed precision against float32.
+"""A real model on one thread: the engine against `generate`, training against TRL, mixed
+precision against float32.
 
     python benchmarks/real_model.py --trl-python PYTHON [--rounds 3] [--steps 12]
     python benchmarks/real_model.py --only engine trainer roofline
 
-The model is SmolLM2-135M-Instruct (`contrib/smollm2.py`; `--model` names another Llama). Parts, each described in its file:
+The model is SmolLM2-135M-Instruct (`contrib/smollm2.py`; `--model` names another Llama). Parts,
+each described in its file:
 
 - `engine` (real_model_engine.py): sampled ids a CPU second at 1, 16 and 64 calls, against
   transformers' `generate`;
@@ -56,10 +58,16 @@ Figures = dict[str, float | None]
 
 def parse_options() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to measure")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of engine, trainer and roofline")
-    parser.add_argument("--calls", nargs="+", type=int, default=[1, 16, 64], help="numbers of calls at a time")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="rounds of engine, trainer and roofline"
+    )
+    parser.add_argument(
+        "--calls", nargs="+", type=int, default=[1, 16, 64], help="numbers of calls at a time"
+    )
     parser.add_argument("--steps", type=int, default=12, help="most training steps of part trl")
     parser.add_argument("--seed", type=int, default=0, help="seed of part trl")
     parser.add_argument("--trl-python", type=Path, help="Python that has TRL; part trl needs it")
@@ -70,9 +78,21 @@ def parse_options() -> argparse.Namespace:
         default=["float32", "autocast", "bfloat16"],
         help="types of TRL's side; the fastest counts",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where part trl trains; cuda measures seconds")
-    parser.add_argument("--patience", type=float, default=1800, help="seconds of silence after which a side has hung")
-    parser.add_argument("--model", type=Path, default=smollm2.FILE, help="GGUF file or model directory")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where part trl trains; cuda measures seconds",
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=1800,
+        help="seconds of silence after which a side has hung",
+    )
+    parser.add_argument(
+        "--model", type=Path, default=smollm2.FILE, help="GGUF file or model directory"
+    )
     parser.add_argument(
         "--warmed",
         type=Path,
@@ -85,7 +105,10 @@ def parse_options() -> argparse.Namespace:
     if "trl" in options.only and options.trl_python is None:
         parser.error("part trl needs --trl-python; leave it out by --only engine trainer roofline")
     if not options.model.exists():
-        parser.error(f"{options.model} is not there; make quickstart-llm fetches it, or name a model by --model")
+        parser.error(
+            f"{options.model} is not there; make quickstart-llm fetches it, or name a model by "
+            "--model"
+        )
     return options
 
 
@@ -124,7 +147,9 @@ def compare_with_limits(
         work = make_work(ENGINE_ROWS, engine.vocabulary, 0)
         allowed = {kind: limits.engine_ids_allowed(kind, work) for kind in kinds}
         best = max(kinds, key=lambda kind: engine.rate(f"engine {kind}", ENGINE_ROWS))
-        figures["of_roofline_engine_64"] = engine.rate(f"engine {best}", ENGINE_ROWS) / allowed[best]
+        figures["of_roofline_engine_64"] = (
+            engine.rate(f"engine {best}", ENGINE_ROWS) / allowed[best]
+        )
     if trainer is not None:
         needed = {}
         for kind in kinds:
@@ -165,7 +190,11 @@ def main() -> None:
         measured = "not measured" if value is None else f"{value:.2f}"
         required = "" if minimum is None else f" (required: {minimum:g})"
         print(f"{name}: {measured}{required}")
-    print(json.dumps({name: None if value is None else round(value, 2) for name, value in figures.items()}))
+    print(
+        json.dumps(
+            {name: None if value is None else round(value, 2) for name, value in figures.items()}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the parts of `real_model.py` share: the model, CPU seconds, and turns that processes take."""
+"""What the parts of `real_model.py` share: the model, CPU seconds, and
+turns that processes take."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def cpu_seconds() -> float:
 
 
 def device_seconds(device: str) -> float:
-    """Return what a side is charged by: CPU seconds, or on a GPU seconds, until all that was asked of it is done."""
+    """Return what a side is charged by: CPU seconds, or on a GPU seconds, until all that
+    was asked of it is done."""
     if device == "cpu":
         return cpu_seconds()
     import torch
@@ -189,13 +191,17 @@ class OwnTurns:
 
     def report(self, *, total_s: float, rollout_s: float, success: float, sampled: int) -> None:
         """Report the step that just ended."""
-        self._connection.send(json.dumps([total_s, rollout_s, success, sampled, peak_gib(self.device)]))
+        self._connection.send(
+            json.dumps([total_s, rollout_s, success, sampled, peak_gib(self.device)])
+        )
 
 
 class Side:
     """The benchmark's end: a process that trains, one step at a time."""
 
-    def __init__(self, name: str, command: Sequence[str | Path], log: Path, patience_s: float) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str | Path], log: Path, patience_s: float
+    ) -> None:
         """Start the process and wait until it is ready.
 
         Its last argument is the descriptor of its end, its output goes to a file, and it has failed

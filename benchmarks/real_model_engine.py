@@ -136,9 +136,13 @@ def play_with_generate(model: Any, episodes: Sequence[Episode], *, carry_cache: 
             cache = output.past_key_values
             in_reply = torch.arange(replies.shape[1])[None] < torch.tensor(lengths)[:, None]
             ids = torch.cat([output.sequences, torch.tensor(observations)], 1)
-            mask = torch.cat([mask, in_reply.long(), torch.ones(len(episodes), OBSERVATION, dtype=torch.long)], 1)
+            mask = torch.cat(
+                [mask, in_reply.long(), torch.ones(len(episodes), OBSERVATION, dtype=torch.long)], 1
+            )
         else:
-            for context, reply, length, observation in zip(contexts, replies.tolist(), lengths, observations, strict=True):
+            for context, reply, length, observation in zip(
+                contexts, replies.tolist(), lengths, observations, strict=True
+            ):
                 context += reply[:length] + observation
             ids, mask = padded_left(contexts)
 
@@ -181,7 +185,9 @@ class EnginePart:
             del model
         types = [torch.float32, torch.bfloat16] if has_bfloat16() else [torch.float32]
         for dtype in types:
-            self._add_generate(f"generate {str(dtype).removeprefix('torch.')}", load_for_generate(directory, dtype))
+            self._add_generate(
+                f"generate {str(dtype).removeprefix('torch.')}", load_for_generate(directory, dtype)
+            )
         self.spent: dict[tuple[str, int], list[Spent]] = {}
 
     def _add_engine(self, name: str, engine: Any) -> None:
@@ -226,7 +232,8 @@ class EnginePart:
         most = max(self.calls)
         figures: dict[str, float | None] = {
             "engine_vs_generate": min(
-                self.best_rate("engine", calls) / self.best_rate("generate", calls) for calls in self.calls
+                self.best_rate("engine", calls) / self.best_rate("generate", calls)
+                for calls in self.calls
             )
         }
         if "engine mixed" in self.sides:

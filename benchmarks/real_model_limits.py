@@ -63,7 +63,12 @@ class Shape:
         config = AutoConfig.from_pretrained(directory)
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.head_dim
         queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
-        matrices = (queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)
+        matrices = (
+            (queries + 2 * keys, hidden),
+            (hidden, queries),
+            (2 * inner, hidden),
+            (hidden, inner),
+        )
         layers = config.num_hidden_layers
         return cls(layers, matrices, (config.vocab_size, hidden), 2 * keys * layers)
 
@@ -121,7 +126,10 @@ def speed_of_training(shapes: Sequence[tuple[int, int]], rows: int, dtype: torch
     """Return the speed of the three products that a linear layer takes in training."""
     seconds, operations = 0.0, 0
     for outputs, width in shapes:
-        inputs, weight = torch.randn(rows, width, dtype=dtype), torch.randn(outputs, width, dtype=dtype)
+        inputs, weight = (
+            torch.randn(rows, width, dtype=dtype),
+            torch.randn(outputs, width, dtype=dtype),
+        )
         slopes = torch.randn(rows, outputs, dtype=dtype)
         seconds += best_time(partial(linear, inputs, weight))
         seconds += best_time(partial(torch.mm, slopes, weight))

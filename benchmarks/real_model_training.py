@@ -1,19 +1,20 @@
-"""Parts `trainer` and `trl` of `real_model.py`: the trainer's step, and training against TRL's `GRPOTrainer`.
+"""Parts `trainer` and `trl` of `real_model.py`: the trainer's step, and training
+against TRL's `GRPOTrainer`.
 
-`trainer`: groups of 8 episodes whose rewards differ are sampled once, and trained on again and again
-by each kind at a learning rate of 1e-12, so that the weights stay those that sampled them. They are
-of two kinds of work: 2 groups of a `story` that the model tells in four turns with replies of up to
-48 ids (`real_model_story.py`), by which kinds are compared, and 8 groups of the recipe's own task `hop`
-by the warmed model, whose step is so short that what does not depend on its size, such as Adam's
-update, is most of it.
+`trainer`: groups of 8 episodes whose rewards differ are sampled once, and trained on again and
+again by each kind at a learning rate of 1e-12, so that the weights stay those that sampled them.
+They are of two kinds of work: 2 groups of a `story` that the model tells in four turns with replies
+of up to 48 ids (`real_model_story.py`), by which kinds are compared, and 8 groups of the recipe's
+own task `hop` by the warmed model, whose step is so short that what does not depend on its size,
+such as Adam's update, is most of it.
 
 `trl`: all sides train `hop` from the same warmed weights, as `recipes/quickstart_llm.toml` says but
 for a constant learning rate: 8 groups of 8 on the same tasks, 6 turns, 12 ids a turn where a cut
-reply does not end the episode, temperature 1, full fine-tuning, no KL. Ours is a run of `turnwright
-train` with all that it records; TRL's is `real_model_trl.py`, in a Python that has TRL. Each side is
-a process of one thread that waits while another makes its step; a step's CPU is all that its process
-spends from one step's end to the next. On a GPU (`--device cuda`) it is the time of a step, until
-all that was launched is done.
+reply does not end the episode, temperature 1, full fine-tuning, no KL. Ours is a run of
+`turnwright train` with all that it records; TRL's is `real_model_trl.py`, in a Python that has TRL.
+Each side is a process of one thread that waits while another makes its step; a step's CPU is all
+that its process spends from one step's end to the next. On a GPU (`--device cuda`) it is the time
+of a step, until all that was launched is done.
 
     python benchmarks/real_model_training.py DIRECTORY KIND DEVICE STEPS SEED OUT DESCRIPTOR
 """
@@ -52,7 +53,8 @@ from turnwright.rollouts.rollout_settings import RolloutSettings
 OURS, THEIRS = "turnwright", "TRL"
 GOAL, IN_A_ROW = 0.8, 2
 FIRST_STEP = 2
-"""Number of the first measured step: in two of twenty, the first two, a trainer also records what an engine must sample."""
+"""Number of the first measured step: in two of twenty, the first two, a trainer also records what
+an engine must sample."""
 STILL = 1e-12
 """Learning rate that changes no weight by more than rounding."""
 
@@ -64,7 +66,9 @@ def training_work() -> dict[str, RunConfig]:
     """Return the settings of each kind of work."""
     recipe = load_recipe(RECIPE).config
     # Kinds differ by more than an engine and a trainer of one kind may.
-    recipe = replace(recipe, train=replace(recipe.train, lr=STILL, schedule="constant", max_mismatch=1.0))
+    recipe = replace(
+        recipe, train=replace(recipe.train, lr=STILL, schedule="constant", max_mismatch=1.0)
+    )
     story = EnvConfig(use=str(Path(__file__).with_name("real_model_story.py")) + ":Story")
     limits = Limits(context=1024, turns=4, turn_tokens=48, on_turn_length="continue")
     rollout = replace(recipe.rollout, groups=2)
@@ -86,8 +90,12 @@ async def sample_groups(directory: Path, kind: Kind, config: RunConfig) -> list[
 
     groups: list[Any] = []
     for task in env_spec.tasks("train", 8 * count, 0):
-        keys = [EpisodeKey("train", 0, task.id, sample) for sample in range(config.rollout.group_size)]
-        (group,) = group_by_task(await rollout.play([EpisodeSpec.of(env_spec, task, key) for key in keys]))
+        keys = [
+            EpisodeKey("train", 0, task.id, sample) for sample in range(config.rollout.group_size)
+        ]
+        (group,) = group_by_task(
+            await rollout.play([EpisodeSpec.of(env_spec, task, key) for key in keys])
+        )
         if len({trajectory.reward for trajectory in group.trajectories}) > 1:
             groups.append(group)
         if len(groups) == count:
@@ -113,7 +121,8 @@ class PassSize:
 
 
 class TrainerPart:
-    """The trainers of each kind of work and of computation; those of the same work train on the same episodes.
+    """The trainers of each kind of work and of computation; those of the same work
+    train on the same episodes.
 
     Args:
         directories: weights of each kind of work, by its name.
@@ -133,7 +142,9 @@ class TrainerPart:
             self.groups[name] = asyncio.run(sample_groups(directories[name], kinds[-1], config))
             for kind in kinds:
                 model, renderer = load(directories[name], kind)
-                self.trainers[name, kind] = make_trainer(config, model, renderer, None, Ranks(), None)
+                self.trainers[name, kind] = make_trainer(
+                    config, model, renderer, None, Ranks(), None
+                )
 
     def warm_up(self) -> None:
         """Let each trainer allocate its gradients and moments."""
@@ -150,7 +161,9 @@ class TrainerPart:
         result, cpu_s = timed(partial(trainer.step, self.groups[name], step=step, steps=step + 1))
         _, batches = result.token_records
         trained = sum(batch.size for batch in batches)
-        self.passes[name, kind] = PassSize.of([micro for batch in batches for micro in batch.micros])
+        self.passes[name, kind] = PassSize.of(
+            [micro for batch in batches for micro in batch.micros]
+        )
         self.spent[name, kind].append(Spent(cpu_s, trained))
         text = f"{trained} ids in {cpu_s:.1f} s, {trained / cpu_s:.1f} trained ids a CPU second"
         print(f"round {number + 1}: trainer {kind:8s} {name:5s} {text}", flush=True)
@@ -166,8 +179,14 @@ class TrainerPart:
     def figures(self) -> dict[str, float | None]:
         """Print the medians, and return the ratio."""
         for name, kind in self.spent:
-            speed = f"{self.rate(name, kind):.1f} trained ids a CPU second, {self.step_s(name, kind):.1f} s a step"
-            size = f"{self.spent[name, kind][0].amount} trained ids in {self.passes[name, kind].positions} positions"
+            speed = (
+                f"{self.rate(name, kind):.1f} trained ids a CPU second, "
+                f"{self.step_s(name, kind):.1f} s a step"
+            )
+            size = (
+                f"{self.spent[name, kind][0].amount} trained ids in "
+                f"{self.passes[name, kind].positions} positions"
+            )
             print(f"trainer {kind}, {name}: {speed}, {size}")
         if "mixed" not in self.kinds:
             return {}
@@ -213,7 +232,9 @@ class StepByStep(ProgressListener):
         self._began = self.turns.seconds()
 
 
-def train_ours(directory: Path, kind: Kind, steps: int, seed: int, out: Path, turns: OwnTurns) -> None:
+def train_ours(
+    directory: Path, kind: Kind, steps: int, seed: int, out: Path, turns: OwnTurns
+) -> None:
     """Train the recipe from warmed weights, a step at each turn."""
     from turnwright.runs import run_training
 
@@ -252,13 +273,24 @@ def make_sides(
     """Start all sides, one after another, until each waits for its first turn."""
     here = Path(__file__).parent
     programs: list[tuple[str, Path, Path, str]] = []
-    programs += [(OURS, Path(sys.executable), here / "real_model_training.py", kind) for kind in kinds]
+    programs += [
+        (OURS, Path(sys.executable), here / "real_model_training.py", kind) for kind in kinds
+    ]
     programs += [(THEIRS, trl_python, here / "real_model_trl.py", kind) for kind in trl_kinds]
 
     sides = []
     for name, python, program, kind in programs:
         out = folder / f"{name}-{kind}"
-        command = [python, program, settings.directory, kind, settings.device, settings.steps, settings.seed, out]
+        command = [
+            python,
+            program,
+            settings.directory,
+            kind,
+            settings.device,
+            settings.steps,
+            settings.seed,
+            out,
+        ]
         words = [str(word) for word in command]
         log = folder / f"{name}-{kind}.log"
         sides.append(Side(f"{name} {kind}", words, log, settings.patience_s))
@@ -266,7 +298,8 @@ def make_sides(
 
 
 def steps_to_goal(steps: Sequence[TrainingStep]) -> int | None:
-    """Return after how many steps enough of them in a row sampled the goal's success; None if they did not."""
+    """Return after how many steps enough of them in a row sampled the goal's success;
+    None if they did not."""
     in_a_row = 0
     for number, step in enumerate(steps, 1):
         in_a_row = in_a_row + 1 if step.success >= GOAL else 0
@@ -292,7 +325,10 @@ class TrlPart:
                 if step is None:
                     print(f"step {number + 1}: {side.name:20s} failed: {side.failure}", flush=True)
                     continue
-                cost = f"{step.total_s:6.2f} {self.unit}, {step.rollout_s:5.2f} of it sampling {step.sampled} ids"
+                cost = (
+                    f"{step.total_s:6.2f} {self.unit}, {step.rollout_s:5.2f} of it sampling "
+                    f"{step.sampled} ids"
+                )
                 rest = f"success {step.success:.0%}, peak {step.peak_gib:.1f} GiB"
                 print(f"step {number + 1}: {side.name:20s} {cost}, {rest}", flush=True)
             going = [side for side in self.sides if not side.failure]
@@ -316,7 +352,14 @@ class TrlPart:
         Steps of sides that reached the goal are compared, where both have one: a side that does not
         learn plays shorter episodes, so its steps cost less.
         """
-        columns = ["", f"{self.unit} a step", "sampling", "ms a sampled id", "steps to 80%", f"{self.unit} to 80%"]
+        columns = [
+            "",
+            f"{self.unit} a step",
+            "sampling",
+            "ms a sampled id",
+            "steps to 80%",
+            f"{self.unit} to 80%",
+        ]
         columns += ["success, first and last", "peak GiB"]
         print(f"| {' | '.join(columns)} |")
         print("|---" * len(columns) + "|")
@@ -326,10 +369,17 @@ class TrlPart:
                 continue
             goal_s = self.goal_s(side)
             sampling = statistics.median(step.rollout_s for step in side.steps)
-            each = 1000 * sum(step.total_s for step in side.steps) / sum(step.sampled for step in side.steps)
+            each = (
+                1000
+                * sum(step.total_s for step in side.steps)
+                / sum(step.sampled for step in side.steps)
+            )
             cells = [f"{self.step_s(side):.2f}", f"{sampling:.2f}", f"{each:.2f}"]
             cells += [str(steps_to_goal(side.steps)), "-" if goal_s is None else f"{goal_s:.1f}"]
-            cells += [f"{side.steps[0].success:.0%}, {side.steps[-1].success:.0%}", f"{side.steps[-1].peak_gib:.1f}"]
+            cells += [
+                f"{side.steps[0].success:.0%}, {side.steps[-1].success:.0%}",
+                f"{side.steps[-1].peak_gib:.1f}",
+            ]
             print(f"| {side.name} | {' | '.join(cells)} |")
 
         ours = [side for side in self.sides if side.steps and side.name.startswith(OURS)]

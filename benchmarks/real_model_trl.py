@@ -1,11 +1,13 @@
-"""TRL's side of `real_model.py`: `GRPOTrainer` on `hop`, as its users write it, in a Python that has TRL and torch.
+"""TRL's side of `real_model.py`: `GRPOTrainer` on `hop`, as its users write it, in a
+Python that has TRL and torch.
 
     python benchmarks/real_model_trl.py DIRECTORY KIND DEVICE STEPS SEED OUT DESCRIPTOR
 
-TRL's `environment_factory` plays by tool calls, and SmolLM2's template has none, so the episodes are
-played by a `rollout_func`: all episodes that still go on are one batch of `generate` in each turn,
-contexts are kept as ids, and what the environment says is masked. Logprobs are left out, for TRL
-reads them with vLLM alone. A step of 64 episodes is one batch of sampling, and on a CPU eight of training.
+TRL's `environment_factory` plays by tool calls, and SmolLM2's template has none, so the
+episodes are played by a `rollout_func`: all episodes that still go on are one batch of
+`generate` in each turn, contexts are kept as ids, and what the environment says is masked.
+Logprobs are left out, for TRL reads them with vLLM alone. A step of 64 episodes is one batch of
+sampling, and on a CPU eight of training.
 
 KIND is `float32`; `autocast`, weights in float32 under `bf16=True`; or `bfloat16`, weights too.
 """
@@ -37,12 +39,14 @@ from turnwright.types import Message, Task
 TURN_END = "<|im_end|>"
 """Not the tokenizer's end of a text, which need not be that of a turn."""
 ROWS = {"cpu": 8, "cuda": 64}
-"""Episodes of one forward and backward pass: TRL's default, which took less CPU than 16; on a GPU all of a step."""
+"""Episodes of one forward and backward pass: TRL's default, which took less CPU than
+16; on a GPU all of a step."""
 
 
 @dataclass
 class Episode:
-    """One episode as TRL wants it: a prompt, and all ids after it with a mask of those that the model sampled."""
+    """One episode as TRL wants it: a prompt, and all ids after it with a mask of those
+    that the model sampled."""
 
     env: Hop
     prompt: list[int]
@@ -80,7 +84,12 @@ class Player:
     """Plays a batch of episodes by `generate`."""
 
     def __init__(self, tokenizer: Any, turns: int, turn_tokens: int, rules: bool) -> None:
-        self.tokenizer, self.turns, self.turn_tokens, self.rules = tokenizer, turns, turn_tokens, rules
+        self.tokenizer, self.turns, self.turn_tokens, self.rules = (
+            tokenizer,
+            turns,
+            turn_tokens,
+            rules,
+        )
         self.end = tokenizer.convert_tokens_to_ids(TURN_END)
 
     def play(self, model: Any, tasks: Sequence[Task]) -> list[Episode]:
@@ -90,18 +99,27 @@ class Player:
             playing = [episode for episode in episodes if not episode.done]
             if not playing:
                 break
-            replies = self._sample(model, [episode.prompt + episode.completion for episode in playing])
+            replies = self._sample(
+                model, [episode.prompt + episode.completion for episode in playing]
+            )
             for episode, reply in zip(playing, replies, strict=True):
                 self._take_turn(episode, reply, last=turn + 1 == self.turns)
         return episodes
 
     def _begin(self, task: Task) -> Episode:
         env = Hop(rules=self.rules)
-        opening = [{"role": message.role, "content": message.text} for message in drive(env.reset(task))]
-        return Episode(env, self.tokenizer.apply_chat_template(opening, add_generation_prompt=True)["input_ids"])
+        opening = [
+            {"role": message.role, "content": message.text} for message in drive(env.reset(task))
+        ]
+        return Episode(
+            env,
+            self.tokenizer.apply_chat_template(opening, add_generation_prompt=True)["input_ids"],
+        )
 
     def _sample(self, model: Any, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
-        batch = self.tokenizer.pad([{"input_ids": context} for context in contexts], return_tensors="pt").to(model.device)
+        batch = self.tokenizer.pad(
+            [{"input_ids": context} for context in contexts], return_tensors="pt"
+        ).to(model.device)
         with torch.inference_mode():
             sequences = model.generate(
                 **batch,
@@ -113,7 +131,9 @@ class Player:
                 pad_token_id=self.tokenizer.pad_token_id,
             )
         replies = sequences[:, batch["input_ids"].shape[1] :].tolist()
-        return [reply[: reply.index(self.end) + 1] if self.end in reply else reply for reply in replies]
+        return [
+            reply[: reply.index(self.end) + 1] if self.end in reply else reply for reply in replies
+        ]
 
     def _take_turn(self, episode: Episode, reply: list[int], *, last: bool) -> None:
         """Append a reply and the environment's answer; one that was cut is closed, as ours is."""
@@ -126,7 +146,9 @@ class Player:
             return
 
         closing = "" if reply[-1] == self.end else TURN_END
-        following = f"{closing}\n<|im_start|>user\n{step.observation}{TURN_END}\n<|im_start|>assistant\n"
+        following = (
+            f"{closing}\n<|im_start|>user\n{step.observation}{TURN_END}\n<|im_start|>assistant\n"
+        )
         episode.add(self.tokenizer.encode(following, add_special_tokens=False), sampled=False)
 
 
@@ -162,7 +184,9 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
         begin_step()
         unwrapped = trainer.accelerator.unwrap_model(trainer.model)
         with trainer.accelerator.autocast():
-            episodes = player.play(unwrapped, [tasks[int(prompt[-1]["number"])] for prompt in prompts])
+            episodes = player.play(
+                unwrapped, [tasks[int(prompt[-1]["number"])] for prompt in prompts]
+            )
         progress.rollout_s = turns.seconds() - progress.began
         progress.success = sum(episode.reward for episode in episodes) / len(episodes)
         progress.sampled = sum(sum(episode.sampled) for episode in episodes)
@@ -186,7 +210,8 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
         beta=0.0,
         bf16=kind == "autocast",
         use_cpu=turns.device == "cpu",
-        gradient_checkpointing=False,  # it would cost time, and it turns off the cache of `generate`
+        # it would cost time, and it turns off the cache of `generate`
+        gradient_checkpointing=False,
         report_to=[],
         save_strategy="no",
         logging_strategy="no",
@@ -195,7 +220,8 @@ def train(directory: Path, kind: str, steps: int, seed: int, out: Path, turns: O
         seed=seed,
     )
     rows = [
-        {"prompt": [{"role": "user", "content": task.messages[0].text, "number": number}]} for number, task in enumerate(tasks)
+        {"prompt": [{"role": "user", "content": task.messages[0].text, "number": number}]}
+        for number, task in enumerate(tasks)
     ]
     trainer = GRPOTrainer(
         model,

@@ -1,9 +1,10 @@
-"""Five steps of the recipes that come with Turnwright, end to end: do all their parts meet, and how long does it take?
+"""Five steps of the recipes that come with Turnwright, end to end: do all their parts meet,
+and how long does it take?
 
     python benchmarks/recipes.py [NAME ...]
 
-A recipe whose environment cannot run here (a missing extra, no sandbox) is named with the reason. The exit status is 1 when
-one that can run does not come to its end.
+A recipe whose environment cannot run here (a missing extra, no sandbox) is named with the reason.
+The exit status is 1 when one that can run does not come to its end.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ NAMES = ("search", "code", "frozen_lake", "hinted_math")
 
 def main() -> int:
     """Run them and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", default=NAMES, metavar="NAME", help=f"of {', '.join(NAMES)}"
+    )
     print("| recipe | steps | episodes | sampled tokens | failed episodes | wall |")
     print("|---|---|---|---|---|---|")
     return max(play(name) for name in parser.parse_args().names)
@@ -40,13 +45,32 @@ def play(name: str) -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         began = time.monotonic()
         out = Path(folder) / "run"
-        words = ["train", str(RECIPES / f"{name}.toml"), "--train.steps", "5", "--out", str(out), "--display", "none"]
+        words = [
+            "train",
+            str(RECIPES / f"{name}.toml"),
+            "--train.steps",
+            "5",
+            "--out",
+            str(out),
+            "--display",
+            "none",
+        ]
         status = turnwright(words)
         wall = time.monotonic() - began
-        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()] if status == 0 else []
-        rows = [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()] if status == 0 else []
+        steps = (
+            [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+            if status == 0
+            else []
+        )
+        rows = (
+            [json.loads(line) for line in (out / "trajectories.jsonl").read_text().splitlines()]
+            if status == 0
+            else []
+        )
     trained = [row for row in rows if row["key"]["phase"] == "train"]
-    tokens = sum(len(span["ids"]) for row in trained for span in row["spans"] if span["origin"] == "model")
+    tokens = sum(
+        len(span["ids"]) for row in trained for span in row["spans"] if span["origin"] == "model"
+    )
     failed = sum(row.get("error") is not None for row in trained)
     count = len({row["step"] for row in steps if row.get("phase") == "train"})
     print(f"| {name} | {count} | {len(trained)} | {tokens:,} | {failed} | {wall:.0f} s |")

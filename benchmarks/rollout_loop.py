@@ -1,14 +1,17 @@
 """What the rollout loop costs per turn, over the floor: work W1.
 
-N episodes of T turns run at once through the public `turnwright.rollout` with its defaults on (reply decoded and parsed,
-deadlines, limits, journal and records on disk), against an engine that answers at once with fixed ids. The floor is what no
-loop can do without: scaffold ids, one encode of the observation's text, and appending both, measured in the same run.
-CPU time of the process, medians of the repeats. The ids of every episode are compared with a re-tokenisation of its whole
-conversation, and in a second pool, whose replies do not survive decoding and encoding, with what was sampled.
+N episodes of T turns run at once through the public `turnwright.rollout` with its defaults on
+(reply decoded and parsed, deadlines, limits, journal and records on disk), against an engine
+that answers at once with fixed ids. The floor is what no loop can do without: scaffold ids, one
+encode of the observation's text, and appending both, measured in the same run. CPU time of the
+process, medians of the repeats. The ids of every episode are compared with a re-tokenisation of
+its whole conversation, and in a second pool, whose replies do not survive decoding and
+encoding, with what was sampled.
 
-The floor encodes by `Tokenizer.encode`, as the peers do. Turnwright looks words up that it has met before
-(`turnwright.renderers.bpe_cache`), so it can come out below what is called the floor; `ratio_library` is the same loop with
-that switched off, and `ratio_fast_floor` is against a floor with the library's faster call.
+The floor encodes by `Tokenizer.encode`, as the peers do. Turnwright looks words up that it has met
+before (`turnwright.renderers.bpe_cache`), so it can come out below what is called the floor;
+`ratio_library` is the same loop with that switched off, and `ratio_fast_floor` is against a floor
+with the library's faster call.
 
     python benchmarks/rollout_loop.py            # about two minutes
     python benchmarks/rollout_loop.py --quick    # smaller, for a look
@@ -96,7 +99,11 @@ def make_env(observations: list[str], turns: int, *, is_async: bool) -> type[tw.
         def next(self) -> tw.Step:
             self.turn += 1
             done = self.turn >= turns
-            return tw.Step(None if done else observations[(self.number + self.turn) % len(observations)], 0.0, done)
+            return tw.Step(
+                None if done else observations[(self.number + self.turn) % len(observations)],
+                0.0,
+                done,
+            )
 
     if is_async:
 
@@ -119,8 +126,11 @@ def make_env(observations: list[str], turns: int, *, is_async: bool) -> type[tw.
     return Sync
 
 
-def floor(encode, tokenizer: Tokenizer, pool: list[list[int]], observations: list[str], n: int, turns: int) -> list[list[int]]:
-    """The yardstick: opening, then reply ids, scaffold ids and one encode of the observation, appended."""
+def floor(
+    encode, tokenizer: Tokenizer, pool: list[list[int]], observations: list[str], n: int, turns: int
+) -> list[list[int]]:
+    """The yardstick: opening, then reply ids, scaffold ids and one encode of the
+    observation, appended."""
     vocab = tokenizer.get_vocab()
     newline = tokenizer.encode("\n", add_special_tokens=False).ids
     user = tokenizer.encode("user\n", add_special_tokens=False).ids
@@ -168,17 +178,29 @@ class Clocked(Fixed):
         return await super().generate(request)
 
     def growth(self) -> float:
-        """Time of the last four gaps between calls over that of the first four, summed over all episodes."""
-        return sum(s[-1] - s[-5] for s in self.stamps.values()) / sum(s[4] - s[0] for s in self.stamps.values())
+        """Time of the last four gaps between calls over that of the first four,
+        summed over all episodes."""
+        return sum(s[-1] - s[-5] for s in self.stamps.values()) / sum(
+            s[4] - s[0] for s in self.stamps.values()
+        )
 
 
-def check(trajectories: list[tw.Trajectory], renderer: ChatRenderer, template: ChatTemplate, *, canonical: bool) -> bool:
-    """Whether each episode's ids are those of its whole conversation rendered at once, or at least hold what was sampled."""
+def check(
+    trajectories: list[tw.Trajectory],
+    renderer: ChatRenderer,
+    template: ChatTemplate,
+    *,
+    canonical: bool,
+) -> bool:
+    """Whether each episode's ids are those of its whole conversation rendered at once, or at least
+    hold what was sampled."""
     for trajectory in trajectories:
         ids = trajectory.path(len(trajectory.spans) - 1)
         if canonical:
             text = template.render(trajectory.messages)
-            encoded = renderer.codec.encode(text)[: len(ids)]  # the close's newline after the last reply was never needed
+            encoded = renderer.codec.encode(text)[
+                : len(ids)
+            ]  # the close's newline after the last reply was never needed
             if ids != encoded:
                 return False
     return True
@@ -201,7 +223,12 @@ def main() -> None:
     odd = [[*[rng.choice(letters) for _ in range(REPLY - 1)], end] for _ in range(512)]
 
     def play(
-        turns: int, *, is_async: bool = True, engine: Fixed | None = None, out: bool = True, share: float | None = None
+        turns: int,
+        *,
+        is_async: bool = True,
+        engine: Fixed | None = None,
+        out: bool = True,
+        share: float | None = None,
     ) -> list[tw.Trajectory]:
         env = make_env(observations, turns, is_async=is_async)
         tasks = [tw.Task(answer=i) for i in range(n)]
@@ -243,19 +270,36 @@ def main() -> None:
         "no sanity": lambda t: play(t, share=0.0),
         "all compared": lambda t: play(t, share=1.0),
     }
-    # Nothing is known yet: words, shapes of messages, the template's compiled form. The floor has no such state.
+    # Nothing is known yet: words, shapes of messages, the template's compiled form. The
+    # floor has no such state.
     cold, opened = cpu(lambda: play(8))
     cold_floor = statistics.median(cpu(lambda: works["floor"](8))[0] for _ in range(repeats))
     checks = sum(t.metrics.get("template_checks", 0) for t in opened)
-    breaks = sum(n for t in opened for name, n in t.metrics.items() if name.startswith("template_breaks"))
-    print(f"cold, T=8: {cold / cold_floor:.2f} of the floor; {checks} of {n} episodes compared, {breaks} differ")
+    breaks = sum(
+        n for t in opened for name, n in t.metrics.items() if name.startswith("template_breaks")
+    )
+    print(
+        f"cold, T=8: {cold / cold_floor:.2f} of the floor; {checks} of {n} episodes compared, "
+        f"{breaks} differ"
+    )
     print("CPU us a turn" + "".join(f"{name:>15}" for name in works))
     for turns in (1, 8, 32, 64):
         for work in works.values():  # the heap grows to its size once
             work(turns)
-        rows = [[cpu(lambda w=w, t=turns: w(t))[0] / n / turns * 1e6 for w in works.values()] for _ in range(repeats)]
-        last = dict(zip(works, (statistics.median(column) for column in zip(*rows, strict=True)), strict=True))
-        ratios = {name: statistics.median(row[i] / row[0] for row in rows) for i, name in enumerate(works)}
+        rows = [
+            [cpu(lambda w=w, t=turns: w(t))[0] / n / turns * 1e6 for w in works.values()]
+            for _ in range(repeats)
+        ]
+        last = dict(
+            zip(
+                works,
+                (statistics.median(column) for column in zip(*rows, strict=True)),
+                strict=True,
+            )
+        )
+        ratios = {
+            name: statistics.median(row[i] / row[0] for row in rows) for i, name in enumerate(works)
+        }
         ratios["ours/fast"] = statistics.median(row[2] / row[1] for row in rows)
         print(f"T={turns:<11}" + "".join(f"{value:15.1f}" for value in last.values()))
         print("of the floor " + "".join(f"{ratios[name]:15.2f}" for name in works))
@@ -266,8 +310,16 @@ def main() -> None:
     clock = Clocked(pool)
     same = check(play(64, engine=clock), renderer, template, canonical=True)
     grown = clock.growth()
-    kept = all(list(span.ids) in odd for t in play(8, engine=Fixed(odd)) for span in t.spans if span.sampled)
-    print(f"ids equal to full re-tokenisation: {same}; odd replies kept verbatim: {kept}; python {sys.version.split()[0]}")
+    kept = all(
+        list(span.ids) in odd
+        for t in play(8, engine=Fixed(odd))
+        for span in t.spans
+        if span.sampled
+    )
+    print(
+        f"ids equal to full re-tokenisation: {same}; odd replies kept verbatim: {kept}; python "
+        f"{sys.version.split()[0]}"
+    )
     row = {
         "us_per_turn": round(last["ours"], 1),
         "floor_us_per_turn": round(last["floor"], 1),

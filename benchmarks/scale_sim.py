@@ -2,18 +2,20 @@
 
     python benchmarks/scale_sim.py [--engines 100] [--episodes 256]
 
-Measured, in CPU time of this process: (1) a turn of `tw.rollout` with its records on disk, through a `Fleet` of 100 clients of
-HTTP servers in another process, with replies of 720 ids and of 64, 8 turns an episode, and the bytes that it sends, receives
-and records; (2) a check of an engine (health, name of its weights, load), of which each engine gets one every two seconds; (3)
-a relay that fetches weights from another and verifies them, and one that serves them; (4) the disk of records.
+Measured, in CPU time of this process: (1) a turn of `tw.rollout` with its records on disk,
+through a `Fleet` of 100 clients of HTTP servers in another process, with replies of 720 ids
+and of 64, 8 turns an episode, and the bytes that it sends, receives and records; (2) a
+check of an engine (health, name of its weights, load), of which each engine gets one every
+two seconds; (3) a relay that fetches weights from another and verifies them, and one that
+serves them; (4) the disk of records.
 
-Assumed, since no such machines are at hand: an engine samples 6,000 tokens a second; 8 engines a machine; ports of 25 Gb/s;
-32 billion weights of 2 bytes, updated every 120 s. Then cores = turns a second x cost of a turn + checks a second x cost of a
-check, and so on. `bottleneck` is what is used most, as a share of one core, one port, the disk's rate and the time between
-updates.
+Assumed, since no such machines are at hand: an engine samples 6,000 tokens a second; 8 engines a
+machine; ports of 25 Gb/s; 32 billion weights of 2 bytes, updated every 120 s. Then cores = turns a
+second x cost of a turn + checks a second x cost of a check, and so on. `bottleneck` is what is used
+most, as a share of one core, one port, the disk's rate and the time between updates.
 
-Last line: JSON with a row per number of engines: `engines`, `controller_cores`, `request_MB_s`, `trajectory_MB_s`, `weights_s`,
-`bottleneck`; `cores_64` are those at replies of 64 ids.
+Last line: JSON with a row per number of engines: `engines`, `controller_cores`, `request_MB_s`,
+`trajectory_MB_s`, `weights_s`, `bottleneck`; `cores_64` are those at replies of 64 ids.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ def answer(ids: list[int]) -> bytes:
     rows = [{"token_id": one, "logprob": -0.5, "rank": 1, "top_logprobs": []} for one in ids]
     choice = {"index": 0, "token_ids": ids, "finish_reason": "stop", "logprobs": {"content": rows}}
     choice["weight_versions"] = [{"version": "0", "start": 0, "end": len(ids)}]
-    return orjson.dumps({"prompt_token_ids": [], "choices": [choice], "usage": {"prompt_tokens": 1}})
+    return orjson.dumps(
+        {"prompt_token_ids": [], "choices": [choice], "usage": {"prompt_tokens": 1}}
+    )
 
 
 class Server(fleet.Server):
@@ -84,12 +88,16 @@ class Setting:
         rng = random.Random(0)
         tokenizer, words = make_tokenizer(rng)
         self.renderer = ChatRenderer(HFTokenizer(tokenizer), ChatTemplate(CHATML))
-        self.env = make_env([text_of(tokenizer, words, rng, OBSERVATION) for _ in range(256)], TURNS, is_async=True)
+        self.env = make_env(
+            [text_of(tokenizer, words, rng, OBSERVATION) for _ in range(256)], TURNS, is_async=True
+        )
         end = tokenizer.token_to_id("<|im_end|>")
         self.pools = {}
         for size in REPLIES:
             texts = [text_of(tokenizer, words, rng, size - 1) for _ in range(64)]
-            rows = (tokenizer.encode(text, add_special_tokens=False).ids[: size - 1] for text in texts)
+            rows = (
+                tokenizer.encode(text, add_special_tokens=False).ids[: size - 1] for text in texts
+            )
             self.pools[size] = [[*row, end] for row in rows]
 
     def play(self, ports: list[int], episodes: int, most: int) -> tuple[float, float, float]:
@@ -97,7 +105,9 @@ class Setting:
         counted = [0]
         ask = HttpClient._ask_once
 
-        async def noted(self: HttpClient, method: str, path: str, content: bytes, *rest: Any) -> bytes:
+        async def noted(
+            self: HttpClient, method: str, path: str, content: bytes, *rest: Any
+        ) -> bytes:
             raw = await ask(self, method, path, content, *rest)
             counted[0] += len(content) + len(raw)
             return raw
@@ -127,7 +137,9 @@ class Setting:
 
 async def check_cost(ports: list[int]) -> float:
     """CPU seconds of a check of an engine."""
-    engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in ports], FleetSettings(check_s=3600.0))
+    engine = Fleet(
+        [VllmEngine(f"http://127.0.0.1:{port}") for port in ports], FleetSettings(check_s=3600.0)
+    )
     await engine.open()
     cpu = time.process_time()
     for _ in range(5):
@@ -139,8 +151,8 @@ async def check_cost(ports: list[int]) -> float:
 
 
 async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float, float]:
-    """MB per second of CPU: of a relay's event loop as it fetches, of all its threads (which verify and write), and of one that
-    serves, in a process of its own."""
+    """MB per second of CPU: of a relay's event loop as it fetches, of all its threads (which verify
+    and write), and of one that serves, in a process of its own."""
     import psutil
 
     from turnwright_serve.sharing import Manifest, WeightRelay
@@ -153,7 +165,16 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
         for number in range(megabytes):
             file.seek(number * 2**20)
             file.write(number.to_bytes(8, "little"))
-    command = [sys.executable, "-m", "turnwright", "engines", "relay", str(folder / "peer"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright",
+        "engines",
+        "relay",
+        str(folder / "peer"),
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdout is not None
         url = peer.stdout.readline().strip()
@@ -165,7 +186,9 @@ async def relay_rates(folder: Path, megabytes: int = 256) -> tuple[float, float,
         shared = await tree.share(DiskWeights(source, 1), [url])
         http = HttpClient(url)
         await http.post(
-            "/weights/fetch", {"manifest": orjson.Fragment(shared.manifest), "sources": [[await tree.start()]]}, 600
+            "/weights/fetch",
+            {"manifest": orjson.Fragment(shared.manifest), "sources": [[await tree.start()]]},
+            600,
         )
         await http.close()
         await tree.close()
@@ -192,7 +215,9 @@ def disk_rate(folder: Path, megabytes: int = 128) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engines", type=int, default=100, help="servers in the other process")
     parser.add_argument("--episodes", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
@@ -217,26 +242,51 @@ def main() -> None:
                 server.kill()
         costs[size] = [statistics.median(column) for column in zip(*rows, strict=True)]
         turn, sent, written = costs[size]
-        print(f"replies of {size} ids: {turn * 1e6:.0f} us of CPU a turn, {sent:.0f} bytes over HTTP, {written:.0f} recorded")
+        print(
+            f"replies of {size} ids: {turn * 1e6:.0f} us of CPU a turn, {sent:.0f} bytes over "
+            f"HTTP, {written:.0f} recorded"
+        )
     with tempfile.TemporaryDirectory() as name:
         loop_rate, fetch_rate, serve_rate = asyncio.run(relay_rates(Path(name)))
         disk = disk_rate(Path(name))
     print(f"a check {check_s * 1e6:.0f} us; disk of records {disk:.0f} MB/s")
     print(
-        f"MB a CPU second: a relay fetches {fetch_rate:.0f}, its event loop alone {loop_rate:.0f}; it serves {serve_rate:.0f}"
+        f"MB a CPU second: a relay fetches {fetch_rate:.0f}, its event loop alone {loop_rate:.0f}; "
+        f"it serves {serve_rate:.0f}"
     )
-    relay = 1 / (1 / loop_rate + 1 / serve_rate)  # each machine receives all weights and sends them once
+    relay = 1 / (
+        1 / loop_rate + 1 / serve_rate
+    )  # each machine receives all weights and sends them once
     rows = [row_of(engines, costs, check_s, relay, disk) for engines in (10, 100, 1000)]
     for row in rows:
         print(row)
-    keys = ("engines", "controller_cores", "request_MB_s", "trajectory_MB_s", "weights_s", "bottleneck", "cores_64")
-    print(json.dumps({"rows": [{key: row[key] for key in keys} for row in rows], "us_per_turn": round(costs[720][0] * 1e6, 1)}))
+    keys = (
+        "engines",
+        "controller_cores",
+        "request_MB_s",
+        "trajectory_MB_s",
+        "weights_s",
+        "bottleneck",
+        "cores_64",
+    )
+    print(
+        json.dumps(
+            {
+                "rows": [{key: row[key] for key in keys} for row in rows],
+                "us_per_turn": round(costs[720][0] * 1e6, 1),
+            }
+        )
+    )
 
 
-def row_of(engines: int, costs: dict[int, list[float]], check_s: float, relay: float, disk: float) -> dict[str, Any]:
+def row_of(
+    engines: int, costs: dict[int, list[float]], check_s: float, relay: float, disk: float
+) -> dict[str, Any]:
     """The needs of a number of engines."""
     checks = engines / CHECK_S * check_s
-    cores = {size: engines * TOKENS_S / size * turn + checks for size, (turn, _, _) in costs.items()}
+    cores = {
+        size: engines * TOKENS_S / size * turn + checks for size, (turn, _, _) in costs.items()
+    }
     turns = engines * TOKENS_S / 720
     sent, written = turns * costs[720][1] / 1e6, turns * costs[720][2] / 1e6
     machines = math.ceil(engines / PER_MACHINE)

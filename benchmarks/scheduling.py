@@ -1,26 +1,28 @@
 """How sampling and training overlap, by schedule, on a clock that jumps: work W3.
 
-The shipped stream, its places of calls, the scheduler and the batches of each mode run on an event loop whose clock jumps to
-the next timer. The engine and the environment only sleep, and so does the trainer; nothing else takes time on that clock.
+The shipped stream, its places of calls, the scheduler and the batches of each mode run on an event
+loop whose clock jumps to the next timer. The engine and the environment only sleep, and so does the
+trainer; nothing else takes time on that clock.
 
-W3: 64 calls at a time (C), 2 ms per token, 256 episodes a step in 32 groups of 8, 20 steps. A reply has logN(64, 0.5) tokens,
-an episode logN(6, 0.9) turns, at most 64, each drawn by itself (the first number is the median). The environment takes 50 ms
-after each reply. Training takes 2 s a step, a fixed assumption: 0.4 of the 5.1 s that an engine without a pause needs for a
-batch. A weight update takes no time.
+W3: 64 calls at a time (C), 2 ms per token, 256 episodes a step in 32 groups of 8, 20 steps. A
+reply has logN(64, 0.5) tokens, an episode logN(6, 0.9) turns, at most 64, each drawn by itself
+(the first number is the median). The environment takes 50 ms after each reply. Training takes 2
+s a step, a fixed assumption: 0.4 of the 5.1 s that an engine without a pause needs for a batch.
+A weight update takes no time.
 
-Keys of the last line, JSON. The outer `ratio_to_list` and `ratio_to_bound` are those of `sync`, the rest those of `async` at
-staleness 2; `modes` has all of them for each mode. Times are of the run until its last step is trained, the end of which no new
-group overlaps.
+Keys of the last line, JSON. The outer `ratio_to_list` and `ratio_to_bound` are those of `sync`, the
+rest those of `async` at staleness 2; `modes` has all of them for each mode. Times are of the run
+until its last step is trained, the end of which no new group overlaps.
 
 ratio_to_list   seconds that the steps waited for their batches, over those of list scheduling: all episodes of a batch begin at
-                once, each call takes the first free place in the order of arrival, the next batch begins after the last episode
-                (`ratio_to_list_max`: of the worst batch)
+                once, each call takes the first free place in the order of arrival, the next batch
+                begins after the last episode (`ratio_to_list_max`: of the worst batch)
 ratio_to_bound  the same over the bound of each batch: max(its engine time / C, its longest episode played alone)
 busy            engine time of all calls / (C x time of the run)
 useful          engine time of trained groups / (C x time of the run)
 ideal_busy      highest possible `useful` of those groups: their engine time / (C x shortest possible run), which is engine
-                time / C, plus the time of the trainer: of every step where it and the engine take turns (sync, hold), else of
-                the last step
+                time / C, plus the time of the trainer: of every step where it and the engine take
+                turns (sync, hold), else of the last step
 share_of_ideal  busy / ideal_busy
 share_filled    the same up to the entry of the last group: busy part of the time in which the engine may sample
 lag_mean        mean over trained groups of updates between entry and training
@@ -29,15 +31,17 @@ turns_sampled   mean turns of the episodes of all groups that entered, as if dis
 turns_trained   mean turns of the episodes of trained groups
 ks              Kolmogorov-Smirnov distance of the two distributions of turns
 ks_discarded    the same of trained and discarded groups, whose samples are independent if discarding does not depend on
-                length; `ks_1pct` is what chance exceeds in 1% of cases (both 0 where nothing was discarded)
+                length; `ks_1pct` is what chance exceeds in 1% of cases (both 0
+                where nothing was discarded)
 unbiased        whether turns_trained is within 1% of turns_sampled, and ks_discarded at most ks_1pct
 discarded       groups that entered and were not trained
 
-The last part plays real Hop tasks (solved by Hop's own player, one to three look-ups, two to four turns) with W3's replies and
-environment, 4 groups of 8 a step, and prints the share of each number of look-ups among groups that entered and were trained.
+The last part plays real Hop tasks (solved by Hop's own player, one to three look-ups, two to four
+turns) with W3's replies and environment, 4 groups of 8 a step, and prints the share of each number
+of look-ups among groups that entered and were trained.
 
     python benchmarks/scheduling.py            # two minutes; --steps 4 for a look
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -104,7 +108,8 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 class Sleeper:
-    """Engine that sleeps; a call that is interrupted has sampled the share of the reply's ids that its time allowed."""
+    """Engine that sleeps; a call that is interrupted has sampled the share of the reply's ids
+    that its time allowed."""
 
     context = None
     version = 0
@@ -134,7 +139,9 @@ class Sleeper:
             timer.cancel()
             self._done_s += loop.time() - self._calls.pop(end)
         done = min(len(ids), math.ceil((loop.time() - began) / id_s - 1e-6))
-        return Generation(ids[:done], [-0.5] * done, "stop" if done == len(ids) else "abort", self.version)
+        return Generation(
+            ids[:done], [-0.5] * done, "stop" if done == len(ids) else "abort", self.version
+        )
 
     def interrupt(self) -> None:
         for end in self._calls:
@@ -201,7 +208,8 @@ class FifoScheduler(BatchScheduler):
 
 
 class DiscardingScheduler(BatchScheduler):
-    """For comparison: trains the first complete groups and drops those that would exceed the staleness."""
+    """For comparison: trains the first complete groups and drops those that would
+    exceed the staleness."""
 
     def __init__(self, groups: int, staleness: int, *, steps: int, refill: int = 0) -> None:
         super().__init__(groups, staleness, steps=steps, refill=refill)
@@ -223,7 +231,11 @@ class DiscardingScheduler(BatchScheduler):
 
     def advance(self) -> None:
         super().advance()
-        late = [group for group, version in self._open.items() if version + self.staleness < self.version]
+        late = [
+            group
+            for group, version in self._open.items()
+            if version + self.staleness < self.version
+        ]
         for group in late:
             del self._open[group]
             self._complete.pop(group, None)
@@ -261,7 +273,13 @@ class Schedule:
         reply: Callable[[tw.Request], tuple[Sequence[int], float]] = w3_reply,
         train_s: float = TRAIN_S,
     ) -> None:
-        self.mode, self.staleness, self.steps, self.scheduler, self.hold = mode, staleness, steps, scheduler, hold
+        self.mode, self.staleness, self.steps, self.scheduler, self.hold = (
+            mode,
+            staleness,
+            steps,
+            scheduler,
+            hold,
+        )
         self.groups, self.train_s = groups, train_s
         self._env, self._tasks = env, tasks
         self.engine = Sleeper(reply)
@@ -302,10 +320,18 @@ class Schedule:
     async def _run(self) -> None:
         loop, version = asyncio.get_running_loop(), 0
         limits = tw.Limits(
-            turns=64, turn_tokens=10**4, episode_tokens=10**6, wall_clock_s=1e5, generate_s=1e5, env_s=1e5, context=10**6
+            turns=64,
+            turn_tokens=10**4,
+            episode_tokens=10**6,
+            wall_clock_s=1e5,
+            generate_s=1e5,
+            env_s=1e5,
+            context=10**6,
         )
         rollout = Rollout(
-            self.engine, RENDERER, RolloutSettings(limits=limits, concurrency=PLACES, sanity="off", watchdog_s=600.0)
+            self.engine,
+            RENDERER,
+            RolloutSettings(limits=limits, concurrency=PLACES, sanity="off", watchdog_s=600.0),
         )
         async with rollout.stream() as stream:
 
@@ -314,7 +340,9 @@ class Schedule:
                 self.filled = loop.time(), self.engine.busy, len(self.waits)
                 for choice in choices:
                     self.entered.setdefault(choice.group, version)
-                    episodes += make_episode_specs(self._env, [choice.task], phase="train", step=step, samples=SAMPLES)
+                    episodes += make_episode_specs(
+                        self._env, [choice.task], phase="train", step=step, samples=SAMPLES
+                    )
                 return stream.submit(episodes, training=True, min_version=version)
 
             batches = self._batches(play, stream.gate)
@@ -326,7 +354,9 @@ class Schedule:
                     stream.gate.resume()
                     batch = await batches.next(step)
                     self.waits.append(loop.time() - began)
-                    assert not (errors := [t.error for t in batch.trajectories if t.error]), errors[:2]
+                    assert not (errors := [t.error for t in batch.trajectories if t.error]), errors[
+                        :2
+                    ]
                     groups = sorted({self._group_of[t.task.id] for t in batch.trajectories})
                     self.trained.append(groups)
                     self.lags += [step - self.entered[group] for group in groups]
@@ -351,7 +381,9 @@ class Schedule:
             return StepBatches(plan, plan, play, progress, ahead_until=ahead_until)
         scheduler = self.scheduler(self.groups, self.staleness, steps=self.steps)
         source = DiscardingBatches if isinstance(scheduler, DiscardingScheduler) else StreamBatches
-        return source(scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord())
+        return source(
+            scheduler, plan, plan, play, progress, gate, lambda event: None, StreamRecord()
+        )
 
 
 def engine_s(group: int) -> float:
@@ -360,7 +392,8 @@ def engine_s(group: int) -> float:
 
 
 def list_schedule(groups: Sequence[int]) -> float:
-    """Return the time of a batch by list scheduling: every call takes the first free place in the order of arrival."""
+    """Return the time of a batch by list scheduling: every call takes the first free place in
+    the order of arrival."""
     episodes = [replies(group, sample) for group in groups for sample in range(SAMPLES)]
     number, end = count(), 0.0
     free = [0.0] * PLACES
@@ -377,16 +410,23 @@ def list_schedule(groups: Sequence[int]) -> float:
 
 def bound(groups: Sequence[int]) -> float:
     """Return the least time of a batch."""
-    longest = max(sum(TOKEN_S * n + ENV_S for n in replies(group, sample)) for group in groups for sample in range(SAMPLES))
+    longest = max(
+        sum(TOKEN_S * n + ENV_S for n in replies(group, sample))
+        for group in groups
+        for sample in range(SAMPLES)
+    )
     return max(longest, sum(map(engine_s, groups)) / PLACES)
 
 
 def ks(first: Sequence[int], second: Sequence[int]) -> tuple[float, float]:
-    """Return the Kolmogorov-Smirnov distance of two samples, and the value that chance exceeds in 1% of cases."""
+    """Return the Kolmogorov-Smirnov distance of two samples, and the value that chance
+    exceeds in 1% of cases."""
     if not first or not second:
         return 0.0, 0.0
     a, b = sorted(first), sorted(second)
-    distance = max(abs(bisect_right(a, value) / len(a) - bisect_right(b, value) / len(b)) for value in {*a, *b})
+    distance = max(
+        abs(bisect_right(a, value) / len(a) - bisect_right(b, value) / len(b)) for value in {*a, *b}
+    )
     return distance, 1.628 * math.sqrt((len(a) + len(b)) / (len(a) * len(b)))
 
 
@@ -397,7 +437,9 @@ def figures(run: Schedule) -> dict[str, float]:
     lists, bounds = [list_schedule(batch) for batch in batches], [bound(batch) for batch in batches]
     work = sum(map(engine_s, trained)) / PLACES
     parts = (run.entered, trained, run.entered.keys() - trained)
-    sampled, kept, dropped = ([len(replies(group, n)) for group in part for n in range(SAMPLES)] for part in parts)
+    sampled, kept, dropped = (
+        [len(replies(group, n)) for group in part for n in range(SAMPLES)] for part in parts
+    )
     means = statistics.fmean(sampled), statistics.fmean(kept)
     by_turns = run.mode == "sync" or run.hold
     ideal = work / max(work + run.train_s * (run.steps if by_turns else 1), run.train_s * run.steps)
@@ -411,7 +453,9 @@ def figures(run: Schedule) -> dict[str, float]:
         "useful": work / run.time,
         "ideal_busy": ideal,
         "share_of_ideal": run.used / PLACES / run.time / ideal,
-        "share_filled": filled_used / PLACES / max(TOKEN_S, filled_s - run.train_s * filled_steps * by_turns),
+        "share_filled": filled_used
+        / PLACES
+        / max(TOKEN_S, filled_s - run.train_s * filled_steps * by_turns),
         "lag_mean": statistics.fmean(run.lags),
         "lag_max": max(run.lags),
         "turns_sampled": means[0],
@@ -423,11 +467,16 @@ def figures(run: Schedule) -> dict[str, float]:
         "discarded": len(run.entered) - len(trained),
         "time_s": run.time,
     }
-    return {name: value if isinstance(value, bool) else round(value, 4) for name, value in row.items()}
+    return {
+        name: value if isinstance(value, bool) else round(value, 4) for name, value in row.items()
+    }
 
 
-def hop_shares(steps: int, staleness: int, scheduler: type[BatchScheduler]) -> dict[str, dict[int, float]]:
-    """Return the share of each number of look-ups among the Hop groups that entered and that were trained."""
+def hop_shares(
+    steps: int, staleness: int, scheduler: type[BatchScheduler]
+) -> dict[str, dict[int, float]]:
+    """Return the share of each number of look-ups among the Hop groups that entered
+    and that were trained."""
     drawn = Hop.tasks("train", 8 * steps + 64, SEED)
 
     run = Schedule(
@@ -478,7 +527,15 @@ def main() -> None:
         hop[name] = hop_shares(10 * args.steps, 1, scheduler)
         print(f"Hop by look-ups, staleness 1, {name}: {hop[name]}", flush=True)
     outer = {"sync": ("ratio_to_list", "ratio_to_bound")}
-    outer["async_2"] = ("busy", "useful", "ideal_busy", "lag_mean", "lag_max", "turns_sampled", "turns_trained")
+    outer["async_2"] = (
+        "busy",
+        "useful",
+        "ideal_busy",
+        "lag_mean",
+        "lag_max",
+        "turns_sampled",
+        "turns_trained",
+    )
     row = {key: modes[name][key] for name, keys in outer.items() if name in modes for key in keys}
     print(json.dumps(row | {"modes": modes, "hop": hop}))
 

@@ -1,8 +1,10 @@
-"""Clients of `turnwright serve`, the proxy of programs and `turnwright record` that send too much, too slowly or too often.
+"""Clients of `turnwright serve`, the proxy of programs and `turnwright record` that send too much,
+too slowly or too often.
 
-Part of `serve_fuzz.py`. Each server has a process of its own, whose memory is watched; a second process floods it with every
-access that an adversary may have, and a third one asks for something small, again and again, on new connections. What counts
-is how much the server grows and how long the small requests wait.
+Part of `serve_fuzz.py`. Each server has a process of its own, whose memory is watched; a second
+process floods it with every access that an adversary may have, and a third one asks for something
+small, again and again, on new connections. What counts is how much the server grows and how long
+the small requests wait.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ QUIET = "nothing"
 FLOODS = ("bodies", "strangers", "values", "slow bodies", "slow heads", "connections", "requests")
 MIB = 2**20
 BOUND_MIB, LONGEST_S = 1536, 1.0
-"""Growth that docs/reference/servers.md states, and maximum seconds that a small request of others waits."""
+"""Growth that docs/reference/servers.md states, and maximum seconds that a small
+request of others waits."""
 PROBE_S = 20.0
 """Seconds after which a small request counts as not answered."""
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,9 @@ async def host_proxy(stack: contextlib.AsyncExitStack, folder: Path) -> None:
         return 1.0
 
     limits = tw.Limits(turns=10**6, context=32_000, wall_clock_s=3600.0)
-    await tw.arollout(play, [tw.Task("x")], tw.ScriptedEngine(lambda messages, rng: "a"), limits=limits)
+    await tw.arollout(
+        play, [tw.Task("x")], tw.ScriptedEngine(lambda messages, rng: "a"), limits=limits
+    )
 
 
 async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
@@ -143,7 +150,9 @@ async def host_record(stack: contextlib.AsyncExitStack, folder: Path) -> None:
     limits = tw.Limits(turns=10**6, context=32_000, wall_clock_s=3600.0)
     rollout = Rollout(engine, renderer, RolloutSettings(limits=limits, sanity="off"))
     recording = asyncio.ensure_future(
-        record_sessions(rollout, port=0, idle_s=600, on_start=started, note=lambda line: None, key="key")
+        record_sessions(
+            rollout, port=0, idle_s=600, on_start=started, note=lambda line: None, key="key"
+        )
     )
     await until_told()
     recording.cancel()
@@ -190,7 +199,13 @@ async def flood(target: Target, kind: str, seconds: float) -> None:
         finally:
             writer.close()
 
-    clients = {QUIET: 0, "connections": 1200, "slow heads": 300, "slow bodies": 100, "requests": 100}.get(kind, 50)
+    clients = {
+        QUIET: 0,
+        "connections": 1200,
+        "slow heads": 300,
+        "slow bodies": 100,
+        "requests": 100,
+    }.get(kind, 50)
     await asyncio.gather(asyncio.sleep(seconds), *(client(number) for number in range(clients)))
 
 
@@ -234,7 +249,10 @@ async def probe(target: Target) -> None:
             failed += 1
         longest = max(longest, time.monotonic() - began)
         await asyncio.sleep(0.02)
-    print(json.dumps({"answered": answered, "failed": failed, "longest_s": round(longest, 3)}), flush=True)
+    print(
+        json.dumps({"answered": answered, "failed": failed, "longest_s": round(longest, 3)}),
+        flush=True,
+    )
 
 
 # All of it

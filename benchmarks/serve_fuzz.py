@@ -1,16 +1,19 @@
-"""Requests of every kind against `turnwright serve`: bodies, headers, sizes and raw bytes that hypothesis makes up.
+"""Requests of every kind against `turnwright serve`: bodies, headers, sizes and raw bytes
+that hypothesis makes up.
 
-Both formats answer on real sockets with a tiny model behind them. Each request has to be answered with JSON and a status that
-blames it (or be dropped, where it is no whole request), and a known request has the same ids and logprobs, to the bit, before,
-between and after.
+Both formats answer on real sockets with a tiny model behind them. Each request has to be answered
+with JSON and a status that blames it (or be dropped, where it is no whole request), and a known
+request has the same ids and logprobs, to the bit, before, between and after.
 
     .venv/bin/python benchmarks/serve_fuzz.py              # 10,000 requests
     .venv/bin/python benchmarks/serve_fuzz.py --requests 500 --seed 3
 
-Then `turnwright serve`, the proxy of programs and `turnwright record` are flooded (`serve_floods.py`): with sums of bodies,
-bodies of many values, slow bodies and heads, connections, and bodies without access. Of each, the last line has by how many MiB
-the server's process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a small request of
-others waited at most (`longest_s`). The exit status is 1 where one is over its bound, or a request of others failed.
+Then `turnwright serve`, the proxy of programs and `turnwright record` are flooded
+(`serve_floods.py`): with sums of bodies, bodies of many values, slow bodies and heads,
+connections, and bodies without access. Of each, the last line has by how many MiB the server's
+process grew (`grown_mib`; `bound_mib` is what docs/reference/servers.md states), and how long a
+small request of others waited at most (`longest_s`). The exit status is 1 where one is over its
+bound, or a request of others failed.
 """
 
 from __future__ import annotations
@@ -33,8 +36,13 @@ import serve_floods
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
-CANARY = {"token_ids": list(range(10, 30)), "sampling_params": {"max_tokens": 12, "seed": 7, "ignore_eos": True}}
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
+CANARY = {
+    "token_ids": list(range(10, 30)),
+    "sampling_params": {"max_tokens": 12, "seed": 7, "ignore_eos": True},
+}
 SECONDS = 30.0
 """For one answer, on a machine that is busy."""
 BROKEN = frozenset(
@@ -61,7 +69,10 @@ class Both:
 
     def __enter__(self) -> Both:
         self._folder = tempfile.TemporaryDirectory()
-        self._ready, self._thread = threading.Event(), threading.Thread(target=lambda: asyncio.run(self._run()))
+        self._ready, self._thread = (
+            threading.Event(),
+            threading.Thread(target=lambda: asyncio.run(self._run())),
+        )
         self._thread.start()
         self._ready.wait()
         self.known = self.canary()
@@ -79,13 +90,18 @@ class Both:
         from turnwright_serve.server import JsonHttpServer
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
-        source = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3)
+        source = create_tiny_model(
+            ModelConfig(hidden=32, layers=1), TEXTS, Path(self._folder.name) / "model", seed=3
+        )
         engines = []
         for kind in ("vllm", "sglang"):
             app, engine = make_service(source, context=100, device="cpu")
             app.receiver._seconds = 0.2  # nobody waits at the addresses that are made up
             self.servers[kind] = server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
-            self.source, self.paths = str(source), getattr(self, "paths", []) + [(kind, *pair) for pair in app.routes(kind)]
+            self.source, self.paths = (
+                str(source),
+                getattr(self, "paths", []) + [(kind, *pair) for pair in app.routes(kind)],
+            )
             await server.start()
             engines.append(engine)
         self._ready.set()
@@ -111,13 +127,17 @@ class Both:
         """What both say to a known request, and of their health."""
         vllm = self.post("vllm", "/inference/v1/generate", CANARY)["choices"][0]
         asked = {"max_new_tokens": 12, "sampling_seed": 7, "ignore_eos": True}
-        sglang = self.post("sglang", "/generate", {"input_ids": CANARY["token_ids"], "sampling_params": asked})
+        sglang = self.post(
+            "sglang", "/generate", {"input_ids": CANARY["token_ids"], "sampling_params": asked}
+        )
         pairs = [(row["token_id"], row["logprob"]) for row in vllm["logprobs"]["content"]]
         others = [(row[1], row[0]) for row in sglang["meta_info"]["output_token_logprobs"]]
         assert pairs == others, (pairs, others)
         for server in self.servers.values():
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
-            connection.request("GET", "/health", headers={"authorization": f"Bearer {server.token}"})
+            connection.request(
+                "GET", "/health", headers={"authorization": f"Bearer {server.token}"}
+            )
             assert connection.getresponse().status == 200
             connection.close()
         return tuple(pairs)
@@ -130,7 +150,8 @@ class Both:
         self.post("sglang", "/continue_generation", {})
 
     def send(self, kind: str, raw: bytes, whole: bool = True) -> tuple[int, bytes] | None:
-        """Status and body of what is answered to bytes; None where the connection is closed without an answer.
+        """Status and body of what is answered to bytes; None where the connection is
+        closed without an answer.
 
         Args:
             whole: whether nothing more has to come; else the connection is closed behind them.
@@ -138,12 +159,16 @@ class Both:
         Raises:
             TimeoutError: when neither happens.
         """
-        with socket.create_connection(("127.0.0.1", self.servers[kind].port), timeout=SECONDS) as connection:
+        with socket.create_connection(
+            ("127.0.0.1", self.servers[kind].port), timeout=SECONDS
+        ) as connection:
             try:
                 connection.sendall(raw)
                 if not whole:
                     connection.shutdown(socket.SHUT_WR)
-                answer = http.client.HTTPResponse(connection, method=raw.split(b" ")[0].decode("latin-1", "replace"))
+                answer = http.client.HTTPResponse(
+                    connection, method=raw.split(b" ")[0].decode("latin-1", "replace")
+                )
                 answer.begin()
                 return answer.status, answer.read()
             except TimeoutError:
@@ -159,10 +184,26 @@ scalars = st.one_of(
     st.integers(-3, 120),
     st.floats(allow_nan=True, allow_infinity=True),
     st.text(max_size=12),
-    st.sampled_from(["", "NaN", "../../etc/passwd", "a\x00b", "abort", "wait", "weights", "127.0.0.1", "x" * 3000]),
+    st.sampled_from(
+        [
+            "",
+            "NaN",
+            "../../etc/passwd",
+            "a\x00b",
+            "abort",
+            "wait",
+            "weights",
+            "127.0.0.1",
+            "x" * 3000,
+        ]
+    ),
 )
 anything = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4), max_leaves=8
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=8,
 )
 KEYS = [
     "temperature",
@@ -221,7 +262,8 @@ sampling = st.fixed_dictionaries(
         "max_tokens": st.integers(-1, 40),
         "max_new_tokens": st.integers(-1, 40),
         "logit_bias": st.dictionaries(
-            st.integers(-2, 400).map(str) | st.text(max_size=3), st.sampled_from([-100.0, -1e9, 1.0, None])
+            st.integers(-2, 400).map(str) | st.text(max_size=3),
+            st.sampled_from([-100.0, -1e9, 1.0, None]),
         ),
         "stop_token_ids": st.lists(st.integers(-2, 400), max_size=4),
         "stop": st.one_of(st.text(max_size=3), st.lists(st.text(max_size=3), max_size=3), scalars),
@@ -231,7 +273,11 @@ sampling = st.fixed_dictionaries(
         "n": st.integers(0, 2),
     },
 )
-ids = st.one_of(st.lists(st.integers(0, 60), min_size=1, max_size=130), st.lists(st.integers(-3, 500), max_size=6), anything)
+ids = st.one_of(
+    st.lists(st.integers(0, 60), min_size=1, max_size=130),
+    st.lists(st.integers(-3, 500), max_size=6),
+    anything,
+)
 
 
 @st.composite
@@ -242,13 +288,41 @@ def bodies(draw: Any, path: str) -> bytes:
         return draw(st.binary(max_size=200))
     if style == "deep":
         return draw(
-            st.sampled_from([b"[" * 5000, b'{"prompt":' * 3000, b"[" * 9000 + b"]" * 9000, b'{"a":1,"a":2}', b"1e999", b"-"])
+            st.sampled_from(
+                [
+                    b"[" * 5000,
+                    b'{"prompt":' * 3000,
+                    b"[" * 9000 + b"]" * 9000,
+                    b'{"a":1,"a":2}',
+                    b"1e999",
+                    b"-",
+                ]
+            )
         )
     if style == "plain":
-        return draw(st.sampled_from([b"[]", b"null", b'"x"', b"", b" ", b"0", b"true", b"{}", b'{"x": NaN}', b"\xff\xfe{}"]))
+        return draw(
+            st.sampled_from(
+                [
+                    b"[]",
+                    b"null",
+                    b'"x"',
+                    b"",
+                    b" ",
+                    b"0",
+                    b"true",
+                    b"{}",
+                    b'{"x": NaN}',
+                    b"\xff\xfe{}",
+                ]
+            )
+        )
     if style == "json":
         return json.dumps(draw(anything)).encode()
-    key = {"/v1/completions": "prompt", "/inference/v1/generate": "token_ids", "/generate": "input_ids"}.get(path)
+    key = {
+        "/v1/completions": "prompt",
+        "/inference/v1/generate": "token_ids",
+        "/generate": "input_ids",
+    }.get(path)
     body: dict[str, Any] = {} if key is None else {key: draw(ids)}
     settings_ = draw(sampling)
     body |= settings_ if path == "/v1/completions" else {"sampling_params": settings_}
@@ -269,27 +343,52 @@ def requests(draw: Any, both: Both) -> tuple[str, str, bytes, bool]:
     if draw(st.booleans()):
         method, path = "POST", draw(st.sampled_from(asks))
     if draw(st.integers(0, 9)) == 0:
-        method = draw(st.sampled_from(["GET", "PUT", "HEAD", "OPTIONS", "DELETE", "post", "POST\t", "\x00"]))
+        method = draw(
+            st.sampled_from(["GET", "PUT", "HEAD", "OPTIONS", "DELETE", "post", "POST\t", "\x00"])
+        )
     query = draw(
-        st.sampled_from(["", "", "", "?mode=abort", "?mode=x", "?level=9", "?tags=kv_cache", "?tags=%00", "?a[]=1&&=", "#x"])
+        st.sampled_from(
+            [
+                "",
+                "",
+                "",
+                "?mode=abort",
+                "?mode=x",
+                "?level=9",
+                "?tags=kv_cache",
+                "?tags=%00",
+                "?a[]=1&&=",
+                "#x",
+            ]
+        )
     )
     content = draw(bodies(path))
     host = draw(
         st.sampled_from(
-            [f"127.0.0.1:{server.port}"] * 8 + ["localhost", "evil.example", "", "[::1]:1", "127.0.0.1.evil.example"]
+            [f"127.0.0.1:{server.port}"] * 8
+            + ["localhost", "evil.example", "", "[::1]:1", "127.0.0.1.evil.example"]
         )
     )
     headers = [("Host", host)]
     headers += [
         (
             "Content-Type",
-            draw(st.sampled_from(["application/json"] * 8 + ["text/plain", "", "application/json; charset=utf-8"])),
+            draw(
+                st.sampled_from(
+                    ["application/json"] * 8 + ["text/plain", "", "application/json; charset=utf-8"]
+                )
+            ),
         )
     ]
-    size = draw(st.sampled_from([len(content)] * 12 + [0, len(content) + 5, max(0, len(content) - 1), -1, 2**40, 2**70]))
+    size = draw(
+        st.sampled_from(
+            [len(content)] * 12 + [0, len(content) + 5, max(0, len(content) - 1), -1, 2**40, 2**70]
+        )
+    )
     headers += [("Content-Length", str(size))]
     more = {
-        "Authorization": [f"Bearer {server.token}"] * 3 + ["Bearer x", "Basic eDp4", "Bearer", "\xff"],
+        "Authorization": [f"Bearer {server.token}"] * 3
+        + ["Bearer x", "Basic eDp4", "Bearer", "\xff"],
         "Origin": ["null", "http://evil.example", f"http://127.0.0.1:{server.port}"],
         "Sec-Fetch-Site": ["cross-site", "none"],
         "Content-Length": [str(len(content)), "1"],
@@ -305,7 +404,11 @@ def requests(draw: Any, both: Both) -> tuple[str, str, bytes, bool]:
         headers.append((name, draw(st.sampled_from(more[name]))))
     if draw(st.booleans()):
         headers.append(("Authorization", f"Bearer {server.token}"))
-    head = f"{method} {path}{query} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers) + "\r\n"
+    head = (
+        f"{method} {path}{query} HTTP/1.1\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in headers)
+        + "\r\n"
+    )
     whole = size == len(content) and "Transfer-Encoding" not in dict(headers) and method.isalpha()
     return kind, path, head.encode("latin-1") + content, whole
 
@@ -320,7 +423,9 @@ def one(both: Both, request: tuple[str, str, bytes, bool]) -> None:
     if answer is None:
         return
     status, body = answer
-    assert status in (200, 400, 401, 403, 404, 405, 413, 415, 431) or (status == 500 and path in BROKEN), (status, body, raw)
+    assert status in (200, 400, 401, 403, 404, 405, 413, 415, 431) or (
+        status == 500 and path in BROKEN
+    ), (status, body, raw)
     if body and status != 200 and body[:1] == b"{":
         assert json.loads(body).keys() <= {"error", "detail"}, body
 
@@ -361,19 +466,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--flood-seconds", type=float, default=5.0, help="seconds of each flood; 0 leaves them out")
+    parser.add_argument(
+        "--flood-seconds", type=float, default=5.0, help="seconds of each flood; 0 leaves them out"
+    )
     args = parser.parse_args()
     statuses, seconds = fuzz(args.requests, args.seed)
     row: dict[str, Any] = {"requests": sum(statuses.values()), "seconds": round(seconds, 1)}
     row["statuses"] = dict(statuses.most_common())
     fine = True
     if args.flood_seconds:
-        row["floods"] = floods = {kind: serve_floods.measure(kind, args.flood_seconds) for kind in serve_floods.KINDS}
+        row["floods"] = floods = {
+            kind: serve_floods.measure(kind, args.flood_seconds) for kind in serve_floods.KINDS
+        }
         row["longest_s"] = max(one["longest_s"] for one in floods.values())
         row["grown_mib"] = max(one["grown_mib"] for one in floods.values())
         row["bound_mib"] = serve_floods.BOUND_MIB
         failed = sum(one["failed"] for one in floods.values())
-        fine = not failed and row["grown_mib"] <= row["bound_mib"] and row["longest_s"] <= serve_floods.LONGEST_S
+        fine = (
+            not failed
+            and row["grown_mib"] <= row["bound_mib"]
+            and row["longest_s"] <= serve_floods.LONGEST_S
+        )
     print(json.dumps(row))
     sys.exit(0 if fine else 1)
 

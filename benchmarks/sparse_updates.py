@@ -1,16 +1,19 @@
-"""Bytes of a weight update of a bfloat16 model whose steps change few elements, beside those of a full update.
+"""Bytes of a weight update of a bfloat16 model whose steps change few elements,
+beside those of a full update.
 
-A trainer with float32 masters takes `--steps` steps of AdamW on demonstrations of `hop`. After each its weights are
-written, and two relay processes (`turnwright engines relay`) fetch them through `WeightTree`, the second from
-the first or from the trainer. The first update is a full one. Halfway the second relay is killed and started
-again with an empty disk, so it needs a full update once more. After each step both relays must have the trainer's bytes.
+A trainer with float32 masters takes `--steps` steps of AdamW on demonstrations of `hop`. After each
+its weights are written, and two relay processes (`turnwright engines relay`) fetch them through
+`WeightTree`, the second from the first or from the trainer. The first update is a full one. Halfway
+the second relay is killed and started again with an empty disk, so it needs a full update once
+more. After each step both relays must have the trainer's bytes.
 
     python benchmarks/sparse_updates.py [--model DIR] [--steps 20] [--lr 1e-6]
 
-How many elements change depends on the learning rate: a step moves a weight by about that much. The last line is JSON:
-`full_bytes`, `update_bytes` (the mean of one relay's updates without the first and that of the kill), `ratio` (their
-quotient), `run_ratio` (the same of the whole run: all bytes received, over those of full updates), `changed` (the mean share of
-elements), `full_s` and `update_s` (medians until both relays have an update), and `equal`.
+How many elements change depends on the learning rate: a step moves a weight by about that much. The
+last line is JSON: `full_bytes`, `update_bytes` (the mean of one relay's updates without the first
+and that of the kill), `ratio` (their quotient), `run_ratio` (the same of the whole run: all bytes
+received, over those of full updates), `changed` (the mean share of elements), `full_s` and
+`update_s` (medians until both relays have an update), and `equal`.
 """
 
 from __future__ import annotations
@@ -47,7 +50,18 @@ class Relay:
 
     def __init__(self, root: Path, host: str, port: int) -> None:
         self.host = host
-        command = [sys.executable, "-m", "turnwright", "engines", "relay", str(root), "--host", host, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "turnwright",
+            "engines",
+            "relay",
+            str(root),
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -85,27 +99,43 @@ async def measure(
             before = {name: tensor.clone() for name, tensor in unique_weights(trainer.model)}
             if version:
                 trainer.supervised(demos[version % len(demos) :][: args.rows], lr=args.lr)
-                moved = sum(int((before[name] != tensor).sum()) for name, tensor in unique_weights(trainer.model))
+                moved = sum(
+                    int((before[name] != tensor).sum())
+                    for name, tensor in unique_weights(trainer.model)
+                )
                 changed.append(moved / sum(tensor.numel() for tensor in before.values()))
             restarts = version == args.steps // 2
             if restarts:
                 relays[1].kill()
                 relays[1] = Relay(root / "fresh", HOSTS[1], relays[0].port)
 
-            directory, _ = await asyncio.to_thread(directories.write, unique_weights(trainer.model), version)
+            directory, _ = await asyncio.to_thread(
+                directories.write, unique_weights(trainer.model), version
+            )
             size = sum(path.stat().st_size for path in directory.iterdir())
             had = [await relay.fetched() for relay in relays]
             began = time.perf_counter()
             shared = await tree.share(DiskWeights(directory, version), urls)
             nodes = await asyncio.gather(*(shared.directory_on(relay.host) for relay in relays))
-            seconds["update" if version and not restarts else "full"].append(time.perf_counter() - began)
-            got = [await relay.fetched() - earlier for relay, earlier in zip(relays, had, strict=True)]
+            seconds["update" if version and not restarts else "full"].append(
+                time.perf_counter() - began
+            )
+            got = [
+                await relay.fetched() - earlier for relay, earlier in zip(relays, had, strict=True)
+            ]
             total += sum(got)
             if version and not restarts:
                 sizes += got
             for node in nodes:
-                equal &= all((node / path.name).read_bytes() == path.read_bytes() for path in directory.iterdir())
-            print(f"step {version}: {changed[-1] if changed else 0:.2%} of elements, bytes {got}, equal {equal}", flush=True)
+                equal &= all(
+                    (node / path.name).read_bytes() == path.read_bytes()
+                    for path in directory.iterdir()
+                )
+            print(
+                f"step {version}: {changed[-1] if changed else 0:.2%} of elements, bytes {got}, "
+                f"equal {equal}",
+                flush=True,
+            )
     finally:
         await tree.close()
         for relay in relays:
@@ -124,7 +154,9 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", type=Path, help="a tiny model without it")
     parser.add_argument("--hidden", type=int, default=256, help="width of the tiny model")
     parser.add_argument("--steps", type=int, default=20)
@@ -141,12 +173,16 @@ def main() -> None:
         tasks = spec.tasks("train", args.rows + args.steps, 0)
         if args.model is None:
             texts = spec.texts(50, 0, lambda tools: "")
-            args.model = create_tiny_model(ModelConfig(hidden=args.hidden), texts, root / "model", seed=0)
+            args.model = create_tiny_model(
+                ModelConfig(hidden=args.hidden), texts, root / "model", seed=0
+            )
         config = ModelConfig(path=str(args.model), dtype="bfloat16", device="cpu")
         source = config.directory
         assert source is not None
         model, renderer = load_model_and_renderer(source, source, config)
-        demos = tw.rollout(spec.factory, tasks, engine=tw.ScriptedEngine(spec.solver), renderer=renderer)
+        demos = tw.rollout(
+            spec.factory, tasks, engine=tw.ScriptedEngine(spec.solver), renderer=renderer
+        )
         trainer = Trainer(model, TrainConfig(), seed=0)
         print(json.dumps(asyncio.run(measure(trainer, demos, source, root, args))))
 

@@ -2,9 +2,9 @@
 
     python benchmarks/step_limit.py [--lr LR] [--seeds N ...] [--only NAME ...] [--jobs N]
 
-Small tasks of `examples/` by the recipe of `turnwright init`, for 40 steps at four times its learning
-rate, with the bound of `train.gradient_signal_steps` on a step's divergence and without it.
-`lost` is the largest loss of the success of a step's episodes within three steps.
+Small tasks of `examples/` by the recipe of `turnwright init`, for 40 steps at four times its
+learning rate, with the bound of `train.gradient_signal_steps` on a step's divergence and without
+it. `lost` is the largest loss of the success of a step's episodes within three steps.
 """
 
 from __future__ import annotations
@@ -59,33 +59,66 @@ def run_one(name: str, seed: int, lr: float, bounded: bool) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(name, Path(folder))
-        words = [sys.executable, __file__, "--child", str(recipe), str(seed), f"{folder}/run", str(lr), str(int(bounded))]
+        words = [
+            sys.executable,
+            __file__,
+            "--child",
+            str(recipe),
+            str(seed),
+            f"{folder}/run",
+            str(lr),
+            str(int(bounded)),
+        ]
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
-    return {"task": name, "seed": seed, "bounded": bounded, **json.loads(done.stdout.splitlines()[-1])}
+    return {
+        "task": name,
+        "seed": seed,
+        "bounded": bounded,
+        **json.loads(done.stdout.splitlines()[-1]),
+    }
 
 
 def main() -> None:
     """Run all and print a table; the last line is JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seeds", nargs="*", type=int, default=(0, 1))
     parser.add_argument("--only", nargs="*", default=("text_edit", "file_system", "mastermind"))
     parser.add_argument("--jobs", type=int, default=1)
     args = parser.parse_args()
 
-    print("| task | seed | bound | before | after | lost | shortened steps |\n|---|---|---|---|---|---|---|")
-    work = [(name, seed, args.lr, bounded) for name in args.only for seed in args.seeds for bounded in (False, True)]
+    print(
+        "| task | seed | bound | before | after | lost | shortened steps "
+        "|\n|---|---|---|---|---|---|---|"
+    )
+    work = [
+        (name, seed, args.lr, bounded)
+        for name in args.only
+        for seed in args.seeds
+        for bounded in (False, True)
+    ]
     rows = []
     with ThreadPoolExecutor(args.jobs) as pool:
         for row in pool.map(lambda one: run_one(*one), work):
             rows.append(row)
             shares = " | ".join(f"{100 * row[key]:.0f}" for key in ("before", "after", "lost"))
             bound = "yes" if row["bounded"] else "no"
-            print(f"| {row['task']} | {row['seed']} | {bound} | {shares} | {row['shortened']} |", flush=True)
+            print(
+                f"| {row['task']} | {row['seed']} | {bound} | {shares} | {row['shortened']} |",
+                flush=True,
+            )
 
-    worst = {bounded: max(row["lost"] for row in rows if row["bounded"] == bounded) for bounded in (False, True)}
-    least = {bounded: min(row["after"] for row in rows if row["bounded"] == bounded) for bounded in (False, True)}
+    worst = {
+        bounded: max(row["lost"] for row in rows if row["bounded"] == bounded)
+        for bounded in (False, True)
+    }
+    least = {
+        bounded: min(row["after"] for row in rows if row["bounded"] == bounded)
+        for bounded in (False, True)
+    }
     figures = {
         "lost_without": worst[False],
         "lost_with": worst[True],

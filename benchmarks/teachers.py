@@ -1,16 +1,20 @@
-"""Does a teacher teach faster than rewards? Hop, from one warm-up per seed; the teacher is the quickstart's end.
+"""Does a teacher teach faster than rewards? Hop, from one warm-up per seed; the teacher
+is the quickstart's end.
 
     python benchmarks/teachers.py                # seed 100 chooses the sizes of steps; seeds 0, 1, 2 are reported
     python benchmarks/teachers.py --sizes reward=64 teacher=16 --seeds 0
 
-`cpu_to_90_*` are the CPU seconds of playing and training (evaluations left out) to the first evaluation of 256 held-out tasks
-with 90% success: `*_reward` trains by rewards, `*_teacher` by the teacher alone (reverse KL over the vocabulary, groups of
-one). `held_out_shuffled` trains on the teacher's answers exchanged between ids. `hint_self` is a policy that teaches itself
-with hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints drawn without regard to the task;
-`hint_error` is the standard error of each of the three. `cross_tokenizer` is the success of a policy with another tokenizer
-than its teacher's. `remote_gap` is the largest difference in nats between the answers of a model that `turnwright serve`
-serves, in the formats of vLLM and SGLang, and of the same model in this process, text with branches and images. Last line JSON.
-"""
+`cpu_to_90_*` are the CPU seconds of playing and training (evaluations left out) to the first
+evaluation of 256 held-out tasks with 90% success: `*_reward` trains by rewards, `*_teacher` by
+the teacher alone (reverse KL over the vocabulary, groups of one). `held_out_shuffled` trains on
+the teacher's answers exchanged between ids. `hint_self` is a policy that teaches itself with
+hints (the right answer of each task), from `hint_start`, and `hint_shuffled` with hints drawn
+without regard to the task; `hint_error` is the standard error of each of the three.
+`cross_tokenizer` is the success of a policy with another tokenizer than its teacher's.
+`remote_gap` is the largest difference in nats between the answers of a model that
+`turnwright serve` serves, in the formats of vLLM and SGLang, and of the same model in this
+process, text with branches and images. Last line JSON.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -33,7 +37,10 @@ import turnwright as tw  # noqa: E402
 
 HERE = Path(__file__).resolve()
 SIZES = (16, 32, 64, 128)
-STEPS = {"reward": {16: 160, 32: 160, 64: 80, 128: 80}, "teacher": {16: 40, 32: 40, 64: 40, 128: 40}}
+STEPS = {
+    "reward": {16: 160, 32: 160, 64: 80, 128: 80},
+    "teacher": {16: 40, 32: 40, 64: 40, 128: 40},
+}
 GOAL = 0.9
 HINT_SAMPLES = 1024
 """Evaluation episodes of each of the eight words: a standard error of at most 0.6%."""
@@ -109,8 +116,8 @@ greedy = false
 
 
 class Colors(tw.Env):
-    """Each word belongs to `yes` or `no`. With `hints`, a system message has the answer in half of the episodes; players follow
-    it, and without it they guess."""
+    """Each word belongs to `yes` or `no`. With `hints`, a system message has the answer in half of
+    the episodes; players follow it, and without it they guess."""
 
     def __init__(self, hints: bool = False) -> None:
         self._hints = hints
@@ -120,7 +127,11 @@ class Colors(tw.Env):
         """Ask for the side of a word."""
         self._answer = task.answer
         hinted = self._hints and random.Random(seed).random() < 0.5
-        return [{"role": "system", "content": task.answer}, *task.messages] if hinted else task.messages
+        return (
+            [{"role": "system", "content": task.answer}, *task.messages]
+            if hinted
+            else task.messages
+        )
 
     def step(self, action: tw.Action) -> tw.Step:
         """Reward the right side."""
@@ -176,7 +187,9 @@ def exchange_answers() -> None:
     def score(self: Any, batch: Any) -> Any:
         found = scored(self, batch)
         order = torch.randperm(batch.size, generator=generator)
-        return replace(found, logp_n=found.logp_n[order], targets=found.targets and found.targets.take(order))
+        return replace(
+            found, logp_n=found.logp_n[order], targets=found.targets and found.targets.take(order)
+        )
 
     LocalTeacher.score = score  # type: ignore[method-assign]
 
@@ -185,12 +198,22 @@ def train(folder: Path, name: str, recipe: str, *words: object, shuffled: bool =
     """Train a recipe in a process of its own; return its directory."""
     file, out = folder / f"{name}.toml", folder / name
     file.write_text(recipe)
-    command = [sys.executable, str(HERE), "--play", "shuffled" if shuffled else "plain", "--", "train", str(file)]
+    command = [
+        sys.executable,
+        str(HERE),
+        "--play",
+        "shuffled" if shuffled else "plain",
+        "--",
+        "train",
+        str(file),
+    ]
     command += [*map(str, words), "--out", str(out), "--display", "none"]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with status {done.returncode}: {done.stderr[-2000:]}"
+        )
     return out
 
 
@@ -200,19 +223,34 @@ def summary(out: Path, key: str = "success_after") -> float:
 
 
 def cpu_to_goal(out: Path) -> float | None:
-    """Return the CPU seconds of the training steps before the first evaluation at the goal; None if there is none."""
+    """Return the CPU seconds of the training steps before the first evaluation at the goal;
+    None if there is none."""
     before, spent = 0.0, 0.0
     for line in (out / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["phase"] == "train":
             spent += row["cpu_s"] - before
-        elif row["phase"] == "eval" and row["mode"] == "sampled" and row["step"] and row["success"] >= GOAL:
+        elif (
+            row["phase"] == "eval"
+            and row["mode"] == "sampled"
+            and row["step"]
+            and row["success"] >= GOAL
+        ):
             return spent
         before = row["cpu_s"]
     return None
 
 
-def arm(folder: Path, seed: int, kind: str, size: int, warm: Path, teacher: Path | None, *, shuffled: bool = False) -> Path:
+def arm(
+    folder: Path,
+    seed: int,
+    kind: str,
+    size: int,
+    warm: Path,
+    teacher: Path | None,
+    *,
+    shuffled: bool = False,
+) -> Path:
     """Train one arm from the warm-up, with so many episodes per step."""
     group_size = 8 if kind == "reward" else 1
     recipe = TRAIN.format(
@@ -223,15 +261,33 @@ def arm(folder: Path, seed: int, kind: str, size: int, warm: Path, teacher: Path
         more=REWARD if kind == "reward" else TEACHER.format(teacher=teacher),
         every=2,
     )
-    return train(folder, f"{kind}-{size}-{seed}{'-shuffled' * shuffled}", recipe, "--seed", seed, shuffled=shuffled)
+    return train(
+        folder,
+        f"{kind}-{size}-{seed}{'-shuffled' * shuffled}",
+        recipe,
+        "--seed",
+        seed,
+        shuffled=shuffled,
+    )
 
 
 def starts(folder: Path, seed: int) -> tuple[Path, Path, dict[str, float]]:
     """Train the warm-up and the teacher of a seed; return their models and figures."""
     warm = train(folder, f"warm-{seed}", WARMUP, "--seed", seed)
-    recipe = TRAIN.format(model=warm / "checkpoints" / "warmed", groups=16, group_size=8, steps=80, more=REWARD, every=0)
+    recipe = TRAIN.format(
+        model=warm / "checkpoints" / "warmed",
+        groups=16,
+        group_size=8,
+        steps=80,
+        more=REWARD,
+        every=0,
+    )
     end = train(folder, f"quickstart-{seed}", recipe, "--seed", seed)
-    figures = {"start": summary(warm), "held_out_of_teacher": summary(end), "cpu_of_teacher": summary(end, "cpu_s")}
+    figures = {
+        "start": summary(warm),
+        "held_out_of_teacher": summary(end),
+        "cpu_of_teacher": summary(end, "cpu_s"),
+    }
     return warm / "checkpoints" / "warmed", end / "checkpoints" / "step-00080", figures
 
 
@@ -250,15 +306,23 @@ def choose(folder: Path, seed: int) -> dict[str, int]:
 def hints(folder: Path, seed: int) -> dict[str, float]:
     """Train a policy on its own answers with hints, and with those of other tasks."""
     recipe = (
-        HINTED.format(here=HERE, hints="true") + "[warmup]\ndemos = 500\nsteps = 100\ngate_success = 0.0\n[train]\nsteps = 0\n"
+        HINTED.format(here=HERE, hints="true")
+        + "[warmup]\ndemos = 500\nsteps = 100\ngate_success = 0.0\n[train]\nsteps = 0\n"
     )
     warm = train(folder, f"hinted-{seed}", recipe, "--seed", seed)
     found = {}
     for name in ("right", "other"):
-        recipe = f'[model]\npath = "{warm / "checkpoints" / "warmed"}"\n' + HINTED.format(here=HERE, hints="false")
-        recipe += "[rollout]\ngroups = 8\ngroup_size = 8\n[train]\nsteps = 60\nreward_weight = 0.0\nlr = 1e-3\n"
+        recipe = f'[model]\npath = "{warm / "checkpoints" / "warmed"}"\n' + HINTED.format(
+            here=HERE, hints="false"
+        )
+        recipe += (
+            "[rollout]\ngroups = 8\ngroup_size = 8\n[train]\nsteps = 60\nreward_weight = "
+            "0.0\nlr = 1e-3\n"
+        )
         recipe += f'[[teacher]]\nself = true\nsignal = "loss"\nhint = "{HERE}:{name}_hint"\n'
-        out = train(folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", HINT_SAMPLES)
+        out = train(
+            folder, f"{name}-{seed}", recipe, "--seed", seed, "--eval.samples", HINT_SAMPLES
+        )
         found |= {"hint_start": summary(out, "success_before")} if name == "right" else {}
         found["hint_self" if name == "right" else "hint_shuffled"] = summary(out)
     worst = max(value * (1 - value) for value in found.values())
@@ -266,26 +330,43 @@ def hints(folder: Path, seed: int) -> dict[str, float]:
 
 
 def crossed(folder: Path, seed: int, teacher: Path) -> dict[str, float]:
-    """Train a policy whose tokenizer knows the questions alone, by the probabilities of the teacher's chunks of text."""
+    """Train a policy whose tokenizer knows the questions alone, by the probabilities of the
+    teacher's chunks of text."""
     from turnwright.config import ModelConfig
     from turnwright.envs.builtin import Hop
     from turnwright.training import create_tiny_model
 
     texts = [task.messages[0].text for task in Hop.tasks("train", 300, seed)]
-    model = create_tiny_model(ModelConfig(heads=4, kv_heads=4), texts, folder / f"other-{seed}", seed=seed)
+    model = create_tiny_model(
+        ModelConfig(heads=4, kv_heads=4), texts, folder / f"other-{seed}", seed=seed
+    )
     head, _, tail = WARMUP.partition("[[env]]")
     recipe = (
         head.replace("heads = 4\nkv_heads = 4", f'path = "{model}"')
         + "[[env]]"
-        + tail.replace("= 32", "= 64").replace("0.22", "0.0").replace("gate_every = 50", "gate_every = 500")
+        + tail.replace("= 32", "= 64")
+        .replace("0.22", "0.0")
+        .replace("gate_every = 50", "gate_every = 500")
     )
-    more = 'batching = "rows"\nlr = 2e-3\nreward_weight = 0.0\n[rollout]\ngroups = 128\ngroup_size = 1\n'
-    recipe = recipe.replace("steps = 0\n", f'steps = 30\ngradient_signal_steps = 20\n{more}[[teacher]]\npath = "{teacher}"\n')
+    more = (
+        'batching = "rows"\nlr = 2e-3\nreward_weight = 0.0\n[rollout]\ngroups = '
+        "128\ngroup_size = 1\n"
+    )
+    recipe = recipe.replace(
+        "steps = 0\n",
+        f'steps = 30\ngradient_signal_steps = 20\n{more}[[teacher]]\npath = "{teacher}"\n',
+    )
     out = train(folder, f"crossed-{seed}", recipe, "--seed", seed)
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     lost = [row["teacher.teacher.unaligned"] for row in rows if row["phase"] == "train"]
-    found = {"cross_tokenizer_aligned": 1 - sum(lost) / len(lost), "cross_tokenizer_start": summary(out, "success_before")}
-    return found | {"cross_tokenizer": summary(out), "cpu_of_cross_tokenizer": summary(out, "cpu_s")}
+    found = {
+        "cross_tokenizer_aligned": 1 - sum(lost) / len(lost),
+        "cross_tokenizer_start": summary(out, "success_before"),
+    }
+    return found | {
+        "cross_tokenizer": summary(out),
+        "cpu_of_cross_tokenizer": summary(out, "cpu_s"),
+    }
 
 
 def measure(folder: Path, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
@@ -294,10 +375,18 @@ def measure(folder: Path, seed: int, sizes: dict[str, int]) -> dict[str, Any]:
     by_reward = arm(folder, seed, "reward", sizes["reward"], warm, teacher)
     taught = arm(folder, seed, "teacher", sizes["teacher"], warm, teacher)
     shuffled = arm(folder, seed, "teacher", sizes["teacher"], warm, teacher, shuffled=True)
-    row |= {"seed": seed, "cpu_to_90_reward": cpu_to_goal(by_reward), "cpu_to_90_teacher": cpu_to_goal(taught)}
+    row |= {
+        "seed": seed,
+        "cpu_to_90_reward": cpu_to_goal(by_reward),
+        "cpu_to_90_teacher": cpu_to_goal(taught),
+    }
     if row["cpu_to_90_reward"] and row["cpu_to_90_teacher"]:
         row["speed"] = row["cpu_to_90_reward"] / row["cpu_to_90_teacher"]
-    row |= {"held_out_reward": summary(by_reward), "held_out_teacher": summary(taught), "held_out_shuffled": summary(shuffled)}
+    row |= {
+        "held_out_reward": summary(by_reward),
+        "held_out_teacher": summary(taught),
+        "held_out_shuffled": summary(shuffled),
+    }
     return row | hints(folder, seed) | crossed(folder, seed, teacher)
 
 
@@ -307,7 +396,9 @@ def main() -> None:
         play(sys.argv[4:], shuffled=sys.argv[2] == "shuffled")
     from teacher_kit import largest_gaps
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
     parser.add_argument("--choose", type=int, default=100, help="seed that chooses the sizes")
     parser.add_argument("--sizes", nargs="*", help="reward=N teacher=N, in place of choosing")
@@ -325,7 +416,9 @@ def main() -> None:
         for seed in given.seeds:
             rows.append(measure(folder, seed, sizes))
             print(json.dumps(rows[-1]), flush=True)
-    keys = [key for key in rows[0] if key != "seed" and all(row.get(key) is not None for row in rows)]
+    keys = [
+        key for key in rows[0] if key != "seed" and all(row.get(key) is not None for row in rows)
+    ]
     means = {key: sum(row[key] for row in rows) / len(rows) for key in keys}
     print(json.dumps(means | gaps | {"episodes_per_step": sizes, "seeds": rows}))
 

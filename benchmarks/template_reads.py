@@ -1,8 +1,9 @@
-"""Replies as every chat template writes them, read by the renderer's parser; see `templates.py --turns`.
+"""Replies as every chat template writes them, read by the renderer's parser;
+see `templates.py --turns`.
 
-A reply is rendered where it comes last and cut as an engine cuts it: from the generation prompt to the first stop. What is not
-read back must be said by `turnwright check`: that a stop comes before the end of such replies, or that no parser reads the
-calls.
+A reply is rendered where it comes last and cut as an engine cuts it: from the generation prompt to
+the first stop. What is not read back must be said by `turnwright check`: that a stop comes before
+the end of such replies, or that no parser reads the calls.
 """
 
 from __future__ import annotations
@@ -78,18 +79,27 @@ def read_replies(source: str, template: ChatTemplate) -> Reads:
 def _read(player: Player, kind: str, wanted: Message, tools: Any, reads: Reads) -> None:
     reference, renderer = player.reference, player.renderer
     shown = reference.shown([QUESTION, wanted], tools, prompt=False)
-    if wanted.tool_calls and (not reference.reads_calls or "look" not in shown.rpartition(QUESTION.text)[2]):
+    if wanted.tool_calls and (
+        not reference.reads_calls or "look" not in shown.rpartition(QUESTION.text)[2]
+    ):
         return  # the template writes no calls
-    if wanted.tool_calls and shown.count("look") < shown_once(player, tools) + len(wanted.tool_calls):
+    if wanted.tool_calls and shown.count("look") < shown_once(player, tools) + len(
+        wanted.tool_calls
+    ):
         return  # it writes the first call alone
-    if reference.folds or (wanted.reasoning and wanted.reasoning not in shown.rpartition(QUESTION.text)[2]):
+    if reference.folds or (
+        wanted.reasoning and wanted.reasoning not in shown.rpartition(QUESTION.text)[2]
+    ):
         wanted = replace(wanted, reasoning=None)  # the template has no field for thinking
 
     text, stop = player.written([QUESTION], wanted, [Message("user", "And then?")], tools)
-    if text.lstrip().startswith(renderer.contract.prefix):  # not where the generation prompt writes it
+    if text.lstrip().startswith(
+        renderer.contract.prefix
+    ):  # not where the generation prompt writes it
         text = text.lstrip().removeprefix(renderer.contract.prefix)
     ids = reference.ids(text)
-    # A template that ends such a reply without a stop goes on with a header, which no reply contains.
+    # A template that ends such a reply without a stop goes on with a header,
+    # which no reply contains.
     ids = [*takewhile(lambda i: i not in renderer.invalid_ids, ids), stop]
     found = renderer.parse(ids, tools)
     what = "calls" if wanted.tool_calls else "texts"
@@ -104,12 +114,18 @@ def _read(player: Player, kind: str, wanted: Message, tools: Any, reads: Reads) 
     reads.counts[f"{what}_silent"] += 1
     outcome = f"read as {renderer.call_format[0]!r}"
     built, written = str(_contents(found)), renderer.decode(ids)
-    reads.faults.append(Fault("reads", kind, "", "reply", "silent", outcome, built, f"{written!r} of {shown[-300:]!r}"))
+    reads.faults.append(
+        Fault(
+            "reads", kind, "", "reply", "silent", outcome, built, f"{written!r} of {shown[-300:]!r}"
+        )
+    )
 
 
 def shown_once(player: Player, tools: Any) -> int:
     """How often the tool's name is in a conversation without calls."""
-    return player.reference.shown([QUESTION, Message("assistant", "It is so.")], tools, prompt=False).count("look")
+    return player.reference.shown(
+        [QUESTION, Message("assistant", "It is so.")], tools, prompt=False
+    ).count("look")
 
 
 def is_warned(player: Player, wanted: Message) -> bool:

@@ -1,4 +1,5 @@
-"""A chat template under transformers: the texts that built prompts are compared with; see `templates.py --turns`."""
+"""A chat template under transformers: the texts that built prompts are compared with; see
+`templates.py --turns`."""
 
 from __future__ import annotations
 
@@ -31,9 +32,11 @@ class Reading:
     """How a message is given to the template where more than one way is right."""
 
     lists: frozenset[str] = frozenset()
-    """Roles for which the template gets several texts as a list; else they are one, with line breaks between them."""
+    """Roles for which the template gets several texts as a list; else they are one, with
+    line breaks between them."""
     folds_examples: bool = False
-    """Whether thinking and calls in the opening stand in the text if the template has no field for them."""
+    """Whether thinking and calls in the opening stand in the text if the template
+    has no field for them."""
 
 
 class Reference:
@@ -42,7 +45,8 @@ class Reference:
     def __init__(self, source: str, form: ChatTemplate, tokenizer: Tokenizer) -> None:
         """
         Args:
-            form: the form in which the template takes messages (contents as parts, arguments as text).
+            form: the form in which the template takes messages (contents as
+                parts, arguments as text).
         """
         self.source = source
         self._form = form
@@ -60,15 +64,21 @@ class Reference:
         asked, calling = Message("user", "u"), reply_to("tool", 0, MARK)
         rows = ([asked, reply_to("user", 0, MARK)], [asked, calling], [asked, calling, *told])
         with suppress(Refused):
-            self.text([asked, calling, *told], TOOLS)  # a template that fills lists of its own cannot be run there
+            self.text(
+                [asked, calling, *told], TOOLS
+            )  # a template that fills lists of its own cannot be run there
 
         silent = reply_to("tool", 0, None)
         (call,) = silent.tool_calls
         marked = replace(silent, tool_calls=(replace(call, arguments={"key": MARK}),))
-        self.reads_calls = self.cannot or self._shows_mark(([asked, marked], [asked, marked, *told]))
+        self.reads_calls = self.cannot or self._shows_mark(
+            ([asked, marked], [asked, marked, *told])
+        )
 
         self._adapts = ["", "ids", "user"]
-        while len(self._adapts) > 1 and not self.cannot:  # results not shown otherwise go as a user's words
+        while (
+            len(self._adapts) > 1 and not self.cannot
+        ):  # results not shown otherwise go as a user's words
             row = ADAPT[self._adapts[0]]([asked, silent, *told])
             if any(told[0].text in self._try(row, tools) for tools in (TOOLS, ())):
                 break
@@ -77,9 +87,12 @@ class Reference:
         if not self._shows_mark(rows) and not self.cannot:
             self.folds = True
             self.folds = self._shows_mark(rows)
-        # A template may show either the text of a reply or its calls: then folded thinking would hide the calls.
+        # A template may show either the text of a reply or its calls: then folded
+        # thinking would hide the calls.
         spoken = replace(marked, content="<think>\nSo.\n</think>\n\n")
-        self._folds_calls = self._shows_mark(([asked, spoken], [asked, spoken, *told])) or not self.reads_calls
+        self._folds_calls = (
+            self._shows_mark(([asked, spoken], [asked, spoken, *told])) or not self.reads_calls
+        )
 
     def _shows_mark(self, rows: Iterable[Sequence[Message]]) -> bool:
         for row in rows:
@@ -95,7 +108,8 @@ class Reference:
             return ""
 
     def text(self, messages: Sequence[Message], tools: Any, prompt: bool = True) -> str:
-        """A conversation as transformers writes it; what the template has no field for stands in the text."""
+        """A conversation as transformers writes it; what the template has no field
+        for stands in the text."""
         return self._rendered(self._prepared(messages), tools, prompt)
 
     def _rendered(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
@@ -134,21 +148,41 @@ class Reference:
 
     def _joined(self, message: Message) -> Message:
         """Join the texts of a content if the template takes texts."""
-        if isinstance(message.content, str) or message.role in self.reading.lists or self._form._parts:
+        if (
+            isinstance(message.content, str)
+            or message.role in self.reading.lists
+            or self._form._parts
+        ):
             return message
         return replace(message, content="\n".join(map(str, message.content)))
 
     def _folded(self, message: Message) -> Message:
-        """Put what the template has no field for into the text: calls in Hermes' format, and thinking."""
+        """Put what the template has no field for into the text: calls in Hermes'
+        format, and thinking."""
         if message.tool_calls and not self.reads_calls:
             text = "\n".join(part for part in (message.text, hermes(message)) if part)
             message = replace(message, content=text, tool_calls=())
-        if message.reasoning is None or not self.folds or (message.tool_calls and not self._folds_calls):
+        if (
+            message.reasoning is None
+            or not self.folds
+            or (message.tool_calls and not self._folds_calls)
+        ):
             return message
-        return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
+        return replace(
+            message,
+            content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}",
+            reasoning=None,
+        )
 
-    def shown(self, messages: Sequence[Message], tools: Any, new: Sequence[Message] = (), prompt: bool = True) -> str:
-        """A conversation with results of tools in the first form in which the new ones are shown."""
+    def shown(
+        self,
+        messages: Sequence[Message],
+        tools: Any,
+        new: Sequence[Message] = (),
+        prompt: bool = True,
+    ) -> str:
+        """A conversation with results of tools in the first form in which
+        the new ones are shown."""
         problem: Refused | None = None
         prepared = self._prepared(messages)
         told = any(message.role == "tool" for message in messages)
@@ -164,7 +198,9 @@ class Reference:
 
     def cores(self, message: Message) -> list[str]:
         """The longest piece of each text of a message that the template keeps as it is."""
-        texts = (message.content,) if isinstance(message.content, str) else map(str, message.content)
+        texts = (
+            (message.content,) if isinstance(message.content, str) else map(str, message.content)
+        )
         cores = []
         for text in texts:
             for word in self.words:
@@ -182,7 +218,9 @@ class Reference:
         self.reading = kept
         if not text:  # transformers cannot run the template
             return self._form.writes_parts(role)
-        return "alpha" in text and "beta" in text and "'alpha'" not in text and '"alpha"' not in text
+        return (
+            "alpha" in text and "beta" in text and "'alpha'" not in text and '"alpha"' not in text
+        )
 
     def ids(self, text: str, start: int = 0) -> list[int]:
         """Ids of a text from a character on; the text is encoded as a whole."""
@@ -193,4 +231,6 @@ class Reference:
 def hermes(message: Message) -> str:
     """The calls of a reply as a model writes them whose template has no format of its own."""
     rows = [{"name": call.name, "arguments": dict(call.arguments)} for call in message.tool_calls]
-    return "\n".join(f"<tool_call>\n{json.dumps(row, ensure_ascii=False)}\n</tool_call>" for row in rows)
+    return "\n".join(
+        f"<tool_call>\n{json.dumps(row, ensure_ascii=False)}\n</tool_call>" for row in rows
+    )

@@ -1,7 +1,8 @@
 """Conversations that `templates.py --turns` plays with every chat template.
 
-A scenario is an opening, and for each turn the reply that is wanted and what answers it. What a template does with the
-words of messages is not known beforehand, so the words to try are read from its source.
+A scenario is an opening, and for each turn the reply that is wanted and what answers it.
+What a template does with the words of messages is not known beforehand, so the words to try
+are read from its source.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ ORDERS: dict[str, tuple[str | None, ...]] = {
 }
 """The thinking of successive replies."""
 LATE_PLANS = {
-    # First a conversation of the same lengths with fewer results: it must not hide what depends on their number.
+    # First a conversation of the same lengths with fewer results: it must not hide what
+    # depends on their number.
     "late": ("user",) * 8 + ("tool",) * 13,
     "results": ("tool",) * 20,
     "questions": ("user",) * 26,
@@ -45,7 +47,18 @@ THOUGHT = "First I weigh the amber, then I think about it"
 USUAL_WORDS = ("/no_think", "/think")
 """Words that are tried with every template."""
 _TEXT_METHODS = ("startswith", "endswith", "find", "split", "replace", "count", "index")
-_PART_KEYS = ("audio", "audio_url", "image", "image_url", "input_audio", "parts", "text", "type", "value", "video")
+_PART_KEYS = (
+    "audio",
+    "audio_url",
+    "image",
+    "image_url",
+    "input_audio",
+    "parts",
+    "text",
+    "type",
+    "value",
+    "video",
+)
 _TEXT_NAMES = re.compile(r"content|text|system|prompt|query", re.IGNORECASE)
 
 VALUES: dict[str, Any] = {
@@ -88,7 +101,8 @@ class Turn:
     reply: Message
     new: tuple[Message, ...]
     cut: str = ""
-    """How the reply is cut off: not at all, by the `limit` or by a `stop`, inside its thinking if it has some."""
+    """How the reply is cut off: not at all, by the `limit` or by a `stop`, inside its
+    thinking if it has some."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,10 @@ def reply_to(kind: str, number: int, thought: str | None) -> Message:
 
 def calling(number: int, count: int = 1, *, text: str = "", thought: str | None = None) -> Message:
     """Return a reply with calls."""
-    calls = tuple(ToolCall("look", {"key": f"word{number}"}, f"call{number:04}{place}") for place in range(count))
+    calls = tuple(
+        ToolCall("look", {"key": f"word{number}"}, f"call{number:04}{place}")
+        for place in range(count)
+    )
     return Message("assistant", text, tool_calls=calls, reasoning=thought)
 
 
@@ -194,36 +211,64 @@ def shots() -> Iterator[Scenario]:
         yield Scenario("shots", detail, opening, after, TOOLS)
     yield Scenario("shots", "words alone", (*asked, last), turns_of(("user", "user")))
 
-    thinking = [replace(m, reasoning="So.") if m.role == "assistant" else m for m in (*called, *asked)]
+    thinking = [
+        replace(m, reasoning="So.") if m.role == "assistant" else m for m in (*called, *asked)
+    ]
     yield Scenario("shots thinking", "field", (*thinking, last), after, TOOLS)
     folded = replace(asked[1], content="<think>\nSo.\n</think>\n\nNothing else.")
-    yield Scenario("shots thinking", "in the text", (asked[0], folded, last), turns_of(("user", "user")))
+    yield Scenario(
+        "shots thinking", "in the text", (asked[0], folded, last), turns_of(("user", "user"))
+    )
 
 
 def replies() -> Iterator[Scenario]:
-    """Yield replies of more kinds: text beside calls, parallel calls, arguments of several types, replies that are cut off."""
+    """Yield replies of more kinds: text beside calls, parallel calls, arguments of several types,
+    replies that are cut off."""
     for thinking, order in ORDERS.items():
-        said = [calling(number, text="Let me see.", thought=order[number % len(order)]) for number in range(3)]
+        said = [
+            calling(number, text="Let me see.", thought=order[number % len(order)])
+            for number in range(3)
+        ]
         rows = [Turn(reply, tuple(answers("tool", number))) for number, reply in enumerate(said)]
-        yield Scenario("text and call", f"thinking {thinking}", (QUESTION,), (*rows, *turns_of(("user",))), TOOLS)
+        yield Scenario(
+            "text and call",
+            f"thinking {thinking}",
+            (QUESTION,),
+            (*rows, *turns_of(("user",))),
+            TOOLS,
+        )
 
     three = tuple(result(f"result {place} amber", 0, place) for place in range(3))
-    yield Scenario("parallel", "three", (QUESTION,), (Turn(calling(0, 3), three), *turns_of(("user",) * 2)), TOOLS)
+    yield Scenario(
+        "parallel",
+        "three",
+        (QUESTION,),
+        (Turn(calling(0, 3), three), *turns_of(("user",) * 2)),
+        TOOLS,
+    )
 
     calls = tuple(ToolCall("look", VALUES, f"call0000{place}") for place in range(2))
     for number in (1, 2):
         reply = Message("assistant", "", tool_calls=calls[:number])
         turn = Turn(reply, three[:number])
-        yield Scenario("values", f"{number} calls", (QUESTION,), (turn, *turns_of(("user",) * 2)), VALUE_TOOLS)
+        yield Scenario(
+            "values", f"{number} calls", (QUESTION,), (turn, *turns_of(("user",) * 2)), VALUE_TOOLS
+        )
 
     for cut in ("limit", "stop"):
         thought = Message("assistant", "It is so.", reasoning=THOUGHT)
         turn = Turn(thought, (Message("user", "Go on, please."),), cut)
         plainly = turns_of(("user", "user"))
         yield Scenario(f"unclosed {cut}", "first", (QUESTION,), (turn, *plainly))
-        yield Scenario(f"unclosed {cut}", "later, twice", (SYSTEM, QUESTION), (*plainly, turn, turn, *plainly))
-        yield Scenario(f"unclosed {cut}", "with tools", (QUESTION,), (turn, *turns_of(("tool", "user"))), TOOLS)
-    spoken = Turn(Message("assistant", "It is so and so."), (Message("user", "Go on, please."),), "limit")
+        yield Scenario(
+            f"unclosed {cut}", "later, twice", (SYSTEM, QUESTION), (*plainly, turn, turn, *plainly)
+        )
+        yield Scenario(
+            f"unclosed {cut}", "with tools", (QUESTION,), (turn, *turns_of(("tool", "user"))), TOOLS
+        )
+    spoken = Turn(
+        Message("assistant", "It is so and so."), (Message("user", "Go on, please."),), "limit"
+    )
     yield Scenario("cut text", "first", (QUESTION,), (spoken, *turns_of(("user", "user"))))
 
 
@@ -232,7 +277,9 @@ def contents() -> Iterator[Scenario]:
     for detail, text in (("empty", ""), ("white space", "  \n")):
         one = Turn(calling(0), (result(text, 0),))
         both = Turn(calling(1, 2), (result(text, 1), result("found", 1, 1)))
-        yield Scenario("empty results", detail, (QUESTION,), (one, both, *turns_of(("user",) * 2)), TOOLS)
+        yield Scenario(
+            "empty results", detail, (QUESTION,), (one, both, *turns_of(("user",) * 2)), TOOLS
+        )
 
     parts = ("alpha", "beta")
     asked = Message("user", parts)
@@ -241,7 +288,13 @@ def contents() -> Iterator[Scenario]:
     yield Scenario("parts", "user", (asked,), (question, *turns_of(("user",))))
     yield Scenario("parts", "system", (Message("system", parts), QUESTION), turns_of(("user",)))
     yield Scenario("parts", "tool", (QUESTION,), (told, *turns_of(("user",))), TOOLS)
-    shot = (QUESTION, calling(9), result(parts, 9), Message("assistant", "So."), Message("user", "Next?"))
+    shot = (
+        QUESTION,
+        calling(9),
+        result(parts, 9),
+        Message("assistant", "So."),
+        Message("user", "Next?"),
+    )
     yield Scenario("parts", "opening", shot, turns_of(("user",)), TOOLS)
 
 
@@ -262,7 +315,9 @@ def worded(words: Sequence[str]) -> Iterator[Scenario]:
         told = Turn(calling(0), (result(said("found amber"), 0),))
         yield Scenario("words", f"{where} a result", (QUESTION,), (told, *after), TOOLS, (word,))
         spoken = Turn(Message("assistant", "It is so."), (Message("user", said("And then?")),))
-        yield Scenario("words", f"{where} a new question", (SYSTEM, QUESTION), (spoken, *after), TOOLS, (word,))
+        yield Scenario(
+            "words", f"{where} a new question", (SYSTEM, QUESTION), (spoken, *after), TOOLS, (word,)
+        )
         shot = (asked, Message("assistant", "It is so."), Message("user", "And then?"))
         yield Scenario("words", f"{where} an example", shot, after, TOOLS, (word,))
 

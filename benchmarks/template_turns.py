@@ -1,8 +1,9 @@
-"""Whole conversations with every chat template, held against transformers' own rendering; see `templates.py --turns`.
+"""Whole conversations with every chat template, held against transformers' own rendering;
+see `templates.py --turns`.
 
-A reply is written as the template itself writes it where it comes last. The opening prompt has to be transformers' rendering.
-In `append` mode what follows a reply has to be what transformers writes behind the same conversation; in `template` mode the
-prompt has to be transformers' rendering of it.
+A reply is written as the template itself writes it where it comes last. The opening prompt has to
+be transformers' rendering. In `append` mode what follows a reply has to be what transformers writes
+behind the same conversation; in `template` mode the prompt has to be transformers' rendering of it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,14 @@ from template_scenarios import (
 )
 
 from turnwright.errors import TemplateError
-from turnwright.renderers import Branch, ChatRenderer, ChatTemplate, Extend, HFTokenizer, SampledReply
+from turnwright.renderers import (
+    Branch,
+    ChatRenderer,
+    ChatTemplate,
+    Extend,
+    HFTokenizer,
+    SampledReply,
+)
 from turnwright.renderers.contract import SCENARIOS
 from turnwright.renderers.template_history import REASONS
 from turnwright.types import Message
@@ -61,7 +69,9 @@ class Fault:
     def group(self) -> tuple[str, ...]:
         """Faults that look alike."""
         place = re.sub(r"\d+", "N", self.place)
-        said = self.said.partition(":")[0] if self.outcome != "crashes" else self.said[:_GROUPED_CHARS]
+        said = (
+            self.said.partition(":")[0] if self.outcome != "crashes" else self.said[:_GROUPED_CHARS]
+        )
         return (self.outcome, self.scenario, self.history, place, said or "differs")
 
 
@@ -133,18 +143,26 @@ class Player:
     def __init__(self, source: str, template: ChatTemplate) -> None:
         tokenizer = tokenizer_of(template)
         codec = HFTokenizer(tokenizer)
-        self.renderer = ChatRenderer(codec, template, stop_ids=frozenset((codec.control["<|eos|>"],)))
+        self.renderer = ChatRenderer(
+            codec, template, stop_ids=frozenset((codec.control["<|eos|>"],))
+        )
         self.reference = Reference(source, self.renderer.template, tokenizer)
         self.tally = Tally()
-        # What `check` says: the template's own replies are stopped before they end, or end without their stop.
-        self.ends_inside = any(unread.kind == "the end of a reply" for unread in self.renderer.unread_replies)
-        self.control = re.compile("|".join(map(re.escape, sorted(codec.control, key=len, reverse=True))))
+        # What `check` says: the template's own replies are stopped before they end, or
+        # end without their stop.
+        self.ends_inside = any(
+            unread.kind == "the end of a reply" for unread in self.renderer.unread_replies
+        )
+        self.control = re.compile(
+            "|".join(map(re.escape, sorted(codec.control, key=len, reverse=True)))
+        )
         asked = [Message("user", "Question, please.")]
         self.opens = self.reference.text(asked, [])[len(self.reference.text(asked, [], False)) :]
         self.stops = {self.renderer.decode([i]): i for i in self.renderer.stop_ids}
 
     def play(self, scenario: Scenario, history: str) -> None:
-        """One conversation in one mode, in the reading of its messages that has the fewest faults."""
+        """One conversation in one mode, in the reading of its messages that
+        has the fewest faults."""
         best: Tally | None = None
         for reading in self.readings(scenario):
             self.reference.reading = reading
@@ -165,11 +183,16 @@ class Player:
         has_examples = any(m.reasoning is not None or m.tool_calls for m in scenario.opening)
         if has_examples:
             yield Reading(folds_examples=True)
-        messages = [*scenario.opening, *(message for turn in scenario.turns for message in turn.new)]
+        messages = [
+            *scenario.opening,
+            *(message for turn in scenario.turns for message in turn.new),
+        ]
         roles = {message.role for message in messages if not isinstance(message.content, str)}
         # Results may go as a user's words.
         candidates = {*roles, "user"} if roles else roles
-        listed = frozenset(role for role in candidates if self.reference.takes_parts(role, scenario.tools))
+        listed = frozenset(
+            role for role in candidates if self.reference.takes_parts(role, scenario.tools)
+        )
         if listed:
             yield Reading(lists=listed)
         if listed and has_examples:
@@ -192,13 +215,21 @@ class Player:
                 reply, sampled = cut
                 talk.exact = False
             else:
-                reply, sampled, canonical = self.reply(talk.messages, turn.reply, new, scenario.tools)
+                reply, sampled, canonical = self.reply(
+                    talk.messages, turn.reply, new, scenario.tools
+                )
                 talk.exact = talk.exact and canonical
             if not reply.tool_calls:  # one that makes no calls is answered in words
-                new = [Message("user", new[0].content or "And then?")] if new[0].role == "tool" else new
+                new = (
+                    [Message("user", new[0].content or "And then?")]
+                    if new[0].role == "tool"
+                    else new
+                )
             talk.sampled(reply, sampled)
 
-            found = self.turn(talk, f"turn {number} ({' '.join(m.role for m in new)})", turn.cut, new)
+            found = self.turn(
+                talk, f"turn {number} ({' '.join(m.role for m in new)})", turn.cut, new
+            )
             if found is None or (history == "template" and self.tally.bad):
                 return  # what is wrong in a prompt is wrong in all later ones
             talk.answered(found, new)
@@ -208,18 +239,27 @@ class Player:
         heard = [message for message in scenario.opening if message.role != "assistant"]
 
         def fault(outcome: str, said: str = "", built: str = "", wanted: str = "") -> Fault:
-            return Fault(scenario.name, scenario.detail, history, "opening", outcome, said, built, wanted)
+            return Fault(
+                scenario.name, scenario.detail, history, "opening", outcome, said, built, wanted
+            )
 
         refused = False
         wanted: list[int] = []
         try:
-            wanted = self.reference.ids(self.reference.shown(scenario.opening, scenario.tools, heard))
+            wanted = self.reference.ids(
+                self.reference.shown(scenario.opening, scenario.tools, heard)
+            )
         except Refused:
             refused = True
         try:
             ids = list(self.renderer.open(scenario.opening, scenario.tools).ids)
         except TemplateError as error:
-            self.tally.add(fault("refused" if refused else "wrong", f"refused here: {self.without_name(str(error))}"))
+            self.tally.add(
+                fault(
+                    "refused" if refused else "wrong",
+                    f"refused here: {self.without_name(str(error))}",
+                )
+            )
             return None
         if refused:
             self.tally.add(fault("refused"))
@@ -228,21 +268,29 @@ class Player:
             self.tally.add(fault("wrong", "", *self.windows(ids, wanted)))
         return ids
 
-    def turn(self, talk: Conversation, place: str, cut: str, new: list[Message]) -> Extend | Branch | None:
+    def turn(
+        self, talk: Conversation, place: str, cut: str, new: list[Message]
+    ) -> Extend | Branch | None:
         """Count what came of one answer of the world, and return what was answered."""
         scenario, history = talk.scenario, talk.history
 
         def add(outcome: str, said: str = "", built: str = "", wanted: str = "") -> None:
-            self.tally.add(Fault(scenario.name, scenario.detail, history, place, outcome, said, built, wanted))
+            self.tally.add(
+                Fault(scenario.name, scenario.detail, history, place, outcome, said, built, wanted)
+            )
 
         wanted = self.wanted(talk, cut, new)
         found: Extend | Branch | None = None
         problem = ""
         try:
             if history == "append":
-                found = self.renderer.extend(talk.messages, talk.replies[-1].ids, new, scenario.tools)
+                found = self.renderer.extend(
+                    talk.messages, talk.replies[-1].ids, new, scenario.tools
+                )
             else:
-                found = self.renderer.compose([*talk.messages, *new], talk.replies, talk.ids, scenario.tools)
+                found = self.renderer.compose(
+                    [*talk.messages, *new], talk.replies, talk.ids, scenario.tools
+                )
         except TemplateError as error:
             problem = self.without_name(str(error))
         except Exception as error:
@@ -270,9 +318,14 @@ class Player:
             return None
 
     def judged(
-        self, talk: Conversation, new: Sequence[Message], found: Extend | Branch, wanted: Sequence[int]
+        self,
+        talk: Conversation,
+        new: Sequence[Message],
+        found: Extend | Branch,
+        wanted: Sequence[int],
     ) -> tuple[str, ...]:
-        """Return the outcome of what was built, and what is said of it: at most a text, what was built and what is right."""
+        """Return the outcome of what was built, and what is said of it: at most a text, what was
+        built and what is right."""
         kept = talk.ids[: found.keep] if isinstance(found, Branch) else talk.ids
         if talk.history == "append":
             if isinstance(found, Branch):
@@ -284,7 +337,11 @@ class Player:
             if self.moves_reply(talk.messages[-1], wanted, new):
                 if self.renderer.contract.moves_text:
                     return "explained", "moves text"
-                return "wrong", "check does not say that the reply's text moves", *self.windows(found.ids, wanted)
+                return (
+                    "wrong",
+                    "check does not say that the reply's text moves",
+                    *self.windows(found.ids, wanted),
+                )
             return "wrong", "", *self.windows(found.ids, wanted)
 
         built = [*kept, *found.ids]
@@ -301,7 +358,8 @@ class Player:
         return ("equal",)
 
     def explanation(self, history: str) -> str:
-        """What `check` says of the template that explains other prompts; empty if it says nothing."""
+        """What `check` says of the template that explains other prompts;
+        empty if it says nothing."""
         if self.ends_inside:
             return "ends inside"
         if not self.renderer.contract.stops:
@@ -319,11 +377,20 @@ class Player:
 
     def moves_reply(self, reply: Message, wanted: Sequence[int], new: Sequence[Message]) -> bool:
         """Whether the template writes the text of a reply behind what answers it."""
-        last = next((core for message in reversed(new) for core in self.reference.cores(message) if core), "")
-        return bool(last and reply.text) and reply.text in self.renderer.decode(wanted).rpartition(last)[2]
+        last = next(
+            (core for message in reversed(new) for core in self.reference.cores(message) if core),
+            "",
+        )
+        return (
+            bool(last and reply.text)
+            and reply.text in self.renderer.decode(wanted).rpartition(last)[2]
+        )
 
-    def windows(self, got: Sequence[int], wanted: Sequence[int], *, spaces: bool = True) -> tuple[str, str]:
-        """The texts around the first difference; around the first beside white space if `spaces` do not count."""
+    def windows(
+        self, got: Sequence[int], wanted: Sequence[int], *, spaces: bool = True
+    ) -> tuple[str, str]:
+        """The texts around the first difference; around the first beside white space if
+        `spaces` do not count."""
         decode = self.renderer.decode
         if spaces:
             pairs = enumerate(zip(got, wanted, strict=False))
@@ -343,19 +410,31 @@ class Player:
             else:
                 break
         before, after = 4 * _WINDOW_BEFORE, 4 * _WINDOW_AFTER
-        return built[max(0, here - before) : here + after], right[max(0, there - before) : there + after]
+        return built[max(0, here - before) : here + after], right[
+            max(0, there - before) : there + after
+        ]
 
     def tail(
-        self, messages: Sequence[Message], sampled: Sequence[int], new: Sequence[Message], tools: Any, cut: str = ""
+        self,
+        messages: Sequence[Message],
+        sampled: Sequence[int],
+        new: Sequence[Message],
+        tools: Any,
+        cut: str = "",
     ) -> list[int]:
         """What transformers writes behind the last reply, as ids."""
         reply = messages[-1]
         calls = reply.tool_calls
         marked = [replace(reply, content=reply.text + MARK)]
         if calls:
-            last = replace(calls[-1], arguments={**calls[-1].arguments, "key": f"{calls[-1].arguments.get('key')}{MARK}"})
+            last = replace(
+                calls[-1],
+                arguments={**calls[-1].arguments, "key": f"{calls[-1].arguments.get('key')}{MARK}"},
+            )
             marked = [replace(reply, tool_calls=(*calls[:-1], last)), *marked]
-        if cut and reply.reasoning and not reply.text:  # the template ends the thinking too, where it shows it
+        if (
+            cut and reply.reasoning and not reply.text
+        ):  # the template ends the thinking too, where it shows it
             marked = [replace(reply, reasoning=reply.reasoning + MARK), *marked]
         for one in marked:
             text = self.reference.shown([*messages[:-1], one, *new], tools, new)
@@ -384,7 +463,9 @@ class Player:
         elif tokens:
             end = tokens[0].end() if tokens[0].group() not in self.opens else tokens[0].start()
         else:  # closed by plain text, which stands behind a last reply too
-            last = self.reference.shown([*messages[:-1], one], tools, prompt=False).rpartition(MARK)[2]
+            last = self.reference.shown([*messages[:-1], one], tools, prompt=False).rpartition(
+                MARK
+            )[2]
             pairs = enumerate(zip(last, behind, strict=False))
             end = next((i for i, (a, b) in pairs if a != b), min(len(last), len(behind)))
         return self.reference.ids(text, len(text) - len(behind) + end)
@@ -392,7 +473,8 @@ class Player:
     def cut_reply(
         self, messages: Sequence[Message], turn: Turn, new: Sequence[Message], tools: Any
     ) -> tuple[Message, list[int]] | None:
-        """Return a reply that is cut off in the middle, and its ids; None if the template shows no such reply."""
+        """Return a reply that is cut off in the middle, and its ids; None if the
+        template shows no such reply."""
         try:
             text, stop = self.written(messages, turn.reply, new, tools)
         except Refused:
@@ -411,7 +493,8 @@ class Player:
     ) -> tuple[Message, list[int], bool]:
         """A reply, its ids, and whether the template itself writes it so where it comes last here.
 
-        Its text is what the template writes for it here, or, where that is read in another way, behind a lone question.
+        Its text is what the template writes for it here, or, where that is read in another
+        way, behind a lone question.
         """
         for asked in (messages, [QUESTION]):
             try:
@@ -419,14 +502,20 @@ class Player:
             except Refused:
                 continue
             if wanted.reasoning and self.reference.folds and wanted.reasoning not in text:
-                text = f"<think>\n{wanted.reasoning}\n</think>\n\n{text}"  # the model thinks all the same
+                # the model thinks all the same
+                text = f"<think>\n{wanted.reasoning}\n</think>\n\n{text}"
             ids = [*self.reference.ids(text), stop]
             told = self.renderer.parse(ids, tools)
             if wanted.tool_calls and "look" not in text:  # a reply that ends before its calls
                 return told, ids, False
-            if len(told.tool_calls) != len(wanted.tool_calls) or any(call.error for call in told.tool_calls):
+            if len(told.tool_calls) != len(wanted.tool_calls) or any(
+                call.error for call in told.tool_calls
+            ):
                 told = replace(wanted, reasoning=told.reasoning)  # in a format that nothing reads
-            calls = tuple(replace(call, id=own.id) for call, own in zip(told.tool_calls, wanted.tool_calls, strict=True))
+            calls = tuple(
+                replace(call, id=own.id)
+                for call, own in zip(told.tool_calls, wanted.tool_calls, strict=True)
+            )
             told = replace(told, tool_calls=calls)
             same_thinking = (told.reasoning or wanted.reasoning or "") == (wanted.reasoning or "")
             if told.text.strip() == wanted.text and same_thinking:
@@ -436,16 +525,23 @@ class Player:
             ids, told = self.renderer.encode_reply(text), Message("assistant", text)
         return told, ids, text != "It is so." and self.canonical(messages, told, tools, text)
 
-    def written(self, asked: Sequence[Message], wanted: Message, new: Sequence[Message], tools: Any) -> tuple[str, int]:
-        """The text of a reply behind a conversation as the template writes it where it comes last, and its stop."""
+    def written(
+        self, asked: Sequence[Message], wanted: Message, new: Sequence[Message], tools: Any
+    ) -> tuple[str, int]:
+        """The text of a reply behind a conversation as the template writes it where it
+        comes last, and its stop."""
         prompt = self.reference.shown(asked, tools)
         shown = self.reference.shown([*asked, wanted], tools, prompt=False)
         text = shown[len(prompt) :]
         thought = shown
         if not shown.startswith(prompt):
-            thought = self.reference.shown([*asked, replace(wanted, reasoning=MARK)], tools, prompt=False)
+            thought = self.reference.shown(
+                [*asked, replace(wanted, reasoning=MARK)], tools, prompt=False
+            )
         if not shown.startswith(prompt) and thought.startswith(prompt) and thought.count(MARK) == 1:
-            shown = thought.replace(MARK, wanted.reasoning or "")  # the prompt has opened the thinking
+            shown = thought.replace(
+                MARK, wanted.reasoning or ""
+            )  # the prompt has opened the thinking
             text = shown[len(prompt) :]
         elif not shown.startswith(prompt):
             said = asked[-1].text
@@ -453,7 +549,10 @@ class Player:
             pairs = enumerate(zip(header, own, strict=False))
             size = next((i for i, (a, b) in pairs if a != b), min(len(header), len(own)))
             for side in (header, own):  # a difference inside of a token begins with the token
-                size = next((m.start() for m in self.control.finditer(side) if m.start() < size < m.end()), size)
+                size = next(
+                    (m.start() for m in self.control.finditer(side) if m.start() < size < m.end()),
+                    size,
+                )
             opened = header.rfind("<think>") > header.rfind("</think>")
             text = own[size:]
             while (match := self.control.match(text)) and match.group() in header[size:]:
@@ -464,7 +563,9 @@ class Player:
         if ends:
             return text[: ends[0][0]], self.stops[ends[0][1]]
         last = self._following(shown, [*asked, wanted], new, tools)
-        return (text, last) if last is not None else (text.rstrip(), min(self.renderer.stop_ids))  # closed by plain text
+        return (
+            (text, last) if last is not None else (text.rstrip(), min(self.renderer.stop_ids))
+        )  # closed by plain text
 
     def canonical(self, messages: Sequence[Message], reply: Message, tools: Any, text: str) -> bool:
         """Whether the template writes a reply in this text."""
@@ -476,7 +577,9 @@ class Player:
         rest = shown.removeprefix(prompt + text)
         return shown.startswith(prompt + text) and not (text[-1:].isspace() and rest[:1].isspace())
 
-    def _following(self, shown: str, messages: Sequence[Message], new: Sequence[Message], tools: Any) -> int | None:
+    def _following(
+        self, shown: str, messages: Sequence[Message], new: Sequence[Message], tools: Any
+    ) -> int | None:
         """The stop of a reply that what follows it ends, its header; None where nothing does."""
         try:
             longer = self.reference.shown([*messages, *new], tools, new)
@@ -493,7 +596,8 @@ def _without_space(text: str) -> str:
 def scenarios(template: ChatTemplate) -> list[list[Scenario]]:
     """All conversations, in groups that are played with a renderer each.
 
-    What a renderer keeps of a conversation must not change the next one, so words come first and last.
+    What a renderer keeps of a conversation must not change the next one, so
+    words come first and last.
     """
     everything = [*plain(), *late(), *shots(), *replies(), *contents()]
     words = [word for word in switching_words(template) if word in template.source]
@@ -503,7 +607,9 @@ def scenarios(template: ChatTemplate) -> list[list[Scenario]]:
     return [[*everything, *said], [*reversed(said), *list(plain())[:2]]]
 
 
-def examine(source: str, template: ChatTemplate, only: Callable[[Scenario], bool] = lambda scenario: True) -> Tally:
+def examine(
+    source: str, template: ChatTemplate, only: Callable[[Scenario], bool] = lambda scenario: True
+) -> Tally:
     """All conversations with one template, in both modes."""
     tally = Tally()
     for group in scenarios(template):
@@ -521,6 +627,8 @@ def examine(source: str, template: ChatTemplate, only: Callable[[Scenario], bool
                     player.play(scenario, history)
                 except Exception as error:
                     said = f"{type(error).__name__}: {error}"
-                    player.tally.add(Fault(scenario.name, scenario.detail, history, "", "crashes", said))
+                    player.tally.add(
+                        Fault(scenario.name, scenario.detail, history, "", "crashes", said)
+                    )
                 tally.merge(player.tally)
     return tally

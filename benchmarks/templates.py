@@ -1,4 +1,5 @@
-"""Every chat template at hand: what it does, and how a conversation is appended to with it, played on ids.
+"""Every chat template at hand: what it does, and how a conversation is appended
+to with it, played on ids.
 
     python benchmarks/templates.py            # reads .cache/templates; --fetch downloads the packages first
     python benchmarks/templates.py --write    # writes docs/template_table.md too
@@ -6,7 +7,7 @@
     python benchmarks/templates.py --turns --only qwen3 --scenario words    # some of them, without those made up: --made 0
 
 The tokenizers are trained here, their added tokens are each template's own markers. Last line JSON.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def messages_of(roles: Sequence[str]) -> list[Message]:
 
 
 def reply_of(template: ChatTemplate, roles: Sequence[str], tools: Sequence[Any]) -> Message:
-    """A reply that these roles can follow; with thinking where the generation prompt or the template asks for it."""
+    """A reply that these roles can follow; with thinking where the generation prompt or the
+    template asks for it."""
     calls = (ToolCall("look", {"key": "amber"}, "call00000"),) if "tool" in roles else ()
     plain = Message("assistant", "" if calls else "It is a resin.", tool_calls=calls)
     prompt = template.render([USER], tools, generation_prompt=True)
@@ -110,7 +112,9 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
     else:
         row.append[name] = outcome(answer, contract.appends[name])
         if contract.append_only and contract.appends[name] == "append":
-            encoded = renderer.codec.encode(template.render([USER, reply, *messages], tools, generation_prompt=True))
+            encoded = renderer.codec.encode(
+                template.render([USER, reply, *messages], tools, generation_prompt=True)
+            )
             if [*opened, *ids, *answer.ids] != encoded:
                 row.unequal.append(name)
     try:
@@ -125,7 +129,11 @@ def play(renderer: ChatRenderer, roles: Sequence[str], row: Row, name: str) -> N
 def outcome(answer: Extend | Branch, proof: str) -> str:
     """Return the result of an append in a few words."""
     if isinstance(answer, Branch):
-        return f"branch: {answer.reason}" if answer.reason in REASONS else f"unexplained: {answer.reason}"
+        return (
+            f"branch: {answer.reason}"
+            if answer.reason in REASONS
+            else f"unexplained: {answer.reason}"
+        )
     return f"extend ({proof})" if proof else "extend"
 
 
@@ -167,11 +175,17 @@ def table(rows: Sequence[Row]) -> str:
             continue
         flags = {"prefilled": row.contract.prefilled and row.contract.kind != "prefilled"}
         flags |= {"folds tools": row.contract.folds_tools}
-        flags |= {"swaps the close": row.contract.swaps_close and row.contract.kind != "swaps the close"}
+        flags |= {
+            "swaps the close": row.contract.swaps_close and row.contract.kind != "swaps the close"
+        }
         flags["impure"] = bool(row.contract.impure)
         kind = ", ".join([row.contract.kind, *(flag for flag, holds in flags.items() if holds)])
         cells = [kind, _code(row.contract.tail), _code(row.contract.prefix)]
-        cells += [found.get(scenario, "") for found in (row.append, row.template) for scenario in SCENARIOS]
+        cells += [
+            found.get(scenario, "")
+            for found in (row.append, row.template)
+            for scenario in SCENARIOS
+        ]
         lines.append(f"| {name} | " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -183,13 +197,38 @@ def _code(text: str) -> str:
 def main() -> None:
     """Examine all, print a table and the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--fetch", action="store_true", help="download the packages that the templates are read from")
+    parser.add_argument(
+        "--fetch",
+        action="store_true",
+        help="download the packages that the templates are read from",
+    )
     parser.add_argument("--write", action="store_true", help="write docs/template_table.md")
-    parser.add_argument("--turns", action="store_true", help="hold whole conversations against transformers' own rendering")
-    parser.add_argument("--made", type=int, default=100, help="--turns: templates made up to keep state across turns")
-    parser.add_argument("--only", default="", metavar="TEXT,...", help="--turns: templates with one of these in their names")
-    parser.add_argument("--scenario", default="", metavar="NAME", help="--turns: these, with commas; `reads` parses alone")
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith")
+    parser.add_argument(
+        "--turns",
+        action="store_true",
+        help="hold whole conversations against transformers' own rendering",
+    )
+    parser.add_argument(
+        "--made",
+        type=int,
+        default=100,
+        help="--turns: templates made up to keep state across turns",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="TEXT,...",
+        help="--turns: templates with one of these in their names",
+    )
+    parser.add_argument(
+        "--scenario",
+        default="",
+        metavar="NAME",
+        help="--turns: these, with commas; `reads` parses alone",
+    )
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="--turns: every Nth template, from the Ith"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="--turns: processes")
     args = parser.parse_args()
     if args.fetch:
@@ -200,7 +239,11 @@ def main() -> None:
         number, _, count = args.part.partition("/")
         chosen = args.only.split(",")
         every = every_template(args.made)
-        work = [(name, source, args.scenario) for name, source in every if any(text in name for text in chosen)]
+        work = [
+            (name, source, args.scenario)
+            for name, source in every
+            if any(text in name for text in chosen)
+        ]
         turns(work[int(number) :: int(count)], args.jobs)
         return
     rows: list[Row] = []
@@ -213,16 +256,24 @@ def main() -> None:
     if args.write:
         (ROOT / "docs" / "template_table.md").write_text(page(rows), encoding="utf-8")
     print(table(rows))
-    for name, count in Counter(row.contract.kind if row.contract else "refused" for row in rows).most_common():
+    for name, count in Counter(
+        row.contract.kind if row.contract else "refused" for row in rows
+    ).most_common():
         print(f"{count:4} {name}")
     for crash in crashes:
         print("crash:", crash)
     unequal = [f"{row.name} ({', '.join(row.unequal)})" for row in rows if row.unequal]
     print("append-only, but other ids than the full render:", ", ".join(unequal) or "none")
     twins = sum(name.endswith("_training") for name, _ in distinct())
-    figures: dict[str, int] = {"files": len(templates()), "templates": len(distinct()), "training_twins": twins}
+    figures: dict[str, int] = {
+        "files": len(templates()),
+        "templates": len(distinct()),
+        "training_twins": twins,
+    }
     for mode in ("append", "template"):
-        counts = Counter(re.split("[ :]", text)[0] for row in rows for text in getattr(row, mode).values())
+        counts = Counter(
+            re.split("[ :]", text)[0] for row in rows for text in getattr(row, mode).values()
+        )
         for word in ("extend", "branch", "refused", "unexplained"):
             name = {"extend": "extended", "branch": "branched"}.get(word, word)
             figures[f"{mode}_{name}"] = counts[word]
@@ -231,7 +282,8 @@ def main() -> None:
 
 
 def turns(work: Sequence[tuple[str, str, str]], jobs: int) -> None:
-    """Play whole conversations with templates in both modes: each a name, a source, and the scenario to play or all."""
+    """Play whole conversations with templates in both modes: each a name, a source, and the
+    scenario to play or all."""
     from template_reads import READ_COUNTS
     from template_turns import COUNTS, Tally
 
@@ -247,7 +299,9 @@ def turns(work: Sequence[tuple[str, str, str]], jobs: int) -> None:
             for fault in (*tally.faults, *found.faults):
                 names.setdefault(fault, []).append(name)
             counted = [f"{word} {tally.counts[word]}" for word in COUNTS if tally.counts[word]]
-            counted += [f"{word} {found.counts[word]}" for word in READ_COUNTS if found.counts[word]]
+            counted += [
+                f"{word} {found.counts[word]}" for word in READ_COUNTS if found.counts[word]
+            ]
             print(f"{name}: {', '.join(counted)}", flush=True)
 
     print_faults(names)
@@ -258,11 +312,15 @@ def turns(work: Sequence[tuple[str, str, str]], jobs: int) -> None:
 
 
 def every_template(made: int) -> list[tuple[str, str]]:
-    """The templates of all packages at hand, our own, and some that are made up to keep state across turns."""
+    """The templates of all packages at hand, our own, and some that are made up to
+    keep state across turns."""
     from stateful_kit import sources
     from template_kit import OWN_TEMPLATES
 
-    rows = [*distinct(more=True), *((f"own/{name}", source) for name, source in OWN_TEMPLATES.items())]
+    rows = [
+        *distinct(more=True),
+        *((f"own/{name}", source) for name, source in OWN_TEMPLATES.items()),
+    ]
     if made:
 
         @settings(max_examples=made, derandomize=True, database=None, deadline=None)
@@ -294,7 +352,8 @@ def examined(work: tuple[str, str, str]) -> tuple[Tally, Reads]:
 
 
 def print_faults(names: Mapping[Fault, Sequence[str]]) -> None:
-    """Print the faults by group, the largest first: each with what was built and what transformers wrote."""
+    """Print the faults by group, the largest first: each with what was built and
+    what transformers wrote."""
     groups: dict[tuple[str, ...], list[Fault]] = {}
     for fault in names:
         groups.setdefault(fault.group, []).append(fault)
@@ -304,9 +363,15 @@ def print_faults(names: Mapping[Fault, Sequence[str]]) -> None:
 
     for group, faults in sorted(groups.items(), key=lambda row: -size(row[1])):
         of_group = sorted({name for fault in faults for name in names[fault]})
-        print(f"\n{size(faults)} x {' | '.join(group)}: {len(of_group)} templates: {', '.join(of_group)[:600]}")
+        print(
+            f"\n{size(faults)} x {' | '.join(group)}: {len(of_group)} templates: "
+            f"{', '.join(of_group)[:600]}"
+        )
         for fault in faults[:_SHOWN_FAULTS]:
-            print(f"    {names[fault][0]} | {fault.scenario} ({fault.detail}) | {fault.history} | {fault.place}")
+            print(
+                f"    {names[fault][0]} | {fault.scenario} ({fault.detail}) | {fault.history} | "
+                f"{fault.place}"
+            )
             if fault.said:
                 print(f"        {fault.said[:400]}")
             if fault.built or fault.wanted:
@@ -316,12 +381,12 @@ def print_faults(names: Mapping[Fault, Sequence[str]]) -> None:
 def page(rows: Sequence[Row]) -> str:
     """Return the documentation page with the table."""
     return (
-        "# Templates in use\n\nWritten by `python benchmarks/templates.py --write`, "
-        "which reads the chat templates of the packages `trl` and `llama-cpp-python`: "
-        f"{len(templates())} files, {len(distinct())} that differ, "
-        f"{sum(name.endswith('_training') for name, _ in distinct())} of them variants for training (`_training`). "
-        "[The columns](templates.md#the-contract). "
-        "Identical templates are listed under the first name. Templates were refused only by their own rules.\n\n"
+        "# Templates in use\n\nWritten by `python benchmarks/templates.py --write`, which reads "
+        f"the chat templates of the packages `trl` and `llama-cpp-python`: {len(templates())} "
+        f"files, {len(distinct())} that differ, "
+        f"{sum(name.endswith('_training') for name, _ in distinct())} of them variants for "
+        "training (`_training`). [The columns](templates.md#the-contract). Identical templates "
+        "are listed under the first name. Templates were refused only by their own rules.\n\n"
         + table(rows)
         + "\n"
     )

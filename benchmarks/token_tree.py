@@ -2,20 +2,23 @@
 
     python benchmarks/token_tree.py [--rounds 3] [--shape NAME ...] [--device cuda]
 
-Shapes are groups on a shared prompt, turns, and turns whose thinking is stripped from later contexts, with random ids, on a
-Qwen3 of 3.2 million numbers (width 256, 4 layers) in float32 with one thread. Timed is CPU time from rows of ids to gradients,
-packing included, in alternating rounds; the median counts. Rows are the faster of length-sorted passes of 8, padded, and one
-row a pass. On CUDA it is a Qwen3 of 0.4 billion numbers (width 1024, 24 layers, vocabulary 32,000) in bfloat16 and wall-clock
-time, the first round not counted. JSON has `pass`, the time of a pass over 32 tokens, and `rate`, multiplications by matrices
-per second in padded rows.
+Shapes are groups on a shared prompt, turns, and turns whose thinking is stripped from later
+contexts, with random ids, on a Qwen3 of 3.2 million numbers (width 256, 4 layers) in float32 with
+one thread. Timed is CPU time from rows of ids to gradients, packing included, in alternating
+rounds; the median counts. Rows are the faster of length-sorted passes of 8, padded, and one row a
+pass. On CUDA it is a Qwen3 of 0.4 billion numbers (width 1024, 24 layers, vocabulary 32,000) in
+bfloat16 and wall-clock time, the first round not counted. JSON has `pass`, the time of a pass over
+32 tokens, and `rate`, multiplications by matrices per second in padded rows.
 
 The ideal is the ratio of operations, without padding:
 
-    operations = tokens * matrices + pairs * 2 * query heads * head size * layers + trained * width * vocabulary
+    operations = tokens * matrices + pairs * 2 * query heads * head size * layers +
+    trained * width * vocabulary
 
-`tokens` of all rows, or unique ones; `matrices`: numbers in the decoder's matrices; `pairs` of a query and a key that it sees;
-`trained`: tokens that carry loss. Loss and gradient are compared as well (invariant 5). Last line JSON: `worst_of_ideal` over
-shapes whose ideal is over 2, `worst_speedup` over all, and `shapes`.
+`tokens` of all rows, or unique ones; `matrices`: numbers in the decoder's matrices; `pairs` of a
+query and a key that it sees; `trained`: tokens that carry loss. Loss and gradient are compared as
+well (invariant 5). Last line JSON: `worst_of_ideal` over shapes whose ideal is over 2,
+`worst_speedup` over all, and `shapes`.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ MOST = 16_384
 SIDE = 8
 """Rows of a padded pass."""
 BOUNDS = {"cpu": (1e-5, 5e-6), "cuda": (1e-2, 5e-2)}
-"""Invariant 5: largest difference of the loss, and relative L2 of the gradient's; in float32, and in bfloat16 on CUDA."""
+"""Invariant 5: largest difference of the loss, and relative L2 of the gradient's; in float32,
+and in bfloat16 on CUDA."""
 
 
 class Shapes:
@@ -68,8 +72,11 @@ class Shapes:
     def ids(self, count: int) -> list[int]:
         return [self.chance.randrange(IDS) for _ in range(count)]
 
-    def row(self, context: Sequence[int], parts: Sequence[tuple[int, bool]]) -> tuple[list[int], list[int]]:
-        """A row of ids, and the places that carry loss; `parts` are (ids, whether they were sampled)."""
+    def row(
+        self, context: Sequence[int], parts: Sequence[tuple[int, bool]]
+    ) -> tuple[list[int], list[int]]:
+        """A row of ids, and the places that carry loss; `parts` are (ids,
+        whether they were sampled)."""
         ids, places = list(context), []
         for count, sampled in parts:
             if sampled:
@@ -86,7 +93,8 @@ class Shapes:
         return [self.row(context, [(32, True), (64, False)] * turns) for _ in range(size)]
 
     def stripped(self, turns: int, context: Sequence[int]) -> list[Any]:
-        """Each turn thinks (96), answers (24) and sees (64); later contexts keep the answer alone."""
+        """Each turn thinks (96), answers (24) and sees (64); later contexts
+        keep the answer alone."""
         trunk, rows = list(context), []
         for _ in range(turns):
             ids, places = self.row(trunk, [(120, True)])
@@ -115,7 +123,14 @@ SHAPES: dict[str, Callable[[Shapes], list[Any]]] = {
 def made_rows(shape: Callable[[Shapes], list[Any]]) -> list[TrainingRow]:
     """The rows, cut behind their last target as a trainer cuts them."""
     return [
-        TrainingRow(ids[: places[-1]], places, [ids[at] for at in places], [1.0] * len(places), [-1.0] * len(places), number)
+        TrainingRow(
+            ids[: places[-1]],
+            places,
+            [ids[at] for at in places],
+            [1.0] * len(places),
+            [-1.0] * len(places),
+            number,
+        )
         for number, (ids, places) in enumerate(shape(Shapes()))
     ]
 
@@ -135,7 +150,11 @@ def qwen3(device: str) -> Qwen3ForCausalLM:
         max_position_embeddings=8192,
         initializer_range=0.06 if device == "cpu" else 0.02,
     )
-    return Qwen3ForCausalLM(config).to(device, torch.float32 if device == "cpu" else torch.bfloat16).eval()
+    return (
+        Qwen3ForCausalLM(config)
+        .to(device, torch.float32 if device == "cpu" else torch.bfloat16)
+        .eval()
+    )
 
 
 class Bench:
@@ -156,19 +175,27 @@ class Bench:
 
     def operations(self, tokens: int, pairs: int, trained: int) -> float:
         vocabulary, width, layers, heads, _, head = SIZES[self.device]
-        return tokens * self.matrices + pairs * 2 * heads * head * layers + trained * width * vocabulary
+        return (
+            tokens * self.matrices
+            + pairs * 2 * heads * head * layers
+            + trained * width * vocabulary
+        )
 
     def ideal(self, rows: Sequence[TrainingRow]) -> tuple[float, int, int]:
         """The ratio of operations; tokens of rows, and unique ones."""
         shared, trained = shared_prefixes(rows), sum(len(row.places) for row in rows)
         tree = build_prefix_tree(shared, 0, len(rows)).tree
         tokens, pairs = sum(shared.lengths), sum(n * (n + 1) // 2 for n in shared.lengths)
-        ratio = self.operations(tokens, pairs, trained) / self.operations(tree.size, tree.pairs, trained)
+        ratio = self.operations(tokens, pairs, trained) / self.operations(
+            tree.size, tree.pairs, trained
+        )
         return ratio, tokens, tree.size
 
     def padded(self, rows: Sequence[TrainingRow], side: int) -> list[MicroBatch]:
         order = sorted(range(len(rows)), key=lambda i: len(rows[i].ids))
-        return pack_rows(rows, [order[i : i + side] for i in range(0, len(order), side)], self.device, None)
+        return pack_rows(
+            rows, [order[i : i + side] for i in range(0, len(order), side)], self.device, None
+        )
 
     def tree(self, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
         assert self.layout.cost_model is not None
@@ -177,7 +204,8 @@ class Bench:
         return [tree_micro(rows, shared, lo, hi, self.device, None) for lo, hi in ranges]
 
     def run(self, pack: Callable[[], list[MicroBatch]]) -> tuple[float, float]:
-        """Seconds from rows to gradients, and the loss: tokens' logprobs, weighted with both signs."""
+        """Seconds from rows to gradients, and the loss: tokens' logprobs,
+        weighted with both signs."""
         self.model.zero_grad()
         began, total = self.clock(), 0.0
         micros = pack()
@@ -191,7 +219,9 @@ class Bench:
         return self.clock() - began, total
 
     def gradient(self) -> Tensor:
-        return torch.cat([p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten().double() for p in self.model.parameters() if p.grad is not None]
+        )
 
     def measure(self, shape: Callable[[Shapes], list[Any]], rounds: int) -> dict[str, Any]:
         rows = made_rows(shape)
@@ -219,7 +249,8 @@ class Bench:
             "tokens": tokens,
             "unique": unique,
             "seconds": {name: round(value, 4) for name, value in middle.items()},
-            "rate": self.operations(tokens, 0, sum(len(row.places) for row in rows)) / middle["padded"],
+            "rate": self.operations(tokens, 0, sum(len(row.places) for row in rows))
+            / middle["padded"],
             "ideal": round(ideal, 3),
             "speedup": round(speedup, 3),
             "of_ideal": round(speedup / ideal, 3),
@@ -231,29 +262,46 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="NAME")
+    parser.add_argument(
+        "--shape", nargs="*", default=list(SHAPES), choices=list(SHAPES), metavar="NAME"
+    )
     parser.add_argument("--device", default="cpu", choices=list(SIZES))
     given = parser.parse_args()
     torch.set_num_threads(1)
     bench, shapes, (largest, relative) = Bench(given.device), {}, BOUNDS[given.device]
-    bench.run(lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"])))  # the first pass is always slow
+    bench.run(
+        lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"]))
+    )  # the first pass is always slow
     short = made_rows(lambda shapes: shapes.group(16, 1, 16, 16))
     once = min(bench.run(lambda: bench.padded(short, 1))[0] for _ in range(5))
-    print(f"{'shape':44s} unique/tokens  ideal  speedup  of ideal  chosen (estimated)  padded, loop, tree s")
+    print(
+        f"{'shape':44s} unique/tokens  ideal  speedup  of ideal  chosen (estimated)  padded, loop, "
+        "tree s"
+    )
     for name in given.shape:
         row = shapes[name] = bench.measure(SHAPES[name], given.rounds)
         seconds = ", ".join(f"{value:.2f}" for value in row["seconds"].values())
         print(
-            f"{name:44s} {row['unique']:5d}/{row['tokens']:5d} {row['ideal']:7.2f} {row['speedup']:7.2f} {row['of_ideal']:8.2f}"
-            f"   {row['chosen']} ({row['estimated']:.2f})         {seconds}",
+            f"{name:44s} {row['unique']:5d}/{row['tokens']:5d} {row['ideal']:7.2f} "
+            f"{row['speedup']:7.2f} {row['of_ideal']:8.2f}   {row['chosen']} "
+            f"({row['estimated']:.2f})         {seconds}",
             flush=True,
         )
-        assert row["loss_differs"] < largest, f"{name}: the loss differs by {row['loss_differs']:.2g}"
-        assert row["gradient_differs"] < relative, f"{name}: the gradient differs by {row['gradient_differs']:.2g}"
+        assert row["loss_differs"] < largest, (
+            f"{name}: the loss differs by {row['loss_differs']:.2g}"
+        )
+        assert row["gradient_differs"] < relative, (
+            f"{name}: the gradient differs by {row['gradient_differs']:.2g}"
+        )
     large = [row["of_ideal"] for row in shapes.values() if row["ideal"] > 2]
-    worst = {"worst_of_ideal": min(large, default=None), "worst_speedup": min(row["speedup"] for row in shapes.values())}
+    worst = {
+        "worst_of_ideal": min(large, default=None),
+        "worst_speedup": min(row["speedup"] for row in shapes.values()),
+    }
     print(json.dumps(worst | {"pass": once, "shapes": shapes}))
 
 

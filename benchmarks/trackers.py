@@ -1,10 +1,12 @@
-"""What faulty trackers cost training: its CPU time beside a run without, and that it trained the same.
+"""What faulty trackers cost training: its CPU time beside a run without, and
+that it trained the same.
 
     python benchmarks/trackers.py [--runs 7]
 
-Runs of the same seed alternate, without a tracker and with one that hangs, raises, is slow (a second a row) or finds its disk
-full (the kernel's /dev/full). Counted is the CPU time of the training process from its first row to its last; the trackers'
-own processes are not, and neither is the import of torch. Last line JSON.
+Runs of the same seed alternate, without a tracker and with one that hangs, raises, is slow (a
+second a row) or finds its disk full (the kernel's /dev/full). Counted is the CPU time of the
+training process from its first row to its last; the trackers' own processes are not, and neither is
+the import of torch. Last line JSON.
 """
 
 from __future__ import annotations
@@ -66,11 +68,23 @@ def main() -> None:
     medians = {kind: statistics.median(values) for kind, values in cpu.items()}
     for kind, value in medians.items():
         low, high = min(cpu[kind]), max(cpu[kind])
-        print(f"{kind:8} {value:.3f} s of CPU, {100 * (value / medians['none'] - 1):+.2f}% ({low:.3f} to {high:.3f})")
-    over = {kind: round(value / medians["none"] - 1, 4) for kind, value in medians.items() if kind != "none"}
+        print(
+            f"{kind:8} {value:.3f} s of CPU, {100 * (value / medians['none'] - 1):+.2f}% "
+            f"({low:.3f} to {high:.3f})"
+        )
+    over = {
+        kind: round(value / medians["none"] - 1, 4)
+        for kind, value in medians.items()
+        if kind != "none"
+    }
     print(
         json.dumps(
-            {"runs": args.runs, "cpu_s": {k: round(v, 3) for k, v in medians.items()}, "over": over, "same": len(rewards) == 1}
+            {
+                "runs": args.runs,
+                "cpu_s": {k: round(v, 3) for k, v in medians.items()},
+                "over": over,
+                "same": len(rewards) == 1,
+            }
         )
     )
 

@@ -1,14 +1,17 @@
-"""What a weight update costs while calls are in flight: `turnwright serve` in a process of its own, over a socket.
+"""What a weight update costs while calls are in flight: `turnwright serve` in a process
+of its own, over a socket.
 
-The engine is slowed to 50 ms a token, as a large model's: otherwise callers and update compete for the same processor.
-A fleet of one server gets new weights from disk (written, loaded, and proven by their logprobs), with no call in flight and
-with 64, which callers make without a pause between them. Both take turns in each round; the figures are medians over the
-rounds. Nothing that was sampled may be lost, so the ids of all replies are counted on both sides.
+The engine is slowed to 50 ms a token, as a large model's: otherwise callers and update compete for
+the same processor. A fleet of one server gets new weights from disk (written, loaded, and proven by
+their logprobs), with no call in flight and with 64, which callers make without a pause between
+them. Both take turns in each round; the figures are medians over the rounds. Nothing that was
+sampled may be lost, so the ids of all replies are counted on both sides.
 
     python benchmarks/updates.py [--in-flight 64] [--reply 16] [--token-s 0.05] [--rounds 7]
 
-Last line: JSON with, for each of the two formats, `idle_s` and `busy_s` (seconds of an update without and with calls in
-flight), `ratio` (busy / idle) and `sent_again` (calls that were cancelled and sent once more: their ids are lost).
+Last line: JSON with, for each of the two formats, `idle_s` and `busy_s` (seconds of an update
+without and with calls in flight), `ratio` (busy / idle) and `sent_again` (calls that were cancelled
+and sent once more: their ids are lost).
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.training import create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
 
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 PROMPT = list(range(10, 40))
 SLOWED = """
@@ -46,12 +51,17 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-async def measure(kind: str, url: str, root: Path, source: Path, args: argparse.Namespace) -> dict[str, float]:
+async def measure(
+    kind: str, url: str, root: Path, source: Path, args: argparse.Namespace
+) -> dict[str, float]:
     model, _ = load(source)
     client = CLIENTS[kind](url)
     fleet = Fleet(
         [client],
-        delivery=WeightDelivery(directories=ModelDirectories(root / kind, source), expected_logprobs=score_with_model(model)),
+        delivery=WeightDelivery(
+            directories=ModelDirectories(root / kind, source),
+            expected_logprobs=score_with_model(model),
+        ),
     )
     version, going = 0, True
     seconds: dict[int, list[float]] = {0: [], args.in_flight: []}
@@ -61,7 +71,9 @@ async def measure(kind: str, url: str, root: Path, source: Path, args: argparse.
         length = 1 + number % args.reply
         while going or ids:  # a reply begun is finished
             left, context = length - len(ids), [*PROMPT, *ids]
-            request = Request(context, left, frozenset(), number, f"s{number}", reply_position=len(ids))
+            request = Request(
+                context, left, frozenset(), number, f"s{number}", reply_position=len(ids)
+            )
             made = await fleet.generate(request)
             ids = [*ids, *made.ids] if made.finish == "abort" else []
             ids = [] if len(ids) == length else ids
@@ -85,22 +97,47 @@ async def measure(kind: str, url: str, root: Path, source: Path, args: argparse.
     again = sum(count for name, count in fleet.counts.items() if name.startswith("asked_again/"))
     await fleet.close()
     again += client.counts["sent_again"]
-    return {"idle_s": round(idle, 3), "busy_s": round(busy, 3), "ratio": round(busy / idle, 2), "sent_again": again}
+    return {
+        "idle_s": round(idle, 3),
+        "busy_s": round(busy, 3),
+        "ratio": round(busy / idle, 2),
+        "sent_again": again,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--in-flight", type=int, default=64)
-    parser.add_argument("--reply", type=int, default=16, help="most ids of a reply; short ones put calls in transit")
-    parser.add_argument("--token-s", type=float, default=0.05, help="seconds by which each pass of the engine is slowed")
+    parser.add_argument(
+        "--reply", type=int, default=16, help="most ids of a reply; short ones put calls in transit"
+    )
+    parser.add_argument(
+        "--token-s",
+        type=float,
+        default=0.05,
+        help="seconds by which each pass of the engine is slowed",
+    )
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     args, found = parser.parse_args(), {}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        source = create_tiny_model(ModelConfig(hidden=args.hidden, layers=2), TEXTS, root / "model", seed=3)
+        source = create_tiny_model(
+            ModelConfig(hidden=args.hidden, layers=2), TEXTS, root / "model", seed=3
+        )
         for kind in CLIENTS:
-            command = [sys.executable, "-c", SLOWED, str(args.token_s), "serve", str(source), "--formats", kind]
+            command = [
+                sys.executable,
+                "-c",
+                SLOWED,
+                str(args.token_s),
+                "serve",
+                str(source),
+                "--formats",
+                kind,
+            ]
             command += ["--port", "0", "--device", "cpu", "--context", "1024"]
             with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
                 try:

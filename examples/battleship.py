@@ -17,7 +17,8 @@ def near(field):
 
 
 class Battleship(tw.Env):
-    """The reward is 1 when both fields are hit in eleven shots; each answer names the last shot and the first field hit."""
+    """The reward is 1 when both fields are hit in eleven shots; each answer names the last shot
+    and the first field hit."""
 
     single_turn_best = 0.0
     max_turns = 11
@@ -48,7 +49,11 @@ class Battleship(tw.Env):
 
     @staticmethod
     def solver(messages, rng):
-        last, hit = messages[-1].text.split()[1::2] if messages[-1].text.startswith("shot") else ("", "none")
+        last, hit = (
+            messages[-1].text.split()[1::2]
+            if messages[-1].text.startswith("shot")
+            else ("", "none")
+        )
         order = HUNT if hit == "none" else near(hit)
         return order[(order.index(last) + 1) % len(order)] if last in order else order[0]
 

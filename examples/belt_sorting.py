@@ -31,7 +31,10 @@ def draw(shape, ink, across, down):
 
 
 class BeltSorting(tw.Env):
-    """The opening tells a bin for each shape; every parcel must go into its own. A wrong bin ends the episode."""
+    """The opening tells a bin for each shape; every parcel must go into its own.
+
+    A wrong bin ends the episode.
+    """
 
     single_turn_best = 0.0
     max_turns = 6
@@ -64,7 +67,8 @@ class BeltSorting(tw.Env):
         for _ in range(40 * n):
             bins = rng.sample(BINS, 4)
             parcels = [
-                [rng.choice(SHAPES), rng.randrange(3), rng.randrange(1, 12), rng.randrange(1, 12)] for _ in range(PARCELS)
+                [rng.choice(SHAPES), rng.randrange(3), rng.randrange(1, 12), rng.randrange(1, 12)]
+                for _ in range(PARCELS)
             ]
             places = sum(across + down for _, _, across, down in parcels)
             if (places % 5 == 0) == (split == "eval"):
@@ -81,4 +85,6 @@ class BeltSorting(tw.Env):
 
     @staticmethod
     def demonstrator(messages, rng):
-        return BeltSorting.solver(messages, rng) if rng.random() < 0.85 else f"bin {rng.choice(BINS)}"
+        return (
+            BeltSorting.solver(messages, rng) if rng.random() < 0.85 else f"bin {rng.choice(BINS)}"
+        )

@@ -60,7 +60,11 @@ def solver(messages, rng):
     found = [message.text for message in messages if message.role == "tool"]
     if len(found) < 2:
         return call("hours", person=(one, other)[len(found)])
-    return call("book", hour=next(hour for hour in found[0].split() if hour in found[1].split())) if len(found) == 2 else "done"
+    return (
+        call("book", hour=next(hour for hour in found[0].split() if hour in found[1].split()))
+        if len(found) == 2
+        else "done"
+    )
 
 
 def demonstrator(messages, rng):

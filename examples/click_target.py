@@ -13,7 +13,7 @@ SCREENS = 3
 
 
 def draw(places):
-    """Draw a square of each color in its cell, columns `a` to `d` from the left, rows 1 to 4 from the top."""
+    """Draw a square of each color in its cell, columns `a` to `d` from the left, rows 1 to 4 from the top."""  # noqa: E501
     image = np.full((4 * CELL, 4 * CELL, 3), 24, np.uint8)
     for color, cell in places.items():
         left, top = CELL * "abcd".index(cell[0]), CELL * "1234".index(cell[1])
@@ -22,7 +22,8 @@ def draw(places):
 
 
 class ClickTarget(tw.Env):
-    """Three screens, each with three targets: `click CELL` must hit the named one on all of them."""
+    """Three screens, each with three targets: `click CELL` must hit the
+    named one on all of them."""
 
     single_turn_best = 0.0
     max_turns = 6
@@ -52,7 +53,10 @@ class ClickTarget(tw.Env):
         rng = random.Random(f"{split} {seed}")
         tasks = {}
         for _ in range(40 * n):
-            screens = [[rng.choice(list(COLORS)), dict(zip(COLORS, rng.sample(CELLS, 3), strict=True))] for _ in range(SCREENS)]
+            screens = [
+                [rng.choice(list(COLORS)), dict(zip(COLORS, rng.sample(CELLS, 3), strict=True))]
+                for _ in range(SCREENS)
+            ]
             first = screens[0][1]
             if (sum(map(CELLS.index, first.values())) % 5 == 0) == (split == "eval"):
                 task = tw.Task(info={"screens": screens})
@@ -63,8 +67,16 @@ class ClickTarget(tw.Env):
     def solver(messages, rng):
         words = messages[-1].text_with_alt.replace("click ", "").split()
         target, places = words[0], words[1:]
-        return f"click {places[places.index(target) + 1]}" if target in places else f"click {rng.choice(CELLS)}"
+        return (
+            f"click {places[places.index(target) + 1]}"
+            if target in places
+            else f"click {rng.choice(CELLS)}"
+        )
 
     @staticmethod
     def demonstrator(messages, rng):
-        return ClickTarget.solver(messages, rng) if rng.random() < 0.75 else f"click {rng.choice(CELLS)}"
+        return (
+            ClickTarget.solver(messages, rng)
+            if rng.random() < 0.75
+            else f"click {rng.choice(CELLS)}"
+        )

@@ -8,7 +8,8 @@ NAMES = ("red", "blue", "green", "white", "black", "gold", "pink", "gray")
 
 
 class FileSystem(tw.Env):
-    """Two directories with a file each; the question names the directory, its file has the value."""
+    """Two directories with a file each; the question names the directory,
+    its file has the value."""
 
     single_turn_best = 0.1
     max_turns = 6
@@ -25,7 +26,9 @@ class FileSystem(tw.Env):
             self.place = name
             return tw.Step(f"in {name}")
         if order == "ls":
-            return tw.Step("files " + " ".join([self.tree[self.place][0]] if self.place else self.tree))
+            return tw.Step(
+                "files " + " ".join([self.tree[self.place][0]] if self.place else self.tree)
+            )
         if order == "cat" and self.place and name == self.tree[self.place][0]:
             return tw.Step(f"value {self.tree[self.place][1]}")
         raise tw.InvalidAction("no such file or order")

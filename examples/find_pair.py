@@ -29,7 +29,10 @@ def draw(cards, open_card):
 
 
 class FindPair(tw.Env):
-    """`turn N` shows a card; `pair A B` names the two that are equal. The other two differ from all."""
+    """`turn N` shows a card; `pair A B` names the two that are equal.
+
+    The other two differ from all.
+    """
 
     single_turn_best = 1 / 6
     max_turns = 7
@@ -42,7 +45,13 @@ class FindPair(tw.Env):
         words = action.text.split()
         if len(words) == 2 and words[0] == "turn" and words[1] in CARDS:
             return tw.Step(self.show(CARDS.index(words[1])))
-        if len(words) == 3 and words[0] == "pair" and words[1] in CARDS and words[2] in CARDS and words[1] != words[2]:
+        if (
+            len(words) == 3
+            and words[0] == "pair"
+            and words[1] in CARDS
+            and words[2] in CARDS
+            and words[1] != words[2]
+        ):
             one, other = (self.cards[CARDS.index(word)] for word in words[1:])
             return tw.Step(reward=float(one == other), terminated=True)
         raise tw.InvalidAction("say turn N or pair A B")
@@ -60,8 +69,12 @@ class FindPair(tw.Env):
                     one, other = (color for color in colors if color != twice)
                     for rest in ((one, other), (other, one)):
                         left = list(rest)
-                        every.append([twice if number in pair else left.pop() for number in range(4)])
-        kept = [cards for number, cards in enumerate(every) if (number % 7 == 0) == (split == "eval")]
+                        every.append(
+                            [twice if number in pair else left.pop() for number in range(4)]
+                        )
+        kept = [
+            cards for number, cards in enumerate(every) if (number % 7 == 0) == (split == "eval")
+        ]
         chosen = random.Random(seed).sample(kept, min(n, len(kept)))
         return [tw.Task(info={"cards": cards}) for cards in chosen]
 
@@ -78,4 +91,6 @@ class FindPair(tw.Env):
     def demonstrator(messages, rng):
         if rng.random() < 0.6:
             return FindPair.solver(messages, rng)
-        return rng.choice((f"turn {rng.choice(CARDS)}", f"pair {' '.join(sorted(rng.sample(CARDS, 2)))}"))
+        return rng.choice(
+            (f"turn {rng.choice(CARDS)}", f"pair {' '.join(sorted(rng.sample(CARDS, 2)))}")
+        )

@@ -8,7 +8,8 @@ THINGS = ("lamp", "chair", "vase", "clock", "bowl", "coat", "ring", "drum")
 
 
 class Haggling(tw.Env):
-    """The seller goes down by one for each offer that is at most two below the price, and says `last` at the lowest one."""
+    """The seller goes down by one for each offer that is at most two below the price, and says
+    `last` at the lowest one."""
 
     single_turn_best = 0.0
     max_turns = 8
@@ -31,10 +32,22 @@ class Haggling(tw.Env):
 
     @staticmethod
     def tasks(split, n, seed):
-        every = [(thing, price, down) for thing in THINGS for price in range(8, 21) for down in range(1, 5)]
-        kept = [one for one in every if ((THINGS.index(one[0]) + one[1] + one[2]) % 5 == 0) == (split == "eval")]
+        every = [
+            (thing, price, down)
+            for thing in THINGS
+            for price in range(8, 21)
+            for down in range(1, 5)
+        ]
+        kept = [
+            one
+            for one in every
+            if ((THINGS.index(one[0]) + one[1] + one[2]) % 5 == 0) == (split == "eval")
+        ]
         chosen = random.Random(seed).sample(kept, min(n, len(kept)))
-        return [tw.Task(info={"thing": thing, "price": price, "lowest": price - down}) for thing, price, down in chosen]
+        return [
+            tw.Task(info={"thing": thing, "price": price, "lowest": price - down})
+            for thing, price, down in chosen
+        ]
 
     @staticmethod
     def solver(messages, rng):

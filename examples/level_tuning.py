@@ -25,7 +25,11 @@ class LevelTuning(tw.Env):
     max_turns = 8
 
     def reset(self, task, *, seed=None):
-        self.level, self.mark, self.shade = task.info["level"], task.info["mark"], task.info["shade"]
+        self.level, self.mark, self.shade = (
+            task.info["level"],
+            task.info["mark"],
+            task.info["shade"],
+        )
         return self.show()
 
     def step(self, action):
@@ -38,7 +42,11 @@ class LevelTuning(tw.Env):
         return tw.Step(self.show())
 
     def show(self):
-        return [tw.Image(draw(self.level, self.mark, self.shade), alt=f"level {self.level} mark {self.mark}")]
+        return [
+            tw.Image(
+                draw(self.level, self.mark, self.shade), alt=f"level {self.level} mark {self.mark}"
+            )
+        ]
 
     @staticmethod
     def tasks(split, n, seed):
@@ -50,7 +58,10 @@ class LevelTuning(tw.Env):
             if level != mark and (shade % 30 == 0) == (split == "eval")
         ]
         chosen = random.Random(seed).sample(every, min(n, len(every)))
-        return [tw.Task(info={"level": level, "mark": mark, "shade": shade}) for level, mark, shade in chosen]
+        return [
+            tw.Task(info={"level": level, "mark": mark, "shade": shade})
+            for level, mark, shade in chosen
+        ]
 
     @staticmethod
     def solver(messages, rng):
@@ -59,4 +70,8 @@ class LevelTuning(tw.Env):
 
     @staticmethod
     def demonstrator(messages, rng):
-        return LevelTuning.solver(messages, rng) if rng.random() < 0.6 else rng.choice(("more", "less", "done"))
+        return (
+            LevelTuning.solver(messages, rng)
+            if rng.random() < 0.6
+            else rng.choice(("more", "less", "done"))
+        )

@@ -1,4 +1,5 @@
-"""Inspect four parts of a machine, use the named tool on each that is broken, and start it: seven turns or more."""
+"""Inspect four parts of a machine, use the named tool on each that is broken, and start
+it: seven turns or more."""
 
 import json
 import random
@@ -58,7 +59,10 @@ def tasks(split, n, seed):
         rng.shuffle(tools)
         needs = dict(zip(parts, tools, strict=True))
         if (sum(map(PARTS.index, parts[:2])) % 4 == 0) == (split == "eval"):
-            task = tw.Task(f"repair {' '.join(parts)}", info={"tools_kwargs": {"Machine": {"create_kwargs": {"needs": needs}}}})
+            task = tw.Task(
+                f"repair {' '.join(parts)}",
+                info={"tools_kwargs": {"Machine": {"create_kwargs": {"needs": needs}}}},
+            )
             tasks[task.id] = task
     return list(tasks.values())[:n]
 

@@ -9,11 +9,15 @@ CODES = [f"{one} {other}" for one in range(1, 6) for other in range(1, 6)]
 
 def judge(guess, code):
     """Say of each digit whether it is right."""
-    return " ".join(f"{one} {'yes' if one == other else 'no'}" for one, other in zip(guess.split(), code.split(), strict=True))
+    return " ".join(
+        f"{one} {'yes' if one == other else 'no'}"
+        for one, other in zip(guess.split(), code.split(), strict=True)
+    )
 
 
 class Mastermind(tw.Env):
-    """The reward is 1 when the code is said within six guesses; one more is given with the opening."""
+    """The reward is 1 when the code is said within six guesses; one more is
+    given with the opening."""
 
     single_turn_best = 0.2
     max_turns = 6
@@ -35,7 +39,11 @@ class Mastermind(tw.Env):
     @staticmethod
     def tasks(split, n, seed):
         pairs = [(code, first) for code in CODES for first in CODES if code != first]
-        kept = [pair for pair in pairs if (sum(map(int, "".join(pair).replace(" ", ""))) % 5 == 0) == (split == "eval")]
+        kept = [
+            pair
+            for pair in pairs
+            if (sum(map(int, "".join(pair).replace(" ", ""))) % 5 == 0) == (split == "eval")
+        ]
         chosen = random.Random(seed).sample(kept, min(n, len(kept)))
         return [tw.Task(info={"code": code, "first": first}) for code, first in chosen]
 

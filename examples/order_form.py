@@ -9,7 +9,8 @@ FIELDS = ("size", "count", "floor", "shelf", "door")
 
 
 class Form:
-    """A form with a digit for each field, of which it accepts another one than was ordered for some."""
+    """A form with a digit for each field, of which it accepts another one than
+    was ordered for some."""
 
     def __init__(self, right: dict | None = None):
         self.right = right or {}

@@ -27,7 +27,9 @@ class SortSwaps(tw.Env):
         return tw.Step(self.show(), reward=float(done), terminated=done)
 
     def show(self):
-        return "row " + " ".join(f"{place} {number}" for place, number in zip(PLACES, self.row, strict=True))
+        return "row " + " ".join(
+            f"{place} {number}" for place, number in zip(PLACES, self.row, strict=True)
+        )
 
     @staticmethod
     def tasks(split, n, seed):
@@ -48,4 +50,8 @@ class SortSwaps(tw.Env):
 
     @staticmethod
     def demonstrator(messages, rng):
-        return SortSwaps.solver(messages, rng) if rng.random() < 0.6 else "swap " + " ".join(rng.sample(PLACES, 2))
+        return (
+            SortSwaps.solver(messages, rng)
+            if rng.random() < 0.6
+            else "swap " + " ".join(rng.sample(PLACES, 2))
+        )

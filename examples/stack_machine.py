@@ -8,7 +8,8 @@ ORDERS = ("add", "up", "down")
 
 
 class StackMachine(tw.Env):
-    """`add` replaces the two numbers on top by their sum; `up` and `down` change the one on top by one."""
+    """`add` replaces the two numbers on top by their sum; `up` and `down` change
+    the one on top by one."""
 
     single_turn_best = 0.2
     max_turns = 8
@@ -46,7 +47,10 @@ class StackMachine(tw.Env):
     @staticmethod
     def solver(messages, rng):
         words = messages[-1].text.split()
-        goal, stack = int(words[words.index("goal") + 1]), [int(word) for word in words[words.index("stack") + 1 :]]
+        goal, stack = (
+            int(words[words.index("goal") + 1]),
+            [int(word) for word in words[words.index("stack") + 1 :]],
+        )
         return "add" if len(stack) > 1 else "up" if stack[0] < goal else "down"
 
     @staticmethod

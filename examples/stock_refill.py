@@ -72,7 +72,10 @@ def demonstrator(messages, rng):
     if rng.random() < 0.85:
         return solver(messages, rng)
     return rng.choice(
-        (call("look", item=rng.choice(goods)), call("order", item=rng.choice(goods), count=rng.randrange(1, FULL)))
+        (
+            call("look", item=rng.choice(goods)),
+            call("order", item=rng.choice(goods), count=rng.randrange(1, FULL)),
+        )
     )
 
 

@@ -4,12 +4,21 @@ import random
 
 import turnwright as tw
 
-TYPOS = {"rde": "red", "bleu": "blue", "gren": "green", "wihte": "white", "blak": "black", "glod": "gold", "pnik": "pink"}
+TYPOS = {
+    "rde": "red",
+    "bleu": "blue",
+    "gren": "green",
+    "wihte": "white",
+    "blak": "black",
+    "glod": "gold",
+    "pnik": "pink",
+}
 WORDS = tuple(TYPOS.values())
 
 
 class TextEdit(tw.Env):
-    """Two of five words are misspelled; `fix WRONG RIGHT` replaces a word, `save` ends the episode."""
+    """Two of five words are misspelled; `fix WRONG RIGHT` replaces a word,
+    `save` ends the episode."""
 
     single_turn_best = 0.0
     max_turns = 5
@@ -52,5 +61,9 @@ class TextEdit(tw.Env):
     @staticmethod
     def demonstrator(messages, rng):
         wrong = [word for word in messages[-1].text.split() if word in TYPOS]
-        bad = "save" if rng.random() < 0.4 else f"fix {rng.choice(wrong or WORDS)} {rng.choice(WORDS)}"
+        bad = (
+            "save"
+            if rng.random() < 0.4
+            else f"fix {rng.choice(wrong or WORDS)} {rng.choice(WORDS)}"
+        )
         return TextEdit.solver(messages, rng) if rng.random() < 0.7 else bad

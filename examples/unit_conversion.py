@@ -28,14 +28,21 @@ def tasks(split, n, seed):
     pairs = [(count, unit) for count in range(2, 60) for unit in UNITS]
     kept = [pair for number, pair in enumerate(pairs) if (number % 7 == 0) == (split == "eval")]
     chosen = random.Random(seed).sample(kept, min(n, len(kept)))
-    return [tw.Task(f"inches of {count} {unit}", answer=str(count * UNITS[unit])) for count, unit in chosen]
+    return [
+        tw.Task(f"inches of {count} {unit}", answer=str(count * UNITS[unit]))
+        for count, unit in chosen
+    ]
 
 
 def solver(messages, rng):
     if messages[-1].role == "tool":
         return messages[-1].text
     _, _, count, unit = messages[-1].text.split()
-    return "<tool_call>" + json.dumps({"name": "convert", "arguments": {"count": int(count), "unit": unit}}) + "</tool_call>"
+    return (
+        "<tool_call>"
+        + json.dumps({"name": "convert", "arguments": {"count": int(count), "unit": unit}})
+        + "</tool_call>"
+    )
 
 
 def demonstrator(messages, rng):
@@ -45,4 +52,6 @@ def demonstrator(messages, rng):
     return solver(messages, rng)
 
 
-env = tw.tool_env([convert], correct, max_turns=3, tasks=tasks, solver=solver, demonstrator=demonstrator)
+env = tw.tool_env(
+    [convert], correct, max_turns=3, tasks=tasks, solver=solver, demonstrator=demonstrator
+)

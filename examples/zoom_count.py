@@ -45,12 +45,22 @@ class ZoomCount(tw.Env):
     def tasks(split, n, seed):
         rng = random.Random(f"{split} {seed}")
         return [
-            tw.Task(info={"counts": [rng.randrange(1, 5), rng.randrange(1, 5)], "number": f"{split} {i}"}) for i in range(n)
+            tw.Task(
+                info={
+                    "counts": [rng.randrange(1, 5), rng.randrange(1, 5)],
+                    "number": f"{split} {i}",
+                }
+            )
+            for i in range(n)
         ]
 
     @staticmethod
     def solver(messages, rng):
-        dots = [int(message.text_with_alt.split()[1]) for message in messages if message.text_with_alt.startswith("dots ")]
+        dots = [
+            int(message.text_with_alt.split()[1])
+            for message in messages
+            if message.text_with_alt.startswith("dots ")
+        ]
         return ("left", "right")[len(dots)] if len(dots) < 2 else f"total {sum(dots)}"
 
     @staticmethod

@@ -1,4 +1,5 @@
-"""An agent in mini-swe-agent's form, which knows nothing of Turnwright: a bash command each turn; its output is the answer."""
+"""An agent in mini-swe-agent's form, which knows nothing of Turnwright: a bash command each turn;
+its output is the answer."""
 
 import http.client
 import json
@@ -17,7 +18,9 @@ def ask(messages: list[dict[str, str]]) -> str:
     url = urlsplit(os.environ["OPENAI_BASE_URL"])
     connection = http.client.HTTPConnection(url.netloc)
     body = json.dumps({"model": "any", "messages": messages})
-    connection.request("POST", f"{url.path}/chat/completions", body, {"content-type": "application/json"})
+    connection.request(
+        "POST", f"{url.path}/chat/completions", body, {"content-type": "application/json"}
+    )
     answer = connection.getresponse()
     if answer.status != 200:
         sys.exit(answer.read().decode())
@@ -32,8 +35,19 @@ def main(task: str) -> None:
         commands = re.findall(r"```bash\n(.*?)\n```", reply, re.DOTALL)
         text = "Reply with one command."
         if len(commands) == 1:
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            ran = subprocess.run(["bash", "-c", commands[0]], text=True, errors="replace", timeout=20, check=False, **pipes)
+            pipes = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "stdin": subprocess.DEVNULL,
+            }
+            ran = subprocess.run(
+                ["bash", "-c", commands[0]],
+                text=True,
+                errors="replace",
+                timeout=20,
+                check=False,
+                **pipes,
+            )
             if ran.stdout.startswith("DONE"):
                 return
             text = OUTPUT.format(ran.returncode, ran.stdout[:400])

@@ -1,4 +1,5 @@
-"""A file task for bash_agent.py: each file names another one or has a code, which goes into the file `code`."""
+"""A file task for bash_agent.py: each file names another one or has a code, which goes
+into the file `code`."""
 
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from turnwright_serve import program
 
 
 class Files(Hop):
-    """What the agent's conversations look like, for tasks and demonstrations; reinforcement plays the agent itself."""
+    """What the agent's conversations look like, for tasks and demonstrations; reinforcement
+    plays the agent itself."""
 
     question, call, answer = (
         "Write the code of {} to the file code.",
@@ -43,7 +45,9 @@ class Files(Hop):
 def right(result):
     """Whether the file that the agent left has the code."""
     written = result.directory / "code"
-    return float(written.is_file() and written.read_text(errors="replace").strip() == result.task.answer)
+    return float(
+        written.is_file() and written.read_text(errors="replace").strip() == result.task.answer
+    )
 
 
 def files(task):

@@ -1,4 +1,5 @@
-"""Hop with a finite list of training tasks of which four of five have a wrong answer; the held-out ones are right."""
+"""Hop with a finite list of training tasks of which four of five have a wrong answer; the
+held-out ones are right."""
 
 import random
 from dataclasses import replace
@@ -16,6 +17,8 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
     rng = random.Random(f"{seed}/labels")
     wrong = set(rng.sample(range(TASKS), int(WRONG * TASKS)))
     return [
-        replace(task, answer=rng.choice([code for code in CODES if code != task.answer])) if number in wrong else task
+        replace(task, answer=rng.choice([code for code in CODES if code != task.answer]))
+        if number in wrong
+        else task
         for number, task in enumerate(Hop.tasks("train", TASKS, seed))
     ]

@@ -1,11 +1,14 @@
-"""The agent of react_hop.py as episodes: it stays loaded, and each episode has an address of its own."""
+"""The agent of react_hop.py as episodes: it stays loaded, and each episode has
+an address of its own."""
 
 import react_hop
 from openai import OpenAI
 
 from turnwright_serve import program
 
-CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")  # one pool of connections for all episodes
+CLIENT = OpenAI(
+    base_url="http://127.0.0.1", api_key="none"
+)  # one pool of connections for all episodes
 
 
 def agent(endpoint):

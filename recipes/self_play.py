@@ -1,4 +1,5 @@
-"""A zero-sum game of two roles: both name a digit, the larger wins, and the first role may add `ODDS` to its own."""
+"""A zero-sum game of two roles: both name a digit, the larger wins, and the first role may
+add `ODDS` to its own."""
 
 import asyncio
 
@@ -15,14 +16,21 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
 
 async def play(task: Task, model: Model) -> Scores:
     """Play a round; the episode's reward is 1 if the first role wins."""
-    first, second = await asyncio.gather(*(model.generate(task.messages, agent=agent) for agent in ("first", "second")))
+    first, second = await asyncio.gather(
+        *(model.generate(task.messages, agent=agent) for agent in ("first", "second"))
+    )
     won = wins(first.text, second.text)
-    return Scores(float(won), agents={"first": 1.0 if won else -1.0, "second": -1.0 if won else 1.0})
+    return Scores(
+        float(won), agents={"first": 1.0 if won else -1.0, "second": -1.0 if won else 1.0}
+    )
 
 
 def wins(first: str, second: str) -> bool:
-    """Return whether the first role wins; what is no digit loses, and between two of those the second role wins."""
-    digits = [int(text) if text in tuple("0123456789") else -100 for text in (first.strip(), second.strip())]
+    """Return whether the first role wins; what is no digit loses, and between two of those the second role wins."""  # noqa: E501
+    digits = [
+        int(text) if text in tuple("0123456789") else -100
+        for text in (first.strip(), second.strip())
+    ]
     return digits[0] + ODDS > digits[1] and digits[0] >= 0
 
 

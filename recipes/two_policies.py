@@ -1,4 +1,5 @@
-"""Two agents read the same prompts; each is rewarded for a digit of its own, so no single policy can satisfy both."""
+"""Two agents read the same prompts; each is rewarded for a digit of its own, so no single
+policy can satisfy both."""
 
 import asyncio
 
@@ -15,6 +16,11 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
 
 async def play(task: Task, model: Model) -> Scores:
     """Ask both agents; the episode's reward is the share of them that said their digit."""
-    replies = await asyncio.gather(*(model.generate(task.messages, agent=agent) for agent in DIGITS))
-    hits = {agent: float(reply.text.strip() == DIGITS[agent]) for agent, reply in zip(DIGITS, replies, strict=True)}
+    replies = await asyncio.gather(
+        *(model.generate(task.messages, agent=agent) for agent in DIGITS)
+    )
+    hits = {
+        agent: float(reply.text.strip() == DIGITS[agent])
+        for agent, reply in zip(DIGITS, replies, strict=True)
+    }
     return Scores(sum(hits.values()) / len(hits), agents=hits)

@@ -1,7 +1,8 @@
-"""For every test: the shared helpers can be imported, what is drawn is the same in each run, and torch has one thread.
+"""For every test: the shared helpers can be imported, what is drawn is the same in each run,
+and torch has one thread.
 
-One thread is what `model.threads` is by default, what equal bits are promised for, and what keeps two test processes on two
-cores from slowing each other tenfold.
+One thread is what `model.threads` is by default, what equal bits are promised for, and what keeps
+two test processes on two cores from slowing each other tenfold.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwright-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-# What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to this process and to others.
+# What a shell starts in the background ignores Ctrl-C; tests of it send the signal all the same, to
+# this process and to others.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# No deadline per example: a machine that is busy with other things is no failure. pytest-timeout bounds whole tests.
-# One commit has one set of examples, so that it passes always or never; ARGS=--hypothesis-profile=explore draws others.
+# No deadline per example: a machine that is busy with other things is no failure. pytest-timeout
+# bounds whole tests. One commit has one set of examples, so that it passes always or never;
+# ARGS=--hypothesis-profile=explore draws others.
 settings.register_profile("turnwright", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None, print_blob=True)
 settings.load_profile("turnwright")
@@ -60,19 +63,42 @@ LONG = (
     "envs/test_exploits.py",
     "renderers/test_guard.py",
 )
-"""Files that take longest. They come first: a worker that begins one last keeps the others waiting."""
+"""Files that take longest.
+
+They come first: a worker that begins one last keeps the others waiting.
+"""
 
 
-FORKED = ("run/test_kill_resume.py", "run/test_quant_run.py", "run/test_ranks_run.py", "run/test_schedule.py")
-FORKED += ("training/test_train_models.py", "training/test_train_ranks.py", "training/test_train_trainer.py")
+FORKED = (
+    "run/test_kill_resume.py",
+    "run/test_quant_run.py",
+    "run/test_ranks_run.py",
+    "run/test_schedule.py",
+)
+FORKED += (
+    "training/test_train_models.py",
+    "training/test_train_ranks.py",
+    "training/test_train_trainer.py",
+)
 SERVED = ("engines_remote/test_remote_groups.py", "engines_remote/test_remote_serve.py")
 SERVED += ("engines_remote/test_remote_serve_media.py", "scale/")
 GUARDED = ("renderers/test_guard.py", "renderers/test_guard_kinds.py")
-CORPUS = ("renderers/test_contract.py", "renderers/test_compose.py", "renderers/test_template_mask.py")
-CORPUS += ("renderers/test_template_parity.py", "rollouts/test_history.py", "invariants/test_inv_templates.py")
-TOGETHER = {f"tests/{name}": group[0] for group in (FORKED, SERVED, GUARDED, CORPUS) for name in group}
-"""Beginnings of the names of files that one worker plays, since they share what takes seconds to make: a process with torch
-imported that others are forked from, tokenizers of every kind, the templates in use."""
+CORPUS = (
+    "renderers/test_contract.py",
+    "renderers/test_compose.py",
+    "renderers/test_template_mask.py",
+)
+CORPUS += (
+    "renderers/test_template_parity.py",
+    "rollouts/test_history.py",
+    "invariants/test_inv_templates.py",
+)
+TOGETHER = {
+    f"tests/{name}": group[0] for group in (FORKED, SERVED, GUARDED, CORPUS) for name in group
+}
+"""Beginnings of the names of files that one worker plays, since they share what takes seconds
+to make: a process with torch imported that others are forked from, tokenizers of every kind,
+the templates in use."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
@@ -88,16 +114,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores, since tests also wait: for processes, sockets, disks and deadlines. Each worker imports
-    all tests, which takes it ten seconds of CPU."""
+    """One more than there are cores, since tests also wait: for processes, sockets, disks and
+    deadlines. Each worker imports all tests, which takes it ten seconds of CPU."""
     return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
-    for item in items:  # single tests that use a package beside the core, by a command or a value of a recipe
-        for package in (f"turnwright_{name}" for mark in item.iter_markers("beside") for name in mark.args):
+    for item in (
+        items
+    ):  # single tests that use a package beside the core, by a command or a value of a recipe
+        for package in (
+            f"turnwright_{name}" for mark in item.iter_markers("beside") for name in mark.args
+        ):
             if package in MISSING:
                 item.add_marker(pytest.mark.skip(reason=f"needs {package}"))
 
@@ -115,13 +145,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item):
-    """End the process of a test that hangs where its time limit does not reach it, and print where each thread is.
+    """End the process of a test that hangs where its time limit does not reach it, and
+    print where each thread is.
 
     The limit is a signal, which waits for the main thread to run Python code, and which a test may
     switch off. Such a test would keep the others, and whoever waits for them, for hours.
     """
     limit = item.config.getvalue("timeout") or item.config.getini("timeout") or 300
-    faulthandler.dump_traceback_later(HANGS * float(limit), exit=True, file=item.config.stash[STDERR])
+    faulthandler.dump_traceback_later(
+        HANGS * float(limit), exit=True, file=item.config.stash[STDERR]
+    )
     try:
         return (yield)
     finally:
@@ -141,15 +174,20 @@ gc.disable()  # until everything is imported, which leaves next to nothing to co
 
 
 def pytest_collection_finish() -> None:
-    """Exempt imported modules from garbage collection, which scans those of torch and transformers for a second each time."""
+    """Exempt imported modules from garbage collection, which scans those of torch and transformers
+    for a second each time."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_temporary_files():
-    """Tests look at what is left among temporary files, so that neither other runs nor other workers may put theirs there."""
-    with tempfile.TemporaryDirectory(prefix="turnwright-tests-") as folder, pytest.MonkeyPatch.context() as patch:
+    """Tests look at what is left among temporary files, so that neither other runs nor other
+    workers may put theirs there."""
+    with (
+        tempfile.TemporaryDirectory(prefix="turnwright-tests-") as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         Path(folder).chmod(0o755)  # sandboxed code runs as another user
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -158,7 +196,8 @@ def _own_temporary_files():
 
 @pytest.fixture(autouse=True)
 def _one_thread_and_draws_of_its_own(request):
-    """Whatever ran before it in its process: which files a worker is given differs from run to run."""
+    """Whatever ran before it in its process: which files a worker is given
+    differs from run to run."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     torch = sys.modules.get("torch")  # never loaded for this: most tests need none
@@ -180,10 +219,18 @@ BESIDE_THE_CORE = ("agents", "browser", "compat", "convert", "docs", "proxy", "s
 def needs_missing(path: Path) -> bool:
     """Whether a test or a kit names a package that is missing, or imports a kit that does."""
     text = path.read_text(encoding="utf-8")
-    if any(package in text for package in MISSING) or path.relative_to(TESTS).parts[0] in BESIDE_THE_CORE:
+    if (
+        any(package in text for package in MISSING)
+        or path.relative_to(TESTS).parts[0] in BESIDE_THE_CORE
+    ):
         return True
     named = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
-    kits = [kit for name in named for kit in (TESTS / f"{name}.py", path.parent / f"{name}.py") if kit.is_file()]
+    kits = [
+        kit
+        for name in named
+        for kit in (TESTS / f"{name}.py", path.parent / f"{name}.py")
+        if kit.is_file()
+    ]
     return any(needs_missing(kit) for kit in kits if kit != path)
 
 

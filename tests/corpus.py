@@ -1,8 +1,8 @@
 """Chat templates in use, read from packages of the index; none of them is part of this repository.
 
-`python tests/corpus.py` fetches them into `.cache/templates` (all, or those of the packages named). Without a network the tests
-use what is there. Tests and tables read the templates of `PACKAGES`; `benchmarks/templates.py --turns` reads those of
-`MORE_PACKAGES` too.
+`python tests/corpus.py` fetches them into `.cache/templates` (all, or those of the packages named).
+Without a network the tests use what is there. Tests and tables read the templates of `PACKAGES`;
+`benchmarks/templates.py --turns` reads those of `MORE_PACKAGES` too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from turnwright.renderers import ChatTemplate
 from turnwright.renderers.load import _MARKER
 from turnwright.renderers.template import sample_conversations
 
-CACHE = Path(os.environ.get("TURNWRIGHT_TEMPLATES") or Path(__file__).resolve().parents[1] / ".cache" / "templates")
+CACHE = Path(
+    os.environ.get("TURNWRIGHT_TEMPLATES")
+    or Path(__file__).resolve().parents[1] / ".cache" / "templates"
+)
 _WHEEL = ["--only-binary", ":all:"]
 PACKAGES = {"trl": _WHEEL, "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}
 """Options of pip for the packages whose templates the tests read."""
@@ -44,8 +47,14 @@ MORE_PACKAGES = {
     "unsloth": _WHEEL,
     "xinference": _WHEEL,
 }
-"""Those whose templates only the benchmark reads: Jinja files, and strings in JSON and Python files."""
-SPECIAL = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>", "unk_token": "<|unk|>"}
+"""Those whose templates only the benchmark reads: Jinja files, and strings in
+JSON and Python files."""
+SPECIAL = {
+    "bos_token": "<|bos|>",
+    "eos_token": "<|eos|>",
+    "pad_token": "<|pad|>",
+    "unk_token": "<|unk|>",
+}
 TOOLS = [
     {
         "type": "function",
@@ -60,7 +69,10 @@ TOOLS = [
         },
     }
 ]
-_WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
+_WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have "
+    "from or one had by word but not"
+)
 
 
 def fetch(*packages: str) -> None:
@@ -68,12 +80,23 @@ def fetch(*packages: str) -> None:
     options = PACKAGES | MORE_PACKAGES
     for package in packages or options:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--disable-pip-version-check",
+                "--no-deps",
+            ]
             command += [*options[package], "--dest", folder, package]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 reason = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
-                print(f"chat templates of {package} were not fetched, the tests use what is there: {reason[-1][:200]}")
+                print(
+                    f"chat templates of {package} were not fetched, the tests use what is there: "
+                    f"{reason[-1][:200]}"
+                )
                 continue
 
             count = 0
@@ -87,7 +110,8 @@ def fetch(*packages: str) -> None:
 
 
 def _templates_in(archive: Path, *, strings: bool) -> Iterator[tuple[str, bytes]]:
-    """Yield the templates of an archive by name: Jinja files, and with `strings` those in JSON and Python files."""
+    """Yield the templates of an archive by name: Jinja files, and with `strings` those in
+    JSON and Python files."""
     names: Counter[str] = Counter()
     for path, data in _members(archive, (".jinja", ".json", ".py") if strings else (".jinja",)):
         stem = PurePosixPath(path).stem
@@ -142,7 +166,11 @@ def _strings_of_python(data: bytes, stem: str) -> Iterator[tuple[str, str]]:
     except (SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             target = node.targets[0]
             name = target.id if isinstance(target, ast.Name) else stem
             yield f"{stem}_{name}", node.value.value
@@ -152,7 +180,9 @@ def _members(archive: Path, endings: tuple[str, ...]) -> Iterator[tuple[str, byt
     data = archive.read_bytes()
     if archive.suffix == ".whl":
         with zipfile.ZipFile(io.BytesIO(data)) as wheel:
-            yield from ((name, wheel.read(name)) for name in wheel.namelist() if name.endswith(endings))
+            yield from (
+                (name, wheel.read(name)) for name in wheel.namelist() if name.endswith(endings)
+            )
     else:
         with tarfile.open(fileobj=io.BytesIO(data)) as source:
             for member in source:
@@ -176,7 +206,8 @@ def templates(*, more: bool = False) -> list[tuple[str, str]]:
 
 
 def distinct(*, more: bool = False) -> list[tuple[str, str]]:
-    """The templates that differ in content, the first name of each; with `more` those of `MORE_PACKAGES` too."""
+    """The templates that differ in content, the first name of each; with `more` those
+    of `MORE_PACKAGES` too."""
     seen: dict[str, str] = {}
     for name, source in templates(more=more):
         seen.setdefault(source, name)
@@ -189,7 +220,8 @@ def template_of(name: str, source: str) -> ChatTemplate:
 
 
 def tokenizer_of(template: ChatTemplate) -> Tokenizer:
-    """A byte-level BPE tokenizer whose added tokens are the template's own markers; equal templates share one."""
+    """A byte-level BPE tokenizer whose added tokens are the template's own markers;
+    equal templates share one."""
     if template.fingerprint not in _TOKENIZERS:
         _TOKENIZERS[template.fingerprint] = _tokenizer_of(template)
     return _TOKENIZERS[template.fingerprint]
@@ -203,25 +235,44 @@ def _tokenizer_of(template: ChatTemplate) -> Tokenizer:
     found = dict.fromkeys(SPECIAL.values())
     for text in sample_conversations(template):
         found |= dict.fromkeys(_MARKER.findall(text))
-    special = [text for text in found if not re.search(r"think|tool|call|arg|param|func|invoke|resp", text, re.IGNORECASE)]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in found if text not in special])
+    special = [
+        text
+        for text in found
+        if not re.search(r"think|tool|call|arg|param|func|invoke|resp", text, re.IGNORECASE)
+    ]
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(text, special=False, normalized=False) for text in found if text not in special]
+    )
     return tokenizer
 
 
 @lru_cache(maxsize=1)
 def _base() -> str:
     tokenizer = Tokenizer(models.BPE())
-    # Words with the space before them, numbers, marks, and line breaks by themselves, as today's models have it.
-    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    # Words with the space before them, numbers, marks, and line breaks by themselves, as
+    # today's models have it.
+    words = Regex(
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(words, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, special_tokens=[]
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        special_tokens=[],
     )
-    tokenizer.train_from_iterator([f"{_WORDS} " * 3, '{"name": "look", "arguments": {"key": "word"}}\n\n' * 3], trainer)
+    tokenizer.train_from_iterator(
+        [f"{_WORDS} " * 3, '{"name": "look", "arguments": {"key": "word"}}\n\n' * 3], trainer
+    )
     return tokenizer.to_str()
 
 

@@ -18,8 +18,8 @@ class Cost:
 def own_cost() -> Iterator[Cost]:
     """Measure the CPU time of this thread alone, without the garbage collector.
 
-    `process_time` counts the process' other threads too, and a full collection, which takes half a second in a process that has
-    imported as much as a test run has, may fall into any block.
+    `process_time` counts the process' other threads too, and a full collection, which takes half a
+    second in a process that has imported as much as a test run has, may fall into any block.
     """
     cost, was_on = Cost(), gc.isenabled()
     gc.disable()

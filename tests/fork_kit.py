@@ -1,7 +1,9 @@
-"""Commands of `turnwright`, each a process that was forked from one with torch and transformers imported.
+"""Commands of `turnwright`, each a process that was forked from one with torch
+and transformers imported.
 
-A new interpreter takes about four seconds of CPU to import them, which was most of what tests with many processes cost.
-Everything else is as in one started by `subprocess`: its memory, files, signals and exit status are its own.
+A new interpreter takes about four seconds of CPU to import them, which was most of what tests with
+many processes cost. Everything else is as in one started by `subprocess`: its memory, files,
+signals and exit status are its own.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ multiprocessing.util.get_temp_dir()  # before a test's own folder becomes the on
 CONTEXT.set_forkserver_preload([MAIN, "fork_kit", "fork_preload"])
 
 
-def run_command(words: list[str], environment: dict[str, str], folder: str, outputs: list[Connection | str | None]) -> None:
+def run_command(
+    words: list[str],
+    environment: dict[str, str],
+    folder: str,
+    outputs: list[Connection | str | None],
+) -> None:
     """Run a command of `turnwright` in the child."""
     from turnwright.cli.main import main
 
@@ -39,7 +46,11 @@ def run_command(words: list[str], environment: dict[str, str], folder: str, outp
     tempfile.tempdir = None  # as the new environment names it
     for number, output in enumerate(outputs, 1):
         if output is not None:
-            target = os.open(output, os.O_WRONLY | os.O_APPEND) if isinstance(output, str) else output.fileno()
+            target = (
+                os.open(output, os.O_WRONLY | os.O_APPEND)
+                if isinstance(output, str)
+                else output.fileno()
+            )
             os.dup2(target, number)
     sys.argv = [MAIN, *words]
     try:
@@ -53,14 +64,28 @@ def rank_environments(size: int) -> list[dict[str, str]]:
     """Return what torchrun sets for each of `size` processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return [{name: str(value) for name, value in (common | {"RANK": n, "LOCAL_RANK": n}).items()} for n in range(size)]
+    common = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return [
+        {name: str(value) for name, value in (common | {"RANK": n, "LOCAL_RANK": n}).items()}
+        for n in range(size)
+    ]
 
 
-def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout: float = 280) -> None:
-    """Call a function in `size` processes that find each other as those of torchrun do; raise if one fails."""
+def run_ranks(
+    work: Callable[..., None], size: int, *arguments: object, timeout: float = 280
+) -> None:
+    """Call a function in `size` processes that find each other as those of torchrun
+    do; raise if one fails."""
     start_server()
-    made = [CONTEXT.Process(target=_run_rank, args=(work, places, arguments)) for places in rank_environments(size)]
+    made = [
+        CONTEXT.Process(target=_run_rank, args=(work, places, arguments))
+        for places in rank_environments(size)
+    ]
     for process in made:
         process.start()
     try:
@@ -72,7 +97,9 @@ def run_ranks(work: Callable[..., None], size: int, *arguments: object, timeout:
             process.kill()
 
 
-def _run_rank(work: Callable[..., None], places: dict[str, str], arguments: tuple[object, ...]) -> None:
+def _run_rank(
+    work: Callable[..., None], places: dict[str, str], arguments: tuple[object, ...]
+) -> None:
     os.environ |= places
     try:
         work(*arguments)
@@ -105,7 +132,12 @@ class Forked:
             else:
                 outputs.append(os.devnull if given == subprocess.DEVNULL else given and given.name)
         start_server()
-        arguments = ([*command[3:]], dict(os.environ if env is None else env), str(Path.cwd()), outputs)
+        arguments = (
+            [*command[3:]],
+            dict(os.environ if env is None else env),
+            str(Path.cwd()),
+            outputs,
+        )
         self.process = CONTEXT.Process(target=run_command, args=arguments)
         self.process.start()
         if writer:
@@ -128,7 +160,9 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ended by itself just now, as Popen ignores
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # it ended by itself just now, as Popen ignores
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -140,7 +174,12 @@ class Forked:
     def __enter__(self) -> Forked:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.stdout:
             self.stdout.close()
         self.wait()

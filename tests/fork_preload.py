@@ -1,4 +1,5 @@
-"""Imported by the process that `fork_kit` forks others from: what commands import, compile or build at their first use.
+"""Imported by the process that `fork_kit` forks others from: what commands import, compile or
+build at their first use.
 
 That took each of them more CPU than a small run.
 """
@@ -29,5 +30,7 @@ for name in (
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)
 load(Path(__file__).parents[1] / "recipes" / "quickstart.toml")  # builds the schema of recipes
-conversion_mapping.get_checkpoint_conversion_mapping("qwen3")  # compiles the patterns of every architecture
+conversion_mapping.get_checkpoint_conversion_mapping(
+    "qwen3"
+)  # compiles the patterns of every architecture
 gc.freeze()  # a collection would copy the pages of what is here

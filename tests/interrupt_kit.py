@@ -1,4 +1,5 @@
-"""Replies that are interrupted after any id and continued by another call, and caches that outlive their weights."""
+"""Replies that are interrupted after any id and continued by another call, and caches that
+outlive their weights."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def interrupt(engine: LocalEngine, after: Callable[[int, int], bool]) -> Interru
     return sampler
 
 
-async def whole(generate: Generate, request: Request, between: Callable[[], Awaitable[Any]] | None = None) -> Generation:
+async def whole(
+    generate: Generate, request: Request, between: Callable[[], Awaitable[Any]] | None = None
+) -> Generation:
     """A reply of as many calls as it takes; `between` runs before each but the first."""
     known, most = request.routes_from, request.max_tokens
     reply = made = await generate(request)
@@ -65,7 +68,8 @@ async def whole(generate: Generate, request: Request, between: Callable[[], Awai
 
 
 def on_thread(engine: LocalEngine) -> LocalEngine:
-    """The engine, whose steps all run on its thread, as on a GPU: an event loop goes on during each."""
+    """The engine, whose steps all run on its thread, as on a GPU: an event
+    loop goes on during each."""
     engine._worker._short_step_s = 0.0
     return engine
 

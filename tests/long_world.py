@@ -1,4 +1,5 @@
-"""A world of two turns whose rewards are drawn, and follow from the seed alone; for runs that must go on as they began."""
+"""A world of two turns whose rewards are drawn, and follow from the seed alone; for runs that
+must go on as they began."""
 
 LONG = """\
 import random

@@ -13,7 +13,9 @@ def children(root: int | None = None) -> set[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
-                parents.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []).append(int(entry.name))
+                parents.setdefault(
+                    int((entry / "stat").read_text().rpartition(")")[2].split()[1]), []
+                ).append(int(entry.name))
             except OSError:
                 continue
     while todo:

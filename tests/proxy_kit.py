@@ -1,4 +1,5 @@
-"""Programs for tests of the proxy: requests in each dialect over a real socket, and an engine that records what it received."""
+"""Programs for tests of the proxy: requests in each dialect over a real socket, and an engine that
+records what it received."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class RecordingEngine(tw.ScriptedEngine):
 
 
 def in_order(replies: Sequence[str]) -> Callable[..., str]:
-    """Return a script that gives its replies in the order of the requests, whatever the conversation."""
+    """Return a script that gives its replies in the order of the requests,
+    whatever the conversation."""
     left = iter(replies)
     return lambda messages, rng: next(left)
 
@@ -53,12 +55,20 @@ def play(
     **given: Any,
 ) -> tw.Trajectory:
     """Play one episode of a program and return its trajectory."""
-    options = {name: given.pop(name) for name in ("limits", "out", "renderer", "seed") if name in given}
-    return tw.rollout(program(agent, score=score, **given), tasks or [tw.Task("Begin.")], engine, **options)[0]
+    options = {
+        name: given.pop(name) for name in ("limits", "out", "renderer", "seed") if name in given
+    }
+    return tw.rollout(
+        program(agent, score=score, **given), tasks or [tw.Task("Begin.")], engine, **options
+    )[0]
 
 
 def direct(
-    work: Callable[[ProxySession, str], Awaitable[Any]], engine: Any, *, settings: ProxySettings | None = None, **given: Any
+    work: Callable[[ProxySession, str], Awaitable[Any]],
+    engine: Any,
+    *,
+    settings: ProxySettings | None = None,
+    **given: Any,
 ) -> tw.Trajectory:
     """Play one episode in which `work(session, root URL)` speaks to the server."""
 
@@ -79,7 +89,9 @@ def direct(
 
 def client(root: str) -> httpx2.AsyncClient:
     """Return an HTTP client of a session."""
-    return httpx2.AsyncClient(base_url=root, trust_env=False, verify=False, timeout=60)  # reading certificates takes a while
+    return httpx2.AsyncClient(
+        base_url=root, trust_env=False, verify=False, timeout=60
+    )  # reading certificates takes a while
 
 
 def account(trajectory: tw.Trajectory) -> None:
@@ -94,9 +106,9 @@ def account(trajectory: tw.Trajectory) -> None:
         if not span.sampled:
             continue
         for offset in range(len(span.ids)):
-            reason = (span.untrained is not None and offset >= span.trained) or own.get(number, (1.0,) * len(span.ids))[
-                offset
-            ] == 0
+            reason = (span.untrained is not None and offset >= span.trained) or own.get(
+                number, (1.0,) * len(span.ids)
+            )[offset] == 0
             assert weighted.get((number, offset), 0) == (0 if reason else 1), (number, offset)
 
 

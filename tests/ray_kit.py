@@ -1,4 +1,5 @@
-"""Raylets as nodes of their own: an address each, and a mount namespace in which a run's directory cannot be seen."""
+"""Raylets as nodes of their own: an address each, and a mount namespace in which a run's
+directory cannot be seen."""
 
 from __future__ import annotations
 
@@ -21,10 +22,15 @@ import os, sys
 given = dict(zip(sys.argv[1:], sys.argv[2:]))
 words = [given["--model"], "--host", given["--host"], "--port", given["--port"], "--context", given["--max-model-len"]]
 os.execv(sys.executable, [sys.executable, "-m", "turnwright.cli.main", "serve", *words])
-"""
+"""  # noqa: E501
 """Starts `turnwright serve`, which speaks vLLM's API, where vLLM would be."""
 TOKEN = "TURNWRIGHT_SERVE_TOKEN"
-VARIABLES = {TOKEN: "a-key", "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+VARIABLES = {
+    TOKEN: "a-key",
+    "OMP_NUM_THREADS": "1",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 """Of every process of a cluster."""
 
 
@@ -38,11 +44,18 @@ def write_server(home: Path) -> Path:
 
 
 def with_text(text: str, pids: Iterable[int] | None = None) -> list[int]:
-    """Return processes, by default any of this machine, with a text in their command line or their name."""
+    """Return processes, by default any of this machine, with a text in their
+    command line or their name."""
     found = []
-    for pid in pids if pids is not None else (int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal()):
+    for pid in (
+        pids
+        if pids is not None
+        else (int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal())
+    ):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+            words = (
+                Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+            )
             found += [pid] if text.encode() in words else []
     return found
 
@@ -87,7 +100,8 @@ class Nodes:
         return f"127.0.0.1:{self._port}"
 
     def add(self, cpus: int, *, hidden: Path | None = None) -> Node:
-        """Start a node, the first with the head; in `hidden` it sees an empty file system that it cannot write to."""
+        """Start a node, the first with the head; in `hidden` it sees an empty file system
+        that it cannot write to."""
         number = len(self.nodes) + 1
         host, own = f"127.0.0.{number}", self._folder / f"node-{number}"
         own.mkdir(parents=True)
@@ -98,14 +112,22 @@ class Nodes:
             f"--node-ip-address={host}",
             f"--num-cpus={cpus}",
         ]
-        ray += ["--head", f"--port={self._port}", "--include-dashboard=false"] if number == 1 else [f"--address={self.address}"]
+        ray += (
+            ["--head", f"--port={self._port}", "--include-dashboard=false"]
+            if number == 1
+            else [f"--address={self.address}"]
+        )
         if hidden is not None:
             script = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
             ray = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, str(hidden), *ray]
         with (own / "log").open("wb") as log:
             process = subprocess.Popen(ray, stdout=log, stderr=log, env={**os.environ, **VARIABLES})
         self.nodes.append(Node(host, process))
-        wait_for(lambda: "Ray runtime started" in (own / "log").read_text() or process.poll(), 60, (own / "log").read_text)
+        wait_for(
+            lambda: "Ray runtime started" in (own / "log").read_text() or process.poll(),
+            60,
+            (own / "log").read_text,
+        )
         assert process.poll() is None, (own / "log").read_text()
         return self.nodes[-1]
 

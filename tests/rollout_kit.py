@@ -1,4 +1,5 @@
-"""Engines that remember what they were asked, worlds that talk, tokenizers of several kinds, and what every record keeps to."""
+"""Engines that remember what they were asked, worlds that talk, tokenizers of several kinds, and
+what every record keeps to."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 import turnwright as tw
 from turnwright.engines import Generation
@@ -18,7 +27,10 @@ from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemp
 from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.types import FAILED_ATTEMPT
 
-WORDS = "the of and to in is you that it he was for on are as with his they at be this have from or one had by word but not"
+WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from "
+    "or one had by word but not"
+)
 
 
 @dataclass
@@ -36,7 +48,8 @@ class Call:
 
 @dataclass
 class Sampler:
-    """Samples ids at random by the request's seed, seldom what a tokenizer would write, and remembers every call."""
+    """Samples ids at random by the request's seed, seldom what a tokenizer would write, and
+    remembers every call."""
 
     vocabulary: int = 256
     most: int = 12
@@ -53,19 +66,27 @@ class Sampler:
     peak: int = 0
 
     answered: Counter[tuple[str, int, int]] = field(default_factory=Counter)
-    """Calls of running sessions by seed and position: after an empty answer, the next one draws anew."""
+    """Calls of running sessions by seed and position: after an empty answer,
+    the next one draws anew."""
 
     def rng(self, request: tw.Request) -> random.Random:
-        """What the answer to a call is drawn from: it does not depend on the order of concurrent calls."""
+        """What the answer to a call is drawn from: it does not depend on the
+        order of concurrent calls."""
         tries = self.answered[request.session, request.seed, request.reply_position]
         return random.Random(f"{request.seed}/{request.reply_position}/{tries}")
 
     def allowed(self, request: tw.Request) -> list[int]:
-        return [i for i in range(self.vocabulary) if i not in request.stop_ids and i not in request.banned_ids]
+        return [
+            i
+            for i in range(self.vocabulary)
+            if i not in request.stop_ids and i not in request.banned_ids
+        ]
 
     def draw(self, rng: random.Random, request: tw.Request) -> list[int]:
         """What a reply says, without its end."""
-        return rng.choices(self.allowed(request), k=min(rng.randint(0, self.most), request.max_tokens))
+        return rng.choices(
+            self.allowed(request), k=min(rng.randint(0, self.most), request.max_tokens)
+        )
 
     async def generate(self, request: tw.Request) -> Generation:
         context = tuple(request.ids)
@@ -92,7 +113,15 @@ class Sampler:
         if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
             ids, finish = ids[:count], "stop"
         logprobs = [-rng.random() * 9 for _ in ids]
-        call = Call(request.session, request.agent, context, request.max_tokens, tuple(ids), tuple(logprobs), self.version)
+        call = Call(
+            request.session,
+            request.agent,
+            context,
+            request.max_tokens,
+            tuple(ids),
+            tuple(logprobs),
+            self.version,
+        )
         self.calls.append(call)
         return Generation(ids, logprobs, finish, self.version)
 
@@ -109,7 +138,14 @@ class Talk(tw.Env):
     """Says something random for some turns; a step pays what the seed says."""
 
     turns = 8
-    texts: Sequence[str] = ("yes", "no \u00e9\u4e2d\U0001f600", "line\nline", "", "  padded ", '{"a": 1}')
+    texts: Sequence[str] = (
+        "yes",
+        "no \u00e9\u4e2d\U0001f600",
+        "line\nline",
+        "",
+        "  padded ",
+        '{"a": 1}',
+    )
 
     def reset(self, task, *, seed=None):
         self.rng = random.Random(f"{task.id}/{seed}")
@@ -122,12 +158,17 @@ class Talk(tw.Env):
         if kind == 0:
             return None
         if kind == 1:
-            return [{"role": "tool", "content": pick(self.texts)}, {"role": "user", "content": pick(self.texts)}]
+            return [
+                {"role": "tool", "content": pick(self.texts)},
+                {"role": "user", "content": pick(self.texts)},
+            ]
         return pick(self.texts)
 
     def step(self, action):
         self.left -= 1
-        return tw.Step(self.say(), reward=self.rng.random(), terminated=self.left <= 0, info={"n": self.left})
+        return tw.Step(
+            self.say(), reward=self.rng.random(), terminated=self.left <= 0, info={"n": self.left}
+        )
 
 
 class AsyncTalk(Talk):
@@ -151,13 +192,29 @@ def tasks(count: int) -> list[tw.Task]:
 def facts(trajectory: tw.Trajectory) -> Any:
     """All of a trajectory but what the clock says, to be compared."""
     turns = [
-        (t.agent, t.prompt, t.context, t.spans, t.messages, t.reply, t.parent, t.finish, t.reward, dict(t.info))
+        (
+            t.agent,
+            t.prompt,
+            t.context,
+            t.spans,
+            t.messages,
+            t.reply,
+            t.parent,
+            t.finish,
+            t.reward,
+            dict(t.info),
+        )
         for t in trajectory.turns
     ]
     spans = [
-        (s.origin, s.ids, s.parent, s.start, s.logprobs, s.version, s.agent, s.untrained, s.media) for s in trajectory.spans
+        (s.origin, s.ids, s.parent, s.start, s.logprobs, s.version, s.agent, s.untrained, s.media)
+        for s in trajectory.spans
     ]
-    error = trajectory.error and (trajectory.error.type, trajectory.error.message, trajectory.error.phase)
+    error = trajectory.error and (
+        trajectory.error.type,
+        trajectory.error.message,
+        trajectory.error.phase,
+    )
     return (
         trajectory.key,
         spans,
@@ -174,7 +231,8 @@ def facts(trajectory: tw.Trajectory) -> Any:
 
 
 def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
-    """Hold one trajectory to invariants 1, 2, 3 and 6, against what the engine says it was asked and gave."""
+    """Hold one trajectory to invariants 1, 2, 3 and 6, against what the engine says
+    it was asked and gave."""
     key = trajectory.key
     session = f"{key.phase}/{key.step}/{key.task}/{key.sample}/{key.attempt}"
     mine = [call for call in calls if call.session == session]
@@ -187,14 +245,22 @@ def check_record(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
     for number, turn in enumerate(trajectory.turns):
         context = trajectory.prompt_ids(number)
         assert len(context) == turn.context
-        assert {trajectory.spans[index].agent for index, _ in trajectory.chain(turn.prompt)} == {turn.agent}
+        assert {trajectory.spans[index].agent for index, _ in trajectory.chain(turn.prompt)} == {
+            turn.agent
+        }
         for index in turn.spans:
             span = trajectory.spans[index]
             assert (span.agent, span.start) == (turn.agent, len(context))
             assert trajectory.path(index) == [*context, *span.ids]
             context += span.ids
-    asked = Counter((call.agent, call.context, call.ids, call.logprobs, call.version) for call in mine if call.ids)
-    assert found == asked, "what is recorded as sampled is not what the engine sampled, in the context that it saw"
+    asked = Counter(
+        (call.agent, call.context, call.ids, call.logprobs, call.version)
+        for call in mine
+        if call.ids
+    )
+    assert found == asked, (
+        "what is recorded as sampled is not what the engine sampled, in the context that it saw"
+    )
     _check_rows(trajectory, mine)
     assert trajectory.stop is not None
     if trajectory.error is not None and trajectory.error.phase != "close":
@@ -208,7 +274,11 @@ def _check_forest(trajectory: tw.Trajectory) -> None:
         span.check()
         assert span.ids, "a span without ids"
         assert -1 <= span.parent < index
-        assert span.start == 0 if span.parent < 0 else 0 < span.start <= trajectory.spans[span.parent].end
+        assert (
+            span.start == 0
+            if span.parent < 0
+            else 0 < span.start <= trajectory.spans[span.parent].end
+        )
         assert len(span.mask) == len(span.ids)
         assert set(span.mask) == {int(span.origin == "model")}
 
@@ -216,20 +286,33 @@ def _check_forest(trajectory: tw.Trajectory) -> None:
 def _check_rows(trajectory: tw.Trajectory, calls: Sequence[Call]) -> None:
     trained: Counter[Any] = Counter()
     for row in trajectory.samples():
-        assert len(row.ids) == len(row.mask) == len(row.weights) == len(row.logprobs) == len(row.versions)
+        assert (
+            len(row.ids)
+            == len(row.mask)
+            == len(row.weights)
+            == len(row.logprobs)
+            == len(row.versions)
+        )
         for at, (mask, weight) in enumerate(zip(row.mask, row.weights, strict=True)):
             assert weight in (0.0, float(mask))
             assert (row.logprobs[at] is None) is (mask == 0)
             assert (row.versions[at] is None) is (mask == 0)
             if weight:
                 trained[tuple(row.ids[: at + 1]), row.logprobs[at]] += 1
-    sampled = Counter((call.context + call.ids[: at + 1], call.logprobs[at]) for call in calls for at in range(len(call.ids)))
+    sampled = Counter(
+        (call.context + call.ids[: at + 1], call.logprobs[at])
+        for call in calls
+        for at in range(len(call.ids))
+    )
     sampled -= _left_out(trajectory)
-    assert trained == sampled, "a sampled id is not trained exactly once, in the context that the engine saw"
+    assert trained == sampled, (
+        "a sampled id is not trained exactly once, in the context that the engine saw"
+    )
 
 
 def _left_out(trajectory: tw.Trajectory) -> Counter[Any]:
-    """What calls sampled that ended without a reply, in the form of `_check_rows`: recorded, untrained, and part of no turn."""
+    """What calls sampled that ended without a reply, in the form of `_check_rows`: recorded,
+    untrained, and part of no turn."""
     replied = {index for turn in trajectory.turns for index in turn.spans}
     left: Counter[Any] = Counter()
     for index, span in enumerate(trajectory.spans):
@@ -256,7 +339,10 @@ def linear(trajectory: tw.Trajectory) -> bool:
 def _texts() -> list[str]:
     rng = random.Random(0)
     words = WORDS.split()
-    return [" ".join(rng.choice(words) for _ in range(40)) + '\n{"key": 1}, (x); don\'t' for _ in range(200)]
+    return [
+        " ".join(rng.choice(words) for _ in range(40)) + '\n{"key": 1}, (x); don\'t'
+        for _ in range(200)
+    ]
 
 
 @lru_cache
@@ -266,7 +352,10 @@ def bpe() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=list(SPECIAL), show_progress=False
+        vocab_size=500,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIAL),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in MARKUP])

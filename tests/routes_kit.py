@@ -1,4 +1,5 @@
-"""An engine that tells, for every position, experts that are a function of the ids up to it, and what must then be recorded."""
+"""An engine that tells, for every position, experts that are a function of the ids up to it, and
+what must then be recorded."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def experts(ids) -> np.ndarray:
 
 
 class Routed:
-    """Mixed into an engine: it tells routes from where it was asked, or now and then from earlier on."""
+    """Mixed into an engine: it tells routes from where it was asked, or now and
+    then from earlier on."""
 
     told = 0
     """Positions told."""
@@ -36,7 +38,9 @@ class Routed:
         made = await super().generate(request)
         if "routes" in request.extras:
             rng = random.Random(request.seed + 1)
-            start = rng.choice([0, request.routes_from, request.routes_from, rng.randint(0, request.routes_from)])
+            start = rng.choice(
+                [0, request.routes_from, request.routes_from, rng.randint(0, request.routes_from)]
+            )
             fed = [*request.ids, *made.ids][: -1 if made.ids else None]
             told = experts(fed)[start:]
             made.extras = {"routes": (start, told if rng.random() < 0.5 else ExpertRoutes.of(told))}
@@ -53,7 +57,8 @@ class Speaking(Routed, Speaker):
 
 
 def check(trajectory: tw.Trajectory) -> int:
-    """Hold every path's routes to its ids; every position whose next id was sampled in a recorded turn has them.
+    """Hold every path's routes to its ids; every position whose next id was sampled in
+    a recorded turn has them.
 
     Returns:
         How many positions have them.

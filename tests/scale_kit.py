@@ -53,7 +53,7 @@ class World(tw.Env):
 
     def restore(self, state):
         self.at = state["at"]
-'''
+'''  # noqa: E501
 
 RECIPE = """\
 [model]
@@ -93,7 +93,12 @@ def start(*words: Any, log: Path, **variables: str) -> Forked:
     """Start a command, with output to a file."""
     command = [sys.executable, "-m", "turnwright.cli.main", *map(str, words)]
     with log.open("ab") as file:
-        return Forked(command, env={**os.environ, "OMP_NUM_THREADS": "1", **variables}, stdout=file, stderr=file)
+        return Forked(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            stdout=file,
+            stderr=file,
+        )
 
 
 def kill(process: Forked) -> None:

@@ -12,7 +12,9 @@ from turnwright_serve.server import JsonHttpServer
 
 
 @asynccontextmanager
-async def served(directory: Path, kind: str, *, context: int, token: str = "", speculate: int = 0) -> AsyncIterator[Any]:
+async def served(
+    directory: Path, kind: str, *, context: int, token: str = "", speculate: int = 0
+) -> AsyncIterator[Any]:
     """Yield the application of a server and its address."""
     app, engine = make_service(directory, context=context, device="cpu", speculate=speculate)
     server = JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0, token=token)

@@ -1,4 +1,5 @@
-"""Images of noise for a tiny model, contexts with images among words, and the model's own forward pass to compare with."""
+"""Images of noise for a tiny model, contexts with images among words, and the model's own forward
+pass to compare with."""
 
 from __future__ import annotations
 
@@ -15,7 +16,18 @@ from turnwright.config import ModelConfig
 from turnwright.media import MediaStore
 from turnwright.renderers.vision import PixelCache, VisionProcessor
 from turnwright.training import load_model_and_renderer
-from turnwright.types import EpisodeKey, ImageRef, Media, MediaPlacement, Origin, Span, StopReason, Task, Trajectory, VideoRef
+from turnwright.types import (
+    EpisodeKey,
+    ImageRef,
+    Media,
+    MediaPlacement,
+    Origin,
+    Span,
+    StopReason,
+    Task,
+    Trajectory,
+    VideoRef,
+)
 
 
 @dataclass
@@ -32,7 +44,9 @@ class Shown:
 
     def show(self, media: Media) -> Shown:
         block = self.vision.block(media)
-        self.placed.append(MediaPlacement(media, len(self.ids), len(block.ids), block.grid, block.compact))
+        self.placed.append(
+            MediaPlacement(media, len(self.ids), len(block.ids), block.grid, block.compact)
+        )
         return self.say(block.ids)
 
 
@@ -67,13 +81,18 @@ class Gallery:
         return Shown(self.vision)
 
     def stock(self, ids: list[int], placed: list[MediaPlacement], grad: bool = False) -> Tensor:
-        """Logprobs [ids, vocabulary] as transformers' own forward pass computes them, without the banned ids."""
+        """Logprobs [ids, vocabulary] as transformers' own forward pass computes them,
+        without the banned ids."""
         body = self.module.model
         body.rope_deltas = None
         images = [block.media for block in placed if isinstance(block.media, ImageRef)]
         clips = [block.media for block in placed if isinstance(block.media, VideoRef)]
         arrays = [self.pixels.merged(some) for some in (images, clips) if some]
-        given = {name: torch.from_numpy(np.array(array)) for some in arrays for name, array in some.items()}
+        given = {
+            name: torch.from_numpy(np.array(array))
+            for some in arrays
+            for name, array in some.items()
+        }
         row = torch.tensor([ids])
         config = self.module.config
         kinds = (row == config.image_token_id).int()
@@ -86,8 +105,11 @@ class Gallery:
             return (logits + never).log_softmax(-1)
 
 
-def episode(gallery: Gallery, turns: list[Media | None], *, task: str = "t", sample: int = 0, seed: int = 0) -> Trajectory:
-    """A chain in which each turn shows one thing (or none), and the model answers with some words."""
+def episode(
+    gallery: Gallery, turns: list[Media | None], *, task: str = "t", sample: int = 0, seed: int = 0
+) -> Trajectory:
+    """A chain in which each turn shows one thing (or none), and the model
+    answers with some words."""
     chance = random.Random(seed)
     spans: list[Span] = []
     for number, media in enumerate(turns):
@@ -99,6 +121,10 @@ def episode(gallery: Gallery, turns: list[Media | None], *, task: str = "t", sam
         origin = Origin.ENV if spans else Origin.PROMPT
         spans.append(Span(origin, tuple(said.ids), len(spans) - 1, start, media=tuple(said.placed)))
         reply = gallery.some(chance.randint(1, 5), seed + number + 100)
-        spans.append(Span(Origin.MODEL, tuple(reply), len(spans) - 1, spans[-1].end, [-1.0] * len(reply), 0))
+        spans.append(
+            Span(Origin.MODEL, tuple(reply), len(spans) - 1, spans[-1].end, [-1.0] * len(reply), 0)
+        )
     key = EpisodeKey("train", 0, task, sample)
-    return Trajectory(Task(task, id=task), key, spans, reward=float(sample % 2), stop=StopReason.DONE)
+    return Trajectory(
+        Task(task, id=task), key, spans, reward=float(sample % 2), stop=StopReason.DONE
+    )

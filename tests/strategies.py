@@ -22,7 +22,8 @@ def forests(
     missing_logprobs: bool = False,
     untrained: bool = True,
 ) -> list[Span]:
-    """Spans of one trajectory: several roots, branches that cut their parent's tail or reach above it, empty spans.
+    """Spans of one trajectory: several roots, branches that cut their parent's tail or
+    reach above it, empty spans.
 
     Ids are drawn at random, so they are not what a tokenizer would make of their text.
 
@@ -36,21 +37,34 @@ def forests(
         root = not spans or draw(st.integers(0, 9)) == 0
         parent = -1 if root else draw(st.integers(0, len(spans) - 1))
         end = 0 if root else spans[parent].end
-        # Nearly always an append; sometimes a rewrite from some position on, but never of a root's first id.
+        # Nearly always an append; sometimes a rewrite from some position on, but
+        # never of a root's first id.
         rewrite = not root and end > 1 and draw(st.integers(0, 3)) == 0
         start = draw(st.integers(1, end - 1)) if rewrite else end
         sampled = draw(st.booleans()) and (start > 0 or sampled_roots)
         ids = draw(st.lists(st.integers(0, vocabulary - 1), min_size=0 if start else 1, max_size=6))
         agent = spans[parent].agent if not root else draw(st.sampled_from(AGENTS))
         if not sampled:
-            origin = Origin.PROMPT if root else draw(st.sampled_from((Origin.ENV, Origin.TEMPLATE, Origin.PROMPT)))
+            origin = (
+                Origin.PROMPT
+                if root
+                else draw(st.sampled_from((Origin.ENV, Origin.TEMPLATE, Origin.PROMPT)))
+            )
             spans.append(Span(origin, ids, parent, start, agent=agent))
             continue
         logprob = st.floats(-9.0, -0.01)
-        logprobs = draw(st.lists(st.none() | logprob if missing_logprobs else logprob, min_size=len(ids), max_size=len(ids)))
+        logprobs = draw(
+            st.lists(
+                st.none() | logprob if missing_logprobs else logprob,
+                min_size=len(ids),
+                max_size=len(ids),
+            )
+        )
         why = draw(st.sampled_from(REASONS)) if untrained and draw(st.integers(0, 5)) == 0 else None
         version = draw(st.integers(0, 3))
-        spans.append(Span(Origin.MODEL, ids, parent, start, logprobs, version, agent=agent, untrained=why))
+        spans.append(
+            Span(Origin.MODEL, ids, parent, start, logprobs, version, agent=agent, untrained=why)
+        )
     return spans
 
 
@@ -67,7 +81,8 @@ def trajectories(
     missing_logprobs: bool = False,
     untrained: bool = True,
 ) -> Trajectory:
-    """One trajectory over a random forest: finished with a reward, or failed, or without a reward."""
+    """One trajectory over a random forest: finished with a reward, or
+    failed, or without a reward."""
     spans = draw(
         forests(
             vocabulary=vocabulary,
@@ -78,7 +93,11 @@ def trajectories(
         )
     )
     trajectory = Trajectory(Task(task, id=task), EpisodeKey("train", 0, task, sample), spans)
-    kind = draw(st.sampled_from(("done", "done", "done", "failed", "unrewarded"))) if failures else "done"
+    kind = (
+        draw(st.sampled_from(("done", "done", "done", "failed", "unrewarded")))
+        if failures
+        else "done"
+    )
     if kind == "failed":
         trajectory.stop = draw(st.sampled_from(FAILURES))
         trajectory.error = Failure("RuntimeError", "broke", "step")
@@ -86,12 +105,16 @@ def trajectories(
         trajectory.reward = draw(st.none() | st.just(1.0))
     else:
         trajectory.stop = draw(st.sampled_from(ENDINGS))
-        trajectory.reward = None if kind == "unrewarded" else draw(st.sampled_from((0.0, 0.25, 1.0)))
+        trajectory.reward = (
+            None if kind == "unrewarded" else draw(st.sampled_from((0.0, 0.25, 1.0)))
+        )
     return trajectory
 
 
 @st.composite
-def groups(draw: st.DrawFn, *, max_groups: int = 3, max_size: int = 4, **settings: bool | int) -> list[Group]:
+def groups(
+    draw: st.DrawFn, *, max_groups: int = 3, max_size: int = 4, **settings: bool | int
+) -> list[Group]:
     """Groups of uneven sizes, empty ones too; `settings` as for `trajectories`."""
     made = []
     for index in range(draw(st.integers(1, max_groups))):
@@ -100,7 +123,10 @@ def groups(draw: st.DrawFn, *, max_groups: int = 3, max_size: int = 4, **setting
         made.append(
             Group(
                 Task(task, id=task),
-                [draw(trajectories(task=task, sample=sample, **settings)) for sample in range(size)],  # type: ignore[arg-type]
+                [
+                    draw(trajectories(task=task, sample=sample, **settings))
+                    for sample in range(size)
+                ],  # type: ignore[arg-type]
             )
         )
     return made

@@ -1,4 +1,5 @@
-"""What a teacher on a server answers against the same model in this process, text and images, with branches.
+"""What a teacher on a server answers against the same model in this process, text
+and images, with branches.
 
 The tests and `benchmarks/teachers.py` measure with it.
 """
@@ -26,10 +27,18 @@ from turnwright.training.teachers.remote import RemoteTeacher
 from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, Teachers
 from turnwright.types import EpisodeKey, Origin, Span, StopReason, Task, Trajectory
 
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
-SEEN = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft {n}<|im_end|>" for n in range(40)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
+SEEN = [
+    f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft {n}<|im_end|>"
+    for n in range(40)
+]
 KINDS = ("vllm", "sglang")
-CONFIGS = {"advantage": TeacherConfig(path="x"), "loss": TeacherConfig(path="x", signal="loss", top=4)}
+CONFIGS = {
+    "advantage": TeacherConfig(path="x"),
+    "loss": TeacherConfig(path="x", signal="loss", top=4),
+}
 LAWS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -70,7 +79,9 @@ def seeing_model(folder: Path) -> Gallery:
 def pictured(gallery: Gallery) -> list[Trajectory]:
     """Return two conversations about images."""
     pictures = [[gallery.image(1), None, gallery.image(2)], [gallery.image(3), gallery.image(1)]]
-    return [episode(gallery, shown, sample=number, seed=number) for number, shown in enumerate(pictures)]
+    return [
+        episode(gallery, shown, sample=number, seed=number) for number, shown in enumerate(pictures)
+    ]
 
 
 def conversation(seed: int, vocabulary: int = 200) -> Trajectory:
@@ -84,16 +95,24 @@ def conversation(seed: int, vocabulary: int = 200) -> Trajectory:
     for _ in range(3):
         for origin in (Origin.MODEL, Origin.ENV):
             ids = some(2, 6)
-            more: dict[str, Any] = {"logprobs": [-1.0] * len(ids), "version": 0} if origin is Origin.MODEL else {}
+            more: dict[str, Any] = (
+                {"logprobs": [-1.0] * len(ids), "version": 0} if origin is Origin.MODEL else {}
+            )
             spans.append(Span(origin, ids, len(spans) - 1, spans[-1].end, **more))
     spans.append(Span(Origin.ENV, some(2, 3), 2, spans[2].start + 1))
-    spans.append(Span(Origin.MODEL, ids := some(2, 5), len(spans) - 1, spans[-1].end, [-1.0] * len(ids), 0))
+    spans.append(
+        Span(Origin.MODEL, ids := some(2, 5), len(spans) - 1, spans[-1].end, [-1.0] * len(ids), 0)
+    )
     key = EpisodeKey("train", 0, "t", seed)
     return Trajectory(Task("t", id="t"), key, spans, reward=1.0, stop=StopReason.DONE)
 
 
 def answers(
-    directory: Path, trajectories: Sequence[Trajectory], make: Callable[..., Teacher], pixels: Any = None, **law: Any
+    directory: Path,
+    trajectories: Sequence[Trajectory],
+    make: Callable[..., Teacher],
+    pixels: Any = None,
+    **law: Any,
 ) -> TeacherScores:
     """Return the answers of one teacher of the model for a batch of trajectories."""
     model, renderer = load_model_and_renderer(directory, directory, ModelConfig())
@@ -104,13 +123,21 @@ def answers(
         return Teachers(kept, 0.0)
 
     law = {"banned_ids": renderer.banned_ids} | law
-    trainer = Trainer(model, TrainConfig(reward_weight=0.0), teachers=teachers, pixels=pixels, **of_trainer(law))
+    trainer = Trainer(
+        model, TrainConfig(reward_weight=0.0), teachers=teachers, pixels=pixels, **of_trainer(law)
+    )
     kept[0].ask(trajectories)
     credits = [Credit(t, 0.0, None, trainable_tokens(t)) for t in trajectories]
     return kept[0].score(trainer._batch(credits, LossDenominator.of(credits, "token")))
 
 
-def local(directory: Path, config: TeacherConfig, policy: TaughtPolicy, renderer: Any, hint: MakeHint | None = None) -> Teacher:
+def local(
+    directory: Path,
+    config: TeacherConfig,
+    policy: TaughtPolicy,
+    renderer: Any,
+    hint: MakeHint | None = None,
+) -> Teacher:
     """Return the model as a teacher in this process."""
     model, _ = load_model_and_renderer(directory, directory, ModelConfig())
     made = None if hint is None else hint(renderer)
@@ -126,8 +153,12 @@ def remote(
     on_note: Callable[[str], None] | None = None,
 ) -> Teacher:
     """Return a teacher on a server."""
-    config = TeacherConfig(**{name: getattr(config, name) for name in ("signal", "top", "timeout_s")}, urls=(url,))
-    return RemoteTeacher(config, "t", policy, None if hint is None else hint(renderer), renderer, on_note)
+    config = TeacherConfig(
+        **{name: getattr(config, name) for name in ("signal", "top", "timeout_s")}, urls=(url,)
+    )
+    return RemoteTeacher(
+        config, "t", policy, None if hint is None else hint(renderer), renderer, on_note
+    )
 
 
 def gap_to(
@@ -139,8 +170,11 @@ def gap_to(
     hint: MakeHint | None = None,
     **law: Any,
 ) -> Gap:
-    """Compare a served teacher with the same model in this process; a `ValueError` if either left an id out."""
-    here = answers(directory, trajectories, partial(local, directory, config, hint=hint), pixels, **law)
+    """Compare a served teacher with the same model in this process; a `ValueError` if
+    either left an id out."""
+    here = answers(
+        directory, trajectories, partial(local, directory, config, hint=hint), pixels, **law
+    )
     there = answers(directory, trajectories, partial(remote, url, config, hint=hint), pixels, **law)
     if not (here.logp_n.isfinite().all() and there.logp_n.isfinite().all()):
         raise ValueError("a teacher did not answer for every id")
@@ -152,14 +186,23 @@ def gap_to(
         assert ours is not None
         assert theirs is not None
         if not ours.shape == theirs.shape == (len(here.logp_n), config.top):
-            raise ValueError(f"a teacher has {tuple(ours.shape)} or {tuple(theirs.shape)} most likely ids")
+            raise ValueError(
+                f"a teacher has {tuple(ours.shape)} or {tuple(theirs.shape)} most likely ids"
+            )
         found = max(found, float((ours.double() - theirs.double()).abs().max()))
         first = float((here.targets.top_mk[:, 0] == there.targets.top_mk[:, 0]).double().mean())
     return Gap(found, len(here.logp_n), first)
 
 
-def gap(kind: str, directory: Path, trajectories: Sequence[Trajectory], config: TeacherConfig, **more: Any) -> Gap:
-    """Compare `turnwright serve`, in the format of a kind of server, with the same model in this process."""
+def gap(
+    kind: str,
+    directory: Path,
+    trajectories: Sequence[Trajectory],
+    config: TeacherConfig,
+    **more: Any,
+) -> Gap:
+    """Compare `turnwright serve`, in the format of a kind of server, with the same
+    model in this process."""
 
     async def work() -> Gap:
         async with served(directory, kind, context=1024) as (_, url), asyncio.timeout(100):
@@ -169,8 +212,8 @@ def gap(kind: str, directory: Path, trajectories: Sequence[Trajectory], config: 
 
 
 def largest_gaps(folder: Path) -> dict[str, float]:
-    """Return the largest gaps over both formats, both signals and, for text, all distributions: of text with branches, and of
-    images."""
+    """Return the largest gaps over both formats, both signals and, for text, all distributions: of
+    text with branches, and of images."""
     text, seeing = text_model(folder), seeing_model(folder)
     found = {"text": 0.0, "images": 0.0}
     for kind in KINDS:
@@ -178,6 +221,8 @@ def largest_gaps(folder: Path) -> dict[str, float]:
             episodes = [conversation(seed) for seed in range(4)]
             gaps = [gap(kind, text, episodes, config, **law) for law in LAWS.values()]
             found["text"] = max(found["text"], *(one.nats for one in gaps))
-            one = gap(kind, seeing.path, pictured(seeing), config, pixels=seeing.pixels, temperature=1.3)
+            one = gap(
+                kind, seeing.path, pictured(seeing), config, pixels=seeing.pixels, temperature=1.3
+            )
             found["images"] = max(found["images"], one.nats)
     return found

@@ -9,7 +9,9 @@ _CALLS = """{%- for call in m.tool_calls or [] -%}
 {{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' -}}
 {%- endfor -%}
 """
-_MESSAGE = "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}\n" + _CALLS + "{{- '<|im_end|>\\n' -}}\n"
+_MESSAGE = (
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}\n" + _CALLS + "{{- '<|im_end|>\\n' -}}\n"
+)
 
 OWN_TEMPLATES = {
     "plain": _LOOP + _MESSAGE + _END + _PROMPT,
@@ -27,9 +29,8 @@ OWN_TEMPLATES = {
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """,
     "no tool role": _LOOP
-    + "{%- if m.role != 'tool' -%}\n{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}\n{%- endif -%}\n"
-    + _END
-    + _PROMPT,
+    + "{%- if m.role != 'tool' -%}\n{{- '<|im_start|>' + m.role + '\\n' + m.content + "
+    "'<|im_end|>\\n' -}}\n{%- endif -%}\n" + _END + _PROMPT,
     "a word switches the thinking off": "{%- set ns = namespace(off=false) -%}\n"
     + _LOOP
     + "{%- if '/quiet' in m.content -%}{%- set ns.off = true -%}{%- endif -%}\n"
@@ -37,7 +38,8 @@ OWN_TEMPLATES = {
     + _MESSAGE
     + _END
     + _PROMPT
-    + "{%- if add_generation_prompt and ns.off -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}\n",
+    + "{%- if add_generation_prompt and ns.off -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- "
+    "endif -%}\n",
     "thinking opened by the prompt": _LOOP
     + "{{- '<|im_start|>' + m.role + '\\n' -}}\n"
     + "{%- if m.role == 'assistant' -%}"
@@ -59,10 +61,8 @@ OWN_TEMPLATES = {
     + "{%- if m.role == 'tool' -%}{%- set ns.results = ns.results + 1 -%}{%- endif -%}\n"
     + "{{- '<|im_start|>' + m.role + '\\n' + m.content -}}\n"
     + _CALLS
-    + "{%- if m.role == 'tool' and ns.results > 15 -%}{{- '\\n' ~ (20 - ns.results) ~ ' left' -}}{%- endif -%}\n"
-    + "{{- '<|im_end|>\\n' -}}\n"
-    + _END
-    + _PROMPT,
+    + "{%- if m.role == 'tool' and ns.results > 15 -%}{{- '\\n' ~ (20 - ns.results) ~ ' left' "
+    "-}}{%- endif -%}\n" + "{{- '<|im_end|>\\n' -}}\n" + _END + _PROMPT,
     "calls end the reply": """{%- for m in messages -%}
 {%- if m.role == 'user' -%}{{- '<|user_start|>' + m.content + '<|user_end|>' -}}
 {%- elif m.role == 'assistant' -%}
@@ -78,7 +78,7 @@ OWN_TEMPLATES = {
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant_start|>' -}}{%- endif -%}
-""",
+""",  # noqa: E501
     "two parts, each with a stop": """{%- for m in messages -%}
 {%- if m.role == 'assistant' and m.reasoning_content -%}
 {{- '<|begin|>assistant<|think|>' + m.reasoning_content + '<|end|>' -}}
@@ -102,5 +102,5 @@ OWN_TEMPLATES = {
 {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt and not ns.told -%}{{- '<|turn|>model\\n' -}}{%- endif -%}
-""",
+""",  # noqa: E501
 }

@@ -1,4 +1,5 @@
-"""Processes that this one starts lead sessions of their own, and are gone with everything below them."""
+"""Processes that this one starts lead sessions of their own, and are gone with
+everything below them."""
 
 import os
 import signal
@@ -11,11 +12,16 @@ import pytest
 
 from turnwright.child_processes import ChildProcess, exit_words, python_path
 
-SLEEPER = "import subprocess, sys, time; own = subprocess.Popen(['sleep', '600']); print(own.pid, flush=True); "
+SLEEPER = (
+    "import subprocess, sys, time; own = subprocess.Popen(['sleep', '600']); "
+    "print(own.pid, flush=True); "
+)
 
 
 def started(code, **options):
-    return ChildProcess([sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, **options)
+    return ChildProcess(
+        [sys.executable, "-c", code], env=os.environ, stdout=subprocess.PIPE, **options
+    )
 
 
 def is_running(pid):
@@ -60,9 +66,9 @@ def test_waiting_has_an_end():
 
 def test_another_s_program_ends_with_the_one_that_started_it():
     code = (
-        "import os, sys, time; from turnwright.child_processes import ChildProcess; "
-        "child = ChildProcess(['sleep', '600'], env=os.environ, ends_with_parent=True); print(child.pid, flush=True); "
-        "time.sleep(600)"
+        "import os, sys, time; from turnwright.child_processes import ChildProcess; child = "
+        "ChildProcess(['sleep', '600'], env=os.environ, ends_with_parent=True); print(child.pid, "
+        "flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -83,7 +89,12 @@ def test_an_exit_is_told_in_words():
 
 def test_modules_are_found_from_any_directory(tmp_path):
     command = [sys.executable, "-P", "-c", "import turnwright; print(turnwright.__file__)"]
-    child = ChildProcess(command, env=os.environ | {"PYTHONPATH": python_path()}, cwd=tmp_path, stdout=subprocess.PIPE)
+    child = ChildProcess(
+        command,
+        env=os.environ | {"PYTHONPATH": python_path()},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+    )
     import turnwright
 
     assert child.stdout.readline().decode().strip() == turnwright.__file__

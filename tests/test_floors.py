@@ -1,4 +1,5 @@
-"""The floors of the house: imports point down, the core is light, names resolve, and everything public says what it is."""
+"""The floors of the house: imports point down, the core is light, names resolve, and everything
+public says what it is."""
 
 from __future__ import annotations
 
@@ -21,14 +22,24 @@ CORE = ("types", "errors", "config", "renderers", "envs", "engines", "records", 
 @pytest.mark.skipif(util.find_spec("importlinter") is None, reason="import-linter is not installed")
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").is_file(), reason="not a checkout")
 def test_imports_point_only_down():
-    code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    code = (
+        "import sys; from importlinter.cli import lint_imports; "
+        "sys.exit(lint_imports(no_cache=True))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("statement", ["import turnwright", "; ".join(f"import turnwright.{room}" for room in CORE)])
+@pytest.mark.parametrize(
+    "statement", ["import turnwright", "; ".join(f"import turnwright.{room}" for room in CORE)]
+)
 def test_the_core_imports_nothing_heavy(statement):
-    code = f"{statement}; import json, sys; print(json.dumps(sorted({{name.split('.')[0] for name in sys.modules}})))"
+    code = (
+        f"{statement}; import json, sys; print(json.dumps(sorted({{name.split('.')[0] for name "
+        "in sys.modules})))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not set(json.loads(done.stdout)) & set(HEAVY)
 

@@ -1,4 +1,5 @@
-"""What packages add: a stranger's package adds a thing of each kind; without one of ours, what it had says what is missing."""
+"""What packages add: a stranger's package adds a thing of each kind; without one of ours, what it
+had says what is missing."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def adapt(found):
 
 
 FRAMEWORK = Framework("boards", adapt, find=lambda id: Board() if id == "first" else None, ids=lambda: ["first"])
-'''
+'''  # noqa: E501
 POINTS = """
 [turnwright.environments]
 maze = stranger:Maze
@@ -195,7 +196,8 @@ filters = trouble:FILTERS
 
 
 def install(folder: Path, name: str, code: str, points: str) -> Path:
-    """Write a package of one module and its metadata to a folder, as pip installs it; return the folder."""
+    """Write a package of one module and its metadata to a folder, as pip installs
+    it; return the folder."""
     (folder / f"{name}.py").write_text(code)
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
@@ -236,7 +238,10 @@ def test_a_stranger_adds_an_environment_an_engine_a_parser_a_tracker_and_a_frame
     assert (stranger / "engine.txt").read_text() == "counting"
     assert (stranger / "parser.txt").exists()
     assert f"report     {Path('run', 'greeting.txt')}" in done.stdout
-    rows = [json.loads(line) for line in (stranger / "run" / "track" / "strange.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (stranger / "run" / "track" / "strange.jsonl").read_text().splitlines()
+    ]
     assert {phase for phase, _, _ in rows} >= {"warmup", "train"}
 
 
@@ -245,7 +250,10 @@ def test_a_stranger_adds_an_environment_an_engine_a_parser_a_tracker_and_a_frame
     [
         (("train", "recipe.toml", "--env.use", "maz"), "no such environment; did you mean 'maze'?"),
         (("train", "recipe.toml", "--env.use", "boards:second"), "boards has no 'second'"),
-        (("train", "recipe.toml", "--engine.kind", "elsewhere"), "--engine.kind elsewhere: there are local, auto,"),
+        (
+            ("train", "recipe.toml", "--engine.kind", "elsewhere"),
+            "--engine.kind elsewhere: there are local, auto,",
+        ),
         (("train", "recipe.toml", "--track.to", '["strang"]'), "track.to"),
         (("gret",), "did you mean `turnwright greet`?"),
     ],
@@ -263,7 +271,9 @@ def test_a_wrong_name_is_told_in_one_line(stranger, words, error):
 def test_what_cannot_be_imported_is_left_out_and_told_to_who_names_it(kind):
     assert len(list(plugins.importable(kind))) == len(plugins.installed(kind)) - 2
     for name in ("a_broken", "b_leaves"):
-        with pytest.raises(ConfigError, match=rf"'{name}' of trouble:\w+ cannot be imported \(a part is missing\)"):
+        with pytest.raises(
+            ConfigError, match=rf"'{name}' of trouble:\w+ cannot be imported \(a part is missing\)"
+        ):
             plugins.load(kind, name)
 
 
@@ -282,27 +292,39 @@ def test_errors_of_what_is_used_are_told(tmp_path):
 def core(tmp_path_factory) -> Path:
     """The source tree without the packages beside the core."""
     folder = tmp_path_factory.mktemp("core")
-    shutil.copytree(SRC / "turnwright", folder / "turnwright", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        SRC / "turnwright", folder / "turnwright", ignore=shutil.ignore_patterns("__pycache__")
+    )
     return folder
 
 
-# The packages that are installed for the tests are hidden, as an editable installation finds them without a path.
+# The packages that are installed for the tests are hidden, as an editable installation
+# finds them without a path.
 HIDE = "import sys; [sys.modules.__setitem__(name, None) for name in {packages!r}]; "
 
 
 def core_alone(core: Path, code: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(core), "OMP_NUM_THREADS": "1"}
     program = HIDE.format(packages=plugins.PACKAGES) + code
-    return subprocess.run([sys.executable, "-c", program], cwd=core, env=env, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=core,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.mark.parametrize(("command", "package"), sorted(plugins.OURS["commands"].items()))
 def test_without_a_package_its_commands_say_what_is_missing(core, command, package):
-    done = core_alone(core, f"from turnwright.cli.main import main; sys.exit(main([{command!r}, 'x']))")
+    done = core_alone(
+        core, f"from turnwright.cli.main import main; sys.exit(main([{command!r}, 'x']))"
+    )
     assert done.returncode == 2, done.stderr
     assert done.stderr == (
-        f"turnwright: error: the command {command!r} is part of {package}, which is not in this installation; "
-        "install all of turnwright again\n"
+        f"turnwright: error: the command {command!r} is part of {package}, which is not in this "
+        "installation; install all of turnwright again\n"
     )
 
 
@@ -321,7 +343,10 @@ def test_without_a_package_its_recipe_values_say_what_is_missing(core, kind, nam
     }
     if kind == "transports":
         done = core_alone(core, f"from turnwright import plugins; plugins.load({kind!r}, {name!r})")
-        assert f"the transport {name!r} is part of {package}, which is not in this installation" in done.stderr
+        assert (
+            f"the transport {name!r} is part of {package}, which is not in this installation"
+            in done.stderr
+        )
         return
     words = ["train", *values[kind], "--train.steps=1", "--warmup.demos=0", "--display=none"]
     done = core_alone(core, f"from turnwright.cli.main import main; sys.exit(main({words!r}))")
@@ -331,7 +356,10 @@ def test_without_a_package_its_recipe_values_say_what_is_missing(core, kind, nam
 
 def test_names_that_moved_say_where_they_are(core):
     done = core_alone(core, "import turnwright as tw; tw.program")
-    assert done.stderr.splitlines()[-1] == "AttributeError: turnwright.program is turnwright_serve.program"
+    assert (
+        done.stderr.splitlines()[-1]
+        == "AttributeError: turnwright.program is turnwright_serve.program"
+    )
 
 
 def test_nothing_of_the_core_imports_the_packages_beside_it():

@@ -1,4 +1,5 @@
-"""The shape of the code: capabilities of our own objects are declared, and nobody configures another object from outside."""
+"""The shape of the code: capabilities of our own objects are declared, and nobody configures
+another object from outside."""
 
 import ast
 import functools
@@ -16,10 +17,16 @@ ROOT = Path(__file__).parents[1] / "src"
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """Return the code by file, without the modules of stand-ins, which have other frameworks' shape."""
-    homes = {ROOT.joinpath(*home.split(".")).with_suffix(".py") for sources in MODULES.values() for home in sources}
+    """Return the code by file, without the modules of stand-ins, which have other frameworks' shape."""  # noqa: E501
+    homes = {
+        ROOT.joinpath(*home.split(".")).with_suffix(".py")
+        for sources in MODULES.values()
+        for home in sources
+    }
     files = (path for path in sorted(ROOT.glob("turnwright*/**/*.py")) if path not in homes)
-    gc.disable()  # else the growing trees are looked through again and again, which takes three times as long as parsing
+    # else the growing trees are looked through again and again, which takes three
+    # times as long as parsing
+    gc.disable()
     try:
         return {str(path.relative_to(ROOT)): ast.parse(path.read_text("utf-8")) for path in files}
     finally:
@@ -28,7 +35,8 @@ def trees() -> dict[str, ast.Module]:
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
-# `getattr`, `hasattr` and `setattr` with a literal name: for foreign objects only. By file, under the reason.
+# `getattr`, `hasattr` and `setattr` with a literal name: for foreign objects only. By
+# file, under the reason.
 FOREIGN = {
     # modules of torch, and configurations and models of transformers and peft
     "turnwright/engines/local/engine.py": "config",
@@ -36,16 +44,19 @@ FOREIGN = {
     "turnwright/engines/local/mixed_precision.py": "_is_avx512_bf16_supported",
     "turnwright/engines/local/model.py": "rope_parameters full_tensor top_k weight",
     "turnwright/engines/local/attention.py": f"{FLASH} _attn_implementation config qkv",
-    "turnwright/engines/local/vision.py": "base_model_prefix config deepstack_features get_image_features rope_parameters"
-    " vision_config",
-    "turnwright/training/forward/forward.py": "base_model_prefix config get_output_embeddings weight",
+    "turnwright/engines/local/vision.py": "base_model_prefix config deepstack_features "
+    "get_image_features rope_parameters vision_config",
+    "turnwright/training/forward/forward.py": "base_model_prefix config get_output_embeddings "
+    "weight",
     "turnwright/training/forward/mixed_decoder.py": "q_norm",
-    "turnwright/training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation config head_dim"
-    " num_experts_per_tok num_hidden_layers",
+    "turnwright/training/forward/prefix_tree.py": f"{FLASH} {FLASH}_backward _attn_implementation "
+    "config head_dim num_experts_per_tok "
+    "num_hidden_layers",
     "turnwright_compat/trl/rollout.py": "peft_config",
     "turnwright/training/low_rank.py": "lora_A",
     "turnwright/training/model/lora.py": "get_output_embeddings peft_config",
-    "turnwright/training/distributed.py": "_no_split_modules full_tensor set_reduce_scatter_unused_params",
+    "turnwright/training/distributed.py": "_no_split_modules full_tensor "
+    "set_reduce_scatter_unused_params",
     "turnwright/training/servers.py": "head_dim",
     "turnwright/training/teachers/local.py": "config max_position_embeddings",
     "turnwright/training/trainer/memory.py": "config vocab_size weight",
@@ -64,7 +75,8 @@ FOREIGN = {
     "turnwright_compat/games/textarena.py": "close env game_info",
     # optional hooks of what a user writes: environments, factories, play functions, tools, policies
     "turnwright_compat/skyrl/adapter.py": "get_metrics",
-    "turnwright_compat/slime/adapter.py": "close format_observation reset response_length samples step",
+    "turnwright_compat/slime/adapter.py": "close format_observation reset response_length samples "
+    "step",
     "turnwright/training/advantages.py": "keep keep_when_insufficient reason",
     "turnwright_compat/swift/adapter.py": "_build_messages messages response rollout_infos step",
     "turnwright_compat/verl/adapter.py": "execute tool_schema",
@@ -87,7 +99,8 @@ FOREIGN = {
     "turnwright_view/web/server.py": "strerror",
 }
 
-# Variables that hold a record or the state of a running thing, which the code beside it fills: data, not configuration.
+# Variables that hold a record or the state of a running thing, which the code beside it fills:
+# data, not configuration.
 RECORDS = {
     # trajectory and its parts, while it is recorded, played by hand or read
     "trajectory",
@@ -163,7 +176,10 @@ OTHERS = {
     ("turnwright/engines/local/engine.py", "self._finalizer.atexit"): "weakref",
     ("turnwright_compat/trl/script.py", "sys.argv"): "the command line of a script that runs",
     ("turnwright/envs/thread_alarm.py", "timer.daemon"): "threading",
-    ("turnwright/engines/local/slots.py", "one.index"): "two slots change places, in the class that has them",
+    (
+        "turnwright/engines/local/slots.py",
+        "one.index",
+    ): "two slots change places, in the class that has them",
     ("turnwright/engines/local/slots.py", "other.index"): "likewise",
     (
         "turnwright/engines/remote/fleet.py",
@@ -179,7 +195,10 @@ OTHERS = {
     ("turnwright/renderers/history.py", "policy.name"): "a function, named by what makes it",
     ("turnwright/renderers/template.py", "twin._no_tools"): "a copy, by a method of its class",
     ("turnwright/renderers/template.py", "twin._parts"): "a copy, by a method of its class",
-    ("turnwright/renderers/template.py", "twin._text_arguments"): "a copy, by a method of its class",
+    (
+        "turnwright/renderers/template.py",
+        "twin._text_arguments",
+    ): "a copy, by a method of its class",
     ("turnwright/renderers/template.py", "twin._variables"): "a copy, by a method of its class",
     ("turnwright/renderers/template.py", "twin._writes_parts"): "a copy, by a method of its class",
     ("turnwright_view/web/server.py", "self._http.daemon_threads"): "http.server",
@@ -189,34 +208,45 @@ OTHERS = {
 
 
 def literal_names(tree: ast.AST) -> Iterator[str]:
-    """Names given as literals to getattr, hasattr and setattr; those with underscores on both sides are Python's own."""
+    """Names given as literals to getattr, hasattr and setattr; those with underscores on both
+    sides are Python's own."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
             name = node.args[1]
-            literal = node.func.id in ("getattr", "hasattr", "setattr") and isinstance(name, ast.Constant)
+            literal = node.func.id in ("getattr", "hasattr", "setattr") and isinstance(
+                name, ast.Constant
+            )
             if literal and not re.fullmatch(r"__\w+__", name.value):
                 yield name.value
 
 
 def assigned(tree: ast.AST) -> Iterator[str]:
-    """Targets of assignments and deletions that are attributes of something other than self, cls or a record."""
+    """Targets of assignments and deletions that are attributes of something other than
+    self, cls or a record."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
             name = ast.unparse(node.value).rpartition(".")[2]
-            if name not in ("self", "cls") and name not in RECORDS and not re.fullmatch(r"__\w+__", node.attr):
+            if (
+                name not in ("self", "cls")
+                and name not in RECORDS
+                and not re.fullmatch(r"__\w+__", node.attr)
+            ):
                 yield ast.unparse(node)
 
 
 def compared(found: set[tuple[str, str]], allowed: set[tuple[str, str]]) -> list[str]:
     """What is not allowed, and what is allowed and not there any more."""
     return [f"{file}: {name}" for file, name in sorted(found - allowed)] + [
-        f"{file}: {name} is allowed, and not there any more" for file, name in sorted(allowed - found)
+        f"{file}: {name} is allowed, and not there any more"
+        for file, name in sorted(allowed - found)
     ]
 
 
 def test_optional_attributes_of_our_own_objects_are_declared_by_protocols():
     found = {(file, name) for file, tree in trees().items() for name in literal_names(tree)}
-    assert not compared(found, {(file, name) for file, names in FOREIGN.items() for name in names.split()})
+    assert not compared(
+        found, {(file, name) for file, names in FOREIGN.items() for name in names.split()}
+    )
 
 
 def test_nobody_sets_the_attributes_of_an_object_from_outside_its_class():
@@ -225,13 +255,24 @@ def test_nobody_sets_the_attributes_of_an_object_from_outside_its_class():
 
 
 def test_every_name_of_a_record_is_in_use():
-    nodes = (node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    stored = {ast.unparse(node.value).rpartition(".")[2] for node in nodes if isinstance(node.ctx, (ast.Store, ast.Del))}
+    nodes = (
+        node
+        for tree in trees().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+    )
+    stored = {
+        ast.unparse(node.value).rpartition(".")[2]
+        for node in nodes
+        if isinstance(node.ctx, (ast.Store, ast.Del))
+    }
     assert stored >= RECORDS
 
 
 def test_no_two_public_classes_have_one_name():
-    classes = [node for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef)
+    ]
     names = [node.name for node in classes if not node.name.startswith("_")]
     assert not {name for name in names if names.count(name) > 1}
 

@@ -1,4 +1,5 @@
-"""Vision-language model directories of real architectures, made from configs: no weights are fetched."""
+"""Vision-language model directories of real architectures, made from configs:
+no weights are fetched."""
 
 from __future__ import annotations
 
@@ -18,11 +19,27 @@ QWEN_SPECIAL = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+MARKUP = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 LLAVA_SPECIAL = ("<s>", "</s>", "<image>", "<pad>")
-TILE_SPECIAL = ("<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<global-img>", "<image>")
+TILE_SPECIAL = (
+    "<|im_start|>",
+    "<end_of_utterance>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<image>",
+)
 TILE_SPECIAL += tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))
-WORDS = "the agent sees a figure and a goal ; it moves up down left right . <0.5 seconds> User: Assistant: user assistant tool "
+WORDS = (
+    "the agent sees a figure and a goal ; it moves up down left right . <0.5 seconds> User: "
+    "Assistant: user assistant tool "
+)
 
 # What the public formats of these families look like, written for these tests.
 _PARTS = """
@@ -67,7 +84,7 @@ QWEN_TEMPLATE = (
   {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
+"""  # noqa: E501
 )
 LLAVA_TEMPLATE = (
     _PARTS.replace("IMAGE", "'<image>\\n'").replace("VIDEO", "''")
@@ -79,7 +96,7 @@ LLAVA_TEMPLATE = (
   {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'ASSISTANT: ' -}}{%- endif -%}
-"""
+"""  # noqa: E501
 )
 TILE_TEMPLATE = (
     _PARTS.replace("IMAGE", "'<image>'").replace("VIDEO", "''")
@@ -89,7 +106,7 @@ TILE_TEMPLATE = (
   {{- message.role | capitalize -}}{{- ': ' -}}{{- show(message.content) -}}{{- '<end_of_utterance>\\n' -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}
-"""
+"""  # noqa: E501
 )
 
 
@@ -105,7 +122,8 @@ def tiny_vlm_directory(
     layers: int = 2,
     seed: int = 0,
 ) -> Path:
-    """Write a model directory: config.json, tokenizer.json, chat template, settings of the processors and, if asked, weights.
+    """Write a model directory: config.json, tokenizer.json, chat template, settings of the
+    processors and, if asked, weights.
 
     Args:
         family: qwen2_vl, qwen2_5_vl, qwen3_vl, llava, smolvlm or idefics3.
@@ -123,11 +141,19 @@ def tiny_vlm_directory(
     end = "<|im_end|>" if qwen else "</s>" if family == "llava" else "<end_of_utterance>"
     pad = "<|endoftext|>" if qwen else "<pad>" if family == "llava" else "<|im_start|>"
     template = QWEN_TEMPLATE if qwen else LLAVA_TEMPLATE if family == "llava" else TILE_TEMPLATE
-    template = template.replace("TOOL", "show(message.content)" if tool_images else "''.join(TEXTS)")
+    template = template.replace(
+        "TOOL", "show(message.content)" if tool_images else "''.join(TEXTS)"
+    )
     if not tool_images:
-        texts = "message.content if message.content is string else message.content | selectattr('text', 'defined') | "
+        texts = (
+            "message.content if message.content is string else message.content | "
+            "selectattr('text', 'defined') | "
+        )
         template = template.replace("''.join(TEXTS)", texts + "map(attribute='text') | join('')")
-    _write(root / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad})
+    _write(
+        root / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": pad},
+    )
     (root / "chat_template.jinja").write_text(template, encoding="utf-8")
     config = _config(family, tokenizer, end, pad, patch, hidden, layers)
     _write(root / "config.json", config)
@@ -148,14 +174,22 @@ def _tokenizer(special: tuple[str, ...]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator([WORDS] * 3, BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.train_from_iterator(
+        [WORDS] * 3, BpeTrainer(vocab_size=320, initial_alphabet=alphabet, show_progress=False)
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
     if "<|im_end|>" in special:
-        tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP])
+        tokenizer.add_tokens(
+            [AddedToken(token, special=False, normalized=False) for token in MARKUP]
+        )
     return tokenizer
 
 
-def _config(family: str, tokenizer: Tokenizer, end: str, pad: str, patch: int, hidden: int, layers: int) -> dict:
+def _config(
+    family: str, tokenizer: Tokenizer, end: str, pad: str, patch: int, hidden: int, layers: int
+) -> dict:
     """A small model of the family."""
     token = tokenizer.token_to_id
     text = {
@@ -173,20 +207,35 @@ def _config(family: str, tokenizer: Tokenizer, end: str, pad: str, patch: int, h
     }
     if family.startswith("qwen"):
         return _qwen_config(family, text, token, patch, hidden)
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+    }
     if family == "llava":
         return {
             "model_type": "llava",
             "architectures": ["LlavaForConditionalGeneration"],
             "text_config": {"model_type": "llama", **text},
-            "vision_config": {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 32, **vision},
+            "vision_config": {
+                "model_type": "clip_vision_model",
+                "patch_size": 14,
+                "projection_dim": 32,
+                **vision,
+            },
             "image_token_index": token("<image>"),
             "image_seq_length": 16,
             "vision_feature_select_strategy": "default",
         }
     return {
         "model_type": family,
-        "architectures": ["SmolVLMForConditionalGeneration" if family == "smolvlm" else "Idefics3ForConditionalGeneration"],
+        "architectures": [
+            "SmolVLMForConditionalGeneration"
+            if family == "smolvlm"
+            else "Idefics3ForConditionalGeneration"
+        ],
         "text_config": {"model_type": "llama", **text},
         "vision_config": {
             "model_type": f"{family}_vision" if family == "idefics3" else "smolvlm_vision",
@@ -212,7 +261,13 @@ def _qwen_config(family: str, text: dict, token, patch: int, hidden: int) -> dic
     if family == "qwen3_vl":
         text = {**text, "head_dim": head}
         rope["mrope_interleaved"] = True
-    vision = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2, "temporal_patch_size": 2}
+    vision = {
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": patch,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": hidden, "mlp_ratio": 2}
     else:
@@ -220,12 +275,19 @@ def _qwen_config(family: str, text: dict, token, patch: int, hidden: int) -> dic
     if family == "qwen2_5_vl":
         vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1], "tokens_per_second": 2}
     if family == "qwen3_vl":
-        vision |= {"num_position_embeddings": 256, "deepstack_visual_indexes": [0], "initializer_range": 0.1}
+        vision |= {
+            "num_position_embeddings": 256,
+            "deepstack_visual_indexes": [0],
+            "initializer_range": 0.1,
+        }
     return {
         "model_type": family,
         "architectures": [f"{names[family]}ForConditionalGeneration"],
         "text_config": {"model_type": f"{family}_text", **text, "rope_parameters": rope},
-        "vision_config": {"model_type": f"{family}_vision" if family == "qwen2_vl" else family, **vision},
+        "vision_config": {
+            "model_type": f"{family}_vision" if family == "qwen2_vl" else family,
+            **vision,
+        },
         "image_token_id": token("<|image_pad|>"),
         "video_token_id": token("<|video_pad|>"),
         "vision_start_token_id": token("<|vision_start|>"),
@@ -242,13 +304,30 @@ def _processors(family: str, patch: int, max_pixels: int) -> dict[str, dict]:
         size = {"shortest_edge": (2 * patch) ** 2, "longest_edge": max_pixels}
         kind = "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor"
         return {
-            "preprocessor_config": {"image_processor_type": "Qwen2VLImageProcessor", "size": size, **shared},
-            "video_preprocessor_config": {"video_processor_type": kind, "size": size, "do_sample_frames": False, **shared},
+            "preprocessor_config": {
+                "image_processor_type": "Qwen2VLImageProcessor",
+                "size": size,
+                **shared,
+            },
+            "video_preprocessor_config": {
+                "video_processor_type": kind,
+                "size": size,
+                "do_sample_frames": False,
+                **shared,
+            },
         }
     if family == "llava":
         side = {"height": 56, "width": 56}
-        own = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
-        image = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 56}, "crop_size": side}
+        own = {
+            "patch_size": 14,
+            "num_additional_image_tokens": 1,
+            "vision_feature_select_strategy": "default",
+        }
+        image = {
+            "image_processor_type": "CLIPImageProcessor",
+            "size": {"shortest_edge": 56},
+            "crop_size": side,
+        }
         return {"preprocessor_config": image, "processor_config": own}
     name = "SmolVLM" if family == "smolvlm" else "Idefics3"
     image = {

@@ -33,7 +33,10 @@ def alone(*args, **kwargs):
 
 def rows(n=10):
     return Dataset.from_list(
-        [{"question": f"A number up to {n}.", "answer": str(number), "hint": -number} for number in range(n)]
+        [
+            {"question": f"A number up to {n}.", "answer": str(number), "hint": -number}
+            for number in range(n)
+        ]
     )
 
 
@@ -51,7 +54,10 @@ class Guess(vf.MultiTurnEnv):
 
         self.open, self.threads, self.trouble = 0, set(), {}
         rubric = vf.Rubric(funcs=[found, brief], weights=[1.0, 0.5])
-        super().__init__(**{"dataset": rows(), "rubric": rubric, "max_turns": 5, "system_prompt": "Guess."} | kwargs)
+        super().__init__(
+            **{"dataset": rows(), "rubric": rubric, "max_turns": 5, "system_prompt": "Guess."}
+            | kwargs
+        )
 
     async def setup_state(self, state):
         self.open += 1
@@ -67,7 +73,9 @@ class Guess(vf.MultiTurnEnv):
         if said == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "Yes."}]
             return state["final_env_response"]
-        return [{"role": "user", "content": "Higher." if int(said) < int(state["answer"]) else "Lower."}]
+        return [
+            {"role": "user", "content": "Higher." if int(said) < int(state["answer"]) else "Lower."}
+        ]
 
     @vf.cleanup
     async def leave(self, state):
@@ -75,7 +83,12 @@ class Guess(vf.MultiTurnEnv):
 
 
 def task_of(env, answer):
-    return next(t for split in ("train", "eval") for t in tw.as_env_spec(env).tasks(split) if t.answer == str(answer))
+    return next(
+        t
+        for split in ("train", "eval")
+        for t in tw.as_env_spec(env).tasks(split)
+        if t.answer == str(answer)
+    )
 
 
 def test_an_episode_of_several_turns():
@@ -83,7 +96,11 @@ def test_an_episode_of_several_turns():
     env = verifiers_env(world)
     trajectory = alone(env, ["1", "9", "4"], [task_of(env, 4)])
     assert trajectory.error is None
-    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0 + 0.5 / 3, tw.StopReason.DONE, 3)
+    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (
+        1.0 + 0.5 / 3,
+        tw.StopReason.DONE,
+        3,
+    )
     heard = [message.text for message in trajectory.messages if message.role != "assistant"]
     assert heard == ["Guess.", "A number up to 10.", "Higher.", "Lower."]
     assert trajectory.final[0].text == "Yes."
@@ -101,7 +118,9 @@ def test_the_same_reward_as_verifiers_own_loop():
     replies = ["1", "9", "4"]
 
     async def speak(self, prompt, model, sampling_args, tools=None, **kwargs):
-        message = vf.types.ResponseMessage(content=said.pop(0), finish_reason="stop", is_truncated=False)
+        message = vf.types.ResponseMessage(
+            content=said.pop(0), finish_reason="stop", is_truncated=False
+        )
         return vf.types.Response(id="x", created=0, model=model, message=message)
 
     async def nothing(self, *args, **kwargs):
@@ -116,7 +135,9 @@ def test_the_same_reward_as_verifiers_own_loop():
     ours = alone(env, replies, [task_of(env, 4)])
     assert said == []
     assert ours.reward == theirs["reward"]
-    assert [m.text for m in ours.messages] + ["Yes."] == [m["content"] for m in [*theirs["prompt"], *theirs["completion"]]]
+    assert [m.text for m in ours.messages] + ["Yes."] == [
+        m["content"] for m in [*theirs["prompt"], *theirs["completion"]]
+    ]
     assert {**ours.rewards, "num_turns": 3.0} == theirs["metrics"]
 
 
@@ -137,9 +158,18 @@ def test_what_breaks_is_a_failure_and_everything_is_cleaned_up():
     assert (bug.error.type, bug.error.kind, bug.reward) == ("ValueError", "user_bug", None)
     world.trouble = {"2": vf.InfraError("no sandbox")}
     theirs = alone(env, ["2"], [task_of(env, 7)])
-    assert (theirs.error.type, theirs.error.kind, theirs.error.phase) == ("InfraError", "environment", "step")
+    assert (theirs.error.type, theirs.error.kind, theirs.error.phase) == (
+        "InfraError",
+        "environment",
+        "step",
+    )
     world.trouble = {"2": vf.InfraError("no sandbox")}
-    again = alone(env, ["2", "7"], [task_of(env, 7)], rules=tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.0)))
+    again = alone(
+        env,
+        ["2", "7"],
+        [task_of(env, 7)],
+        rules=tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.0)),
+    )
     assert again.rewards == {"found": 1.0, "brief": 0.5}
     assert [failure.recovery for failure in again.failures] == ["replayed"]
     assert world.open == 0
@@ -151,7 +181,11 @@ def test_a_reward_that_breaks_is_none_where_verifiers_counts_zero():
 
     env = verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[broken])))
     trajectory = alone(env, ["1"])
-    assert (trajectory.stop, trajectory.error.type, trajectory.reward) == (tw.StopReason.REWARD_ERROR, "OSError", None)
+    assert (trajectory.stop, trajectory.error.type, trajectory.reward) == (
+        tw.StopReason.REWARD_ERROR,
+        "OSError",
+        None,
+    )
 
 
 def test_a_single_turn_is_done_after_one():
@@ -160,7 +194,11 @@ def test_a_single_turn_is_done_after_one():
 
     env = verifiers_env(vf.SingleTurnEnv(dataset=rows(), rubric=vf.Rubric(funcs=[right])))
     trajectory = alone(env, ["5", "6"], [task_of(env, 5)])
-    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0, tw.StopReason.DONE, 1)
+    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (
+        1.0,
+        tw.StopReason.DONE,
+        1,
+    )
 
 
 def add(a: int, b: int) -> int:
@@ -186,10 +224,19 @@ def test_tools():
     one = env()
     asyncio.run(one.reset(task_of(env, 3)))
     (told,) = one.tools
-    assert (told["function"]["name"], [*told["function"]["parameters"]["properties"]]) == ("add", ["a", "b"])
-    trajectory = alone(env, [call(a=1, b=2), call(a=1), "<tool_call>{</tool_call>", "It is 3."], [task_of(env, 3)])
+    assert (told["function"]["name"], [*told["function"]["parameters"]["properties"]]) == (
+        "add",
+        ["a", "b"],
+    )
+    trajectory = alone(
+        env, [call(a=1, b=2), call(a=1), "<tool_call>{</tool_call>", "It is 3."], [task_of(env, 3)]
+    )
     assert trajectory.error is None
-    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0, tw.StopReason.DONE, 4)
+    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (
+        1.0,
+        tw.StopReason.DONE,
+        4,
+    )
     first, second = [message for message in trajectory.messages if message.role == "tool"]
     assert first.text == "3"
     assert "missing 1 required positional argument: 'b'" in second.text
@@ -229,7 +276,11 @@ def test_the_check_passes():
         low, high = 0, 9
         for asked, heard in itertools.pairwise(messages):
             if asked.role == "assistant":
-                low, high = (int(asked.text) + 1, high) if heard.text == "Higher." else (low, int(asked.text) - 1)
+                low, high = (
+                    (int(asked.text) + 1, high)
+                    if heard.text == "Higher."
+                    else (low, int(asked.text) - 1)
+                )
         return str((low + high) // 2)
 
     def found(completion):
@@ -259,7 +310,9 @@ def test_what_cannot_be_played():
     assert "rewrites earlier messages" in alone(env, ["1"], [task_of(env, 7)]).error.message
 
     env = verifiers_env(Guess())
-    shown = tw.Task([{"role": "user", "content": ["See:", tw.Image(b"png", alt="a cat")]}], info={"hint": 0})
+    shown = tw.Task(
+        [{"role": "user", "content": ["See:", tw.Image(b"png", alt="a cat")]}], info={"hint": 0}
+    )
     assert "a task with images" in alone(env, ["1"], [shown]).error.message
 
     class Asks(Guess):
@@ -283,7 +336,11 @@ def test_a_function_that_gives_one():
 
 def test_an_environment_itself_is_enough():
     spec = tw.as_env_spec(Guess())
-    assert (len(spec.tasks("train")), len(spec.tasks("eval")), len(spec.factory().tools)) == (8, 2, 0)
+    assert (len(spec.tasks("train")), len(spec.tasks("eval")), len(spec.factory().tools)) == (
+        8,
+        2,
+        0,
+    )
 
 
 def test_the_example_of_the_docs():

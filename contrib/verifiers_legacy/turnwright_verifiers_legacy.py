@@ -1,7 +1,7 @@
 """Episodes of a `MultiTurnEnv` of `verifiers.legacy`, run step by step with replies from a rollout.
 
-Once installed, `turnwright_compat.verifiers_env` and `tw.as_env_spec` accept these environments: the entry point in
-`pyproject.toml` names `FRAMEWORK`.
+Once installed, `turnwright_compat.verifiers_env` and `tw.as_env_spec` accept these environments:
+the entry point in `pyproject.toml` names `FRAMEWORK`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from turnwright.envs.user_code import call_user
 from turnwright.errors import ConfigError, EnvError, InvalidAction
 from turnwright.types import Message, Task, Trajectory
 
-_FAILED: ContextVar[list[Exception] | None] = ContextVar("turnwright_verifiers_failed", default=None)
+_FAILED: ContextVar[list[Exception] | None] = ContextVar(
+    "turnwright_verifiers_failed", default=None
+)
 """Exceptions of reward functions, which verifiers itself would count as 0."""
 _TRUNCATING = ("max_turns_reached", "max_total_completion_tokens_reached", "timeout_reached")
 """Stop conditions that truncate an episode."""
@@ -40,12 +42,19 @@ def legacy_factory(found: ForeignObject) -> LegacyFactory | None:
         ConfigError: for rewards that compare the rollouts of a group.
     """
     target = found.target
-    if isinstance(target, type) or not all(hasattr(target, name) for name in ("env_response", "init_state", "rubric")):
+    if isinstance(target, type) or not all(
+        hasattr(target, name) for name in ("env_response", "init_state", "rubric")
+    ):
         return None
     if target.rubric.has_group_rewards:
-        names = [name for rubric in _rubrics(target.rubric) for name in map(_name, filter(rubric._is_group_func, rubric.funcs))]
+        names = [
+            name
+            for rubric in _rubrics(target.rubric)
+            for name in map(_name, filter(rubric._is_group_func, rubric.funcs))
+        ]
         raise ConfigError(
-            f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs verifiers' own states of all of "
+            f"verifiers_env: {', '.join(names)} compares the rollouts of a group, which needs "
+            "verifiers' own states of all of "
             'them; give such a reward as tw.RewardPart(function, of="group")'
         )
     return LegacyFactory(target)
@@ -62,7 +71,8 @@ class LegacyFactory:
         return LegacyEnv(self.source_env)
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """Return the rows of the dataset as tasks; without an evaluation dataset one row in five is held out."""
+        """Return the rows of the dataset as tasks; without an evaluation dataset one
+        row in five is held out."""
         source_env = self.source_env
         if source_env.eval_dataset_source is not None and source_env.dataset_source is not None:
             rows = source_env.get_dataset() if split == "train" else source_env.get_eval_dataset()
@@ -72,17 +82,21 @@ class LegacyFactory:
 
 
 def _task_of_row(row: Mapping[str, Any]) -> Task:
-    """Convert a dataset row: `prompt` opens the episode, `answer` is the answer, and the rest is `info`."""
+    """Convert a dataset row: `prompt` opens the episode, `answer` is the answer,
+    and the rest is `info`."""
     rest = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
     return Task(row["prompt"], row.get("answer"), info=rest)
 
 
 class LegacyEnv(Env):
-    """Environment of one episode, with its own state of a shared verifiers environment; made by `LegacyFactory`."""
+    """Environment of one episode, with its own state of a shared verifiers environment;
+    made by `LegacyFactory`."""
 
     def __init__(self, source_env: Any) -> None:
         self._source_env = source_env
-        self._vf: Any = importlib.import_module(type(source_env).init_state.__module__.rpartition(".envs.")[0])
+        self._vf: Any = importlib.import_module(
+            type(source_env).init_state.__module__.rpartition(".envs.")[0]
+        )
         self._state: Any = None
         self._prompt: list[Any] = []
         self._cleaned = False
@@ -95,7 +109,11 @@ class LegacyEnv(Env):
             Exception: any exception of `setup_state`.
         """
         source_env = self._source_env
-        row = {"example_id": 0} | dict(task.info) | {"prompt": [_plain(message) for message in task.messages]}
+        row = (
+            {"example_id": 0}
+            | dict(task.info)
+            | {"prompt": [_plain(message) for message in task.messages]}
+        )
         if task.answer is not None:
             row["answer"] = task.answer
         self._state = await source_env.init_state(row, _no_client(self._vf), "turnwright", {})
@@ -104,7 +122,10 @@ class LegacyEnv(Env):
         self._state = self._state if made is None else made
         self.tools = [_schema(tool) for tool in self._state.get("tool_defs") or ()]
         if await source_env.is_completed(self._state):
-            raise EnvError(f"{type(source_env).__name__} is over before it began: {self._state.get('stop_condition')}")
+            raise EnvError(
+                f"{type(source_env).__name__} is over before it began: "
+                f"{self._state.get('stop_condition')}"
+            )
         self._prompt = self._normal(await source_env.get_prompt_messages(self._state))
         return tuple(self._ours(message) for message in self._prompt)
 
@@ -131,8 +152,8 @@ class LegacyEnv(Env):
             return self._last(tuple(self._ours(message) for message in final))
         if prompt[: len(before)] != before:
             raise EnvError(
-                f"{type(source_env).__name__}.get_prompt_messages rewrites earlier messages; use a policy of rollout.history "
-                "for that, and let the environment only append messages"
+                f"{type(source_env).__name__}.get_prompt_messages rewrites earlier messages; use a "
+                "policy of rollout.history for that, and let the environment only append messages"
             )
         self._prompt = prompt
         return Step(tuple(self._ours(message) for message in prompt[len(before) :]))
@@ -171,19 +192,30 @@ class LegacyEnv(Env):
             await self._source_env.cleanup(self._state)
 
     def _last(self, observation: Sequence[Message] | None) -> Step:
-        """End by a stop condition of the environment. A limit of one turn terminates instead of truncating."""
+        """End by a stop condition of the environment.
+
+        A limit of one turn terminates instead of truncating.
+        """
         why = str(self._state.get("stop_condition"))
         cut = why in _TRUNCATING and getattr(self._source_env, "max_turns", 0) != 1
         return Step(observation, terminated=not cut, truncated=cut, info={"stop_condition": why})
 
     def _normal(self, messages: Any) -> list[Any]:
-        return list(importlib.import_module(f"{self._vf.__name__}.utils.message_utils").normalize_messages(messages))
+        return list(
+            importlib.import_module(f"{self._vf.__name__}.utils.message_utils").normalize_messages(
+                messages
+            )
+        )
 
     def _response(self, action: Action) -> Any:
         """Convert a reply to the verifiers format."""
         types: Any = importlib.import_module(f"{self._vf.__name__}.types")
         calls = [
-            types.ToolCall(id=call.id or f"call_{number}", name=call.name, arguments=json.dumps(dict(call.arguments)))
+            types.ToolCall(
+                id=call.id or f"call_{number}",
+                name=call.name,
+                arguments=json.dumps(dict(call.arguments)),
+            )
             for number, call in enumerate(action.tool_calls if self.tools else ())
         ]
         message = types.ResponseMessage(
@@ -193,37 +225,58 @@ class LegacyEnv(Env):
             finish_reason="length" if action.truncated else "tool_calls" if calls else "stop",
             is_truncated=action.truncated,
         )
-        return types.Response(id="turnwright", created=int(time.time()), model="turnwright", message=message)
+        return types.Response(
+            id="turnwright", created=int(time.time()), model="turnwright", message=message
+        )
 
     def _ours(self, message: Any) -> Message:
         """Convert a message of verifiers."""
-        row = {key: value for key, value in message.model_dump(mode="json").items() if value is not None}
+        row = {
+            key: value
+            for key, value in message.model_dump(mode="json").items()
+            if value is not None
+        }
         row["tool_calls"] = [
-            {"id": call["id"], "name": call["name"], "arguments": call["arguments"]} for call in row.get("tool_calls", ())
+            {"id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+            for call in row.get("tool_calls", ())
         ]
         return Message.of(row)
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    if not isinstance(message.content, str) and any(not isinstance(part, str) for part in message.content):
-        raise EnvError("verifiers_env: a task with images; environments of verifiers are played with texts only")
+    if not isinstance(message.content, str) and any(
+        not isinstance(part, str) for part in message.content
+    ):
+        raise EnvError(
+            "verifiers_env: a task with images; environments of verifiers are played with texts "
+            "only"
+        )
     row = message.to_dict() | {"content": message.text}
-    row["tool_calls"] = [call.to_dict() | {"id": call.id or f"call_{n}"} for n, call in enumerate(message.tool_calls)]
+    row["tool_calls"] = [
+        call.to_dict() | {"id": call.id or f"call_{n}"} for n, call in enumerate(message.tool_calls)
+    ]
     return {key: value for key, value in row.items() if value} | {"content": message.text}
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    body = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.parameters or {})}
+    body = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": dict(tool.parameters or {}),
+    }
     return {"type": "function", "function": body}
 
 
 @functools.cache
 def _no_client(vf: Any) -> Any:
-    """Return a stand-in for the model client that verifiers requires; calling it raises an error."""
+    """Return a stand-in for the model client that verifiers requires; calling it raises an error."""  # noqa: E501
     base: Any = importlib.import_module(f"{vf.__name__}.clients").Client
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise EnvError("verifiers_env: the environment asks state['client'] for a reply, and here the rollout does")
+        raise EnvError(
+            "verifiers_env: the environment asks state['client'] for a reply, and here the "
+            "rollout does"
+        )
 
     methods = {name: refuse for name in base.__abstractmethods__}
     return type("NoClient", (base,), methods | {"get_response": refuse})(None)

@@ -1,4 +1,5 @@
-"""The control of each task, and of the game of `make quickstart-llm`: the rewards of a group's episodes change places.
+"""The control of each task, and of the game of `make quickstart-llm`: the rewards of a
+group's episodes change places.
 
 So nothing can be learned. Write `shuffled.py:Lookups` in place of `lookups.py:Lookups`: the names
 are the same, and so are the tasks, the draws and the warm-up. Held-out episodes keep their rewards.

@@ -28,11 +28,14 @@ RULES = (
 )
 WHO = ("Ann", "Ben", "Carl", "Eva", "Jack", "Mary", "Paul", "Tom")
 STORIES = {
-    "{who} has {a} boxes with {b} pens each and gives away {c} pens. How many pens are left?": "* -",
+    "{who} has {a} boxes with {b} pens each and gives away {c} pens. How many pens are left?": "* "
+    "-",
     "{who} bakes {a} trays of {b} rolls each, and {c} rolls more. How many rolls are there?": "* +",
     "{who} has {a} coins, finds {b} coins and then loses {c}. How many coins are left?": "+ -",
-    "{who} buys {a} red cups and {b} blue cups. Each cup costs {c} dollars. How many dollars is that?": "+ *",
-    "{who} packs {a} bags with {b} nuts each, adds {c} nuts and eats {d}. How many nuts are left?": "* + -",
+    "{who} buys {a} red cups and {b} blue cups. Each cup costs {c} dollars. How many "
+    "dollars is that?": "+ *",
+    "{who} packs {a} bags with {b} nuts each, adds {c} nuts and eats {d}. How many nuts "
+    "are left?": "* + -",
     "{who} reads {a} pages each morning and {b} each evening for {c} days, but skips {d} pages. "
     "How many pages is that?": "+ * -",
 }

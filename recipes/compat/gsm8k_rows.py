@@ -1,8 +1,9 @@
-"""Word problems in the columns of GSM8K, for recipes/compat: `python recipes/compat/gsm8k_rows.py verl` (or `skyrl`, or both)
-writes gsm8k/*.jsonl.
+"""Word problems in the columns of GSM8K, for recipes/compat:
+`python recipes/compat/gsm8k_rows.py verl` (or `skyrl`, or both) writes gsm8k/*.jsonl.
 
-The problems add two small numbers, so that a tiny model can learn them. The warm-up's conversations are mostly wrong: what is
-left to learn is the sum. Those of SkyRL come from its own environment's observations, those of verl from its own tool.
+The problems add two small numbers, so that a tiny model can learn them. The warm-up's conversations
+are mostly wrong: what is left to learn is the sum. Those of SkyRL come from its own environment's
+observations, those of verl from its own tool.
 """
 
 import asyncio
@@ -40,7 +41,13 @@ def problems() -> list[tuple[str, int, int]]:
         for thing in THINGS:
             for first in range(1, 6):
                 for second in range(1, 6):
-                    found.append((f"{name} has {first} {thing} and gets {second} more. How many now?", first, second))
+                    found.append(
+                        (
+                            f"{name} has {first} {thing} and gets {second} more. How many now?",
+                            first,
+                            second,
+                        )
+                    )
     random.Random(0).shuffle(found)
     return found
 
@@ -95,10 +102,14 @@ def verl_row(question: str, first: int, second: int) -> dict:
 def verl_tool() -> Any:
     """verl's tool; our stand-in where the installed release has none."""
     schemas = import_object("verl.tools.schemas:OpenAIFunctionToolSchema", "verl")
-    return import_object("verl.tools.gsm8k_tool:Gsm8kTool", "verl")({}, schemas.model_validate(SCHEMA))
+    return import_object("verl.tools.gsm8k_tool:Gsm8kTool", "verl")(
+        {}, schemas.model_validate(SCHEMA)
+    )
 
 
-async def verl_conversation(tool: Any, question: str, first: int, second: int, rng: random.Random) -> dict:
+async def verl_conversation(
+    tool: Any, question: str, first: int, second: int, rng: random.Random
+) -> dict:
     instance, _ = await tool.create(ground_truth=str(first + second))
     answer = guess(first, second, rng, VERL_RIGHT)
     call = {"type": "function", "function": {"name": TOOL, "arguments": {"answer": answer}}}

@@ -1,6 +1,7 @@
 """The reward of recipes/compat/verl_gsm8k.toml, as a file for verl's `custom_reward_function.path`.
 
-The tool's own reward is 1 for a right answer, so a success (1 or more) needs both: the tool's and the last reply's.
+The tool's own reward is 1 for a right answer, so a success (1 or more) needs both: the
+tool's and the last reply's.
 """
 
 from verl.utils.reward_score import gsm8k

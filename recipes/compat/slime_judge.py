@@ -1,7 +1,8 @@
-"""The judge of recipes/compat/slime_radar.toml: an HTTP server that takes some milliseconds and now and then answers 503.
+"""The judge of recipes/compat/slime_radar.toml: an HTTP server that takes some milliseconds and
+now and then answers 503.
 
-`python recipes/compat/slime_judge.py` serves on port 8799; name it by `[env.args] args = { judge = "127.0.0.1:8799" }`. Without
-one, the environment starts its own.
+`python recipes/compat/slime_judge.py` serves on port 8799; name it by
+`[env.args] args = { judge = "127.0.0.1:8799" }`. Without one, the environment starts its own.
 """
 
 import json

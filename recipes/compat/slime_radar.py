@@ -1,5 +1,6 @@
-"""An interaction environment written to slime's interface: pictures of a goal around the middle, and one word for each, the way
-to the goal. A judge scores the word over HTTP, in the synchronous `step`."""
+"""An interaction environment written to slime's interface: pictures of a goal around the
+middle, and one word for each, the way to the goal. A judge scores the word over HTTP, in
+the synchronous `step`."""
 
 from functools import cache
 
@@ -27,7 +28,11 @@ class RadarEnv(BaseInteractionEnv):
         info = {"reward": score / len(self.pictures), "score": score}
         if self.turn == len(self.pictures):
             return {}, True, info
-        return {"obs_str": "", "multi_modal_data": {"image": [draw(**self.pictures[self.turn])]}}, False, info
+        return (
+            {"obs_str": "", "multi_modal_data": {"image": [draw(**self.pictures[self.turn])]}},
+            False,
+            info,
+        )
 
 
 def build_env(sample=None, args=None):

@@ -1,7 +1,9 @@
-"""Rows and pictures of recipes/compat/slime_radar.toml: `python recipes/compat/slime_rows.py` writes slime_radar/*.jsonl.
+"""Rows and pictures of recipes/compat/slime_radar.toml: `python recipes/compat/slime_rows.py`
+writes slime_radar/*.jsonl.
 
-A picture has a blue square in the middle and a goal one or two fields away. Each place has one colour that only the held-out
-rows show. The warm-up's conversations mostly follow a habit: what is left to learn is to look.
+A picture has a blue square in the middle and a goal one or two fields away. Each place has one
+colour that only the held-out rows show. The warm-up's conversations mostly follow a habit: what is
+left to learn is to look.
 """
 
 import base64
@@ -49,7 +51,12 @@ def pictures(rng, held_out):
 
 
 def row(found):
-    return {"prompt": f"<image>{ASK}", "images": [data_uri(draw(**found[0]))], "label": "", "metadata": {"pictures": found}}
+    return {
+        "prompt": f"<image>{ASK}",
+        "images": [data_uri(draw(**found[0]))],
+        "label": "",
+        "metadata": {"pictures": found},
+    }
 
 
 def demonstrate(goal, rng):
@@ -65,7 +72,9 @@ def conversation(found, rng):
     messages: list[dict] = []
     for one in found:
         text = [] if messages else [{"type": "text", "text": ASK}]
-        messages.append({"role": "user", "content": [{"type": "image", "image": data_uri(draw(**one))}, *text]})
+        messages.append(
+            {"role": "user", "content": [{"type": "image", "image": data_uri(draw(**one))}, *text]}
+        )
         messages.append({"role": "assistant", "content": demonstrate(one["goal"], rng)})
     return {"messages": messages}
 
@@ -79,7 +88,9 @@ def write(folder):
         "warmup": [conversation(pictures(rng, False), rng) for _ in range(1500)],
     }
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in rows), "utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Rows of sums for recipes/compat/swift_tips.toml: `python recipes/compat/swift_rows.py` writes swift_tips/*.jsonl.
+"""Rows of sums for recipes/compat/swift_tips.toml: `python recipes/compat/swift_rows.py`
+writes swift_tips/*.jsonl.
 
-The warm-up's conversations are mostly wrong, with and without a second look in the same message: the sum is left to learn.
+The warm-up's conversations are mostly wrong, with and without a second look in the same message:
+the sum is left to learn.
 """
 
 import json
@@ -41,7 +43,12 @@ def conversation(question: str, first: int, second: int, rng: random.Random) -> 
     if rng.random() < 0.5:
         again, answer = work(first, second, rng, RIGHT_AFTER_TIP)
         line += TIP + again
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": line + answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": line + answer},
+        ]
+    }
 
 
 def write(folder: Path) -> None:
@@ -54,7 +61,9 @@ def write(folder: Path) -> None:
         "warmup": [conversation(*one, rng) for one in train * 3],
     }
     for name, rows in files.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows), "utf-8")
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in rows), "utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A scheduler and a reward written for ms-swift: after a wrong sum, go back to before the answer and look again."""
+"""A scheduler and a reward written for ms-swift: after a wrong sum, go back to before the
+answer and look again."""
 
 import re
 
@@ -26,7 +27,9 @@ class SumTips(MultiTurnScheduler):
     def step(self, infer_request, response_choice, current_turn):
         text, ids = response_choice.message.content, list(response_choice.token_ids)
         kept = text.partition("####")[0]
-        size = max(n for n in range(len(ids) + 1) if kept.startswith(self.tokenizer.decode(ids[:n])))
+        size = max(
+            n for n in range(len(ids) + 1) if kept.startswith(self.tokenizer.decode(ids[:n]))
+        )
         tip = self.tokenizer.encode(TIP, add_special_tokens=False)
         infer_request.messages[-1]["content"] = self.tokenizer.decode(ids[:size]) + TIP
         return {
@@ -39,7 +42,10 @@ class SumTips(MultiTurnScheduler):
 
 class SumReward(ORM):
     def __call__(self, completions, solution, **kwargs):
-        return [float(right(text, expected)) for text, expected in zip(completions, solution, strict=True)]
+        return [
+            float(right(text, expected))
+            for text, expected in zip(completions, solution, strict=True)
+        ]
 
 
 multi_turns["sum_tips"] = SumTips

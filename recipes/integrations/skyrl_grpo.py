@@ -1,9 +1,11 @@
 """SkyRL's trainer on a Turnwright environment, with the flags of SkyRL's own program.
 
-    python recipes/integrations/skyrl_grpo.py --rows data/hop
-    python recipes/integrations/skyrl_grpo.py data.train_data="['data/hop/train.parquet']" trainer.policy.model.path=MODEL ...
+    python recipes/integrations/skyrl_grpo.py --rows data/hop python
+    recipes/integrations/skyrl_grpo.py data.train_data="['data/hop/train.parquet']"
+    trainer.policy.model.path=MODEL ...
 
-ENV names the environment (hop), in both. Needs `pip install skyrl` (its generator was tried: 0.3.0) and GPUs.
+ENV names the environment (hop), in both. Needs `pip install skyrl` (its generator
+was tried: 0.3.0) and GPUs.
 """
 
 import os
@@ -15,7 +17,9 @@ from turnwright_compat.skyrl.rollout import SkyRLEpisodes, TurnwrightGenerator
 
 def make_episodes() -> SkyRLEpisodes:
     """The same tasks for the rows and for the trainer: by number and seed."""
-    return SkyRLEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/skyrl/episodes")
+    return SkyRLEpisodes(
+        os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/skyrl/episodes"
+    )
 
 
 def write_rows(folder: Path) -> None:

@@ -1,8 +1,10 @@
-"""slime's or Miles' trainer on a Turnwright environment: a module with the custom generate function, and the rows.
+"""slime's or Miles' trainer on a Turnwright environment: a module with the custom
+generate function, and the rows.
 
-    python recipes/integrations/slime_generate.py data/hop
-    PYTHONPATH=recipes/integrations python train.py --custom-generate-function-path slime_generate.generate \
-        --prompt-data data/hop/train.jsonl --input-key prompt --label-key label --metadata-key metadata ...
+    python recipes/integrations/slime_generate.py data/hop PYTHONPATH=recipes/integrations python
+    train.py --custom-generate-function-path slime_generate.generate \
+        --prompt-data data/hop/train.jsonl --input-key prompt --label-key label
+        --metadata-key metadata ...
 
 ENV names the environment (hop), in both. Needs slime or Miles, and GPUs.
 """
@@ -14,7 +16,9 @@ from pathlib import Path
 
 from turnwright_compat.slime.rollout import SlimeEpisodes, make_generate
 
-episodes = SlimeEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/slime/episodes")
+episodes = SlimeEpisodes(
+    os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/slime/episodes"
+)
 generate = make_generate(episodes)
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""ms-swift's GRPO trainer on a Turnwright environment: a plugin of its rollout server, which also writes the rows.
+"""ms-swift's GRPO trainer on a Turnwright environment: a plugin of its rollout server,
+which also writes the rows.
 
-    python recipes/integrations/swift_plugin.py data/hop
-    swift rollout --model MODEL --external_plugins recipes/integrations/swift_plugin.py --multi_turn_scheduler turnwright \
+    python recipes/integrations/swift_plugin.py data/hop swift rollout --model MODEL
+    --external_plugins recipes/integrations/swift_plugin.py --multi_turn_scheduler turnwright \
         --vllm_use_async_engine true --max_turns 6
-    swift rlhf --rlhf_type grpo --model MODEL --dataset data/hop/train.jsonl --use_vllm true --vllm_mode server \
+    swift rlhf --rlhf_type grpo --model MODEL --dataset data/hop/train.jsonl --use_vllm
+    true --vllm_mode server \
         --vllm_server_pass_dataset true --use_gym_env true ...
 
-ENV names the environment (hop), in both. Needs `pip install ms-swift` (its scheduler was tried: 4.6.0) and GPUs.
+ENV names the environment (hop), in both. Needs `pip install ms-swift` (its scheduler
+was tried: 4.6.0) and GPUs.
 """
 
 import json
@@ -16,7 +19,9 @@ from pathlib import Path
 
 from turnwright_compat.swift.rollout import SwiftEpisodes, make_scheduler
 
-episodes = SwiftEpisodes(os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/swift/episodes")
+episodes = SwiftEpisodes(
+    os.environ.get("ENV", "hop"), n_tasks=4096, n_eval=256, out="runs/swift/episodes"
+)
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

@@ -1,7 +1,8 @@
-"""TRL's GRPOTrainer on a Turnwright environment: `python recipes/integrations/trl_grpo.py MODEL --env hop --steps 100`.
+"""TRL's GRPOTrainer on a Turnwright environment:
+`python recipes/integrations/trl_grpo.py MODEL --env hop --steps 100`.
 
-MODEL is a Hugging Face model directory; the checkpoint `warmed` of a Turnwright run is one. Needs `pip install trl` (tried:
-1.16.0).
+MODEL is a Hugging Face model directory; the checkpoint `warmed` of a Turnwright run is one. Needs
+`pip install trl` (tried: 1.16.0).
 """
 
 import argparse
@@ -23,7 +24,9 @@ parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--out", default="runs/trl")
 args = parser.parse_args()
 
-play = TurnwrightRollout(args.env, n_tasks=4096, limits=tw.Limits(turns=6, turn_tokens=32), out=f"{args.out}/episodes")
+play = TurnwrightRollout(
+    args.env, n_tasks=4096, limits=tw.Limits(turns=6, turn_tokens=32), out=f"{args.out}/episodes"
+)
 trainer = GRPOTrainer(
     AutoModelForCausalLM.from_pretrained(args.model),
     turnwright_reward,

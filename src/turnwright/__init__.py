@@ -1,6 +1,7 @@
 """Turnwright trains LLM and VLM agents by multi-turn reinforcement learning, token for token.
 
-Names are loaded when they are first used, so that `import turnwright` costs milliseconds and needs no torch.
+Names are loaded when they are first used, so that `import turnwright` costs
+milliseconds and needs no torch.
 """
 
 from typing import TYPE_CHECKING, Any

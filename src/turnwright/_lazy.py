@@ -1,4 +1,5 @@
-"""Names of a package that are loaded when they are first used, and that type checkers know all the same."""
+"""Names of a package that are loaded when they are first used, and that type
+checkers know all the same."""
 
 import ast
 from collections.abc import Callable, Mapping
@@ -7,22 +8,34 @@ from pathlib import Path
 from typing import Any
 
 
-def lazy_names(package: str, file: str, moved: Mapping[str, str] = {}) -> tuple[list[str], Callable[[str], Any]]:
-    """Return `__all__` and `__getattr__` of a package whose names are loaded when they are first used.
+def lazy_names(
+    package: str, file: str, moved: Mapping[str, str] = {}
+) -> tuple[list[str], Callable[[str], Any]]:
+    """Return `__all__` and `__getattr__` of a package whose names are loaded
+    when they are first used.
 
-    The names are those that `file`, the package's `__init__.py`, imports under `TYPE_CHECKING`. So they are written once, a
-    type checker sees ordinary imports, and `import` of the package loads none of them.
+    The names are those that `file`, the package's `__init__.py`, imports under
+    `TYPE_CHECKING`. So they are written once, a type checker sees ordinary imports, and
+    `import` of the package loads none of them.
 
     Args:
         moved: names that another package has -> that package.
     """
     home: dict[str, str] = {}
     for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if not (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+        if not (
+            isinstance(node, ast.If)
+            and isinstance(node.test, ast.Name)
+            and node.test.id == "TYPE_CHECKING"
+        ):
             continue
         for imported in node.body:
             if isinstance(imported, ast.ImportFrom) and imported.module is not None:
-                home |= {alias.name: imported.module for alias in imported.names if alias.asname == alias.name}
+                home |= {
+                    alias.name: imported.module
+                    for alias in imported.names
+                    if alias.asname == alias.name
+                }
 
     def load(name: str) -> Any:
         if name in moved:

@@ -37,20 +37,24 @@ def train(
     """Train an agent, like `turnwright train`, with objects instead of names.
 
     Args:
-        env: an `Env` class, another factory of environments, a play function, or what a recipe names: a built-in
-            environment, `file.py:Name`.
+        env: an `Env` class, another factory of environments, a play function, or what a recipe
+            names: a built-in environment, `file.py:Name`.
         tasks: training tasks; None asks the environment.
         eval_tasks: held-out tasks; None asks the environment, or holds out about a fifth of `tasks`
             (selected by content; none of fewer than five).
-        model: a Hugging Face model directory or `turnwright.tiny(...)`; None is `turnwright.tiny()`.
+        model: a Hugging Face model directory or `turnwright.tiny(...)`;
+            None is `turnwright.tiny()`.
         out: the run directory.
         seed: seed of every random draw.
-        history: earlier turns in the prompt, as in `turnwright.rollout`; a policy object must be passed again to resume.
-        rules: handling of invalid actions and failures, as in `turnwright.rollout`; must be passed again to resume.
+        history: earlier turns in the prompt, as in `turnwright.rollout`; a policy object must
+            be passed again to resume.
+        rules: handling of invalid actions and failures, as in `turnwright.rollout`;
+            must be passed again to resume.
         display: `auto`, `rich`, `plain` or `none`.
-        resume: resume the run in `out` with its own settings; `env` and the tasks must be passed again, and more steps
-            (`train={"steps": 200}`) extend it.
-        settings: sections of the configuration as dicts or dataclasses, such as `train={"steps": 20}`.
+        resume: resume the run in `out` with its own settings; `env` and the tasks must be passed
+            again, and more steps (`train={"steps": 200}`) extend it.
+        settings: sections of the configuration as dicts or dataclasses,
+            such as `train={"steps": 20}`.
 
     Returns:
         The run directory.
@@ -69,28 +73,57 @@ def train(
     policy = None if isinstance(history, str) else history
     history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
     if resume:
-        sections = {name: value if isinstance(value, Mapping) else changed(value) for name, value in settings.items()}
-        words = [f"--{name}.{key}={value}" for name, section in sections.items() for key, value in section.items()]
+        sections = {
+            name: value if isinstance(value, Mapping) else changed(value)
+            for name, value in settings.items()
+        }
+        words = [
+            f"--{name}.{key}={value}"
+            for name, section in sections.items()
+            for key, value in section.items()
+        ]
         resolved = extend_run(Path(out), words)
     else:
-        names = [name for name in RunConfig.__dataclass_fields__ if name not in ("env", "out", "seed", "model")]
+        names = [
+            name
+            for name in RunConfig.__dataclass_fields__
+            if name not in ("env", "out", "seed", "model")
+        ]
         if unknown := [name for name in settings if name not in names]:
-            raise ConfigError(f"train() has no setting {unknown[0]!r}; {_likely_section(unknown[0], names)}")
-        chosen = tiny() if model is None else model if isinstance(model, ModelConfig) else ModelConfig(path=str(model))
+            raise ConfigError(
+                f"train() has no setting {unknown[0]!r}; {_likely_section(unknown[0], names)}"
+            )
+        chosen = (
+            tiny()
+            if model is None
+            else model
+            if isinstance(model, ModelConfig)
+            else ModelConfig(path=str(model))
+        )
         given = {"out": str(out), "seed": seed, "model": chosen, **settings}
         if history_key != "append":
             rollout = given.get("rollout", {})
-            given["rollout"] = (dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)) | {"history": history_key}
+            given["rollout"] = (
+                dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)
+            ) | {"history": history_key}
         resolved = from_python(given, "tw.train()")
     target, name = (load_object(env), env) if isinstance(env, str) else (env, "")
-    spec = as_env_spec(target, name=name, where=name, tasks=listed, eval_tasks=None if eval_tasks is None else list(eval_tasks))
+    spec = as_env_spec(
+        target,
+        name=name,
+        where=name,
+        tasks=listed,
+        eval_tasks=None if eval_tasks is None else list(eval_tasks),
+    )
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
         spec = replace(spec, rules=rules)
     with closing(make_display(display)) as watch:
         try:
             resumed = Path(out) if resume else None
-            path = run_training(resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy)
+            path = run_training(
+                resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy
+            )
         except ModuleNotFoundError as error:
             raise (missing_training(error) or error) from None
         watch.note(f"report: {path / 'report.html'}")
@@ -98,7 +131,8 @@ def train(
 
 
 def _likely_section(name: str, sections: Sequence[str]) -> str:
-    """Return what an unknown setting of `train` probably is: a misspelled section, or a key of one."""
+    """Return what an unknown setting of `train` probably is: a misspelled
+    section, or a key of one."""
     if near := did_you_mean(name, sections, 0.6):
         return near
     key = name.rpartition(".")[2]

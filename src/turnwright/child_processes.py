@@ -1,8 +1,8 @@
 """Processes that this one starts.
 
-Each leads a session of its own, so Ctrl-C in a terminal reaches it through this process alone, and everything that it started
-in turn is killed with it. Fork servers, trackers, sandboxes and engine servers are all `ChildProcess`; what is said to them is
-theirs.
+Each leads a session of its own, so Ctrl-C in a terminal reaches it through this process alone, and
+everything that it started in turn is killed with it. Fork servers, trackers, sandboxes and engine
+servers are all `ChildProcess`; what is said to them is theirs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _STARTED_IN = os.getcwd()
 
 _PR_SET_PDEATHSIG = 1
 _EXEC_AND_END_WITH_PARENT = (
-    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' else None; "
-    "signal.pthread_sigmask(signal.SIG_SETMASK, ()); os.execvpe(sys.argv[1], sys.argv[1:], os.environ)"
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, 15) if sys.platform == 'linux' "
+    "else None; signal.pthread_sigmask(signal.SIG_SETMASK, ()); os.execvpe(sys.argv[1], "
+    "sys.argv[1:], os.environ)"
 )
 """Becomes another program, and needs no module of this package.
 
@@ -34,18 +35,21 @@ Signals that the starting thread blocks reach that program again.
 
 
 def python_path() -> str:
-    """Return a `PYTHONPATH` by which a child process finds what this process finds, from any working directory."""
+    """Return a `PYTHONPATH` by which a child process finds what this process finds, from
+    any working directory."""
     entries = [os.path.join(_STARTED_IN, entry) for entry in sys.path]
     return os.pathsep.join(dict.fromkeys(entries))
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this package with this interpreter; it needs `python_path`."""
+    """Return the command that runs a module of this package with this interpreter;
+    it needs `python_path`."""
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def end_with_parent(number: int) -> None:
-    """Ask Linux to send this process a signal when the thread that started it ends; elsewhere do nothing."""
+    """Ask Linux to send this process a signal when the thread that started it ends;
+    elsewhere do nothing."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -58,12 +62,13 @@ def exit_words(status: int) -> str:
 
 
 class ChildProcess:
-    """A process that leads a session of its own. When its end is noticed, what is left of the session is killed.
+    """A process that leads a session of its own. When its end is noticed, what is left
+    of the session is killed.
 
     Example::
 
-        child = ChildProcess(python_module("my_module"), env=os.environ | {"PYTHONPATH": python_path()})
-        child.end(patience_s=5.0)
+        child = ChildProcess(python_module("my_module"), env=os.environ | {"PYTHONPATH":
+        python_path()}) child.end(patience_s=5.0)
     """
 
     def __init__(
@@ -78,7 +83,8 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         ends_with_parent: bool = False,
     ) -> None:
-        """Start it; pipes are unbuffered. With `ends_with_parent` a program of others gets SIGTERM when this process ends.
+        """Start it; pipes are unbuffered. With `ends_with_parent` a program of others gets
+        SIGTERM when this process ends.
 
         Raises:
             OSError: where the command cannot be started.
@@ -146,7 +152,8 @@ class ChildProcess:
                     pipe.close()
 
     def _kill_session(self) -> None:
-        """Kill the session once: some time after its leader's end, its id may be that of another one."""
+        """Kill the session once: some time after its leader's end, its id may
+        be that of another one."""
         if not self._session_killed:
             self._session_killed = True
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,7 +1,7 @@
 """Exceptions of Turnwright.
 
 TurnwrightError
-├── UsageError (ValueError)            user error: the command line prints one line and exits with status 2
+├── UsageError (ValueError)            user error: the command line prints one line, exits with status 2
 │   ├── ConfigError                    invalid recipe, override or referenced file
 │   ├── ModelError                     unusable model directory
 │   ├── TemplateError                  chat template that cannot be rendered exactly
@@ -12,7 +12,7 @@ TurnwrightError
 │   └── MediaError                     unusable image or video
 ├── ProcessDied (RuntimeError)         process of an isolated environment exited
 ├── ServerError (RuntimeError)         server of a remote environment failed or is unreachable
-├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, which becomes an observation
+├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, an observation
 ├── RewardError (ValueError)           reward that is not a finite number, or out of range
 ├── JudgeError (RuntimeError)          no usable answer from a judge or simulated user
 ├── RepeatedUserError (RuntimeError)   same bug in user code in many episodes: the run stops
@@ -21,11 +21,11 @@ TurnwrightError
 ├── EngineError (RuntimeError)         engine failed
 │   ├── BackendContractError           engine's answer does not match the request
 │   │   └── StaleWeights               server answered with weights of another policy version
-│   └── EngineUnavailable              no answer from a server: connection, deadline, 5xx; retry there or elsewhere
+│   └── EngineUnavailable              no answer from a server: connection, deadline, 5xx; retry elsewhere
 ├── SyncError (RuntimeError)           weight update failed
 ├── RoutesMissing (RuntimeError)       expert routes needed for training were not reported
 └── TraceError (RuntimeError)          unreadable or unwritable run directory
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class EnvError(TurnwrightError, RuntimeError):
 class MediaError(EnvError):
     """An image or a video that is broken, over a limit, unknown, or unsupported by the model.
 
-    `bug` marks an error in user code that recurs every time: an image without `alt`, for a text-only model.
+    `bug` marks an error in user code that recurs every time: an image without
+    `alt`, for a text-only model.
     """
 
     bug = False
@@ -96,7 +97,8 @@ class ProcessDied(TurnwrightError, RuntimeError):
 class ServerError(TurnwrightError, RuntimeError):
     """The server of a remote environment failed; `code` is the server's error code.
 
-    Besides the server's own codes: `connection` (unreachable, or disconnected) and `schema` (an answer in another format).
+    Besides the server's own codes: `connection` (unreachable, or disconnected) and `schema` (an
+    answer in another format).
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -118,8 +120,8 @@ class RewardError(TurnwrightError, ValueError):
 class JudgeError(TurnwrightError, RuntimeError):
     """No usable answer from a judge or a simulated user; `cause` names the reason in one word.
 
-    `deadline`, `connection`, `status` (an HTTP error), `schema` (an answer in another format), `verdict` (no verdict in the
-    answer), `budget`, `engine`, or a word of the judge's own.
+    `deadline`, `connection`, `status` (an HTTP error), `schema` (an answer in another format),
+    `verdict` (no verdict in the answer), `budget`, `engine`, or a word of the judge's own.
     """
 
     def __init__(self, cause: str, message: str) -> None:
@@ -132,8 +134,8 @@ class RepeatedUserError(TurnwrightError, RuntimeError):
 
 
 class ToolFailure(TurnwrightError, RuntimeError):
-    """Raised by a tool for a failure through no fault of the model (a service is down). The episode fails and is not trained
-    on.
+    """Raised by a tool for a failure through no fault of the model (a service is down). The episode
+    fails and is not trained on.
     """
 
 
@@ -163,7 +165,8 @@ class StaleWeights(BackendContractError):
 
 
 class EngineUnavailable(EngineError):
-    """A server gave no answer (connection, deadline, 5xx); the same request may be retried, there or elsewhere."""
+    """A server gave no answer (connection, deadline, 5xx); the same request may be
+    retried, there or elsewhere."""
 
 
 class SyncError(TurnwrightError, RuntimeError):
@@ -185,18 +188,23 @@ def missing_training(error: ModuleNotFoundError) -> UsageError | None:
     """Return the error for a missing package that training needs; None for any other module."""
     if error.name is None or error.name.partition(".")[0] not in _TRAINING:
         return None
-    return UsageError(f"{error.name} is not installed; training and local models need it: pip install 'turnwright[train]'")
+    return UsageError(
+        f"{error.name} is not installed; training and local models need it: pip install "
+        "'turnwright[train]'"
+    )
 
 
 def first_exception(error: BaseException) -> BaseException:
-    """Return the first exception of an exception group, nested ones included; any other exception unchanged."""
+    """Return the first exception of an exception group, nested ones included; any
+    other exception unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
-    """Return `did you mean 'x'?` for the closest choice other than the word itself, or an empty string."""
+    """Return `did you mean 'x'?` for the closest choice other than the word
+    itself, or an empty string."""
     others = [choice for choice in choices if choice != word]
     near = difflib.get_close_matches(word, others, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
@@ -209,7 +217,10 @@ def suggest_or_list(word: str, choices: Iterable[str]) -> str:
 
 
 def words(value: object, convert: Callable[[object], str] = str) -> str:
-    """Convert a value of user code to text, with `str` or `repr`. Never fails: an exception is named in place of the text."""
+    """Convert a value of user code to text, with `str` or `repr`.
+
+    Never fails: an exception is named in place of the text.
+    """
     try:
         return str.__str__(convert(value))
     except KeyboardInterrupt:

@@ -1,4 +1,5 @@
-"""Reading of files that a user, a model or a run's directory names: neither a named pipe nor a nested value stops a command."""
+"""Reading of files that a user, a model or a run's directory names: neither a named pipe nor a
+nested value stops a command."""
 
 from __future__ import annotations
 
@@ -18,13 +19,17 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _ALREADY_OPEN = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""Paths of what this process has open, such as `<(command)` of a shell. Opening them does not wait."""
+"""Paths of what this process has open, such as `<(command)` of a shell.
+
+Opening them does not wait.
+"""
 
 
 def resolved(path: str | Path, folder: Path = Path()) -> Path:
     """Return an absolute path with links followed and `~` expanded; a relative one is in `folder`.
 
-    What cannot be followed stays as it is, such as a loop of links or an unknown user: whoever opens it learns what is wrong.
+    What cannot be followed stays as it is, such as a loop of links or an unknown user: whoever
+    opens it learns what is wrong.
     """
     whole = folder / os.path.expanduser(path)
     try:
@@ -37,7 +42,8 @@ def open_file(path: Path) -> BinaryIO:
     """Open a file for reading.
 
     Raises:
-        OSError: as `open` does, and for a named pipe, which would wait for a writer, a socket or a device.
+        OSError: as `open` does, and for a named pipe, which would wait for a
+            writer, a socket or a device.
     """
     if str(path).startswith(_ALREADY_OPEN):
         return path.open("rb")
@@ -91,9 +97,11 @@ _FULL = {
 
 
 def why_not_written(error: BaseException) -> str:
-    """Return why the system could not write, if that is what an exception is about, else an empty string.
+    """Return why the system could not write, if that is what an exception is
+    about, else an empty string.
 
-    safetensors and tokenizers raise exceptions of their own, which have the number in their message only.
+    safetensors and tokenizers raise exceptions of their own, which have the
+    number in their message only.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return _FULL.get(error.errno, "")
@@ -102,7 +110,8 @@ def why_not_written(error: BaseException) -> str:
 
 
 def check_regular(paths: Iterable[Path]) -> None:
-    """Raise `OSError` for the first path that is a named pipe, a socket or a device, for libraries that open files by name."""
+    """Raise `OSError` for the first path that is a named pipe, a socket or a device, for libraries
+    that open files by name."""
     for path in paths:
         try:
             mode = path.stat().st_mode

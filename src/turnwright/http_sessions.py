@@ -46,8 +46,8 @@ class HttpResponse:
 class HttpSessions:
     """Sessions of one client.
 
-    A session belongs to the event loop in which it was opened: notebooks and threads have their own.
-    Cookies are never kept, redirections never followed. Pickling leaves the sessions behind.
+    A session belongs to the event loop in which it was opened: notebooks and threads have their
+    own. Cookies are never kept, redirections never followed. Pickling leaves the sessions behind.
     """
 
     def __init__(
@@ -145,11 +145,16 @@ class HttpSessions:
         return known[0]
 
     async def _hold(self) -> AsyncGenerator[Any, None]:
-        """Yield a session and close it. An event loop that ends closes the generators that are left."""
+        """Yield a session and close it.
+
+        An event loop that ends closes the generators that are left.
+        """
         import aiohttp
 
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=self._keepalive_s),
+            connector=aiohttp.TCPConnector(
+                limit=self._connections, keepalive_timeout=self._keepalive_s
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
             trust_env=self._proxies,
@@ -183,5 +188,7 @@ async def _read(response: Any, most: int, pieces: list[bytes] | None) -> bytes:
     return b"".join(taken) if pieces is None else b""
 
 
-def _by_loop() -> WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]]:
+def _by_loop() -> WeakKeyDictionary[
+    asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]
+]:
     return WeakKeyDictionary()

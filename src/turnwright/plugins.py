@@ -1,4 +1,5 @@
-"""What packages add to turnwright, found by their entry points; ours beside the core and those of strangers alike.
+"""What packages add to turnwright, found by their entry points; ours beside the core and
+those of strangers alike.
 
 A package adds a thing by an entry point of the group of its kind, whose name is the name that
 recipes and commands use::
@@ -15,7 +16,7 @@ recipes and commands use::
 | `turnwright.trackers` | a class with `start`, `log` and `finish` | `trackers` |
 | `turnwright.frameworks` | a `turnwright.envs.foreign.Framework` | `envs.foreign` |
 | `turnwright.transports` | ours: groups (`[scale]`) or weights (`engine.tree`) elsewhere | `runs`, `training.servers` |
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ from turnwright.errors import ConfigError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Kind = Literal["environments", "commands", "engines", "parsers", "trackers", "frameworks", "transports"]
+Kind = Literal[
+    "environments", "commands", "engines", "parsers", "trackers", "frameworks", "transports"
+]
 
 PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
 """Packages beside the core in this distribution."""
-FOLDERS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("turnwright", *PACKAGES))
+FOLDERS = tuple(
+    f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("turnwright", *PACKAGES)
+)
 """Folders of the core and of these packages, as the paths of their files begin."""
 OURS: Mapping[Kind, Mapping[str, str]] = {
     "commands": {
@@ -90,14 +95,16 @@ def names(kind: Kind) -> list[str]:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """Return a thing by its kind and name; raise `ConfigError` where it is missing, or cannot be imported."""
+    """Return a thing by its kind and name; raise `ConfigError` where it is missing,
+    or cannot be imported."""
     what = f"{kind.removesuffix('s')} {name!r}"
     package = OURS.get(kind, {}).get(name)
     point = installed(kind).get(name)
     if package is not None:
         if point is None or find_spec(package) is None:
             raise ConfigError(
-                f"the {what} is part of {package}, which is not in this installation; install all of turnwright again"
+                f"the {what} is part of {package}, which is not in this installation; install all "
+                "of turnwright again"
             )
         return point.load()  # where an extra of ours is missing, its error says which
 

@@ -60,7 +60,8 @@ def run_training(
         watch: receives progress.
         env_specs: environments that replace those in the settings.
         history: a history policy that replaces the one in the settings.
-        began: `time.time()` and `time.process_time()` from which the run's times count; None is now.
+        began: `time.time()` and `time.process_time()` from which the run's
+            times count; None is now.
     """
     began = began or (time.time(), time.process_time())  # includes importing torch
     path = Path(resume) if resume is not None else Path(resolved.config.out)
@@ -157,7 +158,8 @@ def _load(
     specs: Sequence[EnvSpec],
     given: _Given,
 ) -> TrainingRun:
-    """Load models, engines and the state of a run; a mistake in a new one's settings leaves no files."""
+    """Load models, engines and the state of a run; a mistake in a new one's
+    settings leaves no files."""
     from turnwright.training.run import TrainingRun
     from turnwright.training.servers import ray_placer
 
@@ -255,9 +257,9 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
         recipe = resolved.recipe or "RECIPE"
         flag = changed[0].replace("_", "-")
         raise ConfigError(
-            f"--resume {run.given_path}: the warm-up is over, so warmup.{changed[0]} has no effect; "
-            f"leave it out, or start a new run: turnwright train {recipe} --out {run.given_path}-2 "
-            f"--warmup.{flag} {getattr(warmup, changed[0])}"
+            f"--resume {run.given_path}: the warm-up is over, so warmup.{changed[0]} has no "
+            f"effect; leave it out, or start a new run: turnwright train {recipe} --out "
+            f"{run.given_path}-2 --warmup.{flag} {getattr(warmup, changed[0])}"
         )
 
     recorded = files.read_json(run.path / "config.json")
@@ -278,7 +280,8 @@ def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
 
 
 def _finished(training_run: TrainingRun) -> str:
-    """Return a note with the command that extends a run, if it is finished and has its last checkpoint.
+    """Return a note with the command that extends a run, if it is finished and
+    has its last checkpoint.
 
     Else the note is empty.
     """

@@ -18,12 +18,13 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Handler of `STOP_SIGNALS`: the first one cancels the main task of a running event loop, so that what the command holds is
-    written; the next one, or one without a loop, raises `KeyboardInterrupt` wherever the main thread is.
+    """Handler of `STOP_SIGNALS`: the first one cancels the main task of a running event loop, so
+    that what the command holds is written; the next one, or one without a loop, raises
+    `KeyboardInterrupt` wherever the main thread is.
 
-    asyncio does this for SIGINT, except in a process that ignores it, as every process does that a script starts in the
-    background. There this class does it: a `KeyboardInterrupt` inside the loop would cancel all tasks at once, so that none
-    could wait for another one to end.
+    asyncio does this for SIGINT, except in a process that ignores it, as every process does that a
+    script starts in the background. There this class does it: a `KeyboardInterrupt` inside the loop
+    would cancel all tasks at once, so that none could wait for another one to end.
     """
 
     def __init__(self) -> None:
@@ -46,13 +47,16 @@ class StopSignals:
         elif self._main_task is not None and not self._main_task.done():
             task, self._main_task = self._main_task, None
             task.cancel()
-            task.get_loop().call_soon_threadsafe(lambda: None)  # wakes a loop that waits for its sockets
+            task.get_loop().call_soon_threadsafe(
+                lambda: None
+            )  # wakes a loop that waits for its sockets
         else:
             raise KeyboardInterrupt
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals in the body, except those that the process ignores (SIGHUP under nohup)."""
+        """Handle the signals in the body, except those that the process ignores
+        (SIGHUP under nohup)."""
         # A thread of Ray blocks SIGINT for all that it starts.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *STOP_SIGNALS])
         handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -64,7 +68,8 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, or to its cancellation by a signal, which becomes a `KeyboardInterrupt`."""
+        """Run a coroutine to its end, or to its cancellation by a signal, which becomes
+        a `KeyboardInterrupt`."""
         import asyncio  # not at the top: `turnwright --help` needs no event loop
 
         before = self.received
@@ -84,7 +89,8 @@ class StopSignals:
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine as `asyncio.run` does, under the signals that the command handles, if it handles any."""
+    """Run a coroutine as `asyncio.run` does, under the signals that the command
+    handles, if it handles any."""
     import asyncio
 
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -61,7 +61,8 @@ async def learn(
     renderer: ChatRenderer,
     seed: int = 0,
 ) -> AsyncIterator[tuple[int, list[Trajectory], float]]:
-    """Train `model` in place on STEPS * GROUPS tasks; yield each step's number, episodes and loss."""
+    """Train `model` in place on STEPS * GROUPS tasks; yield each step's
+    number, episodes and loss."""
     engine = LocalEngine(model, renderer=renderer)  # samples with a copy of the weights
     rollout = Rollout(engine, renderer, RolloutSettings(seed=seed))
 

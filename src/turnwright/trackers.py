@@ -1,8 +1,9 @@
 """Trackers, and a process for each that forwards the rows of a run's metrics.jsonl.
 
-The file is the queue between training and tracker. Training only appends to it, so a tracker cannot fill memory, hold a lock,
-or lose rows. The position in the file is saved, so a resumed run continues after the last row sent. A tracker's process ends
-when its standard input closes: with the training process, however that ended.
+The file is the queue between training and tracker. Training only appends to it, so a tracker cannot
+fill memory, hold a lock, or lose rows. The position in the file is saved, so a resumed run
+continues after the last row sent. A tracker's process ends when its standard input closes: with the
+training process, however that ended.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from turnwright.records.run_dir import complete_lines
 
 
 class Tracker(Protocol):
-    """Receives the rows of a run, in its own process; a tracker that hangs, raises or prints cannot harm the run."""
+    """Receives the rows of a run, in its own process; a tracker that hangs, raises or
+    prints cannot harm the run."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
-        """Start or resume the run, with its directory, `track.project`, `track.name` and its settings as in config.json.
+        """Start or resume the run, with its directory, `track.project`, `track.name` and its
+        settings as in config.json.
 
         The tracker's files belong in the folder `track` of the run directory.
         """
@@ -47,7 +50,8 @@ class Tracker(Protocol):
 
 
 def tracker_of(spec: str) -> Tracker:
-    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`; a ConfigError if it is none."""
+    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`; a
+    ConfigError if it is none."""
     from turnwright.envs.resolve import load_object
 
     try:
@@ -55,9 +59,14 @@ def tracker_of(spec: str) -> Tracker:
         tracker: Tracker = found()
     except UsageError as error:
         raise ConfigError(f"track.to = {spec!r}: {error}") from error
-    missing = [name for name in ("start", "log", "finish") if not callable(getattr(tracker, name, None))]
+    missing = [
+        name for name in ("start", "log", "finish") if not callable(getattr(tracker, name, None))
+    ]
     if missing:
-        raise ConfigError(f"track.to = {spec!r}: a tracker needs start, log and finish; it lacks {', '.join(missing)}")
+        raise ConfigError(
+            f"track.to = {spec!r}: a tracker needs start, log and finish; it lacks "
+            f"{', '.join(missing)}"
+        )
     return tracker
 
 
@@ -67,7 +76,9 @@ def folder_of(spec: str) -> str:
 
 
 POLL_S = 0.5
-MIN_FREE = 256 * 2**20  # free bytes on the run's disk below which a tracker stops, so that the run can still write
+MIN_FREE = (
+    256 * 2**20
+)  # free bytes on the run's disk below which a tracker stops, so that the run can still write
 MAX_FILE = 2**30  # maximum bytes of one file written by a tracker
 
 
@@ -90,7 +101,11 @@ class TrackerPosition:
     def __init__(self, run: Path, spec: str) -> None:
         self.path = run / "track" / f"{folder_of(spec)}.json"
         found = _saved(self.path)
-        self.offset, self.rows, self.error = integer(found.get("offset", 0)), integer(found.get("rows", 0)), ""
+        self.offset, self.rows, self.error = (
+            integer(found.get("offset", 0)),
+            integer(found.get("rows", 0)),
+            "",
+        )
 
     def save(self) -> None:
         """Save the position."""
@@ -107,7 +122,9 @@ def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
         row = mapping(parse(line))
         figures = {name: value for name, value in flatten_row(row) if name != "step"}
-        phase = "/".join(str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str))
+        phase = "/".join(
+            str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str)
+        )
         if figures and phase:
             tracker.log(phase, max(0, integer(row.get("step"))), figures)
             position.rows += 1
@@ -125,7 +142,9 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
         tracker.start(run, project, name, config)
         closed = False
         while not closed:
-            closed = bool(select.select([sys.stdin], [], [], POLL_S)[0])  # readable means closed: it receives no data
+            closed = bool(
+                select.select([sys.stdin], [], [], POLL_S)[0]
+            )  # readable means closed: it receives no data
             forward_rows(tracker, run, position)
         tracker.finish()
     except BaseException as error:
@@ -151,7 +170,10 @@ class TrackerProcesses:
     """One process per tracker; training only writes metrics.jsonl."""
 
     def __init__(self, to: Sequence[str], run: Path, project: str, name: str | None) -> None:
-        """Start the processes; `close` reports those that fail to start. The name of the run is by default the directory's."""
+        """Start the processes; `close` reports those that fail to start.
+
+        The name of the run is by default the directory's.
+        """
         self._run = run.resolve()
         self._processes: list[tuple[str, ChildProcess]] = []
         self._failed: list[str] = []
@@ -176,7 +198,8 @@ class TrackerProcesses:
         return self._run / "track" / f"{folder_of(spec)}.log"
 
     def close(self, patience_s: float | None = None) -> list[str]:
-        """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence for each that misses some."""
+        """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence
+        for each that misses some."""
         until = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         for _, process in self._processes:
             process.stdin.close()
@@ -196,8 +219,9 @@ class TrackerProcesses:
         if not is_stuck:
             why = f"failed: {single_line(str(position.get('error') or 'died'), 400)}"
         return (
-            f"tracker {spec} {why} after {position.get('rows', 0)} rows; metrics.jsonl has all of them, "
-            f"send the rest with: turnwright track {self._run} --to {spec} (see {self._log(spec)})"
+            f"tracker {spec} {why} after {position.get('rows', 0)} rows; metrics.jsonl has all of "
+            f"them, send the rest with: turnwright track {self._run} --to {spec} (see "
+            f"{self._log(spec)})"
         )
 
 

@@ -1,4 +1,5 @@
-"""Workers in other processes and on other machines: groups of episodes are placed on them, over HTTP or with Ray."""
+"""Workers in other processes and on other machines: groups of episodes are placed on them,
+over HTTP or with Ray."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,5 @@
-"""The seam: a worker plays one group of episodes, given as plain data, and passes on each of their events."""
+"""The seam: a worker plays one group of episodes, given as plain data, and passes on
+each of their events."""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from turnwright.records.serialization import Event
 from turnwright.types import EpisodeKey, GroupKey, Task
 
 OnTurn = Callable[[Event], None]
-"""Receives every event of a group's episodes in order, as in the journal, each before the next turn begins."""
+"""Receives every event of a group's episodes in order, as in the journal, each before
+the next turn begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One group to play: episodes of one task. A worker gets limits, rules and seed of the run when it joins."""
+    """One group to play: episodes of one task.
+
+    A worker gets limits, rules and seed of the run when it joins.
+    """
 
     env: str
     """Name of the environment in the recipe."""
@@ -44,7 +49,10 @@ class GroupSpec:
 
 
 class PlayedGroup(NamedTuple):
-    """End of a group. Its episodes are in the events, by value: what is trained is what the journal has."""
+    """End of a group.
+
+    Its episodes are in the events, by value: what is trained is what the journal has.
+    """
 
     key: GroupKey
     events: int
@@ -72,4 +80,5 @@ class WorkerLost(TurnwrightError, RuntimeError):
 
 
 class WorkerFailed(WorkerLost):
-    """A worker that is there, but could not play a group, sent what does not fit, or did nothing for too long."""
+    """A worker that is there, but could not play a group, sent what does not fit, or did
+    nothing for too long."""

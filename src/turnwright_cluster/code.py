@@ -1,4 +1,5 @@
-"""Fingerprints of the code that plays episodes, so that a worker with other code than the run's is noticed."""
+"""Fingerprints of the code that plays episodes, so that a worker with other code than
+the run's is noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from turnwright.envs.user_imports import PACKAGE
 
 
 def code_of(uses: Iterable[str]) -> dict[str, str]:
-    """Return a hash of this package, and of each loaded file of user code by its name; `uses` are the recipe's environments."""
+    """Return a hash of this package, and of each loaded file of user code by its name; `uses` are
+    the recipe's environments."""
     found = {"turnwright": _package()}
     named = {use.rpartition(":")[0] for use in uses}
     for name, module in sorted(sys.modules.items()):
@@ -25,7 +27,8 @@ def code_of(uses: Iterable[str]) -> dict[str, str]:
 
 
 def difference(run: Mapping[str, str], worker: Mapping[str, str]) -> str:
-    """Return the names of what differs, or an empty string; a file that only one of them has loaded so far does not count."""
+    """Return the names of what differs, or an empty string; a file that only one of them has loaded
+    so far does not count."""
     return ", ".join(sorted(name for name in run if name in worker and run[name] != worker[name]))
 
 

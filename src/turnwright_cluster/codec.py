@@ -1,4 +1,5 @@
-"""Groups, engine calls and images as JSON: the one form in which they travel, over HTTP and through Ray.
+"""Groups, engine calls and images as JSON: the one form in which they travel,
+over HTTP and through Ray.
 
 Values that JSON lacks are tagged: a tuple is `{"tuple": [...]}`. Nothing is unpickled.
 """
@@ -17,7 +18,17 @@ from turnwright.engines import Generation, Request, Sampling, StopText
 from turnwright.errors import UsageError
 from turnwright.media import MediaStore
 from turnwright.records.serialization import key_row, message_row, read_media, read_message
-from turnwright.types import ROUTES, EpisodeKey, ExpertRoutes, Image, ImageRef, MediaPlacement, Message, Task, VideoRef
+from turnwright.types import (
+    ROUTES,
+    EpisodeKey,
+    ExpertRoutes,
+    Image,
+    ImageRef,
+    MediaPlacement,
+    Message,
+    Task,
+    VideoRef,
+)
 from turnwright.types.trajectory import is_json
 from turnwright_cluster.base import GroupSpec, PlayedGroup
 
@@ -25,8 +36,13 @@ _TAG = "tuple"
 
 
 def pack(value: Any, where: str) -> Any:
-    """Return a value of a dataset as JSON that `unpack` reads back as it was; raise `UsageError` for other values."""
-    if value is None or isinstance(value, (bool, str)) or (type(value) is float and isfinite(value)):
+    """Return a value of a dataset as JSON that `unpack` reads back as it was; raise
+    `UsageError` for other values."""
+    if (
+        value is None
+        or isinstance(value, (bool, str))
+        or (type(value) is float and isfinite(value))
+    ):
         return value
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
@@ -34,9 +50,16 @@ def pack(value: Any, where: str) -> Any:
         return {_TAG: [pack(item, where) for item in value]}
     if type(value) is list:
         return [pack(item, where) for item in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) and set(value) != {_TAG}:
+    if (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and set(value) != {_TAG}
+    ):
         return {key: pack(item, where) for key, item in value.items()}
-    raise UsageError(f"{where} has a {type(value).__name__}, which workers cannot be sent; use text, numbers, lists and tables")
+    raise UsageError(
+        f"{where} has a {type(value).__name__}, which workers cannot be sent; use text, numbers, "
+        "lists and tables"
+    )
 
 
 def unpack(value: Any) -> Any:
@@ -58,9 +81,16 @@ def _task_row(task: Task, store: MediaStore) -> dict[str, Any]:
             content = tuple(part if isinstance(part, str) else store.put(part) for part in content)
         messages.append(message_row(replace(message, content=content)))
     other = {key: value for key, value in task.other_columns.items() if is_json(value)}
-    row = {"id": task.id, "messages": messages, "answer": pack(task.answer, where), "info": pack(dict(task.info), where)}
+    row = {
+        "id": task.id,
+        "messages": messages,
+        "answer": pack(task.answer, where),
+        "info": pack(dict(task.info), where),
+    }
     row["other_columns"] = pack(other, where)
-    images = [store.put(image).to_dict() | {"raw": isinstance(image, Image)} for image in task.images]
+    images = [
+        store.put(image).to_dict() | {"raw": isinstance(image, Image)} for image in task.images
+    ]
     return row | {"env": task.env, "images": images, "is_text": task.is_text}
 
 
@@ -72,7 +102,13 @@ def _read_task(row: Mapping[str, Any], image: Callable[[ImageRef], Image]) -> Ta
     other = unpack(row.get("other_columns") or {})
     if images:
         other.setdefault("images", [one.value if isinstance(one, Image) else one for one in images])
-    given = {"id": row["id"], "images": images, "info": info, "env": row["env"], "other_columns": other}
+    given = {
+        "id": row["id"],
+        "images": images,
+        "info": info,
+        "env": row["env"],
+        "other_columns": other,
+    }
     return Task(tuple(messages), answer, **given, is_text=bool(row.get("is_text")))
 
 
@@ -114,26 +150,30 @@ def group_row(group: PlayedGroup) -> dict[str, Any]:
 
 
 def read_group(row: Mapping[str, Any]) -> PlayedGroup:
-    """Return the end of a group that `group_row` wrote; ValueError or KeyError for anything else."""
+    """Return the end of a group that `group_row` wrote; ValueError or
+    KeyError for anything else."""
     phase, step, task = row["group"]
     return PlayedGroup((str(phase), int(step), str(task)), int(row["events"]))
 
 
 class Contexts:
-    """Last context of each session, on both ends of a connection: a call sends only the ids that it adds."""
+    """Last context of each session, on both ends of a connection: a call sends only
+    the ids that it adds."""
 
     def __init__(self) -> None:
         self._ids: dict[str, list[int]] = {}
 
     def added(self, session: str, ids: Sequence[int]) -> tuple[int, list[int]]:
-        """Return how many ids of the last context a context begins with, all or none of them, and its other ids."""
+        """Return how many ids of the last context a context begins with, all or none of
+        them, and its other ids."""
         before, now = self._ids.get(session, []), list(ids)
         kept = len(before) if now[: len(before)] == before else 0
         self._ids[session] = now
         return kept, now[kept:]
 
     def complete(self, session: str, kept: int, ids: Sequence[int]) -> list[int]:
-        """Return the context of which `added` returned the rest; ValueError when another one was sent before."""
+        """Return the context of which `added` returned the rest; ValueError when
+        another one was sent before."""
         before = self._ids.get(session, [])
         if kept not in (0, len(before)):
             raise ValueError(f"{kept} ids of a context of {len(before)}")
@@ -141,8 +181,11 @@ class Contexts:
         return list(now)
 
 
-def request_row(request: Request, banned_ids: frozenset[int], contexts: Contexts, *, messages: bool) -> dict[str, Any]:
-    """Return an engine call as JSON, with `messages` for engines that read them, and with ids banned beside `banned_ids`."""
+def request_row(
+    request: Request, banned_ids: frozenset[int], contexts: Contexts, *, messages: bool
+) -> dict[str, Any]:
+    """Return an engine call as JSON, with `messages` for engines that read them, and with ids
+    banned beside `banned_ids`."""
     kept, ids = contexts.added(request.session, request.ids)
     row: dict[str, Any] = {
         "kept": kept,
@@ -155,7 +198,10 @@ def request_row(request: Request, banned_ids: frozenset[int], contexts: Contexts
         "call": request.call,
         "sampling": request.sampling.settings(),
         "agent": request.agent,
-        "media": [[one.media.to_dict(), one.start, one.length, one.grid, one.compact] for one in request.media],
+        "media": [
+            [one.media.to_dict(), one.start, one.length, one.grid, one.compact]
+            for one in request.media
+        ],
         "extras": sorted(request.extras),
         "routes_from": request.routes_from,
         "min_version": request.min_version,
@@ -167,10 +213,17 @@ def request_row(request: Request, banned_ids: frozenset[int], contexts: Contexts
 
 
 def read_request(
-    row: Mapping[str, Any], decode: Callable[[Sequence[int]], str], banned_ids: frozenset[int], contexts: Contexts
+    row: Mapping[str, Any],
+    decode: Callable[[Sequence[int]], str],
+    banned_ids: frozenset[int],
+    contexts: Contexts,
 ) -> Request:
-    """Return the engine call that `request_row` wrote; KeyError, TypeError or ValueError for anything else."""
-    ids, position = contexts.complete(str(row["session"]), int(row["kept"]), row["ids"]), int(row["reply_position"])
+    """Return the engine call that `request_row` wrote; KeyError, TypeError or
+    ValueError for anything else."""
+    ids, position = (
+        contexts.complete(str(row["session"]), int(row["kept"]), row["ids"]),
+        int(row["reply_position"]),
+    )
     stop = StopText(row["stop"], decode) if "stop" in row else None
     if stop is not None and position:
         stop = stop.continued_after(ids[len(ids) - position :])
@@ -215,7 +268,13 @@ def generation_row(generation: Generation) -> dict[str, Any]:
     }
     if ROUTES in generation.extras:
         start, routes = generation.extras[ROUTES][0], ExpertRoutes.of(generation.extras[ROUTES][1])
-        row["routes"] = [start, base64.b64encode(routes.data).decode(), routes.layers, routes.k, routes.width]
+        row["routes"] = [
+            start,
+            base64.b64encode(routes.data).decode(),
+            routes.layers,
+            routes.k,
+            routes.width,
+        ]
     return row
 
 
@@ -262,4 +321,8 @@ def placed_hashes(request: Request) -> Iterator[str]:
     """Yield the hash of each image of an engine call."""
     for placement in request.media:
         media = placement.media
-        yield from (frame.sha256 for frame in media.frames) if isinstance(media, VideoRef) else (media.sha256,)
+        yield from (
+            (frame.sha256 for frame in media.frames)
+            if isinstance(media, VideoRef)
+            else (media.sha256,)
+        )

@@ -29,11 +29,14 @@ MAX_REPORT = 16 * 2**20
 
 
 class RunLink:
-    """Connection to a run: a request that reports what is new here, and one that waits for what is new there."""
+    """Connection to a run: a request that reports what is new here, and one that waits
+    for what is new there."""
 
     def __init__(self, url: str, name: str) -> None:
         """Raises `ConfigError` for an invalid URL, or without `aiohttp`."""
-        self._client = HttpClient(url, key_env=TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None, most=8)
+        self._client = HttpClient(
+            url, key_env=TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None, most=8
+        )
         self.url, self.name = url, name
         self._id: Mapping[str, str] = {}
         self.lease_s = 0.0
@@ -64,7 +67,8 @@ class RunLink:
         return await self._first("/hello", {})
 
     async def join(self, room: int, code: Mapping[str, str]) -> None:
-        """Join the run; raise `EngineUnavailable` while it cannot be reached, and `TurnwrightError` when it refuses."""
+        """Join the run; raise `EngineUnavailable` while it cannot be reached, and
+        `TurnwrightError` when it refuses."""
         found = await self._first("/join", {"name": self.name, "room": room, "code": code})
         self._id, self.lease_s = {WORKER: found["id"]}, found["lease_s"]
         self._entries, self._reports, self._got, self._sent = [], 0, [], set()
@@ -96,7 +100,8 @@ class RunLink:
     # What is new there
 
     async def work(self) -> dict[str, Any]:
-        """Return what is new at the run: groups, ended leases, and whether its engine is held; replies go to their calls."""
+        """Return what is new at the run: groups, ended leases, and whether its engine is held;
+        replies go to their calls."""
         got, held = self._got, list(self.held)
         found: dict[str, Any] = await self.ask("/work", {"held": held, "got": got}, self.lease_s)
         self._got = [number for number, _ in found["replies"]]
@@ -158,7 +163,10 @@ class RunLink:
             for kind, _, row in entries if self._store is not None and self._store.encoded else ():
                 if kind == "event":
                     await self.send_images(image_hashes(orjson.loads(row)))
-            rows = [orjson.Fragment(b'["%s","%s",%s]' % (kind.encode(), lease.encode(), row)) for kind, lease, row in entries]
+            rows = [
+                orjson.Fragment(b'["%s","%s",%s]' % (kind.encode(), lease.encode(), row))
+                for kind, lease, row in entries
+            ]
             body = {"number": self._reports, "entries": rows, "durable": durable}
             await self._until_answered("/report", body, max(self.lease_s, 30.0))
             for kind, lease, _ in entries:

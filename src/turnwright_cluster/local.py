@@ -1,4 +1,5 @@
-"""The worker in a process: it plays groups on a stream there, and each group's events go to the caller."""
+"""The worker in a process: it plays groups on a stream there, and each group's
+events go to the caller."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from turnwright_cluster.base import GroupSpec, OnTurn, PlayedGroup
 
 
 class EventRouter:
-    """Journal of a rollout that sends each event to the group that it belongs to, after the definitions that it refers to."""
+    """Journal of a rollout that sends each event to the group that it belongs to, after the
+    definitions that it refers to."""
 
     broken = ""
     """Nothing is ever broken here: a group that is not asked for any more is cancelled."""
@@ -31,7 +33,8 @@ class EventRouter:
         self._definitions: dict[str, Event] = {}
 
     def open(self, group: GroupKey, on_turn: OnTurn, definitions: Mapping[str, Any]) -> None:
-        """Send the events of a group to `on_turn`; `definitions` are of tools, by name, from an earlier play."""
+        """Send the events of a group to `on_turn`; `definitions` are of tools, by name,
+        from an earlier play."""
         self._routes[group], self._defined[group] = on_turn, set()
         for name, value in definitions.items():
             self._definitions[name] = {"e": "tools", "name": name, "value": value}
@@ -66,9 +69,15 @@ class StreamWorker:
     """Plays groups on a stream of this process."""
 
     def __init__(
-        self, name: str, rollout: Rollout, stream: RolloutStream, router: EventRouter, specs: Mapping[str, EnvSpec]
+        self,
+        name: str,
+        rollout: Rollout,
+        stream: RolloutStream,
+        router: EventRouter,
+        specs: Mapping[str, EnvSpec],
     ) -> None:
-        """The rollout writes its events to `router`; `specs` are the environments of the recipe by name."""
+        """The rollout writes its events to `router`; `specs` are the environments
+        of the recipe by name."""
         self.name = name
         self._rollout, self._stream, self._router, self._specs = rollout, stream, router, specs
 
@@ -80,7 +89,10 @@ class StreamWorker:
     async def play(self, spec: GroupSpec, on_turn: OnTurn) -> PlayedGroup:
         env_spec = self._specs.get(spec.env)
         if env_spec is None:
-            raise ConfigError(f"there is no environment {spec.env!r} here; environments are {', '.join(self._specs)}")
+            raise ConfigError(
+                f"there is no environment {spec.env!r} here; environments are "
+                f"{', '.join(self._specs)}"
+            )
         count = 0
 
         def counted(event: Event) -> None:
@@ -92,7 +104,11 @@ class StreamWorker:
         try:
             self._rollout.resume(_interrupted(spec))
             episodes = [EpisodeSpec.of(env_spec, spec.task, key) for key in spec.keys]
-            given: dict[str, Any] = {"extras": spec.extras, "min_version": spec.min_version, "sampling": spec.sampling}
+            given: dict[str, Any] = {
+                "extras": spec.extras,
+                "min_version": spec.min_version,
+                "sampling": spec.sampling,
+            }
             await self._stream.submit(episodes, blank=spec.blank, training=spec.training, **given)
         finally:
             self._router.close(spec.group)

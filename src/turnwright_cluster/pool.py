@@ -86,7 +86,9 @@ class _Asked:
             self.finished |= record.finished
         for key, events in record.events.items():
             if key not in self.finished and events:
-                self.plays.setdefault(key, []).append(tuple(event for event in events if event["e"] != "closed"))
+                self.plays.setdefault(key, []).append(
+                    tuple(event for event in events if event["e"] != "closed")
+                )
         self.definitions |= record.definitions
         self.resumed += record.resumed_turns
         self.tools = max(self.tools, record.tools)
@@ -106,12 +108,19 @@ class WorkerPool:
         note: Callable[[str], None],
         resumed: bool = False,
     ) -> None:
-        """`source` is the directory of tokenizer and template; the environments must be those that the recipe names."""
+        """`source` is the directory of tokenizer and template; the environments must be those
+        that the recipe names."""
         names = [spec.name for spec in env_specs]
         if not config.env and config.rollout.function is None:
-            raise ConfigError("[scale]: workers are sent names, not objects: name the environment in [[env]] of a recipe")
+            raise ConfigError(
+                "[scale]: workers are sent names, not objects: name the environment in [[env]] of "
+                "a recipe"
+            )
         if len(set(names)) < len(names):
-            raise ConfigError(f"[scale]: workers find environments by name, and two are called {_twice(names)}; set env.name")
+            raise ConfigError(
+                f"[scale]: workers find environments by name, and two are called {_twice(names)}; "
+                "set env.name"
+            )
         self._config, self._run, self._note = config, run, note
         uses = [env.use for env in config.env]
         self._server = RunServer(
@@ -149,9 +158,14 @@ class WorkerPool:
         try:
             from turnwright_cluster.ray_workers import RayWorkers
         except ImportError as error:
-            raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
+            raise ConfigError(
+                f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'"
+            ) from None
         return RayWorkers(
-            self._config.scale, on_death=self._server.lose_named, note=self._note, shared=self._config.engines_on_ray
+            self._config.scale,
+            on_death=self._server.lose_named,
+            note=self._note,
+            shared=self._config.engines_on_ray,
         )
 
     @contextlib.asynccontextmanager
@@ -177,15 +191,22 @@ class WorkerPool:
         on_start: Callable[[], None],
     ) -> list[Trajectory]:
         keys = [episode.key for episode in episodes]
-        first, given = episodes[0], (request.sampling, request.want, request.min_version, request.blank, training)
-        asked = _Asked(GroupSpec(first.env, first.task, tuple(keys), *given), first.rules.effects, grouped)
+        first, given = (
+            episodes[0],
+            (request.sampling, request.want, request.min_version, request.blank, training),
+        )
+        asked = _Asked(
+            GroupSpec(first.env, first.task, tuple(keys), *given), first.rules.effects, grouped
+        )
         for key in keys:
             if (record := self._rollout.take_interrupted(key)) is not None:
                 asked.plays[key] = [tuple(play.events) for play in (*record.other_plays, record)]
                 asked.definitions.update(record.definitions)
         self._asked.append(asked)
         try:
-            if asked.effects and asked.plays and self._resumed:  # the workers of the killed process may still act
+            if (
+                asked.effects and asked.plays and self._resumed
+            ):  # the workers of the killed process may still act
                 await asyncio.sleep(self._opened + self._lease_end() - time.monotonic())
             worker = await self._place(asked)
             on_start()
@@ -207,7 +228,10 @@ class WorkerPool:
         try:
             await worker.play(spec, record.add)
             if missing := [key for key in spec.keys if key not in record.finished]:
-                raise WorkerFailed(f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did not end")
+                raise WorkerFailed(
+                    f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did "
+                    "not end"
+                )
         except WorkerLost as lost:
             asked.take(record)
             self._again(asked, worker, "failed" if isinstance(lost, WorkerFailed) else "lost", lost)
@@ -224,20 +248,25 @@ class WorkerPool:
             await asyncio.sleep(worker.seen + self._lease_end() - time.monotonic())
 
     def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, error: Exception) -> None:
-        """Count a group that is asked for again; stop when none of several workers could play it."""
+        """Count a group that is asked for again; stop when none of several
+        workers could play it."""
         why = str(error)
         self.asked_again[reason] += 1
         phase, step, task = asked.spec.group
-        self._run.journal.append({"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why})
+        self._run.journal.append(
+            {"e": "asked_again", "g": [phase, step, task], "worker": worker.name, "why": why}
+        )
         self._note(f"group {phase}/{step}/{task} is asked for again: worker {worker.name}: {why}")
         if asked.count_failure(reason != "lost") >= MAX_FAILED:
             raise TurnwrightError(
-                f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last {worker.name}: {why}. Fix the "
-                f"cause, then resume with --resume {self._run.given_path}"
+                f"group {phase}/{step}/{task} failed on workers {MAX_FAILED} times, the last "
+                f"{worker.name}: {why}. Fix the cause, then resume with --resume "
+                f"{self._run.given_path}"
             )
 
     async def _place(self, asked: _Asked) -> RemoteWorker:
-        """Wait for a worker with room; a group that was asked for before goes first, and to another worker if there is one."""
+        """Wait for a worker with room; a group that was asked for before goes first, and to another
+        worker if there is one."""
         future: asyncio.Future[RemoteWorker] = asyncio.get_running_loop().create_future()
         if asked.tried:
             self._queue.appendleft((asked, future))
@@ -251,12 +280,18 @@ class WorkerPool:
         loads = Counter(one.worker for one in self._asked)
         while self._queue:
             asked, future = self._queue[0]
-            free = [worker for worker in self._workers if not worker.gone and loads[worker.name] < worker.room]
+            free = [
+                worker
+                for worker in self._workers
+                if not worker.gone and loads[worker.name] < worker.room
+            ]
             if not future.done() and not free:
                 return
             self._queue.popleft()
             if not future.done():
-                worker = min(free, key=lambda one: (asked.tried[one.name], loads[one.name] / one.room))
+                worker = min(
+                    free, key=lambda one: (asked.tried[one.name], loads[one.name] / one.room)
+                )
                 loads[worker.name] += 1
                 asked.give(worker.name)
                 future.set_result(worker)
@@ -270,7 +305,8 @@ class WorkerPool:
         return self._config.scale.lease_s * (1 + STOP_SHARE)
 
     async def _watch(self) -> None:
-        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is no worker for too long."""
+        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is
+        no worker for too long."""
         limits = self._config.limits
         most = self._config.scale.stall_s or limits.wall_clock_s + limits.env_s + limits.reward_s
         present = time.monotonic()
@@ -292,17 +328,22 @@ class WorkerPool:
             if not future.done():
                 future.set_exception(
                     TurnwrightError(
-                        f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some with "
-                        f"turnwright worker --join {self._server.url}, then resume with --resume {self._run.given_path}"
+                        f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some "
+                        f"with turnwright worker --join {self._server.url}, then resume with "
+                        f"--resume {self._run.given_path}"
                     )
                 )
 
     def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
-        worker.cut(lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"))
+        worker.cut(
+            lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})")
+        )
 
     def pending(self, now: float) -> list[PendingEpisode]:
         return [
-            PendingEpisode(key.session, asked.turns(key), _phase(asked), now - asked.since, asked.since)
+            PendingEpisode(
+                key.session, asked.turns(key), _phase(asked), now - asked.since, asked.since
+            )
             for asked in list(self._asked)
             for key in asked.spec.keys
             if key not in asked.finished

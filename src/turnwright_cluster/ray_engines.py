@@ -1,8 +1,9 @@
 """Servers of a run on the nodes of a Ray cluster.
 
-A placement group reserves one bundle per server, on different nodes where it can. An actor in each bundle starts the server as
-the run would on its own machine. Servers that answer are in the fleet's list, so the fleet adds, verifies and removes them.
-Where nodes do not see the run's directories (`engine.tree`), each actor is also a relay of weights, and one per node is used.
+A placement group reserves one bundle per server, on different nodes where it can. An actor in each
+bundle starts the server as the run would on its own machine. Servers that answer are in the fleet's
+list, so the fleet adds, verifies and removes them. Where nodes do not see the run's directories
+(`engine.tree`), each actor is also a relay of weights, and one per node is used.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class _EngineActor:
         if not self._servers.relays:
             return host, ""
         if self._http is None:
-            await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)  # of an actor before
+            await asyncio.to_thread(
+                shutil.rmtree, self._own, ignore_errors=True
+            )  # of an actor before
             self._own.mkdir(mode=0o700, parents=True)
             self._relay = WeightRelay(self._own / "weights", token=self._token)
             http = JsonHttpServer(self._relay.routes(), host=host, port=0, token=self._token)
@@ -76,8 +79,12 @@ class _EngineActor:
             why = "set engine.tree = true, or engine.weights to a directory of a shared disk"
             raise EngineError(f"node {host} does not see {directory}: {why}")
         log = (self._own if servers.relays else servers.logs) / f"{servers.kind}-{self._number}.log"
-        self._server = server = ServerProcess(servers.kind, servers.home, log, host=host, **servers.settings)
-        server.start(directory)  # not in a thread: Linux ends the server with the thread that started it
+        self._server = server = ServerProcess(
+            servers.kind, servers.home, log, host=host, **servers.settings
+        )
+        server.start(
+            directory
+        )  # not in a thread: Linux ends the server with the thread that started it
         engine = KINDS[servers.kind](server.url, key_env=servers.key_env)
         try:
             await wait_until_up(server, engine, servers.start_s)
@@ -107,7 +114,10 @@ class _EngineActor:
 
 
 class RayEngines:
-    """Servers of a run, each kept running until the run ends. Placement group and actors end with the run's process."""
+    """Servers of a run, each kept running until the run ends.
+
+    Placement group and actors end with the run's process.
+    """
 
     def __init__(self, scale: ScaleConfig, *, note: Callable[[str], None]) -> None:
         """Connect to the cluster; raises `ConfigError` when there is none."""
@@ -143,7 +153,9 @@ class RayEngines:
 
     async def _place(self, servers: PlacedServers) -> None:
         scale = self._scale
-        needs = {"CPU": scale.ray_engine_cpus} | ({"GPU": scale.ray_engine_gpus} if scale.ray_engine_gpus else {})
+        needs = {"CPU": scale.ray_engine_cpus} | (
+            {"GPU": scale.ray_engine_gpus} if scale.ray_engine_gpus else {}
+        )
         self._group = placement_group([needs] * servers.count, strategy="SPREAD")
         what = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         self._note(f"Ray: {servers.count} {servers.kind} servers of {what}")
@@ -151,14 +163,23 @@ class RayEngines:
             async with asyncio.timeout(servers.start_s):
                 await self._group.ready()
                 self._actors = [self._actor(servers, number) for number in range(servers.count)]
-                await asyncio.gather(*map(self._locate, range(servers.count)), return_exceptions=True)
+                await asyncio.gather(
+                    *map(self._locate, range(servers.count)), return_exceptions=True
+                )
         except TimeoutError:
             await self.close()
-            why = f"Ray has no room for {servers.count} servers of {what} after {servers.start_s:g} s (engine.start_s)"
-            raise EngineError(f"{why}; lower engine.servers, scale.ray_engine_cpus or scale.ray_engine_gpus") from None
+            why = (
+                f"Ray has no room for {servers.count} servers of {what} after "
+                f"{servers.start_s:g} s (engine.start_s)"
+            )
+            raise EngineError(
+                f"{why}; lower engine.servers, scale.ray_engine_cpus or scale.ray_engine_gpus"
+            ) from None
         except RayError as error:
             await self.close()
-            raise EngineError(f"Ray places no servers of {what}: {error}; see ray status") from error
+            raise EngineError(
+                f"Ray places no servers of {what}: {error}; see ray status"
+            ) from error
 
     def _actor(self, servers: PlacedServers, number: int) -> Any:
         options = {
@@ -166,7 +187,9 @@ class RayEngines:
             "num_gpus": self._scale.ray_engine_gpus,
             "max_restarts": -1,
             "max_task_retries": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=number
+            ),
         }
         return ray.remote(_EngineActor).options(**options).remote(servers, number, self.token)
 
@@ -177,7 +200,12 @@ class RayEngines:
             self._relays[number] = host, relay
         return str(host)
 
-    async def start(self, servers: PlacedServers, directory: Callable[[str], Awaitable[Path]], listed: EngineList) -> None:
+    async def start(
+        self,
+        servers: PlacedServers,
+        directory: Callable[[str], Awaitable[Path]],
+        listed: EngineList,
+    ) -> None:
         """Place the servers and keep them running, unless they are; return once one is listed.
 
         Raises:
@@ -188,19 +216,32 @@ class RayEngines:
             if not self._tasks:
                 await self._start(servers, directory, listed)
 
-    async def _start(self, servers: PlacedServers, directory: Callable[[str], Awaitable[Path]], listed: EngineList) -> None:
+    async def _start(
+        self,
+        servers: PlacedServers,
+        directory: Callable[[str], Awaitable[Path]],
+        listed: EngineList,
+    ) -> None:
         for url in listed.urls():  # of a killed run
             listed.remove(url)
         first = asyncio.Event()
-        keep = (self._keep(number, servers, directory, listed, first.set) for number in range(servers.count))
+        keep = (
+            self._keep(number, servers, directory, listed, first.set)
+            for number in range(servers.count)
+        )
         self._tasks = tasks = [asyncio.create_task(work) for work in keep]
         for task in tasks:
-            task.add_done_callback(lambda _: first.set() if all(one.done() for one in tasks) else None)
+            task.add_done_callback(
+                lambda _: first.set() if all(one.done() for one in tasks) else None
+            )
         await first.wait()
         if all(task.done() for task in tasks):
             await self.close()
             why = next(iter(self._faults.values()), "")
-            raise EngineError(f"none of {servers.count} servers started on the Ray cluster {self._scale.ray}: {why}")
+            raise EngineError(
+                f"none of {servers.count} servers started on the Ray cluster {self._scale.ray}: "
+                f"{why}"
+            )
 
     async def _keep(
         self,
@@ -239,8 +280,8 @@ class RayEngines:
             again, self._faults[number] = line, fault
             await asyncio.sleep(AGAIN_S)
         self._note(
-            f"server {number} failed to start {failed} times and is not started again, the last time: {fault}. Fix the cause, "
-            "then resume the run"
+            f"server {number} failed to start {failed} times and is not started again, the last "
+            f"time: {fault}. Fix the cause, then resume the run"
         )
 
     def _replace(self, servers: PlacedServers, number: int) -> None:

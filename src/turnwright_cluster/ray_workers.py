@@ -1,7 +1,8 @@
 """Workers on the nodes of a Ray cluster.
 
-Ray places them, restarts them and reports their death at once. Groups, turns and engine calls travel between worker and run as
-with `turnwright worker`: no object of Ray holds any of them, so none is lost with its owner.
+Ray places them, restarts them and reports their death at once. Groups, turns and engine calls
+travel between worker and run as with `turnwright worker`: no object of Ray holds any of them, so
+none is lost with its owner.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ def connect(scale: ScaleConfig) -> None:
     try:
         ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        why = f"scale.ray = {scale.ray}: no Ray cluster answers ({' '.join(str(error).split())[:200]})"
-        raise ConfigError(f"{why}; start one with ray start --head, or name the address of its head") from None
+        why = (
+            f"scale.ray = {scale.ray}: no Ray cluster answers "
+            f"({' '.join(str(error).split())[:200]})"
+        )
+        raise ConfigError(
+            f"{why}; start one with ray start --head, or name the address of its head"
+        ) from None
 
 
 class _Actor:
@@ -44,7 +50,9 @@ class _Actor:
     async def run(self, url: str, token: str, name: str, patience_s: float) -> str:
         """Play for a run until it ends; return on which node."""
         os.environ[TOKEN_VARIABLE] = token
-        await WorkerProcess(url, name=name, room=ROOM, note=lambda line: print(line, flush=True)).run(patience_s=patience_s)
+        await WorkerProcess(
+            url, name=name, room=ROOM, note=lambda line: print(line, flush=True)
+        ).run(patience_s=patience_s)
         return str(ray.get_runtime_context().get_node_id())
 
 
@@ -75,9 +83,15 @@ class RayWorkers:
     """Actors of a run, each kept running until the run ends."""
 
     def __init__(
-        self, scale: ScaleConfig, *, on_death: Callable[[str, str], None], note: Callable[[str], None], shared: bool = False
+        self,
+        scale: ScaleConfig,
+        *,
+        on_death: Callable[[str, str], None],
+        note: Callable[[str], None],
+        shared: bool = False,
     ) -> None:
-        """Connect to the cluster; `on_death` receives a worker's name and why it is lost, and a `shared` connection stays open.
+        """Connect to the cluster; `on_death` receives a worker's name and why it is lost, and a
+        `shared` connection stays open.
 
         Raises `ConfigError` when there is none.
         """
@@ -96,11 +110,17 @@ class RayWorkers:
         count = self._scale.ray_workers or len(nodes)
         self._note(f"Ray: {count} workers on {len(nodes)} nodes")
         if free < count * self._scale.ray_cpus:
-            self._note(f"Ray has {free:g} free CPUs: some of the workers wait for more (scale.ray_workers, scale.ray_cpus)")
+            self._note(
+                f"Ray has {free:g} free CPUs: some of the workers wait for more "
+                "(scale.ray_workers, scale.ray_cpus)"
+            )
         if self._scale.ray_workers is None:
             self._tasks = [asyncio.create_task(self._follow_nodes(url, token))]
         else:
-            self._tasks = [asyncio.create_task(self._keep(f"ray-{n}", url, token, "SPREAD")) for n in range(count)]
+            self._tasks = [
+                asyncio.create_task(self._keep(f"ray-{n}", url, token, "SPREAD"))
+                for n in range(count)
+            ]
 
     async def _follow_nodes(self, url: str, token: str) -> None:
         """Keep one worker running on each node of the cluster, while nodes join and leave."""
@@ -113,7 +133,9 @@ class RayWorkers:
                 except Exception as error:  # the workers that there are play on
                     fault = f"Ray does not list its nodes: {type(error).__name__}: {error}"
                 if fault and fault != before:
-                    self._note(f"{fault}. Until it does, nodes that join get no worker; see ray status")
+                    self._note(
+                        f"{fault}. Until it does, nodes that join get no worker; see ray status"
+                    )
                 before = fault
                 for node in nodes - kept.keys():
                     place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -126,9 +148,15 @@ class RayWorkers:
             await cancel(kept.values())
 
     async def _keep(self, name: str, url: str, token: str, place: Any) -> None:
-        """Keep one worker running until the run ends or refuses it; `place` is a scheduling strategy of Ray."""
+        """Keep one worker running until the run ends or refuses it; `place` is a
+        scheduling strategy of Ray."""
         # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
-        options = {"num_cpus": self._scale.ray_cpus, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": place}
+        options = {
+            "num_cpus": self._scale.ray_cpus,
+            "max_restarts": -1,
+            "max_task_retries": 0,
+            "scheduling_strategy": place,
+        }
         actor, before = None, ""
         try:
             while True:
@@ -144,7 +172,11 @@ class RayWorkers:
                     self._on_death(name, f"Ray: {type(error).__name__}")
                 except Exception as error:  # nothing unexpected may end the keeping without a word
                     known = isinstance(error, ActorDiedError)
-                    fault = "" if known else f"worker {name}: unexpected {type(error).__name__}: {error}"
+                    fault = (
+                        ""
+                        if known
+                        else f"worker {name}: unexpected {type(error).__name__}: {error}"
+                    )
                     self._on_death(name, f"Ray: {type(error).__name__}")
                     end(actor)  # Ray may not restart it
                     actor = None

@@ -1,4 +1,5 @@
-"""What a worker sends of a group: each event is applied, written to the journal, and only then a part of its episodes."""
+"""What a worker sends of a group: each event is applied, written to the journal, and only then a
+part of its episodes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _EPISODE = ("opened", "turn", "step", "failed_attempt", "closed")
 class GroupRecord:
     """Episodes of one group as one worker plays them.
 
-    Raises `WorkerFailed` for an event that does not fit those before it, and `TraceError` when the journal cannot be written.
+    Raises `WorkerFailed` for an event that does not fit those before it, and `TraceError` when the
+    journal cannot be written.
     """
 
     def __init__(self, spec: GroupSpec, journal: EventLog) -> None:
@@ -43,8 +45,18 @@ class GroupRecord:
         try:
             key = EpisodeKey(*event["k"])
             self._apply(key, event)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError, TraceError, zlib.error) as error:
-            raise WorkerFailed(f"sent an event that does not fit those before it ({error!r:.200}): {event!r:.120}") from error
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+            ValueError,
+            TraceError,
+            zlib.error,
+        ) as error:
+            raise WorkerFailed(
+                f"sent an event that does not fit those before it ({error!r:.200}): {event!r:.120}"
+            ) from error
         self._journal.append({name: value for name, value in event.items() if name != "crc"})
         if event["e"] == "closed":
             self.finished[key] = self._running.pop(key)

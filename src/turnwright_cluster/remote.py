@@ -1,4 +1,5 @@
-"""Workers in other processes, as the run sees them: leases of groups, and what each worker has and lacks."""
+"""Workers in other processes, as the run sees them: leases of groups, and what each
+worker has and lacks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ class Lease:
     row: Mapping[str, Any]
     """The group as the worker gets it."""
     id: str = field(default_factory=lambda: secrets.token_hex(8))
-    answer: asyncio.Future[PlayedGroup] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    answer: asyncio.Future[PlayedGroup] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     since: float = field(default_factory=time.monotonic)
     calls: set[asyncio.Task[None]] = field(default_factory=set)
     """Calls in the engine: while there is one, the worker waits for the run."""
@@ -65,7 +68,10 @@ class Lease:
 
 
 class RemoteWorker:
-    """A worker that joined. It plays under leases: each ends with an answer, with the worker, or with what does not fit."""
+    """A worker that joined.
+
+    It plays under leases: each ends with an answer, with the worker, or with what does not fit.
+    """
 
     def __init__(
         self,
@@ -76,8 +82,9 @@ class RemoteWorker:
         release: Callable[[str], None],
         is_held: Callable[[], bool],
     ) -> None:
-        """`room` is the number of groups that it plays at once; `row` returns a group as it is sent, `release` ends a session
-        in the engine, and `is_held` returns whether calls of training are held."""
+        """`room` is the number of groups that it plays at once; `row` returns a group as it
+        is sent, `release` ends a session in the engine, and `is_held` returns whether calls
+        of training are held."""
         self.name, self.room = name, room
         self.id = secrets.token_urlsafe(16)
         self.leases: dict[str, Lease] = {}
@@ -123,20 +130,34 @@ class RemoteWorker:
         finally:
             self.connections -= 1
 
-    async def work(self, held: Collection[str], got: Sequence[int], seconds: float) -> dict[str, Any]:
-        """Return what a worker that holds some leases and got some replies lacks, after so many seconds at the latest.
+    async def work(
+        self, held: Collection[str], got: Sequence[int], seconds: float
+    ) -> dict[str, Any]:
+        """Return what a worker that holds some leases and got some replies lacks, after so
+        many seconds at the latest.
 
-        It lacks groups to play, replies, which of its leases ended, and whether calls of training are held. A lost answer is
-        repeated by the next.
+        It lacks groups to play, replies, which of its leases ended, and whether calls of training
+        are held. A lost answer is repeated by the next.
         """
         for number in got:
             self._replies.pop(number, None)
         end = time.monotonic() + seconds
         while True:
-            new = [one for one in self.leases.values() if one.id not in held and not one.answer.done()]
-            ended = [lease for lease in held if lease not in self.leases and lease not in self._answered]
+            new = [
+                one for one in self.leases.values() if one.id not in held and not one.answer.done()
+            ]
+            ended = [
+                lease for lease in held if lease not in self.leases and lease not in self._answered
+            ]
             left = end - time.monotonic()
-            if new or ended or self._replies or left <= 0 or self.gone or self._held_sent != self._is_held():
+            if (
+                new
+                or ended
+                or self._replies
+                or left <= 0
+                or self.gone
+                or self._held_sent != self._is_held()
+            ):
                 self._held_sent = self._is_held()
                 groups = [{"lease": one.id, "spec": one.row} for one in new]
                 found = {"groups": groups, "ended": ended, "replies": list(self._replies.items())}
@@ -158,7 +179,9 @@ class RemoteWorker:
         """Have it look for what is new."""
         self._wake.set()
 
-    def call(self, number: int, lease: Lease, session: str, work: Awaitable[Mapping[str, Any]]) -> None:
+    def call(
+        self, number: int, lease: Lease, session: str, work: Awaitable[Mapping[str, Any]]
+    ) -> None:
         """Start an engine call of a lease; the worker gets the reply under its number."""
 
         async def reply() -> None:
@@ -186,14 +209,19 @@ class RemoteWorker:
             return  # asked again elsewhere meanwhile
         self._answered.add(lease)
         if "fault" in row:
-            held.answer.set_exception(WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}"))
+            held.answer.set_exception(
+                WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}")
+            )
             return
         try:
             group = read_group(row)
         except (KeyError, TypeError, ValueError):
             group = None
         if group != PlayedGroup(held.spec.group, held.count):
-            why = f"answered {dict(row)!r:.200} to group {held.spec.group}, of which {held.count} events arrived"
+            why = (
+                f"answered {dict(row)!r:.200} to group {held.spec.group}, of which {held.count} "
+                "events arrived"
+            )
             held.answer.set_exception(WorkerFailed(why))
             return
         held.answer.set_result(group)

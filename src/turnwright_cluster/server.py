@@ -1,7 +1,8 @@
-"""The run's side of its workers: a server that they join, also through a NAT, and ask for groups, replies and images.
+"""The run's side of its workers: a server that they join, also through a NAT, and ask for
+groups, replies and images.
 
-A worker is lost when its connection breaks and it does not return within `RECONNECT_S`, or when its lease ends without a word.
-Everything that it sends is JSON.
+A worker is lost when its connection breaks and it does not return within `RECONNECT_S`, or when its
+lease ends without a word. Everything that it sends is JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from typing import Any
 import orjson
 
 from turnwright.config import RunConfig
-from turnwright.engines import Generation, HasContextLimit, Request, SupportsWeightUpdate, check_generation, tokens
+from turnwright.engines import (
+    Generation,
+    HasContextLimit,
+    Request,
+    SupportsWeightUpdate,
+    check_generation,
+    tokens,
+)
 from turnwright.errors import ConfigError, EngineError, MediaError, class_name, words
 from turnwright.records.run_dir import EventLog
 from turnwright.rollouts import Rollout
@@ -70,14 +78,26 @@ class RunServer:
         on_change: Callable[[], None],
         note: Callable[[str], None],
     ) -> None:
-        """`source` is the directory of tokenizer and template, `recipe` that of the recipe, to which paths may be relative.
+        """`source` is the directory of tokenizer and template, `recipe` that of the recipe, to
+        which paths may be relative.
 
         `on_join` receives each worker, `on_change` is called when one has more room or is gone.
         """
         host, _, port = (config.scale.listen or ANYWHERE).rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
-        self._config, self._run, self._source, self._recipe, self._code = config, run, source, recipe, code
-        self._journal, self._on_join, self._on_change, self._note = journal, on_join, on_change, note
+        self._config, self._run, self._source, self._recipe, self._code = (
+            config,
+            run,
+            source,
+            recipe,
+            code,
+        )
+        self._journal, self._on_join, self._on_change, self._note = (
+            journal,
+            on_join,
+            on_change,
+            note,
+        )
         given, kept = os.environ.get(TOKEN_VARIABLE, ""), run / TOKEN_FILE
         self._generated = not given
         self.token = given or (kept.read_text() if kept.is_file() else secrets.token_urlsafe(24))
@@ -108,7 +128,8 @@ class RunServer:
             await server.start()
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"scale.listen = {self._config.scale.listen}: not available ({error}); choose another port, or 0 for a free one"
+                f"scale.listen = {self._config.scale.listen}: not available ({error}); choose "
+                "another port, or 0 for a free one"
             ) from None
         port = server.port
         self._port = port
@@ -116,7 +137,11 @@ class RunServer:
         if self._generated:
             self._write_token(port)
         watch = asyncio.create_task(self._watch())
-        where = f"token in {self._run / TOKEN_FILE}" if self._generated else f"token of {TOKEN_VARIABLE}"
+        where = (
+            f"token in {self._run / TOKEN_FILE}"
+            if self._generated
+            else f"token of {TOKEN_VARIABLE}"
+        )
         self._note(f"workers join with: turnwright worker --join {self.url} ({where})")
         try:
             yield self
@@ -131,12 +156,14 @@ class RunServer:
             await asyncio.gather(watch, *self._checks, return_exceptions=True)
 
     def url_at(self, host: str) -> str:
-        """Return the URL for workers that reach this machine as `host`, unless the server has one address only."""
+        """Return the URL for workers that reach this machine as `host`, unless the server
+        has one address only."""
         host = host if self._host in ("0.0.0.0", "::") else self._host
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
 
     def _write_token(self, port: int) -> None:
-        """Write the token where this user's workers find it, and into the run directory, for others to be given it."""
+        """Write the token where this user's workers find it, and into the run directory, for
+        others to be given it."""
         tokens.publish(port, self.token)
         path = self._run / TOKEN_FILE
         if path.exists():
@@ -146,13 +173,18 @@ class RunServer:
 
     # Who is there
 
-    def _as_worker(self, handler: Callable[[RemoteWorker, Any], Awaitable[Any]]) -> Callable[[Call], Awaitable[Any]]:
+    def _as_worker(
+        self, handler: Callable[[RemoteWorker, Any], Awaitable[Any]]
+    ) -> Callable[[Call], Awaitable[Any]]:
         """Return a handler that finds the worker and reads the body."""
 
         async def answer(call: Call) -> Any:
             worker = self.workers.get(call.headers.get(WORKER, ""))
             if worker is None:
-                raise HttpError(410, "the run does not know this worker (it may have been restarted): join again")
+                raise HttpError(
+                    410,
+                    "the run does not know this worker (it may have been restarted): join again",
+                )
             if worker.gone:
                 raise HttpError(410, f"the run takes nothing from {worker.name}: {worker.gone}")
             worker.seen = time.monotonic()
@@ -183,7 +215,8 @@ class RunServer:
                 self.lose(worker, why)
 
     async def _watch(self) -> None:
-        """Lose workers whose lease ended; what was late because this process was busy does not count."""
+        """Lose workers whose lease ended; what was late because this process
+        was busy does not count."""
         lease = self._config.scale.lease_s
         pause, extra = min(lease / 4, 0.5), 0.0
         while True:
@@ -194,12 +227,17 @@ class RunServer:
                 extra = now + lease
             for worker in list(self.workers.values()):
                 if not worker.gone and now > extra and now - worker.seen > lease:
-                    self.lose(worker, f"it sent nothing for {now - worker.seen:.1f} s (scale.lease_s = {lease:g})")
+                    self.lose(
+                        worker,
+                        f"it sent nothing for {now - worker.seen:.1f} s (scale.lease_s = {lease:g})",  # noqa: E501
+                    )
 
     async def _check_return(self, worker: RemoteWorker) -> None:
         await asyncio.sleep(RECONNECT_S)
         if not worker.connections:
-            self.lose(worker, f"its connection broke, and it did not return within {RECONNECT_S:g} s")
+            self.lose(
+                worker, f"its connection broke, and it did not return within {RECONNECT_S:g} s"
+            )
 
     async def _join(self, call: Call) -> Any:
         try:
@@ -210,9 +248,15 @@ class RunServer:
         name = "".join(one if one.isprintable() else "?" for one in name)
         if wrong := difference(self._code(), code):
             self._note(f"worker {name} may not join: its code differs from the run's ({wrong})")
-            raise HttpError(403, f"the code of this worker differs from the run's: {wrong}; install the same version here")
+            raise HttpError(
+                403,
+                f"the code of this worker differs from the run's: {wrong}; install the same "
+                "version here",
+            )
         release = self._rollout.engine.release
-        worker = RemoteWorker(name, max(room, 1), row=self._row, release=release, is_held=lambda: self._gate.held)
+        worker = RemoteWorker(
+            name, max(room, 1), row=self._row, release=release, is_held=lambda: self._gate.held
+        )
         self.lose_named(name, "a worker of its name joined")
         self.workers[worker.id] = worker
         self._on_join(worker)
@@ -226,18 +270,32 @@ class RunServer:
         renderer, config = self._rollout.renderer, self._config
         files, size = {}, 0
         for path in sorted(self._source.iterdir()):
-            if path.is_file() and not path.name.endswith(_WEIGHTS) and not path.name.endswith(".index.json"):
+            if (
+                path.is_file()
+                and not path.name.endswith(_WEIGHTS)
+                and not path.name.endswith(".index.json")
+            ):
                 data = path.read_bytes()
                 files[path.name], size = base64.b64encode(data).decode(), size + len(data)
         if size > MAX_FILES:
             raise HttpError(
-                500, f"{self._source} has {size:,} bytes besides weights, and workers are sent at most {MAX_FILES:,}"
+                500,
+                f"{self._source} has {size:,} bytes besides weights, and workers are sent at most "
+                f"{MAX_FILES:,}",
             )
         template = config.model.template
-        own = Path(template).read_text("utf-8") if template is not None and Path(template).is_file() else None
+        own = (
+            Path(template).read_text("utf-8")
+            if template is not None and Path(template).is_file()
+            else None
+        )
         return {
             "seed": config.seed,
-            "model": {"template": template, "template_args": config.model.template_args, "parser": config.model.parser},
+            "model": {
+                "template": template,
+                "template_args": config.model.template_args,
+                "parser": config.model.parser,
+            },
             "template_file": own,
             "env": [asdict(env) for env in config.env],
             "rollout": asdict(config.rollout),
@@ -257,7 +315,8 @@ class RunServer:
     # What a worker asks for and sends
 
     async def _alive(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        """Hold a request, whose connection breaks with the worker's process; even a busy worker has one nearly always."""
+        """Hold a request, whose connection breaks with the worker's process; even a busy worker
+        has one nearly always."""
         with worker.connected():
             try:
                 await asyncio.sleep(self._config.scale.lease_s / 3)
@@ -269,14 +328,18 @@ class RunServer:
         return {}
 
     async def _work(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        held, got = (_typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int)))
+        held, got = (
+            _typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int))
+        )
         return await worker.work(set(held), got, self._config.scale.lease_s / 3)
 
     async def _report(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Take events and answers, each report once."""
         async with worker.reporting:
             if body.get("number") not in (worker.reported, worker.reported + 1):
-                raise HttpError(400, f"report {body.get('number')!r:.20} came after report {worker.reported}")
+                raise HttpError(
+                    400, f"report {body.get('number')!r:.20} came after report {worker.reported}"
+                )
             if body["number"] > worker.reported:  # else it was taken, and its answer was lost
                 for entry in _typed_list(body.get("entries"), list):
                     self._take(worker, entry)
@@ -303,7 +366,9 @@ class RunServer:
         elif kind == "call":
             worker.refuse(rest[0], "this group is not asked for any more")
 
-    def _begin_call(self, worker: RemoteWorker, lease: Lease, number: int, row: Mapping[str, Any]) -> None:
+    def _begin_call(
+        self, worker: RemoteWorker, lease: Lease, number: int, row: Mapping[str, Any]
+    ) -> None:
         renderer = self._rollout.renderer
         try:
             request = read_request(row, renderer.decode, renderer.banned_ids, lease.contexts)
@@ -312,7 +377,8 @@ class RunServer:
         worker.call(number, lease, request.session, self._reply(request, lease))
 
     async def _reply(self, request: Request, lease: Lease) -> Mapping[str, Any]:
-        """Return the reply to a call, or that the calls of training are held: the worker's clocks must not run meanwhile."""
+        """Return the reply to a call, or that the calls of training are held: the worker's clocks
+        must not run meanwhile."""
         if lease.spec.training and self._gate.held:
             return {"held": True}
         try:
@@ -331,7 +397,9 @@ class RunServer:
         except (EngineError, TimeoutError):
             raise
         except Exception as error:
-            raise EngineError(f"{type(engine).__name__}: {class_name(error)}: {words(error)}") from error
+            raise EngineError(
+                f"{type(engine).__name__}: {class_name(error)}: {words(error)}"
+            ) from error
         finally:
             gate.leave(spec.training)
         check_generation(generation, request, type(engine).__name__)
@@ -355,7 +423,9 @@ class RunServer:
         if not all(map(_HASH.fullmatch, hashes)):
             raise HttpError(400, "images are asked for by their hashes")
         try:
-            return {name: base64.b64encode(store.png_bytes(ImageRef(name))).decode() for name in hashes}
+            return {
+                name: base64.b64encode(store.png_bytes(ImageRef(name))).decode() for name in hashes
+            }
         except MediaError as error:
             raise HttpError(404, str(error)) from None
 

@@ -1,4 +1,5 @@
-"""A worker process: it joins a run, plays the groups that it is given, and stops by itself when the run is out of reach."""
+"""A worker process: it joins a run, plays the groups that it is given, and stops by itself when
+the run is out of reach."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ from turnwright.rollouts import Rollout
 from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import GroupKey, Image, ImageRef
 from turnwright_cluster.code import code_of
-from turnwright_cluster.codec import Contexts, group_row, image_hashes, placed_hashes, read_generation, read_spec, request_row
+from turnwright_cluster.codec import (
+    Contexts,
+    group_row,
+    image_hashes,
+    placed_hashes,
+    read_generation,
+    read_spec,
+    request_row,
+)
 from turnwright_cluster.link import RETRY_S, RunLink
 from turnwright_cluster.local import EventRouter, StreamWorker
 
@@ -45,7 +54,8 @@ REJOIN_S = 1.0
 GONE = 410
 """HTTP status for a worker that the run does not know."""
 STOP_S = 2.0
-"""Seconds that environments with effects get to stop, before the process ends with what they still do."""
+"""Seconds that environments with effects get to stop, before the process ends
+with what they still do."""
 STOPPED = 3
 """Exit status of a process that ended with the effects of its environments."""
 FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractError)}
@@ -54,7 +64,9 @@ FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractErr
 class RunEngine:
     """Engine of the run, as its workers reach it."""
 
-    def __init__(self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]) -> None:
+    def __init__(
+        self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]
+    ) -> None:
         self.context: int | None = welcome["context"]
         self._link, self._messages, self._banned = link, welcome["messages"], banned_ids
         self._leases: dict[str, tuple[str, Contexts]] = {}
@@ -67,7 +79,9 @@ class RunEngine:
         if request.media:
             await self._link.send_images(placed_hashes(request))
         lease, contexts = self._leases[request.group]
-        found = await self._link.call(lease, request_row(request, self._banned, contexts, messages=self._messages))
+        found = await self._link.call(
+            lease, request_row(request, self._banned, contexts, messages=self._messages)
+        )
         if "held" in found:  # the call is made again once it is not
             return Generation([], [], "abort", request.min_version)
         if "fault" in found:
@@ -93,13 +107,18 @@ def environments(welcome: Mapping[str, Any], root: Path) -> dict[str, EnvSpec]:
 
 
 def relocated(value: Any, welcome: Mapping[str, Any], root: Path) -> Any:
-    """Return a setting with paths in the recipe's directory moved to the same place under `root`."""
+    """Return a setting with paths in the recipe's directory moved to the
+    same place under `root`."""
     if isinstance(value, dict):
         return {name: relocated(item, welcome, root) for name, item in value.items()}
     if isinstance(value, list):
         return [relocated(item, welcome, root) for item in value]
     base = welcome["recipe"]
-    if isinstance(value, str) and base is not None and (value == base or value.startswith(f"{base}/")):
+    if (
+        isinstance(value, str)
+        and base is not None
+        and (value == base or value.startswith(f"{base}/"))
+    ):
         return f"{root}{value[len(base) :]}"
     return value
 
@@ -115,11 +134,18 @@ def _renderer(welcome: Mapping[str, Any], folder: Path) -> ChatRenderer:
         template = str(folder / "template.jinja")
         Path(template).write_text(welcome["template_file"], "utf-8")
     control = welcome["rollout"]["control_text"]
-    args = {"template_args": model["template_args"], "parser": model["parser"], "control_text": control}
+    args = {
+        "template_args": model["template_args"],
+        "parser": model["parser"],
+        "control_text": control,
+    }
     renderer = load_renderer(source, template=template, **args)
     renderer.ban(welcome["banned"])
     if renderer.fingerprint != welcome["fingerprint"]:
-        raise ConfigError("the renderer made of the run's files differs from the run's: install the versions that it has")
+        raise ConfigError(
+            "the renderer made of the run's files differs from the run's: install the versions "
+            "that it has"
+        )
     return renderer
 
 
@@ -127,9 +153,16 @@ class WorkerProcess:
     """Joins a run as often as it is there, and plays."""
 
     def __init__(
-        self, url: str, *, name: str = "", room: int = 16, root: Path | None = None, note: Callable[[str], None] = print
+        self,
+        url: str,
+        *,
+        name: str = "",
+        room: int = 16,
+        root: Path | None = None,
+        note: Callable[[str], None] = print,
     ) -> None:
-        """`room` is the number of groups at once; `root` replaces the recipe's directory in paths of environments."""
+        """`room` is the number of groups at once; `root` replaces the recipe's directory in
+        paths of environments."""
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         self._link = RunLink(url, self.name)
         self._room, self._note, self._root = room, note, root
@@ -157,13 +190,17 @@ class WorkerProcess:
         finally:
             await self._link.close()
         raise TurnwrightError(
-            f"no run answered at {self._link.url} for {patience_s:g} s; start it, then start this worker again"
+            f"no run answered at {self._link.url} for {patience_s:g} s; start it, then start this "
+            "worker again"
         )
 
     async def _serve(self, welcome: Mapping[str, Any]) -> bool:
         """Play for a run until it ends (True) or is out of reach (False)."""
         link, base = self._link, welcome["recipe"]
-        root = self._root or (Path() if base is None or not Path(base).is_dir() else Path(base)).resolve()
+        root = (
+            self._root
+            or (Path() if base is None or not Path(base).is_dir() else Path(base)).resolve()
+        )
         with tempfile.TemporaryDirectory(prefix="turnwright-worker-") as name:
             folder = Path(name)
             renderer, specs = _renderer(welcome, folder), environments(welcome, root)
@@ -228,15 +265,26 @@ class WorkerProcess:
                 if task := link.held.pop(lease, None):
                     task.cancel()
             for row in found["groups"]:
-                link.held[row["lease"]] = asyncio.create_task(self._play(row["lease"], row["spec"], worker, engine, folder))
+                link.held[row["lease"]] = asyncio.create_task(
+                    self._play(row["lease"], row["spec"], worker, engine, folder)
+                )
             if found["over"]:
                 return True
 
-    async def _play(self, lease: str, row: Mapping[str, Any], worker: StreamWorker, engine: RunEngine, folder: Path) -> None:
+    async def _play(
+        self,
+        lease: str,
+        row: Mapping[str, Any],
+        worker: StreamWorker,
+        engine: RunEngine,
+        folder: Path,
+    ) -> None:
         """Play one group and report its end."""
 
         def image(ref: ImageRef) -> Image:
-            return Image(folder / "media" / f"{ref.sha256}.png", alt=ref.alt, max_pixels=ref.max_pixels)
+            return Image(
+                folder / "media" / f"{ref.sha256}.png", alt=ref.alt, max_pixels=ref.max_pixels
+            )
 
         link = self._link
         try:
@@ -255,24 +303,30 @@ class WorkerProcess:
             link.answer(lease, {"fault": f"{class_name(error)}: {words(error)}"})
 
     async def _guard(self) -> bool:
-        """Stop every group when the run was out of reach for as long as a lease lasts: it asks others for them then."""
+        """Stop every group when the run was out of reach for as long as a lease lasts: it asks
+        others for them then."""
         link = self._link
         while True:
             await asyncio.sleep(link.lease_s / 10)
             silent = time.monotonic() - link.reached
             if silent <= (link.lease_s if link.held else self._patience_s):
                 continue  # a run that trains in sync answers nothing meanwhile
-            self._note(f"the run was out of reach for {silent:.0f} s: stopping what was played for it")
+            self._note(
+                f"the run was out of reach for {silent:.0f} s: stopping what was played for it"
+            )
             await self._stop_effects()
             return False
 
     async def _stop_effects(self) -> None:
-        """Stop groups that others may be asked for now; nothing but the end of the process ends a call in a thread."""
+        """Stop groups that others may be asked for now; nothing but the end of the process
+        ends a call in a thread."""
         tasks = list(self._link.held.values())
         if not (tasks and self._effects):
             return
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=STOP_S)
-        self._note("this process ends with what its environments do, since others may be asked for it")
+        self._note(
+            "this process ends with what its environments do, since others may be asked for it"
+        )
         os._exit(STOPPED)

@@ -15,14 +15,21 @@ def add_convert(subparsers: Any) -> None:
     """Register the command."""
     help = "turn a launch script of slime, SkyRL, verl, ms-swift or TRL into a recipe"
     epilog = (
-        "Reads a shell script, an argument list, a Python launcher (.py) or YAML (.yaml), and runs nothing of it. The recipe\n"
-        "goes to the standard output or --out, and names every setting that it drops. What could not be read is named as\n"
-        "incomplete; a training that no recipe does is refused (exit status 2)."
+        "Reads a shell script, an argument list, a Python launcher (.py) or YAML (.yaml), and "
+        "runs nothing of it. The recipe\ngoes to the standard output or --out, and names every "
+        "setting that it drops. What could not be read is named as\nincomplete; a training that "
+        "no recipe does is refused (exit status 2)."
     )
     parser = add_command(subparsers, "convert", help, run_convert, epilog=epilog)
     parser.add_argument("source", metavar="FILE", type=Path, help="the script or configuration")
-    parser.add_argument("--system", metavar="NAME", help="slime, skyrl, verl, swift or trl (default: by its settings)")
-    parser.add_argument("--out", metavar="RECIPE", type=Path, help="the recipe to write, which must not exist")
+    parser.add_argument(
+        "--system",
+        metavar="NAME",
+        help="slime, skyrl, verl, swift or trl (default: by its settings)",
+    )
+    parser.add_argument(
+        "--out", metavar="RECIPE", type=Path, help="the recipe to write, which must not exist"
+    )
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -37,7 +44,9 @@ def run_convert(args: argparse.Namespace) -> int:
             with args.out.open("x", encoding="utf-8") as file:
                 file.write(converted.recipe)
         except OSError as error:
-            raise UsageError(f"--out {args.out}: cannot be written ({error.strerror}); name a new file") from None
+            raise UsageError(
+                f"--out {args.out}: cannot be written ({error.strerror}); name a new file"
+            ) from None
     for line in converted.lines():
         print("".join(one if one.isprintable() else " " for one in line), file=sys.stderr)
     return 0

@@ -12,7 +12,10 @@ from turnwright.envs.user_imports import public_name
 
 
 class AttributeConfig(dict[str, Any]):
-    """Configuration whose keys are attributes too; a missing one is an AttributeError. What is set is a key as well."""
+    """Configuration whose keys are attributes too; a missing one is an AttributeError.
+
+    What is set is a key as well.
+    """
 
     def __setattr__(self, key: str, value: Any) -> None:
         self[key] = attribute_config(value)
@@ -26,7 +29,9 @@ class AttributeConfig(dict[str, Any]):
         try:
             return self[key]
         except KeyError:
-            raise AttributeError(f"the configuration has no {key!r}; give it under [env.args]") from None
+            raise AttributeError(
+                f"the configuration has no {key!r}; give it under [env.args]"
+            ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return AttributeConfig, (dict(self),)
@@ -40,11 +45,14 @@ class TrainerState:
     """Step of the episode, from 0."""
 
     def __getattr__(self, key: str) -> Any:
-        raise AttributeError(f"trainer_state has no {key!r} here: a rollout knows global_step alone")
+        raise AttributeError(
+            f"trainer_state has no {key!r} here: a rollout knows global_step alone"
+        )
 
 
 def settings(name: str, values: Mapping[str, Any]) -> Any:
-    """Return a configuration that is a dataclass too: user code reads it by keys, by attributes, and with `asdict`."""
+    """Return a configuration that is a dataclass too: user code reads it by keys, by
+    attributes, and with `asdict`."""
     fields = [key for key in values if key.isidentifier() and not keyword.iskeyword(key)]
 
     def reduced(self: AttributeConfig) -> tuple[Any, ...]:
@@ -52,7 +60,9 @@ def settings(name: str, values: Mapping[str, Any]) -> Any:
 
     typed = [(key, Any) for key in fields]
     methods = {"__reduce__": reduced}
-    made = make_dataclass(name, typed, bases=(AttributeConfig,), namespace=methods, eq=False, repr=False, init=False)
+    made = make_dataclass(
+        name, typed, bases=(AttributeConfig,), namespace=methods, eq=False, repr=False, init=False
+    )
     return made({key: attribute_config(value) for key, value in values.items()})
 
 
@@ -80,14 +90,18 @@ def derives_from(target: Any, package: str, name: str) -> bool:
     """Whether a class derives from a class of a framework, installed or a stand-in."""
     if not inspect.isclass(target):
         return False
-    found = ((public_name(base.__module__).partition(".")[0], base.__name__) for base in target.__mro__[1:])
+    found = (
+        (public_name(base.__module__).partition(".")[0], base.__name__)
+        for base in target.__mro__[1:]
+    )
     return (package, name) in found
 
 
 def constructor_parameters(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
     """Return the parameters of a class's constructor, and whether it takes any other keyword.
 
-    A constructor of `*args, **kwargs` passes on what it gets, so those of the next class are added, up to one without.
+    A constructor of `*args, **kwargs` passes on what it gets, so those of the next class are
+    added, up to one without.
     """
     found: dict[str, inspect.Parameter] = {}
     for base in inspect.getmro(target):

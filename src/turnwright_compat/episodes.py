@@ -1,4 +1,5 @@
-"""What the integrations share: tasks of a trainer's rows, an engine over its generate call, episodes, and training rows."""
+"""What the integrations share: tasks of a trainer's rows, an engine over its generate call,
+episodes, and training rows."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ TASK = "turnwright_task"
 """Key of a trainer's row that holds the id of its task."""
 CONCURRENCY = 1024
 """Calls in flight by default: the trainer's servers have their own queues."""
-_MODEL_FILES = ("config.json", "generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
 
 Sample = Callable[[Request], Awaitable[Generation]]
 """Samples one reply by the generate call of a trainer."""
@@ -62,29 +68,37 @@ class CallEngine:
 
 
 def make_generation(
-    request: Request, ids: Sequence[int], logprobs: Sequence[float | None] | None, reason: str | None, *, needs: str
+    request: Request,
+    ids: Sequence[int],
+    logprobs: Sequence[float | None] | None,
+    reason: str | None,
+    *,
+    needs: str,
 ) -> Generation:
     """Make a generation of what a trainer's engine returned.
 
     Args:
-        reason: finish reason that the engine reported: `stop`, `length`, `abort`; None where it does not tell the first two
-            apart, so that fewer ids than asked for are a stop.
+        reason: finish reason that the engine reported: `stop`, `length`, `abort`; None where it
+            does not tell the first two apart, so that fewer ids than asked for are a stop.
         needs: setting of the trainer that makes its engine return logprobs.
 
     Raises:
-        BackendContractError: without logprobs, or when the engine stopped where no end token of ours is.
+        BackendContractError: without logprobs, or when the engine stopped where
+            no end token of ours is.
     """
     ids = list(ids)
     if logprobs is None or len(logprobs) != len(ids):
         have = "no" if logprobs is None else str(len(logprobs))
-        raise BackendContractError(f"the trainer's engine returned {have} logprobs for {len(ids)} ids; set {needs}")
+        raise BackendContractError(
+            f"the trainer's engine returned {have} logprobs for {len(ids)} ids; set {needs}"
+        )
     ended = bool(ids) and (ids[-1] in request.stop_ids or _completes(request, ids))
     stopped = reason == "stop" or (reason is None and len(ids) < request.max_tokens)
     if stopped and ids and not ended:
         known = ", ".join(map(str, sorted(request.stop_ids)[:8]))
         raise BackendContractError(
-            f"the trainer's engine stopped after id {ids[-1]}, which is no end token of the renderer ({known}); add it to "
-            "eos_token_id of the model's generation_config.json"
+            f"the trainer's engine stopped after id {ids[-1]}, which is no end token of the "
+            f"renderer ({known}); add it to eos_token_id of the model's generation_config.json"
         )
     finish = "stop" if ended else "abort" if reason == "abort" or not ids else "length"
     return Generation(ids, [None if one is None else float(one) for one in logprobs], finish, 0)  # type: ignore[arg-type]
@@ -95,7 +109,8 @@ def _completes(request: Request, ids: Sequence[int]) -> bool:
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
-    """Return the sampling parameters of a trainer's engine call, for the record; -1 is no limit on the number of ids."""
+    """Return the sampling parameters of a trainer's engine call, for the record; -1 is no limit
+    on the number of ids."""
     found = {name: params.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
     given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
     if "top_k" in given:
@@ -112,7 +127,8 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
 def renderer_of(tokenizer: Any, model: str | Path | None = None) -> Renderer:
     """Return a renderer of a trainer's tokenizer, with its chat template.
 
-    `model` is the model's directory, for its end tokens and its vision processor; other names are not looked up.
+    `model` is the model's directory, for its end tokens and its vision processor; other
+    names are not looked up.
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -133,7 +149,10 @@ class TrainedRow:
     logprobs: list[float]
     """Logprobs of the response's ids, 0.0 where they were not sampled."""
     rewards: list[float]
-    """Rewards by id of the response. They sum to the episode's reward over its rows, or to the row's own in each."""
+    """Rewards by id of the response.
+
+    They sum to the episode's reward over its rows, or to the row's own in each.
+    """
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos of the complete row."""
 
@@ -143,10 +162,14 @@ class TrainedRow:
         return [*self.prompt_ids, *self.response_ids]
 
     def cut(self, length: int) -> TrainedRow:
-        """Return the row with at most so many ids of response; what is cut off must not be trained."""
+        """Return the row with at most so many ids of response; what is cut
+        off must not be trained."""
         if any(self.mask[length:]):
             over = sum(self.mask[length:])
-            raise UsageError(f"{over} sampled ids are beyond the first {length} of the response; set limits.episode_tokens")
+            raise UsageError(
+                f"{over} sampled ids are beyond the first {length} of the response; set "
+                "limits.episode_tokens"
+            )
         end = len(self.prompt_ids) + length
         return TrainedRow(
             self.prompt_ids,
@@ -159,10 +182,11 @@ class TrainedRow:
 
 
 def trained_rows(trajectory: Trajectory, filler: int) -> list[TrainedRow]:
-    """Return the rows of an episode, in order; the ids before a row's first new reply are its prompt.
+    """Return the rows of an episode, in order; the ids before a row's first
+    new reply are its prompt.
 
-    An episode without a reward, one that failed, has one row without trained ids; `filler` is its response where nothing was
-    sampled, since trainers take no empty one.
+    An episode without a reward, one that failed, has one row without trained ids; `filler` is its
+    response where nothing was sampled, since trainers take no empty one.
     """
     seen: set[tuple[int, int]] = set()
     rows: list[TrainedRow] = []
@@ -175,8 +199,14 @@ def trained_rows(trajectory: Trajectory, filler: int) -> list[TrainedRow]:
         if not start or (rows and not any(mask)):
             continue  # only ids of failed attempts, or a branch that is not trained
         logprobs = [logprob or 0.0 for logprob in row.logprobs[start:]]
-        rewards = row.token_rewards[start:] if row.token_rewards is not None and played else [0.0] * len(mask)
-        rows.append(TrainedRow(row.ids[:start], row.ids[start:], mask, logprobs, rewards, tuple(row.media)))
+        rewards = (
+            row.token_rewards[start:]
+            if row.token_rewards is not None and played
+            else [0.0] * len(mask)
+        )
+        rows.append(
+            TrainedRow(row.ids[:start], row.ids[start:], mask, logprobs, rewards, tuple(row.media))
+        )
     trained = [row for row in rows if any(row.mask)]
     if trained or rows:
         return trained or rows[:1]
@@ -189,8 +219,10 @@ def single_row(trajectory: Trajectory, filler: int, trainer: str) -> TrainedRow:
     rows = trained_rows(trajectory, filler)
     if len(rows) > 1:
         raise UsageError(
-            f"{trajectory.key}: an episode of {len(rows)} rows (branches: {dict(trajectory.branches)}); {trainer} takes one "
-            'for each prompt. Use history = "append" with a template that keeps earlier turns, or train with turnwright.train'
+            f"{trajectory.key}: an episode of {len(rows)} rows (branches: "
+            f"{dict(trajectory.branches)}); {trainer} takes one "
+            'for each prompt. Use history = "append" with a template that keeps earlier turns, or '
+            "train with turnwright.train"
         )
     return rows[0]
 
@@ -198,8 +230,12 @@ def single_row(trajectory: Trajectory, filler: int, trainer: str) -> TrainedRow:
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean number of turns, and the share of episodes by status, for a trainer's log."""
     statuses = Counter(str(one.stop.status.value) for one in trajectories if one.stop)
-    found = {f"turnwright/{status}": count / len(trajectories) for status, count in statuses.items()}
-    return {"turnwright/turns": sum(len(one.turns) for one in trajectories) / max(len(trajectories), 1)} | found
+    found = {
+        f"turnwright/{status}": count / len(trajectories) for status, count in statuses.items()
+    }
+    return {
+        "turnwright/turns": sum(len(one.turns) for one in trajectories) / max(len(trajectories), 1)
+    } | found
 
 
 class _SharedStream:
@@ -248,7 +284,8 @@ class Episodes:
         """Prepare an environment; nothing is played yet.
 
         Args:
-            env: a built-in name, `file.py:Name` or `framework:id`, an `Env` class, a factory, or an agent function.
+            env: a built-in name, `file.py:Name` or `framework:id`, an `Env` class, a
+                factory, or an agent function.
             tasks: training tasks; by default `n_tasks` of the environment's, drawn by `seed`.
             n_tasks: number of tasks to draw.
             n_eval: number of held-out tasks to draw.
@@ -274,7 +311,9 @@ class Episodes:
         self._tasks: dict[str, dict[str, Task]] = {}
         self._samples: Counter[tuple[str, int, str]] = Counter()
         self._rollout: Rollout | None = None
-        self._streams: WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedStream] = WeakKeyDictionary()
+        self._streams: WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedStream] = (
+            WeakKeyDictionary()
+        )
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -291,11 +330,15 @@ class Episodes:
         return self._tasks[split]
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
-        """Return the rows of the trainer's dataset: for each task its id, and a prompt for the trainer's tables."""
-        return [{"prompt": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()]
+        """Return the rows of the trainer's dataset: for each task its id, and a prompt for
+        the trainer's tables."""
+        return [
+            {"prompt": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()
+        ]
 
     def task_of(self, row: Mapping[str, Any], where: str) -> Task:
-        """Return the task that a trainer's row names; for a row of another dataset the task that its columns hold.
+        """Return the task that a trainer's row names; for a row of another dataset the
+        task that its columns hold.
 
         Raises:
             UsageError: for an id that no task has; TaskError for a row without a prompt.
@@ -306,17 +349,31 @@ class Episodes:
         task = self.tasks.get(str(name)) or self.tasks_of("eval").get(str(name))
         if task is None:
             numbers = "n_tasks, n_eval and seed"
-            raise UsageError(f"{where}: {TASK} = {str(name)!r} is no task; give the {numbers} that the rows were made with")
+            raise UsageError(
+                f"{where}: {TASK} = {str(name)!r} is no task; give the {numbers} that the rows "
+                "were made with"
+            )
         return task
 
-    def episode(self, task: Task, *, phase: str = "train", step: int = 0, sample: int | None = None) -> EpisodeSpec:
-        """Return an episode to play; without a number of its own it is the next sample of its task."""
+    def episode(
+        self, task: Task, *, phase: str = "train", step: int = 0, sample: int | None = None
+    ) -> EpisodeSpec:
+        """Return an episode to play; without a number of its own it is the
+        next sample of its task."""
         if sample is None:
             counted = phase, step, task.id
             sample = self._samples[counted]
             self._samples[counted] += 1
         spec, key = self.spec, EpisodeKey(phase, step, task.id, sample)
-        return EpisodeSpec(task, key, spec.factory, spec.agent_function, spec.max_turns, spec.rules, spec.group_reward)
+        return EpisodeSpec(
+            task,
+            key,
+            spec.factory,
+            spec.agent_function,
+            spec.max_turns,
+            spec.rules,
+            spec.group_reward,
+        )
 
     def open(
         self,
@@ -327,14 +384,18 @@ class Episodes:
         groups: bool = False,
         **lengths: int | None,
     ) -> Rollout:
-        """Return the rollout; the first call makes it, with the trainer's tokenizer and lengths where none were given.
+        """Return the rollout; the first call makes it, with the trainer's tokenizer and
+        lengths where none were given.
 
-        `engine` makes an engine of ours, which samples in place of the trainer's; `groups` if the trainer asks for all episodes
-        of a task at once.
+        `engine` makes an engine of ours, which samples in place of the trainer's; `groups` if the
+        trainer asks for all episodes of a task at once.
         """
         if self._rollout is None:
             if self.spec.group_reward is not None and not groups:
-                raise UsageError(f"{self.spec.name}: group_reward compares episodes, and this trainer asks for each alone")
+                raise UsageError(
+                    f"{self.spec.name}: group_reward compares episodes, and this trainer asks for "
+                    "each alone"
+                )
             self.renderer = self.renderer or renderer_of(tokenizer, model)
             limits = self.limits
             if not isinstance(limits, Limits):
@@ -344,14 +405,21 @@ class Episodes:
             run = None
             if self._out is not None:
                 run = RunDir(Path(self._out) / str(os.getpid()), trajectories=False)
-            given = {"stop_on_bugs": True, **({"concurrency": CONCURRENCY} if engine is None else {}), **self._arguments}
+            given = {
+                "stop_on_bugs": True,
+                **({"concurrency": CONCURRENCY} if engine is None else {}),
+                **self._arguments,
+            }
             samples = CallEngine() if engine is None else engine(self.renderer)
             settings = RolloutSettings(limits=limits, seed=self.seed, **given)
             self._rollout = Rollout(samples, self.renderer, settings, run=run)
         return self._rollout
 
-    async def play(self, episodes: Sequence[EpisodeSpec], sample: Sample | None, sampling: Sampling) -> list[Trajectory]:
-        """Play episodes with replies of `sample`, after `open`; None where that was given an engine.
+    async def play(
+        self, episodes: Sequence[EpisodeSpec], sample: Sample | None, sampling: Sampling
+    ) -> list[Trajectory]:
+        """Play episodes with replies of `sample`, after `open`; None where
+        that was given an engine.
 
         Raises:
             EngineError: when the trainer's engine failed, which is the trainer's to handle.
@@ -385,8 +453,11 @@ class Episodes:
 
 
 def prompt_of(task: Task) -> list[dict[str, str]]:
-    """Return the messages of a task as text, for a trainer's tables and length filters; its id where it has none."""
-    found = [{"role": message.role, "content": message.text} for message in task.messages if message.text]
+    """Return the messages of a task as text, for a trainer's tables and length filters; its
+    id where it has none."""
+    found = [
+        {"role": message.role, "content": message.text} for message in task.messages if message.text
+    ]
     return found or [{"role": "user", "content": task.id}]
 
 

@@ -16,31 +16,42 @@ from turnwright_compat.swift import convert as swift
 from turnwright_compat.trl import convert as trl
 from turnwright_compat.verl import convert as verl
 
-SYSTEMS: Mapping[str, System] = {one.SYSTEM.name: one.SYSTEM for one in (slime, skyrl, verl, swift, trl)}
+SYSTEMS: Mapping[str, System] = {
+    one.SYSTEM.name: one.SYSTEM for one in (slime, skyrl, verl, swift, trl)
+}
 
 __all__ = ["SYSTEMS", "Account", "Converted", "convert", "convert_file"]
 
 
-def convert(text: str, *, name: str = "arguments.txt", system: str | None = None, folder: Path | None = None) -> Converted:
-    """Return a recipe from a launch script, an argument list, a YAML file or a Python launcher; nothing of it is executed.
+def convert(
+    text: str, *, name: str = "arguments.txt", system: str | None = None, folder: Path | None = None
+) -> Converted:
+    """Return a recipe from a launch script, an argument list, a YAML file or a Python launcher;
+    nothing of it is executed.
 
     Args:
         text: its content.
-        name: its file name, whose ending tells the kind (`.yaml`, `.yml`, `.py`; anything else is a script or arguments).
-        system: `slime`, `skyrl`, `verl`, `swift` or `trl`; None is the one that knows most of the settings.
+        name: its file name, whose ending tells the kind (`.yaml`, `.yml`, `.py`; anything else
+            is a script or arguments).
+        system: `slime`, `skyrl`, `verl`, `swift` or `trl`; None is the one that
+            knows most of the settings.
         folder: folder in which files of the user are looked for; None looks for none.
 
-    Raises `ConfigError` for a text without settings, for one of an unknown system, and for a training that no recipe does.
+    Raises `ConfigError` for a text without settings, for one of an unknown system, and for a
+    training that no recipe does.
     """
     source = read_source(text, name, folder)
     if system is not None and system not in SYSTEMS:
         near = did_you_mean(system, SYSTEMS)
         raise ConfigError(f"{system}: unknown system; {near or 'there are ' + ', '.join(SYSTEMS)}")
-    return convert_source(source, SYSTEMS[system] if system else _detect(source, name), name, folder)
+    return convert_source(
+        source, SYSTEMS[system] if system else _detect(source, name), name, folder
+    )
 
 
 def convert_file(path: Path, system: str | None = None) -> Converted:
-    """Return a recipe from a file; raise `ConfigError` as `convert`, and for a file that cannot be read."""
+    """Return a recipe from a file; raise `ConfigError` as `convert`, and for a
+    file that cannot be read."""
     try:
         text = files.read_text(path)
     except OSError as error:
@@ -64,5 +75,7 @@ def _detect(source: Source, name: str) -> System:
 
     found = max(SYSTEMS.values(), key=known)
     if not known(found)[0]:
-        raise ConfigError(f"{name}: no known setting of {', '.join(SYSTEMS)}; name the system with --system")
+        raise ConfigError(
+            f"{name}: no known setting of {', '.join(SYSTEMS)}; name the system with --system"
+        )
     return found

@@ -1,4 +1,5 @@
-"""Rows of ids, masks and rewards that a user's own loop returns, as weights and rewards of the replies it sampled."""
+"""Rows of ids, masks and rewards that a user's own loop returns, as weights and rewards of
+the replies it sampled."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ LOGPROB_TOLERANCE = 1e-3
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_generate_length")
 
 
-def sampling_options(given: Mapping[str, Any], media: Sequence[Any] | None = None) -> dict[str, Any]:
-    """Return a framework's sampling parameters by our names, without those that leave the choice to the run."""
+def sampling_options(
+    given: Mapping[str, Any], media: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """Return a framework's sampling parameters by our names, without those that leave
+    the choice to the run."""
     top_k = given.get("top_k")
     found = {
         "max_tokens": next((given[name] for name in _LENGTHS if given.get(name)), None),
@@ -34,7 +38,8 @@ def sampling_options(given: Mapping[str, Any], media: Sequence[Any] | None = Non
 
 
 def image_of(value: Any) -> Any:
-    """Return an image of a request as a part of a message: also a data URL, a path, base64 text, or a dict with one of them."""
+    """Return an image of a request as a part of a message: also a data URL, a path, base64 text, or
+    a dict with one of them."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
     if isinstance(value, str) and not value.startswith("data:"):
@@ -51,7 +56,13 @@ def _is_file(text: str) -> bool:
 
 
 def _several(value: Any) -> tuple[Any, ...]:
-    return () if value is None or value == "" else (value,) if isinstance(value, (str, int)) else tuple(value)
+    return (
+        ()
+        if value is None or value == ""
+        else (value,)
+        if isinstance(value, (str, int))
+        else tuple(value)
+    )
 
 
 @dataclass(slots=True)
@@ -73,21 +84,26 @@ def read_output(
     own_rewards: bool = False,
     is_blank: Callable[[Sequence[int]], bool] | None = None,
 ) -> Scores:
-    """Read the episode's rows of a `GeneratorOutput`: set the weights of the replies, return the rewards.
+    """Read the episode's rows of a `GeneratorOutput`: set the weights of the
+    replies, return the rewards.
 
-    Errors call masks and logprobs by the names that the user's code has for them. With `own_rewards` a row's number is the
-    reward of that row; else the last row's is the episode's.
+    Errors call masks and logprobs by the names that the user's code has for them. With
+    `own_rewards` a row's number is the reward of that row; else the last row's is the episode's.
 
-    `is_blank` is for loops that build a row from the texts of its messages. A reply whose ids are in the row after other
-    ids than the engine received is trained where the engine sampled it. Blank ids after a reply, which the template wrote and
-    the loop masks as trained, are not trained. Both are counted in the metrics.
+    `is_blank` is for loops that build a row from the texts of its messages. A reply whose ids are
+    in the row after other ids than the engine received is trained where the engine sampled it.
+    Blank ids after a reply, which the template wrote and the loop masks as trained, are not
+    trained. Both are counted in the metrics.
 
     Raises:
-        EnvError: for rows of different lengths, a mask that trains ids which the engine did not sample, or logprobs other than
-            those of the engine.
+        EnvError: for rows of different lengths, a mask that trains ids which the engine did not
+            sample, or logprobs other than those of the engine.
     """
     if not isinstance(output, Mapping) or not output.get("response_ids"):
-        raise EnvError(f"generate returned {describe_value(output)}; return a GeneratorOutput with response_ids")
+        raise EnvError(
+            f"generate returned {describe_value(output)}; return a GeneratorOutput with "
+            "response_ids"
+        )
     weights: dict[int, list[float]] = {}
     turns, own = [0.0] * len(calls), 0.0
     rows = len(output["response_ids"])
@@ -96,14 +112,26 @@ def read_output(
     for row in range(rows):
         prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
         if mask is None or len(mask) != len(response):
-            raise EnvError(f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give one for each id")
+            raise EnvError(
+                f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give "
+                "one for each id"
+            )
         placed = _places(calls, list(prompt or ()), list(response))
         mask = _of_texts(calls, placed, list(response), mask, is_blank, counts)
-        _check_mask(mask, logprobs, placed, calls, (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"))
+        _check_mask(
+            mask,
+            logprobs,
+            placed,
+            calls,
+            (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"),
+        )
         trained = _add_weights(weights, mask, placed, calls)
         if isinstance(reward, (list, tuple)):
             if len(reward) != len(response):
-                raise EnvError(f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one for each id")
+                raise EnvError(
+                    f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one "
+                    "for each id"
+                )
             for at, one in enumerate(reward):
                 if value := as_number(one, "a token's reward"):
                     before = [number for number, start in placed.items() if start <= at]
@@ -121,7 +149,10 @@ def read_output(
 
 
 def _add_weights(
-    weights: dict[int, list[float]], mask: Sequence[Any], placed: Mapping[int, int], calls: Sequence[EngineCall]
+    weights: dict[int, list[float]],
+    mask: Sequence[Any],
+    placed: Mapping[int, int],
+    calls: Sequence[EngineCall],
 ) -> tuple[Any, ...]:
     """Add a row's mask to the weights of the calls; return the replies that it trains."""
     trained = []
@@ -129,7 +160,10 @@ def _add_weights(
         reply = calls[number].reply
         found = [float(one) for one in mask[start : start + len(reply.ids)]]
         found += [0.0] * (len(reply.ids) - len(found))  # the loop cut its response there
-        weights[number] = [max(pair) for pair in zip(found, weights.get(number, [0.0] * len(reply.ids)), strict=True)]
+        weights[number] = [
+            max(pair)
+            for pair in zip(found, weights.get(number, [0.0] * len(reply.ids)), strict=True)
+        ]
         trained += [reply] if any(found) else []
     return tuple(trained)
 
@@ -140,7 +174,10 @@ _ROW = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_lo
 def _of_row(output: Mapping[str, Any], key: str, row: int) -> Any:
     column = output.get(key)
     if column is not None and len(column) <= row:
-        raise EnvError(f"{key} has {len(column)} rows and response_ids {len(output['response_ids'])}; give one for each")
+        raise EnvError(
+            f"{key} has {len(column)} rows and response_ids {len(output['response_ids'])}; give "
+            "one for each"
+        )
     return None if column is None else column[row]
 
 
@@ -153,7 +190,12 @@ def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int])
         if call.context is not None:
             start = len(call.context)
             kept = full[start : start + len(ids)]
-            fits = start >= first and full[:start] == call.context and bool(kept) and kept == ids[: len(kept)]
+            fits = (
+                start >= first
+                and full[:start] == call.context
+                and bool(kept)
+                and kept == ids[: len(kept)]
+            )
         else:
             starts = range(cursor, len(full) - len(ids) + 1)
             start = next((at for at in starts if full[at : at + len(ids)] == ids), -1)
@@ -171,7 +213,8 @@ def _of_texts(
     is_blank: Callable[[Sequence[int]], bool] | None,
     counts: Counter[str],
 ) -> Sequence[Any]:
-    """Place the replies of a row that was built from texts, and return its mask without blank ids; see `read_output`."""
+    """Place the replies of a row that was built from texts, and return its mask without blank
+    ids; see `read_output`."""
     if is_blank is None:
         return mask
     moved = _moved(calls, placed, response, mask)
@@ -182,8 +225,11 @@ def _of_texts(
     return kept
 
 
-def _moved(calls: Sequence[EngineCall], placed: Mapping[int, int], response: list[int], mask: Sequence[Any]) -> dict[int, int]:
-    """Return the positions of further replies, whose ids are in the response in order and masked as trained."""
+def _moved(
+    calls: Sequence[EngineCall], placed: Mapping[int, int], response: list[int], mask: Sequence[Any]
+) -> dict[int, int]:
+    """Return the positions of further replies, whose ids are in the response in order
+    and masked as trained."""
     found: dict[int, int] = {}
     cursor = 0
     for number, call in enumerate(calls):
@@ -225,22 +271,36 @@ def _check_mask(
     names: tuple[str, str],
 ) -> None:
     if logprobs is not None and len(logprobs) != len(mask):
-        raise EnvError(f"{names[1]} has {len(logprobs)} values for {len(mask)} response_ids; give one for each id")
-    sampled = {start + at: one for number, start in placed.items() for at, one in enumerate(calls[number].reply.logprobs)}
+        raise EnvError(
+            f"{names[1]} has {len(logprobs)} values for {len(mask)} response_ids; give one for "
+            "each id"
+        )
+    sampled = {
+        start + at: one
+        for number, start in placed.items()
+        for at, one in enumerate(calls[number].reply.logprobs)
+    }
     for at, one in enumerate(mask):
         if not one:
             continue
         if at not in sampled:
-            raise EnvError(f"{names[0]}[{at}] is {one}, and the engine did not sample that id there; write 0")
+            raise EnvError(
+                f"{names[0]}[{at}] is {one}, and the engine did not sample that id there; write 0"
+            )
         if logprobs is None or sampled[at] is None:
             continue
         if abs((number_of(logprobs[at]) or 0.0) - sampled[at]) > LOGPROB_TOLERANCE:
-            raise EnvError(f"{names[1]}[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on")
+            raise EnvError(
+                f"{names[1]}[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on"
+            )
 
 
 def _metrics(output: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, float]:
     found = {name: float(number) for name, number in counts.items() if number}
-    groups = {"": output.get("rollout_metrics"), "environment/": next(iter(output.get("env_metrics") or ()), None)}
+    groups = {
+        "": output.get("rollout_metrics"),
+        "environment/": next(iter(output.get("env_metrics") or ()), None),
+    }
     for prefix, group in groups.items():
         for key, value in (group or {}).items():
             if (number := number_of(value)) is not None:

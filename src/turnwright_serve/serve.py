@@ -25,7 +25,12 @@ from turnwright.renderers.vision import PixelCache, VisionProcessor
 from turnwright.training.forward.forward import ForwardPass
 from turnwright.training.model.models import device_and_dtype, load
 from turnwright.training.model.packed import quant_of
-from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_sampling, quantized_names
+from turnwright.training.model.quantize import (
+    OnGrid,
+    grid_of,
+    quantize_for_sampling,
+    quantized_names,
+)
 from turnwright.training.model.weight_export import unique_weights
 from turnwright.training.score_ids import score_ids
 from turnwright.training.setup import load_model_and_renderer, model_config
@@ -50,21 +55,27 @@ def make_service(
     speculate: int = 0,
     cache_gib: float = CACHE_GIB,
 ) -> tuple[EngineService, LocalEngine]:
-    """Build the service of a model and its engine, which the caller closes. Weights change through the formats' routes, from a
-    directory or a process group; an update applies completely or not at all."""
+    """Build the service of a model and its engine, which the caller closes. Weights change
+    through the formats' routes, from a directory or a process group; an update applies
+    completely or not at all."""
     try:
         from turnwright_serve.server import EngineService
     except ImportError as error:
         raise ConfigError(
-            f"turnwright serve needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
+            f"turnwright serve needs starlette and uvicorn ({error.name} is missing): pip install "
+            "'turnwright[serve]'"
         ) from None
     quant = quant_of(source)
     grid = grid_of(quant)
-    config = model_config(RunConfig(model=ModelConfig(path=str(source), device=device), quant=quant))
+    config = model_config(
+        RunConfig(model=ModelConfig(path=str(source), device=device), quant=quant)
+    )
     model, renderer = load_model_and_renderer(source, source, config)
     on_grid = None if grid is None else OnGrid(grid, quantized_names(model, quant))
     model = quantize_for_sampling(model, quant)
-    engine = LocalEngine(model, renderer=renderer, context=context, speculate=speculate, cache_gib=cache_gib)
+    engine = LocalEngine(
+        model, renderer=renderer, context=context, speculate=speculate, cache_gib=cache_gib
+    )
     pixels = None if renderer.vision is None else _pixels(engine, renderer.vision)
     own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
     unique = frozenset(name for name, _ in unique_weights(model))
@@ -78,7 +89,9 @@ def make_service(
     async def load_rows(rows: Rows) -> None:
         def put() -> None:
             with lock:  # another checkpoint of the run has full-precision weights
-                model.load_state_dict(dict(rows if on_grid is None else on_grid(iter(rows))), strict=False)
+                model.load_state_dict(
+                    dict(rows if on_grid is None else on_grid(iter(rows))), strict=False
+                )
 
         await asyncio.to_thread(put)
         await engine.update(list(unique_weights(model)), engine.version + 1)
@@ -121,18 +134,26 @@ def make_service(
 
 
 def stored_rows(directory: Path, own: Mapping[str, Tensor], unique: frozenset[str]) -> Rows | None:
-    """Read the weights of a directory that holds a model's tensors under their own names, `unique` ones at least, without
-    building a second model; None for any other layout: an adapter, packed weights, other names or shapes."""
+    """Read the weights of a directory that holds a model's tensors under their own names, `unique`
+    ones at least, without building a second model; None for any other layout: an adapter, packed
+    weights, other names or shapes."""
     try:
-        found = {name: tensor for file in directory.glob("model*.safetensors") for name, tensor in load_file(file).items()}
+        found = {
+            name: tensor
+            for file in directory.glob("model*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
     except (OSError, SafetensorError):  # named where the directory is loaded as a model
         return None
-    fits = unique <= found.keys() <= own.keys() and all(found[name].shape == own[name].shape for name in found)
+    fits = unique <= found.keys() <= own.keys() and all(
+        found[name].shape == own[name].shape for name in found
+    )
     return list(found.items()) if fits else None
 
 
 def _pixels(engine: LocalEngine, vision: VisionProcessor) -> PixelCache:
-    """Give an engine a store of images: a temporary directory, since replies may wait for longer than any cache holds."""
+    """Give an engine a store of images: a temporary directory, since replies may wait for longer
+    than any cache holds."""
     directory = Path(tempfile.mkdtemp(prefix="turnwright-images-"))
     weakref.finalize(engine, shutil.rmtree, directory, ignore_errors=True)
     pixels = PixelCache(vision, MediaStore(directory))
@@ -143,7 +164,9 @@ def _pixels(engine: LocalEngine, vision: VisionProcessor) -> PixelCache:
 def _image_finder(pixels: PixelCache) -> PlaceImages:
     """Return what stores data URLs and finds them among ids."""
 
-    def place(ids: Sequence[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+    def place(
+        ids: Sequence[int], urls: Sequence[str]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         return pixels.vision.place(ids, [pixels.store.put(Image(url)) for url in urls])
 
     return place
@@ -164,23 +187,33 @@ async def serve(
     cache_gib: float = CACHE_GIB,
     keyless: bool = False,
 ) -> None:
-    """Answer requests until cancelled; once the server answers, `on_start` receives a line that starts with the URL.
+    """Answer requests until cancelled; once the server answers, `on_start` receives a line
+    that starts with the URL.
 
-    Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and the server creates a
-    token, and stores it where this user's clients find it; with `keyless`, requests that change nothing do not need it.
-    Weights that arrive in chunks (`engine.tree`) are kept in `weights_dir`, by default a temporary directory.
+    Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and
+    the server creates a token, and stores it where this user's clients find it; with `keyless`,
+    requests that change nothing do not need it. Weights that arrive in chunks (`engine.tree`) are
+    kept in `weights_dir`, by default a temporary directory.
     """
     if host not in LOOPBACK and not token:
         raise ConfigError(
-            f"--host {host}: other machines could change the weights; set TURNWRIGHT_SERVE_TOKEN, required of clients"
+            f"--host {host}: other machines could change the weights; set TURNWRIGHT_SERVE_TOKEN, "
+            "required of clients"
         )
     if token and keyless:
-        raise ConfigError("--no-key: TURNWRIGHT_SERVE_TOKEN is set, which every request needs; unset it, or leave out --no-key")
-    app, engine = make_service(source, context=context, device=device, speculate=speculate, cache_gib=cache_gib)
+        raise ConfigError(
+            "--no-key: TURNWRIGHT_SERVE_TOKEN is set, which every request needs; unset it, or "
+            "leave out --no-key"
+        )
+    app, engine = make_service(
+        source, context=context, device=device, speculate=speculate, cache_gib=cache_gib
+    )
     from turnwright_serve.server import JsonHttpServer
     from turnwright_serve.sharing import WeightRelay
 
-    temporary = tempfile.TemporaryDirectory(prefix="turnwright-weights-", ignore_cleanup_errors=True)
+    temporary = tempfile.TemporaryDirectory(
+        prefix="turnwright-weights-", ignore_cleanup_errors=True
+    )
     relay = WeightRelay(weights_dir or Path(temporary.name))
     routes = app.routes(formats) | relay.routes()
     server = JsonHttpServer(routes, host=host, port=port, token=token, keyless=keyless)
@@ -189,8 +222,8 @@ async def serve(
             await server.start()
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"{host}:{port} is not available ({getattr(error, 'strerror', None) or error}); choose another --port, or 0 "
-                "for a free one"
+                f"{host}:{port} is not available ({getattr(error, 'strerror', None) or error}); "
+                "choose another --port, or 0 for a free one"
             ) from None
         on_start(f"{server.url}  ({_access(server, keyless)}; press Ctrl-C to stop)")
         await server.run()

@@ -51,8 +51,11 @@ class WeightReceiver:
         """Whether all weights of the model have arrived."""
         return self._needed <= self._received.keys()
 
-    async def join(self, address: str, port: int, rank: int, world: int, name: str, backend: str) -> None:
-        """Connect to a trainer, which is rank 0; raise `SyncError` when none connects, or the group cannot be created."""
+    async def join(
+        self, address: str, port: int, rank: int, world: int, name: str, backend: str
+    ) -> None:
+        """Connect to a trainer, which is rank 0; raise `SyncError` when none connects, or the
+        group cannot be created."""
         if name in self._groups:
             raise SyncError(f"the group {name!r} exists already")
         limit = timedelta(seconds=self._seconds)
@@ -66,10 +69,20 @@ class WeightReceiver:
         except (RuntimeError, ValueError) as error:
             raise SyncError(f"no process group with {address}:{port}: {error}") from error
         self._received.clear()
-        self._groups[name] = store, group, self._device if backend == "nccl" else torch.device("cpu")
+        self._groups[name] = (
+            store,
+            group,
+            self._device if backend == "nccl" else torch.device("cpu"),
+        )
 
-    async def receive(self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]) -> None:
-        """Receive a bucket. Raises `SyncError` for weights that do not fit the model, an unknown group, or a lost trainer."""
+    async def receive(
+        self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]
+    ) -> None:
+        """Receive a bucket.
+
+        Raises `SyncError` for weights that do not fit the model, an unknown
+        group, or a lost trainer.
+        """
         name = group if group is not None else next(iter(self._groups), "")
         if name not in self._groups:
             raise SyncError(f"there is no group {name!r}")
@@ -81,13 +94,18 @@ class WeightReceiver:
                 raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the served model")
             rows.append((weight, torch.empty(self._shapes[weight], dtype=kind, device=device)))
         try:
-            await run_detached(lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds))
+            await run_detached(
+                lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds)
+            )
         except RuntimeError as error:
             raise SyncError(f"the trainer did not send the announced weights: {error}") from error
         self._received |= dict(rows)
 
     async def decode_request(self, text: str) -> None:
-        """Decode the weights of a request. Raises `SyncError` for weights that do not fit the model, or an invalid body."""
+        """Decode the weights of a request.
+
+        Raises `SyncError` for weights that do not fit the model, or an invalid body.
+        """
         rows = await asyncio.to_thread(decode_tensors, text)
         for weight, tensor in rows:
             if self._shapes.get(weight) != tensor.shape:
@@ -98,7 +116,10 @@ class WeightReceiver:
         """Load the received weights into the engine. Raises `SyncError` when some are missing."""
         received, self._received = self._received, {}
         if missing := sorted(self._needed - received.keys()):
-            raise SyncError(f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was changed")
+            raise SyncError(
+                f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was "
+                "changed"
+            )
         await self._take(list(received.items()))
 
     def leave(self, group: str | None) -> bool:

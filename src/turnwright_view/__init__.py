@@ -1,4 +1,5 @@
-"""What people look at: a run's pages, episodes and tokens; reports, exports, trackers, and replays of what was recorded."""
+"""What people look at: a run's pages, episodes and tokens; reports, exports, trackers, and replays
+of what was recorded."""
 
 from typing import TYPE_CHECKING
 

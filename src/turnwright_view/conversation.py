@@ -1,8 +1,8 @@
 """A trajectory prepared for a page, with its images.
 
-Images are read from the run's media, verified by hash, and embedded as re-encoded thumbnails. No file is embedded as it is: its
-pixels are decoded within limits, compared with the hash in its name, and written as a small PNG. A file substituted for an
-image is reported and not rendered.
+Images are read from the run's media, verified by hash, and embedded as re-encoded thumbnails. No
+file is embedded as it is: its pixels are decoded within limits, compared with the hash in its name,
+and written as a small PNG. A file substituted for an image is reported and not rendered.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Gallery:
         return bool(self._known)
 
     def pictures(self, part: Row) -> Iterator[Picture]:
-        """Yield the image of a content part, or the first frames of its clip; nothing for other parts."""
+        """Yield the image of a content part, or the first frames of its clip;
+        nothing for other parts."""
         if part.get("type") not in ("image", "video"):
             return
         try:
@@ -108,7 +109,10 @@ class Gallery:
             picture.thumbnail((MAX_SIDE, MAX_SIDE))
             out = BytesIO()
             picture.save(out, "PNG", optimize=True)
-            self._known[ref.key] = f"data:image/png;base64,{b64encode(out.getvalue()).decode()}", picture.width
+            self._known[ref.key] = (
+                f"data:image/png;base64,{b64encode(out.getvalue()).decode()}",
+                picture.width,
+            )
         source, width = self._known[ref.key]
         self._left -= 1
         self._room -= len(source)
@@ -173,18 +177,28 @@ class ConversationView:
 
 
 def conversations(
-    path: Path, entries: Sequence[TrajectoryEntry], problems: list[str], gallery: Gallery, policies: PolicyNames
+    path: Path,
+    entries: Sequence[TrajectoryEntry],
+    problems: list[str],
+    gallery: Gallery,
+    policies: PolicyNames,
 ) -> Iterator[ConversationView]:
     """Yield the examples that a report displays; unreadable ones become problems."""
     for entry, why in choose(entries):
         try:
             yield prepare(load_at(path, entry.offset), why, gallery, policies)
         except Exception as error:  # records may have any shape
-            problems.append(f"trajectories.jsonl: cannot render byte {entry.offset}: {type(error).__name__}: {error}")
+            problems.append(
+                f"trajectories.jsonl: cannot render byte {entry.offset}: {type(error).__name__}: "
+                f"{error}"
+            )
 
 
-def prepare(row: Row, why: str, gallery: Gallery | None = None, policies: PolicyNames | None = None) -> ConversationView:
-    """Convert one row of trajectories.jsonl, tolerating missing fields; images come from the gallery."""
+def prepare(
+    row: Row, why: str, gallery: Gallery | None = None, policies: PolicyNames | None = None
+) -> ConversationView:
+    """Convert one row of trajectories.jsonl, tolerating missing fields; images
+    come from the gallery."""
     policies = policies or PolicyNames({}, 0)
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     turns = [turn for turn in row.get("turns") or () if isinstance(turn, Mapping)]
@@ -192,15 +206,27 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None, policies: Policy
     sampled = _count(span for span in spans if span.get("origin") == "model")
     observed = _count(span for span in spans if span.get("origin") in ("env", "template"))
     wall = number(row.get("wall_s"))
-    facts = [f"task {key.get('task', '?')}", f"{len(turns)} turns", f"{sampled} tokens sampled", f"{observed} observed"]
+    facts = [
+        f"task {key.get('task', '?')}",
+        f"{len(turns)} turns",
+        f"{sampled} tokens sampled",
+        f"{observed} observed",
+    ]
     facts += [f"{wall:.2f} s"] if wall is not None else []
     path = _path(spans)
     notes = []
-    branched = sum(path.get(index, 0) < len(span.get("ids") or ()) for index, span in enumerate(spans))
+    branched = sum(
+        path.get(index, 0) < len(span.get("ids") or ()) for index, span in enumerate(spans)
+    )
     if branched:
-        notes.append(f"History was rewritten: {branched} of {len(spans)} spans are fully or partly on other branches.")
+        notes.append(
+            f"History was rewritten: {branched} of {len(spans)} spans are fully or partly on other "
+            "branches."
+        )
     if sampled > MAX_TOKENS:
-        notes.append(f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one.")
+        notes.append(
+            f"Only the first {MAX_TOKENS} of {sampled} sampled tokens are rendered one by one."
+        )
     stop = str(row.get("stop") or "running")
     return ConversationView(
         why=why,
@@ -211,15 +237,25 @@ def prepare(row: Row, why: str, gallery: Gallery | None = None, policies: Policy
         messages=list(_conversation(row, spans, turns, gallery, policies)),
         spans=[_span(span, path.get(index, 0)) for index, span in enumerate(spans)],
         answer="" if task.get("answer") is None else _cut(text_of(task["answer"])),
-        error=_cut(f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}") if error else "",
+        error=_cut(
+            f"{error.get('type', 'error')} in {error.get('phase', '?')}: {error.get('message', '')}"
+        )
+        if error
+        else "",
         traceback=_cut(str(error.get("traceback") or "")),
-        components=[(str(name), _reward(value)) for name, value in mapping(row.get("rewards")).items()],
+        components=[
+            (str(name), _reward(value)) for name, value in mapping(row.get("rewards")).items()
+        ],
         notes=notes,
     )
 
 
 def _conversation(
-    row: Row, spans: Sequence[Row], turns: Sequence[Row], gallery: Gallery | None, policies: PolicyNames
+    row: Row,
+    spans: Sequence[Row],
+    turns: Sequence[Row],
+    gallery: Gallery | None,
+    policies: PolicyNames,
 ) -> Iterator[MessageView]:
     def views(messages: Any) -> Iterator[MessageView]:
         return (_message(message, gallery) for message in messages or ())
@@ -233,8 +269,14 @@ def _conversation(
         if turn.get("inserted") is not None:
             before = integer(turn.get("parent"))
             total = _count(_own(turns[before], spans)) if 0 <= before < len(turns) else 0
-            position = f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
-            yield MessageView("environment", _cut(text_of(turn["inserted"])), facts=f"inside the model's message{position}")
+            position = (
+                f", after {integer(turn.get('kept'))} of the {total} tokens before" if total else ""
+            )
+            yield MessageView(
+                "environment",
+                _cut(text_of(turn["inserted"])),
+                facts=f"inside the model's message{position}",
+            )
         tokens = [token for span in own for token in _tokens(span)]
         reply = _message(turn.get("reply") or {"role": "assistant"})
         text = "" if tokens else "".join(str(span.get("text") or "") for span in own) or reply.text
@@ -250,7 +292,12 @@ def _conversation(
         left = max(0, left - len(tokens))
     if row.get("final"):
         yield from views(row["final"])
-    elif turns and spans and spans[-1].get("origin") == "env" and (last := str(spans[-1].get("text") or "")).strip():
+    elif (
+        turns
+        and spans
+        and spans[-1].get("origin") == "env"
+        and (last := str(spans[-1].get("text") or "")).strip()
+    ):
         yield MessageView("environment", _cut(last))
 
 
@@ -272,7 +319,10 @@ def _tokens(span: Row) -> list[TokenView]:
         title, level = "no logprob", 0
         if logprob is not None:
             share = 2.718281828459045 ** min(0.0, logprob)
-            title = f"logprob {logprob:.4f}, probability {f'{share:.1%}' if share >= 0.001 else f'{share:.1e}'}"
+            title = (
+                f"logprob {logprob:.4f}, probability "
+                f"{f'{share:.1%}' if share >= 0.001 else f'{share:.1e}'}"
+            )
             level = sum(logprob < bound for bound in LEVELS)
         tokens.append(TokenView(str(text).replace("\n", "⏎\n"), level, f"id {token_id}, {title}"))
     return tokens
@@ -285,16 +335,29 @@ def _message(message: Any, gallery: Gallery | None = None) -> MessageView:
     pictures: list[Picture] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
         if gallery is not None:
-            pictures = [picture for part in content if isinstance(part, Mapping) for picture in gallery.pictures(part)]
+            pictures = [
+                picture
+                for part in content
+                if isinstance(part, Mapping)
+                for picture in gallery.pictures(part)
+            ]
         only_media = len(content) == 1 and bool(pictures)
         content = "" if only_media else "".join(_part(part) for part in content)
-    functions = [mapping(c.get("function", c)) for c in message.get("tool_calls") or () if isinstance(c, Mapping)]
-    calls = [_cut(f"{one.get('name', '?')}({text_of(one.get('arguments') or '')})") for one in functions]
+    functions = [
+        mapping(c.get("function", c))
+        for c in message.get("tool_calls") or ()
+        if isinstance(c, Mapping)
+    ]
+    calls = [
+        _cut(f"{one.get('name', '?')}({text_of(one.get('arguments') or '')})") for one in functions
+    ]
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     role = str(message.get("role") or "?")
     name = message.get("name")
     author = f"{role} {name}" if name else role
-    return MessageView(author, _cut(text_of(content)), calls, reasoning=_cut(text_of(reasoning)), pictures=pictures)
+    return MessageView(
+        author, _cut(text_of(content)), calls, reasoning=_cut(text_of(reasoning)), pictures=pictures
+    )
 
 
 def _part(part: Any) -> str:
@@ -310,7 +373,10 @@ def _part(part: Any) -> str:
 
 def _turn_facts(turn: Row, spans: Sequence[Row], policies: PolicyNames) -> str:
     facts = [f"{_count(spans)} tokens"]
-    sampled = sorted((span for span in spans if span.get("version") is not None), key=lambda span: integer(span["version"]))
+    sampled = sorted(
+        (span for span in spans if span.get("version") is not None),
+        key=lambda span: integer(span["version"]),
+    )
     versions = dict.fromkeys(map(policies.label, sampled))
     facts += [f"policy {', '.join(versions)}"] if versions else []
     facts += [f"ended by {turn['finish']}"] if turn.get("finish") not in (None, "stop") else []
@@ -319,19 +385,32 @@ def _turn_facts(turn: Row, spans: Sequence[Row], policies: PolicyNames) -> str:
     for key, name in (("generate_s", "generating"), ("env_s", "in the environment")):
         seconds = number(turn.get(key))
         if seconds is not None and seconds >= 5e-4:
-            facts.append(f"{seconds:.1f} s {name}" if seconds >= 1 else f"{1000 * seconds:.0f} ms {name}")
+            facts.append(
+                f"{seconds:.1f} s {name}" if seconds >= 1 else f"{1000 * seconds:.0f} ms {name}"
+            )
     return ", ".join(facts)
 
 
 def _span(span: Row, used: int) -> SpanView:
     ids = span.get("ids") or ()
     start = max(0, integer(span.get("start")))
-    facts = [f"{start}–{start + len(ids)}", "sampled" if span.get("origin") == "model" else "not sampled"]
+    facts = [
+        f"{start}–{start + len(ids)}",
+        "sampled" if span.get("origin") == "model" else "not sampled",
+    ]
     since = max(0, integer(span.get("untrained_from")))
-    facts += [f"untrained{f' from {start + since}' if since else ''}: {span['untrained']}"] if span.get("untrained") else []
+    facts += (
+        [f"untrained{f' from {start + since}' if since else ''}: {span['untrained']}"]
+        if span.get("untrained")
+        else []
+    )
     facts += [f"from {start + used} on another branch"] if 0 < used < len(ids) else []
     text = span.get("text")
-    body = _cut(text).replace("\n", "⏎\n") if isinstance(text, str) else _cut("ids " + " ".join(map(str, ids[:400])))
+    body = (
+        _cut(text).replace("\n", "⏎\n")
+        if isinstance(text, str)
+        else _cut("ids " + " ".join(map(str, ids[:400])))
+    )
     return SpanView(str(span.get("origin") or "?"), body, ", ".join(facts), used > 0 or not ids)
 
 

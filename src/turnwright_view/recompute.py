@@ -29,8 +29,12 @@ class RecomputeResult:
 
     trajectories: int = 0
     sampled: int = 0  # sampled ids, counted by spans
-    trained: float = 0.0  # ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`
-    untrained: Counter[str] = field(default_factory=Counter)  # sampled ids of weight 0, by the reason in their span
+    trained: float = (
+        0.0  # ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`
+    )
+    untrained: Counter[str] = field(
+        default_factory=Counter
+    )  # sampled ids of weight 0, by the reason in their span
     wrong: list[str] = field(default_factory=list)  # differences, one sentence each
     rewards: int = 0  # number of recomputed rewards
     changed: int = 0  # number of recomputed rewards that differ from the record
@@ -44,7 +48,8 @@ class RecomputeResult:
 
 
 def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
-    """Recompute a run, also every reward by `reward` (sync or async) plus the step rewards, and compare with its files."""
+    """Recompute a run, also every reward by `reward` (sync or async) plus the step rewards, and
+    compare with its files."""
     found = RecomputeResult()
     written = read_run(run)
     success = number(mapping(written.config.get("eval")).get("success"))
@@ -62,29 +67,40 @@ def recompute(run: Path, reward: Reward | None = None) -> RecomputeResult:
 
 
 def steps_of(run: Path) -> Iterator[tuple[str, int, list[Trajectory]]]:
-    """Yield (phase, step, trajectories); of an episode recorded twice (after a resume), the last record."""
-    for (phase, step), played in groupby(read_trajectories(run), key=lambda one: (one.key.phase, one.key.step)):
+    """Yield (phase, step, trajectories); of an episode recorded twice (after a
+    resume), the last record."""
+    for (phase, step), played in groupby(
+        read_trajectories(run), key=lambda one: (one.key.phase, one.key.step)
+    ):
         yield phase, step, list({one.key: one for one in played}.values())
 
 
 def check_trajectory(trajectory: Trajectory, found: RecomputeResult) -> None:
-    """Check one trajectory: each sampled id has a weight or a reason, and no other id is trained."""
+    """Check one trajectory: each sampled id has a weight or a reason, and
+    no other id is trained."""
     found.trajectories += 1
     sampled = trajectory.sampled_tokens
     trained = 0.0
     for sample in trajectory.samples():
         trained += sum(sample.weights)
-        if any(weight and not mask for weight, mask in zip(sample.weights, sample.mask, strict=True)):
+        if any(
+            weight and not mask for weight, mask in zip(sample.weights, sample.mask, strict=True)
+        ):
             found.wrong.append(f"{_name(trajectory)}: an unsampled id has a weight")
     left = 0
     for index, span in enumerate(trajectory.spans):
         if span.sampled and (span.logprobs is None or len(span.logprobs) != len(span.ids)):
-            found.wrong.append(f"{_name(trajectory)}: span {index} has {len(span.ids)} ids and other logprobs")
+            found.wrong.append(
+                f"{_name(trajectory)}: span {index} has {len(span.ids)} ids and other logprobs"
+            )
         if span.sampled and (out := len(span.ids) - span.trained):
             found.untrained[span.untrained or "?"] += out
             left += out
     if round(trained) + left != sampled:
-        found.wrong.append(f"{_name(trajectory)}: {sampled} ids were sampled, {trained:g} trained and {left} excluded")
+        found.wrong.append(
+            f"{_name(trajectory)}: {sampled} ids were sampled, {trained:g} trained and {left} "
+            "excluded"
+        )
     found.sampled += sampled
     found.trained += trained
 
@@ -103,13 +119,26 @@ def recompute_reward(trajectory: Trajectory, reward: Reward, found: RecomputeRes
     found.after += [] if value is None else [value]
 
 
-def compare(written: RunData, step: int, played: Sequence[Trajectory], success: float, found: RecomputeResult) -> None:
+def compare(
+    written: RunData,
+    step: int,
+    played: Sequence[Trajectory],
+    success: float,
+    found: RecomputeResult,
+) -> None:
     """Compare the metrics of a training step with its row of metrics.jsonl."""
-    rows = [row for row in written.rows if row.get("phase") == "train" and row.get("step") == step + 1]
+    rows = [
+        row for row in written.rows if row.get("phase") == "train" and row.get("step") == step + 1
+    ]
     recorded = dict(flatten_row(rows[-1])) if rows else {}
     for name, value in flatten_row(rollout_metrics(played, success=success)):
-        if name in recorded and not same(value, recorded[name], 1e-6 if name.startswith(TIMES) else CLOSE):
-            found.wrong.append(f"step {step + 1}: {name} is {value:g} recomputed, {recorded[name]:g} in metrics.jsonl")
+        if name in recorded and not same(
+            value, recorded[name], 1e-6 if name.startswith(TIMES) else CLOSE
+        ):
+            found.wrong.append(
+                f"step {step + 1}: {name} is {value:g} recomputed, {recorded[name]:g} in "
+                "metrics.jsonl"
+            )
 
 
 def same(one: float, other: float, tolerance: float = CLOSE) -> bool:
@@ -124,7 +153,10 @@ def _name(trajectory: Trajectory) -> str:
 
 def lines(found: RecomputeResult, limit: int = 10) -> list[str]:
     """Format the result for a terminal."""
-    text = [f"{found.trajectories} trajectories, {found.sampled} sampled ids: {found.trained:g} trainable"]
+    text = [
+        f"{found.trajectories} trajectories, {found.sampled} sampled ids: {found.trained:g} "
+        "trainable"
+    ]
     text += [f"  {count} excluded: {reason}" for reason, count in found.untrained.most_common()]
     if found.rewards:
         means = f"mean {_mean(found.before)}, now {_mean(found.after)}"

@@ -1,4 +1,5 @@
-"""Trackers of other projects, each in a process of its own: TensorBoard, Weights & Biases, trackio."""
+"""Trackers of other projects, each in a process of its own: TensorBoard,
+Weights & Biases, trackio."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _TAG = re.compile(r"[^\w./() -]")
 
 
 class Tensorboard(Tracker):
-    """Writes event files to RUN/track/tensorboard; needs the package `tensorboard`, but neither TensorFlow nor torch."""
+    """Writes event files to RUN/track/tensorboard; needs the package `tensorboard`, but neither
+    TensorFlow nor torch."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
         writer = importlib.import_module("tensorboard.summary.writer.event_file_writer")
@@ -26,8 +28,13 @@ class Tensorboard(Tracker):
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
-        values = [value(tag=_TAG.sub("_", f"{phase}/{name}"), simple_value=figure) for name, figure in figures.items()]
-        event = self._events.Event(wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values))
+        values = [
+            value(tag=_TAG.sub("_", f"{phase}/{name}"), simple_value=figure)
+            for name, figure in figures.items()
+        ]
+        event = self._events.Event(
+            wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values)
+        )
         self._writer.add_event(event)
         self._writer.flush()
 
@@ -60,7 +67,9 @@ class Trackio(Tracker):
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
         self._trackio: Any = importlib.import_module("trackio")
-        self._trackio.init(project=project, name=name, config=dict(config), resume="allow", embed=False)
+        self._trackio.init(
+            project=project, name=name, config=dict(config), resume="allow", embed=False
+        )
 
     def log(self, phase: str, step: int, figures: Mapping[str, float]) -> None:
         self._trackio.log(_with_step(phase, step, figures))
@@ -71,4 +80,6 @@ class Trackio(Tracker):
 
 def _with_step(phase: str, step: int, figures: Mapping[str, float]) -> dict[str, float]:
     """Return a row under the names of its phase, with its step, since each phase counts its own."""
-    return {f"{phase}/{figure}": value for figure, value in figures.items()} | {f"{phase}/step": step}
+    return {f"{phase}/{figure}": value for figure, value in figures.items()} | {
+        f"{phase}/step": step
+    }

@@ -19,11 +19,28 @@ from turnwright_view.web.pages import escape_json, trajectory, truncate
 
 Line = tuple[str, str]  # style and text of a piece
 HELP = {
-    "table": "j k  up, down   enter  open   f  failed only   w  worst first   space  a page   q  leave",
-    "conversation": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   q  back",
+    "table": "j k  up, down   enter  open   f  failed only   w  worst first   space  a page   q  "
+    "leave",
+    "conversation": "j k  scroll   J K  turns   n p  trajectories   t  tokens   space  a page   "
+    "q  back",
 }
-ARROWS = {"\x1b[A": "k", "\x1b[B": "j", "\x1b[5~": "b", "\x1b[6~": " ", "\x1b[D": "q", "\x1b[C": "\r", "\n": "\r", "\x1b": "q"}
-LEVELS = ((-0.10536, ""), (-0.69315, "yellow"), (-2.30259, "bold yellow"), (-4.60517, "bold magenta"), (-math.inf, "bold red"))
+ARROWS = {
+    "\x1b[A": "k",
+    "\x1b[B": "j",
+    "\x1b[5~": "b",
+    "\x1b[6~": " ",
+    "\x1b[D": "q",
+    "\x1b[C": "\r",
+    "\n": "\r",
+    "\x1b": "q",
+}
+LEVELS = (
+    (-0.10536, ""),
+    (-0.69315, "yellow"),
+    (-2.30259, "bold yellow"),
+    (-4.60517, "bold magenta"),
+    (-math.inf, "bold red"),
+)
 """Style by logprob: at least 90%, 50%, 10%, 1%, and below."""
 
 
@@ -41,8 +58,16 @@ class TuiState:
     @property
     def rows(self) -> list[IndexEntry]:
         """Entries of the table."""
-        rows = [entry for entry in self.store.entries if entry.error] if self.failed else self.store.entries[:]
-        return sorted(rows, key=lambda e: -math.inf if e.reward is None else e.reward) if self.worst else rows
+        rows = (
+            [entry for entry in self.store.entries if entry.error]
+            if self.failed
+            else self.store.entries[:]
+        )
+        return (
+            sorted(rows, key=lambda e: -math.inf if e.reward is None else e.reward)
+            if self.worst
+            else rows
+        )
 
     def key(self, key: str) -> None:
         """Handle a key."""
@@ -72,7 +97,9 @@ class TuiState:
         elif key == "K":
             self.top = next((start for start in reversed(self.starts) if start < self.top), 0)
         elif key in "np":
-            self.selected = max(0, min(len(self.rows) - 1, self.selected + (1 if key == "n" else -1)))
+            self.selected = max(
+                0, min(len(self.rows) - 1, self.selected + (1 if key == "n" else -1))
+            )
             self._open()
         elif key == "t":
             self.tokens, self.top = not self.tokens, 0
@@ -84,14 +111,18 @@ class TuiState:
         self.record, self.top = escape_json(trajectory(self.store, self.selected, entry)), 0
 
     def lines(self, height: int) -> list[list[Line]]:
-        """Return the lines between head and foot, each a list of pieces; long texts exceed the screen width."""
+        """Return the lines between head and foot, each a list of pieces; long texts
+        exceed the screen width."""
         self.height = max(1, height)
         if self.record is not None:
             return list(conversation_lines(self.record, self.tokens))
         rows = self.rows
         self.selected = max(0, min(self.selected, len(rows) - 1))
         first = max(0, min(self.selected - self.height // 2, len(rows) - self.height))
-        return [_row(entry, number == self.selected) for number, entry in enumerate(rows[first : first + height], first)]
+        return [
+            _row(entry, number == self.selected)
+            for number, entry in enumerate(rows[first : first + height], first)
+        ]
 
 
 def _row(entry: IndexEntry, here: bool) -> list[Line]:
@@ -106,12 +137,24 @@ def _row(entry: IndexEntry, here: bool) -> list[Line]:
 def conversation_lines(record: Mapping[str, Any], tokens: bool) -> Iterator[list[Line]]:
     """Yield a trajectory, turn by turn."""
     reward = "none" if record["reward"] is None else f"{record['reward']:.4g}"
-    yield [("bold", f"reward {reward}, {record['stop']}, {len(record['turns'])} turns, task {record['key'].get('task', '')}")]
+    yield [
+        (
+            "bold",
+            f"reward {reward}, {record['stop']}, {len(record['turns'])} turns, task "
+            f"{record['key'].get('task', '')}",
+        )
+    ]
     advantage = "" if record["advantage"] is None else f"  Advantage {record['advantage']:.4g}."
     answer = "" if record["answer"] is None else f"  Expected answer: {record['answer']}"
     yield [("", record["why"] + answer + advantage)]
     if record["error"]:
-        yield [("red", f"{record['error']['type']} in {record['error']['phase']}: {record['error']['message']}")]
+        yield [
+            (
+                "red",
+                f"{record['error']['type']} in {record['error']['phase']}: "
+                f"{record['error']['message']}",
+            )
+        ]
         yield from ([("dim", line)] for line in record["error"]["traceback"].splitlines())
     for number, turn in enumerate(record["turns"], 1):
         facts = f"  context {turn['context']}, {turn['finish']}, reward {turn['reward']}"
@@ -126,7 +169,12 @@ def conversation_lines(record: Mapping[str, Any], tokens: bool) -> Iterator[list
         else:
             yield from _message(turn["reply"])
         for call in turn["calls"]:
-            yield [("red" if call["error"] else "green", f"  call {call['tool']}: {call['error'] or 'done'}")]
+            yield [
+                (
+                    "red" if call["error"] else "green",
+                    f"  call {call['tool']}: {call['error'] or 'done'}",
+                )
+            ]
     for message in record["final"]:
         yield from _message(message)
 
@@ -141,7 +189,9 @@ def _pieces(span: Mapping[str, Any]) -> Iterator[Line]:
         yield "", span["text"]
         return
     logprobs = span["logprobs"] or [None] * len(span["tokens"])
-    yield from ((_style(logprob), text) for text, logprob in zip(span["tokens"], logprobs, strict=False))
+    yield from (
+        (_style(logprob), text) for text, logprob in zip(span["tokens"], logprobs, strict=False)
+    )
 
 
 def _tokens(span: Mapping[str, Any]) -> Iterator[list[Line]]:
@@ -149,7 +199,11 @@ def _tokens(span: Mapping[str, Any]) -> Iterator[list[Line]]:
         return
     logprobs = span["logprobs"] or [None] * len(span["tokens"])
     for number, text, logprob in zip(span["ids"], span["tokens"], logprobs, strict=False):
-        score = "      none" if logprob is None else f"{logprob:10.4f} {100 * math.exp(min(0.0, logprob)):6.1f}%"
+        score = (
+            "      none"
+            if logprob is None
+            else f"{logprob:10.4f} {100 * math.exp(min(0.0, logprob)):6.1f}%"
+        )
         yield [("dim", f"  id {number:>7} {score}  "), (_style(logprob), text)]
 
 
@@ -170,14 +224,18 @@ def run_tui(run: Path) -> None:
     store.start()
     state = TuiState(store)
     found = read_run(run)
-    heads = [single_line(f"{one.name}: {one.fault}", 300) for one in diagnose(found.rows, found.summary)]
+    heads = [
+        single_line(f"{one.name}: {one.fault}", 300) for one in diagnose(found.rows, found.summary)
+    ]
     console = Console(highlight=False, markup=False, emoji=False)
     before = termios.tcgetattr(sys.stdin)
     try:
         tty.setcbreak(sys.stdin)
         with console.screen(hide_cursor=True) as screen:
             while not state.over:
-                screen.update(_drawn(state, escape_json(truncate(run.resolve().name, 60)), heads, console))
+                screen.update(
+                    _drawn(state, escape_json(truncate(run.resolve().name, 60)), heads, console)
+                )
                 if select.select([sys.stdin], [], [], 0.5)[0]:
                     state.key(os.read(sys.stdin.fileno(), 8).decode(errors="replace"))
     except KeyboardInterrupt:
@@ -210,4 +268,6 @@ def _drawn(state: TuiState, name: str, heads: Sequence[str], console: Any) -> An
         body_lines = body_lines[state.top : state.top + body]
     top = Text(head[:width], style="bold")
     foot = Text(HELP["table" if state.record is None else "conversation"][:width], style="dim")
-    return Text("\n").join([top, Text(""), *body_lines, *[Text("")] * (body - len(body_lines)), foot])
+    return Text("\n").join(
+        [top, Text(""), *body_lines, *[Text("")] * (body - len(body_lines)), foot]
+    )

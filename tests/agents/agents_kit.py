@@ -24,7 +24,17 @@ OPENCODE: dict[str, Any] = {
     "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
     "models": {"turnwright": {"limit": {"context": 200_000, "output": 8_000}}},
 }
-MINI = ("mini", "--task", "{task}", "--yolo", "--exit-immediately", "--model", "openai/turnwright", "--cost-limit", "0")
+MINI = (
+    "mini",
+    "--task",
+    "{task}",
+    "--yolo",
+    "--exit-immediately",
+    "--model",
+    "openai/turnwright",
+    "--cost-limit",
+    "0",
+)
 MINI_ENV = {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"}
 CODEX = '{name="turnwright",base_url="{base_url}",env_key="OPENAI_API_KEY",wire_api="responses"}'
 
@@ -51,29 +61,57 @@ class Agent:
         if self.name == "claude":
             return replace(self, env={**self.env, "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "102000"})
         if self.name == "codex":
-            return replace(self, command=(*self.command[:2], "-c", "model_auto_compact_token_limit=48200", *self.command[2:]))
+            return replace(
+                self,
+                command=(
+                    *self.command[:2],
+                    "-c",
+                    "model_auto_compact_token_limit=48200",
+                    *self.command[2:],
+                ),
+            )
         return replace(self, files=opencode_settings(63_000))
 
 
 def opencode_settings(context: int) -> dict[str, str]:
     """Return OpenCode's settings file with a context of so many tokens."""
-    provider = OPENCODE | {"models": {"turnwright": {"limit": {"context": context, "output": 8_000}}}}
+    provider = OPENCODE | {
+        "models": {"turnwright": {"limit": {"context": context, "output": 8_000}}}
+    }
     return {"opencode.json": json.dumps({"provider": {"turnwright": provider}})}
 
 
 AGENTS = {
     "claude": Agent(
         "claude",
-        ("claude", "-p", "{task}", "--model", "{model}", "--allowedTools", "Bash,Read,Edit,Write,Agent"),
+        (
+            "claude",
+            "-p",
+            "{task}",
+            "--model",
+            "{model}",
+            "--allowedTools",
+            "Bash,Read,Edit,Write,Agent",
+        ),
         lambda command: called("Bash", command=command, description="Run"),
-        lambda task: called("Agent", description="Look", prompt=task, subagent_type="general-purpose"),
+        lambda task: called(
+            "Agent", description="Look", prompt=task, subagent_type="general-purpose"
+        ),
         {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"},
         compaction="Respond with TEXT ONLY",
     ),
     "codex": Agent(
         "codex",
         (
-            *("codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "-c", "model_provider=turnwright"),
+            *(
+                "codex",
+                "exec",
+                "--skip-git-repo-check",
+                "--sandbox",
+                "danger-full-access",
+                "-c",
+                "model_provider=turnwright",
+            ),
             *("-c", f"model_providers.turnwright={CODEX}", "--model", "{model}", "{task}"),
         ),
         lambda command: called("exec_command", cmd=command),
@@ -133,7 +171,8 @@ def run_program(
     engine: RecordingEngine | None = None,
     **given: Any,
 ) -> Outcome:
-    """Play a program on the task, and check what holds of every program: ids once, contexts, a reason for each row."""
+    """Play a program on the task, and check what holds of every program: ids once,
+    contexts, a reason for each row."""
     outcome = Outcome([], engine or RecordingEngine(script), [], [])
 
     def score(result: ProgramResult) -> float:
@@ -144,13 +183,22 @@ def run_program(
         return float(total.exists() and total.read_text().strip() == "42")
 
     files = {"numbers.txt": "12\n30\n", **(files or {})}
-    player = program([installed(command[0]), *command[1:]], score=score, files=files, env=env, **given)
+    player = program(
+        [installed(command[0]), *command[1:]], score=score, files=files, env=env, **given
+    )
     tasks = [tw.Task(TASK, id=f"task{number}") for number in range(episodes)]
     outcome.trajectories = list(tw.rollout(player, tasks, outcome.engine, limits=limits))
     for trajectory in outcome.trajectories:
         if trajectory.error is not None:
             raise AssertionError(trajectory.error.traceback)
-        check(trajectory, [ids for session, ids in outcome.engine.received if session.split("/")[2] == trajectory.task.id])
+        check(
+            trajectory,
+            [
+                ids
+                for session, ids in outcome.engine.received
+                if session.split("/")[2] == trajectory.task.id
+            ],
+        )
     assert outcome.left == []
     return outcome
 
@@ -162,8 +210,8 @@ def run_agent(agent: Agent, script: Any = None, **given: Any) -> Outcome:
 
 
 def check(trajectory: tw.Trajectory, received: list[list[int]]) -> None:
-    """Check that every sampled id is in one row with a weight or a named reason, that the contexts are what the engine
-    received, and that every row but one has a reason."""
+    """Check that every sampled id is in one row with a weight or a named reason, that the contexts
+    are what the engine received, and that every row but one has a reason."""
     account(trajectory)
     assert sorted(contexts(trajectory)) == sorted(received)
     branches = [reason_of(turn) for turn in trajectory.turns]
@@ -181,7 +229,9 @@ def reason_of(turn: Any) -> str | None:
 def counts(trajectory: tw.Trajectory) -> dict[str, float]:
     """Return what the proxy counted, but for tools that it cannot offer."""
     return {
-        name[6:]: n for name, n in trajectory.metrics.items() if name.startswith("proxy_") and name != "proxy_tools_left_out"
+        name[6:]: n
+        for name, n in trajectory.metrics.items()
+        if name.startswith("proxy_") and name != "proxy_tools_left_out"
     }
 
 

@@ -33,7 +33,9 @@ def installed(name: str) -> str:
     if name == "claude":
         (path,) = home.glob("python/lib/python3*/site-packages/claude_agent_sdk/_bundled/claude")
     else:
-        path = home / (f"python/bin/{name}" if name in ("python", "mini") else f"node/node_modules/.bin/{name}")
+        path = home / (
+            f"python/bin/{name}" if name in ("python", "mini") else f"node/node_modules/.bin/{name}"
+        )
     return str(path)
 
 
@@ -41,12 +43,23 @@ def install(home: Path) -> None:
     """Install the programs; pip and npm are the ones of this machine."""
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home / "python")
-    pip = [sys.executable, "-m", "pip", "--python", str(home / "python/bin/python"), "install", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(home / "python/bin/python"),
+        "install",
+        "--quiet",
+    ]
     subprocess.run([*pip, "--disable-pip-version-check", *PACKAGES], check=True)
     npm = shutil.which("npm")
     if npm is None:
         sys.exit("npm is missing: install Node.js, which Codex and OpenCode come with")
-    subprocess.run([npm, "install", "--prefix", str(home / "node"), "--no-audit", "--no-fund", *NODE_PACKAGES], check=True)
+    subprocess.run(
+        [npm, "install", "--prefix", str(home / "node"), "--no-audit", "--no-fund", *NODE_PACKAGES],
+        check=True,
+    )
     (home / "ready").touch()
 
 

@@ -1,4 +1,5 @@
-"""Unmodified Claude Code, Codex and OpenCode, offline, against the proxy over a scripted engine: `make test-agents`."""
+"""Unmodified Claude Code, Codex and OpenCode, offline, against the proxy over a scripted
+engine: `make test-agents`."""
 
 from __future__ import annotations
 
@@ -12,15 +13,25 @@ from typing import Any
 import pytest
 
 import turnwright as tw
-from tests.agents.agents_kit import AGENTS, END, LIMITS, STEPS, Agent, counts, reason_of, replies, run_agent
+from tests.agents.agents_kit import (
+    AGENTS,
+    END,
+    LIMITS,
+    STEPS,
+    Agent,
+    counts,
+    reason_of,
+    replies,
+    run_agent,
+)
 from tests.proxy_kit import RecordingEngine, called
 from turnwright_serve.proxy import ProxySession, server
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(600)]
 every_agent = pytest.mark.parametrize("agent", AGENTS.values(), ids=AGENTS)
 SUMMARY = (
-    "<analysis>\nI read it.\n</analysis>\n<summary>\nThe file numbers.txt holds 12 and 30.\nTheir sum 42 is still to be "
-    "written to total.txt.\n</summary>"
+    "<analysis>\nI read it.\n</analysis>\n<summary>\nThe file numbers.txt holds 12 and 30.\nTheir "
+    "sum 42 is still to be written to total.txt.\n</summary>"
 )
 ASIDE = {"claude": {}, "codex": {}, "opencode": {"side": 1}}
 """Branches of an episode that only appends: OpenCode asks for a title."""
@@ -48,8 +59,11 @@ def test_eight_at_once(name: str) -> None:
 
 
 @every_agent
-def test_a_stream_that_is_cut_is_served_again(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third stream ends after three pieces: the program asks again and gets the turn that was sampled."""
+def test_a_stream_that_is_cut_is_served_again(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third stream ends after three pieces: the program asks again and gets the
+    turn that was sampled."""
     whole, begun = server._stream, 0
 
     async def cut(*given: Any) -> AsyncIterator[bytes]:
@@ -71,8 +85,11 @@ def test_a_stream_that_is_cut_is_served_again(agent: Agent, monkeypatch: pytest.
 
 @every_agent
 @pytest.mark.parametrize("begun", [False, True], ids=["status", "event"])
-def test_a_limit_ends_the_program(agent: Agent, begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a status, or by an event where the stream had begun: the program ends by itself, in less than `END_S`."""
+def test_a_limit_ends_the_program(
+    agent: Agent, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a status, or by an event where the stream had begun: the program ends by itself,
+    in less than `END_S`."""
     requests, events = 0, 0
     answer, stream, generate = server.ProxyServer._answer, server._stream, ProxySession._generate
 
@@ -98,7 +115,11 @@ def test_a_limit_ends_the_program(agent: Agent, begun: bool, monkeypatch: pytest
         monkeypatch.setattr(ProxySession, "_generate", late)
     outcome = run_agent(agent, limits=tw.Limits(turns=3, turn_tokens=4000))
     trajectory = outcome.trajectory
-    assert (trajectory.stop, len(trajectory.turns), trajectory.reward) == ("max_turns", 3, 0.0 if agent.title else 1.0)
+    assert (trajectory.stop, len(trajectory.turns), trajectory.reward) == (
+        "max_turns",
+        3,
+        0.0 if agent.title else 1.0,
+    )
     assert outcome.results[0].exit_code == 1
     again = begun and agent.name == "claude"  # it asks once more after an error that is an event
     assert (requests, events) == (4 + again, int(begun))
@@ -112,11 +133,21 @@ def test_sub_agents_are_recorded_by_name(agent: Agent) -> None:
         said = [message.text for message in messages if message.role == "user"]
         done = sum(message.role == "assistant" for message in messages)
         if not any("Add the numbers" in text for text in said):
-            return agent.shell("cat numbers.txt") if done == 0 else "The numbers are 12 and 30, and nothing else is in it."
+            return (
+                agent.shell("cat numbers.txt")
+                if done == 0
+                else "The numbers are 12 and 30, and nothing else is in it."
+            )
         if done == 0:
-            return "\n".join(agent.delegate(f"Read numbers.txt, copy {number}.") for number in (1, 2))
+            return "\n".join(
+                agent.delegate(f"Read numbers.txt, copy {number}.") for number in (1, 2)
+            )
         if agent.name == "codex" and done == 1:
-            started = [json.loads(message.text)["agent_id"] for message in messages if message.role == "tool"]
+            started = [
+                json.loads(message.text)["agent_id"]
+                for message in messages
+                if message.role == "tool"
+            ]
             return called("multi_agent_v1.wait_agent", targets=started)
         calls = str([dict(call.arguments) for message in messages for call in message.tool_calls])
         return END if "echo 42" in calls else agent.shell("echo 42 > total.txt")
@@ -171,11 +202,18 @@ def test_a_reply_may_take_half_a_minute(name: str) -> None:
     began = time.monotonic()
     trajectory = run_agent(agent, engine=Late(replies(agent)), limits=LIMITS).trajectory
     assert time.monotonic() - began > 30
-    assert (trajectory.reward, len(trajectory.turns), counts(trajectory)) == (1.0, len(STEPS) + 1, {})
+    assert (trajectory.reward, len(trajectory.turns), counts(trajectory)) == (
+        1.0,
+        len(STEPS) + 1,
+        {},
+    )
 
 
-def test_codex_joins_the_reply_in_flight_where_it_waits_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heartbeat in comments is nothing to Codex: after its idle time (300 s by default) it asks again."""
+def test_codex_joins_the_reply_in_flight_where_it_waits_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A heartbeat in comments is nothing to Codex: after its idle time (300 s by
+    default) it asks again."""
     monkeypatch.setattr(server, "HEARTBEAT_S", 0.5)
 
     class Late(RecordingEngine):
@@ -185,7 +223,14 @@ def test_codex_joins_the_reply_in_flight_where_it_waits_too_long(monkeypatch: py
             return await super().generate(request)
 
     agent = AGENTS["codex"]
-    patient = tuple(one.replace('"responses"}', '"responses",stream_idle_timeout_ms=2000}') for one in agent.command)
+    patient = tuple(
+        one.replace('"responses"}', '"responses",stream_idle_timeout_ms=2000}')
+        for one in agent.command
+    )
     trajectory = run_agent(replace(agent, command=patient), engine=Late(replies(agent))).trajectory
-    assert (trajectory.reward, len(trajectory.turns), trajectory.branches) == (1.0, len(STEPS) + 1, {})
+    assert (trajectory.reward, len(trajectory.turns), trajectory.branches) == (
+        1.0,
+        len(STEPS) + 1,
+        {},
+    )
     assert counts(trajectory)["joined"] >= 1

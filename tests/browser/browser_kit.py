@@ -20,7 +20,11 @@ SMALL = {
 def training(recipe, out, **more):
     """`turnwright train` of a shipped recipe, a small one, as a process of its own."""
     sections = {name: keys | more.get(name, {}) for name, keys in SMALL.items()}
-    words = [f"--{section}.{key}={value}" for section, keys in sections.items() for key, value in keys.items()]
+    words = [
+        f"--{section}.{key}={value}"
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    ]
     command = [
         sys.executable,
         "-m",
@@ -43,7 +47,8 @@ def finished(process):
 
 
 def until(page, expression, seconds=60.0):
-    """Wait until an expression holds; asked from outside, since the page's policy allows no code that is made of text."""
+    """Wait until an expression holds; asked from outside, since the page's policy allows no code
+    that is made of text."""
     last = time.monotonic() + seconds
     while not page.evaluate(expression):
         assert time.monotonic() < last, f"never became true: {expression}"
@@ -51,8 +56,14 @@ def until(page, expression, seconds=60.0):
 
 
 def drawn(page, expression="true", seconds=60.0):
-    """Wait until an expression of the page's address holds and the page of that address is drawn whole.
+    """Wait until an expression of the page's address holds and the page of
+    that address is drawn whole.
 
-    `page.url` is what Playwright was last told, which may be before the last key; the page itself knows better.
+    `page.url` is what Playwright was last told, which may be before the last key; the
+    page itself knows better.
     """
-    until(page, f"({expression}) && document.querySelector('main').dataset.ready === location.hash", seconds)
+    until(
+        page,
+        f"({expression}) && document.querySelector('main').dataset.ready === location.hash",
+        seconds,
+    )

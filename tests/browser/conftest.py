@@ -1,4 +1,5 @@
-"""A browser, its pages, and runs of both quickstarts' recipes, small ones, made once by the command line."""
+"""A browser, its pages, and runs of both quickstarts' recipes, small ones, made
+once by the command line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from browser_kit import finished, training
 
 def chromium():
     """The browser; without one these tests fail, since whoever runs them asked for it."""
-    found = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    found = (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    )
     assert found, "no Chromium: install one (Debian: chromium), or name it with CHROMIUM=/path"
     return found
 
@@ -31,7 +34,10 @@ def page(browser):
     page = browser.new_page()
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
-    page.on("console", lambda message: page.problems.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: page.problems.append(message.text) if message.type == "error" else None,
+    )
     page.set_default_timeout(60_000)
     yield page
     page.close()

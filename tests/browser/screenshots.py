@@ -28,7 +28,9 @@ def chosen(server: ViewerServer, run: int, wanted: Callable[[IndexEntry], bool])
     return (fit or store.entries)[-1]
 
 
-def take(page: Page, out: Path, name: str, address: str, then: Callable[[Page], Any] = lambda page: None) -> None:
+def take(
+    page: Page, out: Path, name: str, address: str, then: Callable[[Page], Any] = lambda page: None
+) -> None:
     """One picture of the page at an address."""
     page.goto("about:blank")
     page.goto(address)
@@ -46,8 +48,20 @@ def shoot(page: Page, server: ViewerServer, out: Path, dark: Page) -> None:
     take(page, out, "viewer-overview", url)
     take(page, out, "viewer-list", url + "#/list/0?phase=train&reward_max=0&newest=1")
     take(page, out, "viewer-conversation", f"{url}#/t/1/{seen.at}")
-    take(page, out, "viewer-tokens", f"{url}#/t/0/{text.at}/tokens", lambda p: p.hover(".span.model .tok >> nth=-2"))
-    take(page, out, "viewer-siblings", f"{url}#/t/0/{text.at}/siblings", lambda p: p.wait_for_selector(".sibling.here"))
+    take(
+        page,
+        out,
+        "viewer-tokens",
+        f"{url}#/t/0/{text.at}/tokens",
+        lambda p: p.hover(".span.model .tok >> nth=-2"),
+    )
+    take(
+        page,
+        out,
+        "viewer-siblings",
+        f"{url}#/t/0/{text.at}/siblings",
+        lambda p: p.wait_for_selector(".sibling.here"),
+    )
     take(dark, out, "viewer-dark", f"{url}#/t/0/{text.at}")
 
 

@@ -1,4 +1,5 @@
-"""The viewer over runs that both quickstarts' recipes really made: what a person does with them in a browser."""
+"""The viewer over runs that both quickstarts' recipes really made: what a person does
+with them in a browser."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ def server(quickstarts):
 @pytest.fixture(scope="module")
 def row(quickstarts):
     """Records of both runs, as the files have them."""
-    return [[json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()] for run in quickstarts]
+    return [
+        [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+        for run in quickstarts
+    ]
 
 
 def entry(server, run, wanted):
@@ -91,15 +95,22 @@ def test_the_images_that_the_agent_saw_are_seen(page, server, row):
     assert len(images) > 1
     until(
         page,
-        f"[...document.querySelectorAll('.message img')].filter((one) => one.naturalWidth === {images[0]['width']}).length > 1",
+        "[...document.querySelectorAll('.message img')].filter((one) => one.naturalWidth === "
+        f"{images[0]['width']}).length > 1",
     )
-    shown = page.evaluate("[...document.querySelectorAll('.message img')].map((one) => one.getAttribute('src'))")
-    assert [image["image"] for image in images] == [source.split("/")[-1].removesuffix(".png") for source in shown]
+    shown = page.evaluate(
+        "[...document.querySelectorAll('.message img')].map((one) => one.getAttribute('src'))"
+    )
+    assert [image["image"] for image in images] == [
+        source.split("/")[-1].removesuffix(".png") for source in shown
+    ]
     assert page.problems == []
 
 
 @pytest.mark.parametrize("run", [0, 1])
-def test_a_token_tells_its_id_and_logprob_and_is_coloured_otherwise(page, server, quickstarts, row, run):
+def test_a_token_tells_its_id_and_logprob_and_is_coloured_otherwise(
+    page, server, quickstarts, row, run
+):
     number, at = entry(server, run, wanted)
     span = next(span for span in row[run][number]["spans"] if span["mask"])
     page.goto(f"{server.url}#/t/{run}/{at}/tokens")
@@ -138,7 +149,9 @@ def test_a_run_is_watched_while_it_is_being_written(page, tmp_path):
         page.goto(server.url)
         page.wait_for_selector("main[data-ready]")
         assert "Metrics of step 2" not in page.inner_text("main")
-        page.wait_for_selector("text=Metrics of step 2", timeout=200_000)  # nobody asked for the page again
+        page.wait_for_selector(
+            "text=Metrics of step 2", timeout=200_000
+        )  # nobody asked for the page again
         finished(process)
         assert page.problems == []
     finally:

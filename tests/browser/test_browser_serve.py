@@ -17,7 +17,9 @@ from turnwright_serve import make_service
 from turnwright_serve.server import JsonHttpServer
 
 pytestmark = pytest.mark.browser
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
 ATTACK = """async (url) => {
   const told = [];
   const paths = ['/update_weight_version', '/pause', '/sleep', '/collective_rpc', '/v1/completions', '/reset_prefix_cache'];
@@ -38,7 +40,7 @@ ATTACK = """async (url) => {
   form.submit();
   await new Promise(done => setTimeout(done, 500));
   return told;
-}"""
+}"""  # noqa: E501
 
 
 @pytest.fixture
@@ -47,11 +49,19 @@ def running(tmp_path):
 
     async def work():
         app, engine = make_service(
-            create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path / "model", seed=3), context=64, device="cpu"
+            create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path / "model", seed=3),
+            context=64,
+            device="cpu",
         )
         server = JsonHttpServer(app.routes("vllm"), host="127.0.0.1", port=0)
         await server.start()
-        held.update(app=app, url=server.url, token=server.token, loop=asyncio.get_running_loop(), over=asyncio.Event())
+        held.update(
+            app=app,
+            url=server.url,
+            token=server.token,
+            loop=asyncio.get_running_loop(),
+            over=asyncio.Event(),
+        )
         ready.set()
         await held["over"].wait()
         await server.close()
@@ -96,7 +106,9 @@ def test_a_page_of_another_origin_changes_nothing(page, running, elsewhere):
     connection.request("GET", "/is_sleeping", headers=access)
     assert json.loads(connection.getresponse().read()) == {"is_sleeping": False}, "it was paused"
     content = json.dumps({"prompt": [5, 6]})
-    connection.request("POST", "/v1/completions", content, access | {"content-type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", content, access | {"content-type": "application/json"}
+    )
     assert connection.getresponse().status == 200
     connection.close()
     assert not running["app"].released

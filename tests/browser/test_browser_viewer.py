@@ -1,4 +1,7 @@
-"""The viewer in a real browser: what a person does with it, and what hostile text cannot do. `make test-browser` runs this."""
+"""The viewer in a real browser: what a person does with it, and what hostile text cannot do.
+
+`make test-browser` runs this.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from turnwright_view.web import ViewerServer, self_contained
 pytestmark = pytest.mark.browser
 
 HOSTILE = (
-    "<script>window.owned=1</script><img src=x onerror=window.owned=1><a href='javascript:window.owned=1'>x</a>\u202e\x1b[2J"
+    "<script>window.owned=1</script><img src=x onerror=window.owned=1><a "
+    "href='javascript:window.owned=1'>x</a>\u202e\x1b[2J"
 )
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000002000000020802000000fdd49a730000001249444154789c63f8cfc0c0f09f81e13f0300"
@@ -34,7 +38,9 @@ def run(tmp_path_factory):
     (path / "media" / f"{HASH}.png").write_bytes(PNG)
     rows = [json.loads(line) for line in (path / "trajectories.jsonl").read_text().splitlines()]
     image = {"type": "image", "image": HASH, "width": 2, "height": 2}
-    rows[3]["turns"][0]["messages"] = [{"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}]
+    rows[3]["turns"][0]["messages"] = [
+        {"role": "user", "content": [image, {"type": "text", "text": "what is this?"}]}
+    ]
     (path / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     row = rows[3]
     trained = {"key": list(row["key"].values()), "advantage": 1.5, "reason": None}
@@ -118,7 +124,10 @@ def test_a_run_that_is_being_written_is_watched(page, tmp_path):
     try:
         page.goto(server.url)
         page.wait_for_selector("figure")
-        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-3]) | {"phase": "train", "step": 77}
+        row = json.loads((run / "metrics.jsonl").read_text().splitlines()[-3]) | {
+            "phase": "train",
+            "step": 77,
+        }
         with (run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
         page.wait_for_selector("text=Metrics of step 77", timeout=30_000)
@@ -152,9 +161,14 @@ def test_what_is_being_written_outlives_a_list_that_is_drawn_anew(page, run, tmp
     drawn(page)
     page.focus("#f-text")
     page.keyboard.type("loo")
-    page.evaluate("location.hash = '#/list/0?phase=train'")  # as another filter does that was chosen just before
+    page.evaluate(
+        "location.hash = '#/list/0?phase=train'"
+    )  # as another filter does that was chosen just before
     drawn(page, "location.hash.includes('phase=train')")
-    assert page.evaluate("[document.activeElement.id, document.activeElement.value]") == ["f-text", "loo"]
+    assert page.evaluate("[document.activeElement.id, document.activeElement.value]") == [
+        "f-text",
+        "loo",
+    ]
     page.keyboard.press("Enter")
     drawn(page, "location.hash.includes('text=loo')")
     page.keyboard.type("kup")
@@ -169,8 +183,14 @@ def test_hostile_text_stays_text(page, tmp_path, inside):
     run = write_run(tmp_path / "bad", steps=2, said=HOSTILE)
     rows = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
     turn = rows[0]["turns"][0]
-    turn["messages"][0] = {"role": "tool", "name": HOSTILE, "content": HOSTILE + "\x00" + "x" * 10_000_000}
-    turn["reply"]["tool_calls"] = [{"id": HOSTILE, "function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}]
+    turn["messages"][0] = {
+        "role": "tool",
+        "name": HOSTILE,
+        "content": HOSTILE + "\x00" + "x" * 10_000_000,
+    }
+    turn["reply"]["tool_calls"] = [
+        {"id": HOSTILE, "function": {"name": HOSTILE, "arguments": {HOSTILE: HOSTILE}}}
+    ]
     turn["info"] = {HOSTILE: HOSTILE, "tool_log": [{"tool": HOSTILE, "s": 0.1, "error": HOSTILE}]}
     rows[0] |= {
         "rewards": {HOSTILE: 1.0},
@@ -193,7 +213,12 @@ def test_hostile_text_stays_text(page, tmp_path, inside):
             page.keyboard.press(key)
             page.wait_for_selector(f".tabs a[aria-selected=true]:has-text('{key} ')")
             ready(page)
-            assert page.evaluate("document.querySelectorAll('main img, main script, a[href^=javascript]').length") == 0
+            assert (
+                page.evaluate(
+                    "document.querySelectorAll('main img, main script, a[href^=javascript]').length"
+                )
+                == 0
+            )
             assert not set("\x00\x1b\u202e") & set(page.evaluate("document.body.textContent"))
         assert page.evaluate("window.owned") is None
         assert "\u202e" not in page.content()
@@ -216,18 +241,31 @@ def test_policies_have_their_curves_and_spans_name_them(page, tmp_path, inside, 
         titles = [one.inner_text() for one in page.query_selector_all("section.policy h2")]
         assert [title[:13] for title in titles] == ["Policy asker"[:13] + odd[:1], "Policy solver"]
         first = page.query_selector("section.policy")
-        assert [one.inner_text() for one in first.query_selector_all(".charts > figure b")][:2] == ["Reward", "Entropy"]
-        assert len(first.query_selector_all("figure .curve")) == 3  # the learning rate is among the other metrics
-        at = next(one.at for one in server.stores[0].entries if one.phase == "train" and one.turns == 4)
+        assert [one.inner_text() for one in first.query_selector_all(".charts > figure b")][:2] == [
+            "Reward",
+            "Entropy",
+        ]
+        assert (
+            len(first.query_selector_all("figure .curve")) == 3
+        )  # the learning rate is among the other metrics
+        at = next(
+            one.at for one in server.stores[0].entries if one.phase == "train" and one.turns == 4
+        )
         page.goto((out.as_uri() if inside else server.url) + f"#/t/0/{at}/tokens")
         page.wait_for_selector(".span.model")
         told = [one.inner_text() for one in page.query_selector_all(".span.model > p")]
-        assert [f"policy {name}" in line for name, line in zip(("asker", "solver", "rival", "judge"), told, strict=True)] == [
-            True
-        ] * 4
+        assert [
+            f"policy {name}" in line
+            for name, line in zip(("asker", "solver", "rival", "judge"), told, strict=True)
+        ] == [True] * 4
         assert ["not trained: frozen" in line for line in told] == [False, False, True, True]
         assert page.evaluate("window.owned") is None
-        assert page.evaluate("document.querySelectorAll('main img, main script, a[href^=javascript]').length") == 0
+        assert (
+            page.evaluate(
+                "document.querySelectorAll('main img, main script, a[href^=javascript]').length"
+            )
+            == 0
+        )
         assert page.problems == []
     finally:
         server.close()
@@ -247,7 +285,9 @@ GETS_IN = """() => {
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_code_that_would_get_into_the_page_is_stopped_by_its_policy(page, run, server, tmp_path, inside):
+def test_code_that_would_get_into_the_page_is_stopped_by_its_policy(
+    page, run, server, tmp_path, inside
+):
     out = tmp_path / "sent.html"
     self_contained([run], out)
     page.goto(out.as_uri() if inside else server.url)

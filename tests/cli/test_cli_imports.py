@@ -1,7 +1,7 @@
 """Imports of what needs torch.
 
-Each case runs in an interpreter of its own: what other threads of a test session free would change the count of
-frozen objects.
+Each case runs in an interpreter of its own: what other threads of a test session free would change
+the count of frozen objects.
 """
 
 from __future__ import annotations
@@ -41,5 +41,11 @@ assert gc.isenabled() is on
 @pytest.mark.parametrize("collector", ["on", "off"])
 def test_nothing_is_collected_during_the_imports_and_later_as_before(tmp_path, collector):
     (tmp_path / "imported.py").write_text("import gc\ncollects = gc.isenabled()\n")
-    child = subprocess.run([sys.executable, "-c", BODY, collector], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    child = subprocess.run(
+        [sys.executable, "-c", BODY, collector],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert child.returncode == 0, child.stderr

@@ -37,7 +37,9 @@ def test_the_next_commands_are_those_of_a_shell(tmp_path, capsys):
     assert words == ["cd", str(tmp_path / "My Env; echo no")]
 
 
-@pytest.mark.parametrize("name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwright", "numpy"])
+@pytest.mark.parametrize(
+    "name", ["1st", "class", "__main__", "ä", "random", "bisect", "turnwright", "numpy"]
+)
 def test_names_that_cannot_be_modules(tmp_path, capsys, name):
     assert main(["init", str(tmp_path / name)]) == 2
     assert not (tmp_path / name).exists()
@@ -68,7 +70,7 @@ class MyEnv(tw.Env):
     @staticmethod
     def solver(messages, rng):
         return "2"
-"""
+"""  # noqa: E501
 TOOLS = """
 def double(n: int) -> int:
     '''Double a number.'''
@@ -78,7 +80,7 @@ def right(trajectory):
     return float(trajectory.final_text == trajectory.task.answer)
 
 MyEnv = tw.tool_env(tools=[double], reward=right, tasks=[tw.Task(f"double {n}", answer=str(2 * n)) for n in range(9)])
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("body", [None, CLASS, TOOLS])

@@ -1,4 +1,5 @@
-"""Mistakes of the first hour: each ends in the line that docs/mistakes.md prints for it, never in a traceback or in silence."""
+"""Mistakes of the first hour: each ends in the line that docs/mistakes.md prints for it, never in a
+traceback or in silence."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ def no_network(*args, **kwargs):
 
 def last_line(text: str, folder: Path) -> str:
     """Return the line that names the fault, without the directory of the test."""
-    lines = [line for line in text.splitlines() if line.startswith(("turnwright: error:", "FAIL", "diagnosis"))]
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("turnwright: error:", "FAIL", "diagnosis"))
+    ]
     return lines[0].replace(f"{folder}/", "").replace(str(folder), ".") if lines else ""
 
 
@@ -47,7 +52,10 @@ def mistake_line(folder: Path, name: str, monkeypatch, capsys) -> str:
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_each_mistake_prints_its_line(tmp_path, monkeypatch, capsys, name):
-    assert mistake_line(tmp_path, name, monkeypatch, capsys) == dict(ROW.findall(PAGE.read_text()))[name]
+    assert (
+        mistake_line(tmp_path, name, monkeypatch, capsys)
+        == dict(ROW.findall(PAGE.read_text()))[name]
+    )
 
 
 def test_the_page_has_every_mistake():
@@ -65,7 +73,9 @@ def test_a_model_of_the_hub_is_fetched(tmp_path, monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     monkeypatch.chdir(tmp_path)
-    resolved = load(None, ["--env.use", "hop", "--model.path", "Qwen/Qwen3-0.6B", "--model.revision", "none"])
+    resolved = load(
+        None, ["--env.use", "hop", "--model.path", "Qwen/Qwen3-0.6B", "--model.revision", "none"]
+    )
     assert resolved.config.model.path == str(tmp_path)
     assert fetched == [("Qwen/Qwen3-0.6B", None)]
     (tmp_path / "Qwen").mkdir()  # a path that begins with a directory is none of the hub
@@ -90,10 +100,13 @@ def test_a_task_function_that_takes_long_is_reported(monkeypatch, caplog):
 
 
 def test_a_trajectory_is_one_line_and_shows_its_conversation(capsys):
-    (trajectory,) = tw.rollout(Talk, [tw.Task("hello")], engine=tw.ScriptedEngine(["one\x1b[2J", "two"]))
+    (trajectory,) = tw.rollout(
+        Talk, [tw.Task("hello")], engine=tw.ScriptedEngine(["one\x1b[2J", "two"])
+    )
     assert (
         repr(trajectory)
-        == f"<Trajectory task={trajectory.task.id} reward=None turns=2 tokens=12 stop=env_error {trajectory.error!r}>"
+        == f"<Trajectory task={trajectory.task.id} reward=None turns=2 tokens=12 stop=env_error "
+        f"{trajectory.error!r}>"
     )
     assert repr(trajectory.error).startswith("<Failure ValueError in step: no more (")
     assert len(repr(trajectory.error)) < 300
@@ -189,7 +202,9 @@ def test_an_environments_own_timeout_is_no_call_that_hangs():
 
 
 def test_one_fault_is_told_once_whatever_it_quotes(tmp_path, monkeypatch, capsys):
-    (tmp_path / "echo.py").write_text(GOOD.replace("float(action.text == self.word)", "float(action.text)"))
+    (tmp_path / "echo.py").write_text(
+        GOOD.replace("float(action.text == self.word)", "float(action.text)")
+    )
     monkeypatch.chdir(tmp_path)
     assert main(["check", "echo.py:Echo"]) == 1
     failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
@@ -202,7 +217,9 @@ def test_help_and_version_are_commands_too(capsys):
     assert main(["version"]) == main(["help"]) == main(["help", "view"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("turnwright ")
-    assert [line for line in lines if line.startswith("usage:")][1].startswith("usage: turnwright view")
+    assert [line for line in lines if line.startswith("usage:")][1].startswith(
+        "usage: turnwright view"
+    )
 
 
 @pytest.mark.parametrize(("given", "tells"), [

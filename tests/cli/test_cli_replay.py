@@ -1,4 +1,5 @@
-"""`turnwright replay RUN --loop` over a run of the quickstart's recipe, sampled by the local engine."""
+"""`turnwright replay RUN --loop` over a run of the quickstart's recipe,
+sampled by the local engine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ class Other(Hop):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("run") / "quickstart"
-    words = [f"--{section}.{key}={value}" for section, keys in SMALL.items() for key, value in keys.items()]
+    words = [
+        f"--{section}.{key}={value}"
+        for section, keys in SMALL.items()
+        for key, value in keys.items()
+    ]
     assert main(["train", str(RECIPE), "--out", str(path), "--display", "none", *words]) == 0
     return path
 
@@ -49,14 +54,18 @@ def test_the_same_loop_comes_to_the_same(run, capsys):
     for step in ("1", "2"):  # as metrics.jsonl and the viewer count
         assert main(["replay", str(run), "--loop", "--phase", "train", "--step", step]) == 0
         assert capsys.readouterr().out == "8 episodes replayed, all match the record\n"
-    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, "the run was written to"
+    assert {file: file.stat().st_mtime_ns for file in run.rglob("*")} == before, (
+        "the run was written to"
+    )
 
 
 def test_a_run_of_an_older_release_is_played_in_its_own_world(run, capsys, tmp_path):
     shutil.copytree(run, tmp_path / "old")
     path = tmp_path / "old" / "journal.jsonl"
     new = ("settings", "expected", "tools", "scores", "call", "retries")
-    events = [event for event in map(json.loads, path.read_text().splitlines()) if event["e"] not in new]
+    events = [
+        event for event in map(json.loads, path.read_text().splitlines()) if event["e"] not in new
+    ]
     old = [{name: value for name, value in event.items() if name not in new} for event in events]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
     assert main(["replay", str(tmp_path / "old"), "--loop", "--env", "recipe"]) == 0
@@ -71,7 +80,20 @@ def test_what_changed_is_told_with_status_1(run, capsys, tmp_path):
     assert re.fullmatch(r"16 episodes replayed, \d+ differ: \d+ in turns", output[-1])
     assert "differs in" in output[0]
     (tmp_path / "other.py").write_text(WORLD)
-    assert main(["replay", str(run), "--loop", "--env", f"{tmp_path / 'other.py'}:Other", "--phase", "train"]) == 1
+    assert (
+        main(
+            [
+                "replay",
+                str(run),
+                "--loop",
+                "--env",
+                f"{tmp_path / 'other.py'}:Other",
+                "--phase",
+                "train",
+            ]
+        )
+        == 1
+    )
     output = capsys.readouterr().out
     assert not {"\x1b", "\u202e"} & set(output)
     assert output.startswith("train 1 / ")

@@ -79,7 +79,9 @@ BESIDE = dict.fromkeys(("replay", "track"), pytest.mark.beside("view"))
 """Marks of commands of packages beside the core."""
 
 
-@pytest.mark.parametrize("command", [pytest.param(one, marks=BESIDE.get(one.partition(" ")[0], ())) for one in COMMANDS])
+@pytest.mark.parametrize(
+    "command", [pytest.param(one, marks=BESIDE.get(one.partition(" ")[0], ())) for one in COMMANDS]
+)
 def test_without_a_terminal_the_code_of_anothers_run_needs_a_flag(
     command: str, foreign: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,7 +98,9 @@ def test_without_a_terminal_the_code_of_anothers_run_needs_a_flag(
     assert not (foreign / "was_run").exists()
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if "--dry-run" in command or "check" in command])
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if "--dry-run" in command or "check" in command]
+)
 def test_with_the_flag_it_runs(command: str, foreign: Path) -> None:
     main([*command.replace("RUN", str(foreign)).split(), "--trust"])
     assert (foreign / "was_run").exists()
@@ -110,7 +114,9 @@ def test_of_ones_own_run_nothing_is_asked(tmp_path: Path) -> None:
     assert main(["eval", "--run", str(moved), "--dry-run"]) == 0
 
 
-def test_edited_settings_and_code_in_the_run_are_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_edited_settings_and_code_in_the_run_are_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = make_run(tmp_path / "mine", tmp_path / "project" / "world.py")
     shutil.copytree(tmp_path / "project", tmp_path / "other")
     config = run / "config.json"
@@ -127,13 +133,20 @@ def test_edited_settings_and_code_in_the_run_are_asked_about(tmp_path: Path, cap
 def test_commands_and_modules_are_code_and_built_in_environments_are_not(
     tmp_path: Path, state: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"hop": [], "program": ['--env.args.command=["rm", "-r"]'], "anywhere.world:World": []}
+    settings = {
+        "hop": [],
+        "program": ['--env.args.command=["rm", "-r"]'],
+        "anywhere.world:World": [],
+    }
     for number, (use, more) in enumerate(settings.items()):
         with RunDir(tmp_path / str(number)) as run:
             run.write_json("config.json", to_json_dict(load(None, [f"--env.use={use}", *more])))
     shutil.rmtree(state)
     assert main(["eval", "--run", str(tmp_path / "0"), "--dry-run"]) == 0
-    for number, named in ((1, "env.0.args.command = rm; env.0.args.command = -r"), (2, "env.0.use = anywhere.world:World")):
+    for number, named in (
+        (1, "env.0.args.command = rm; env.0.args.command = -r"),
+        (2, "env.0.use = anywhere.world:World"),
+    ):
         capsys.readouterr()
         assert main(["eval", "--run", str(tmp_path / str(number)), "--dry-run"]) == 2
         assert named in capsys.readouterr().err
@@ -146,13 +159,17 @@ def test_a_list_that_others_can_write_is_not_believed(tmp_path: Path) -> None:
     assert not is_own_run(run)
 
 
-def test_without_a_state_directory_runs_are_made_and_asked_about(tmp_path: Path, state: Path) -> None:
+def test_without_a_state_directory_runs_are_made_and_asked_about(
+    tmp_path: Path, state: Path
+) -> None:
     state.write_text("a file in its place")
     run = make_run(tmp_path / "mine", tmp_path / "project" / "world.py")
     assert not is_own_run(run)
 
 
-def test_the_list_stays_small_and_keeps_what_is_new(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_stays_small_and_keeps_what_is_new(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("turnwright.records.own_runs.MAX_BYTES", 1000)
     for number in range(60):
         remember_run(b"%d" % number)
@@ -167,7 +184,11 @@ def test_on_a_terminal_one_question_names_the_code(answer: str, foreign: Path) -
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "turnwright", "eval", "--run", str(foreign), "--dry-run"]
     asking = subprocess.Popen(
-        command, stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs, env=os.environ | {"TERM": "dumb"}
+        command,
+        stdin=theirs,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=os.environ | {"TERM": "dumb"},
     )
     os.close(theirs)
     said = b""

@@ -1,4 +1,5 @@
-"""A file that the system lets grow no further, wherever a command writes: one line, and nothing that looks complete."""
+"""A file that the system lets grow no further, wherever a command writes: one line, and
+nothing that looks complete."""
 
 from __future__ import annotations
 
@@ -31,12 +32,25 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a recipe and the run that it made."""
     folder = tmp_path_factory.mktemp("full")
     (folder / "recipe.toml").write_text(RECIPE)
-    assert main(["train", str(folder / "recipe.toml"), "--out", str(folder / "run"), "--display", "none"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(folder / "recipe.toml"),
+                "--out",
+                str(folder / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
     return folder
 
 
 def limited(words: list[str], limit: int) -> tuple[int, list[str]]:
-    """Run a command in a forked process whose files may have `limit` bytes; return its status and what it said of errors."""
+    """Run a command in a forked process whose files may have `limit` bytes; return its status and
+    what it said of errors."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -50,7 +64,9 @@ def limited(words: list[str], limit: int) -> tuple[int, list[str]]:
 
             sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
             sys.stdout = os.fdopen(os.dup(1), "w")
-            sys.dont_write_bytecode = True  # Python would leave modules cut off, which no later process can import
+            sys.dont_write_bytecode = (
+                True  # Python would leave modules cut off, which no later process can import
+            )
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             status = main(words)
         finally:
@@ -71,14 +87,30 @@ TRAIN = ["train", "recipe.toml", "--out", "new", "--display", "none"]
         (TRAIN, 8_000),  # the tokenizer of the tiny model
         (TRAIN, 60_000),  # its weights
         pytest.param(["export", "run", "rows.jsonl"], 500, marks=pytest.mark.beside("view")),
-        pytest.param(["view", "run", "--html", "run.html"], 5_000, marks=pytest.mark.beside("view")),
+        pytest.param(
+            ["view", "run", "--html", "run.html"], 5_000, marks=pytest.mark.beside("view")
+        ),
         (["pack", "run", "--out", "packed", "--kind", "int4", "--size", "16"], 20_000),
-        (["rollout", "recipe.toml", "--model.path", "run/model", "--save", "rows.jsonl", "--display", "none"], 500),
+        (
+            [
+                "rollout",
+                "recipe.toml",
+                "--model.path",
+                "run/model",
+                "--save",
+                "rows.jsonl",
+                "--display",
+                "none",
+            ],
+            500,
+        ),
         (["init", "my_env"], 100),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
-def test_it_is_one_line(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: int) -> None:
+def test_it_is_one_line(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], limit: int
+) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "run").symlink_to(trained / "run")
     monkeypatch.chdir(tmp_path)

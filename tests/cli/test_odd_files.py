@@ -1,4 +1,5 @@
-"""A named pipe, a socket, a directory or JSON nested without end in place of a file: one line that names it."""
+"""A named pipe, a socket, a directory or JSON nested without end in place of a file:
+one line that names it."""
 
 from __future__ import annotations
 
@@ -103,16 +104,31 @@ WITH_MODEL = *TRAIN, "--model.path", "run/model"
         ("run/model/model.safetensors", WITH_MODEL),
         ("run/config.json", ("train", "--resume", "run", "--display", "none")),
         ("run/config.json", ("eval", "--run", "run", "--display", "none")),
-        pytest.param("run/config.json", ("track", "run", "--to", "trackio"), marks=pytest.mark.beside("view")),
-        ("run/journal.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
-        ("run/metrics.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
-        ("run/trajectories.jsonl", ("train", "--resume", "run", "--train.steps", "2", "--display", "none")),
+        pytest.param(
+            "run/config.json", ("track", "run", "--to", "trackio"), marks=pytest.mark.beside("view")
+        ),
+        (
+            "run/journal.jsonl",
+            ("train", "--resume", "run", "--train.steps", "2", "--display", "none"),
+        ),
+        (
+            "run/metrics.jsonl",
+            ("train", "--resume", "run", "--train.steps", "2", "--display", "none"),
+        ),
+        (
+            "run/trajectories.jsonl",
+            ("train", "--resume", "run", "--train.steps", "2", "--display", "none"),
+        ),
         pytest.param("recipe.toml", ("convert", "recipe.toml"), marks=pytest.mark.beside("compat")),
     ],
     ids=lambda value: "-".join(value[:1] if isinstance(value, tuple) else [Path(value).name]),
 )
 def test_it_is_refused_in_one_line_that_names_it(
-    capsys: pytest.CaptureFixture[str], place: Path, file: str, words: tuple[str, ...], kind: Callable[[Path], None]
+    capsys: pytest.CaptureFixture[str],
+    place: Path,
+    file: str,
+    words: tuple[str, ...],
+    kind: Callable[[Path], None],
 ) -> None:
     path = place / file
     os.chdir(path.parent)
@@ -128,7 +144,9 @@ def test_it_is_refused_in_one_line_that_names_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"]
+)
 @pytest.mark.beside("view")
 def test_a_report_leaves_it_out(place: Path, name: str, kind: Callable[[Path], None]) -> None:
     """A viewer shows what it can read of a run."""
@@ -140,7 +158,9 @@ def test_a_report_leaves_it_out(place: Path, name: str, kind: Callable[[Path], N
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tasks(capsys: pytest.CaptureFixture[str], place: Path, kind: Callable[[Path], None]) -> None:
+def test_tasks(
+    capsys: pytest.CaptureFixture[str], place: Path, kind: Callable[[Path], None]
+) -> None:
     (place / "data.toml").write_text(DATA)
     kind(Path("rows.jsonl"))
     assert main(["rollout", "data.toml", "--display", "none"]) == 2

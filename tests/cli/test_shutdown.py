@@ -1,4 +1,5 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does, also where a script started it in the background."""
+"""SIGTERM and SIGHUP end a command as Ctrl-C does, also where a script started
+it in the background."""
 
 from __future__ import annotations
 
@@ -55,8 +56,11 @@ def hangups_end() -> Iterator[None]:
 
 
 def last_words(code: str, number: int) -> tuple[list[str], int]:
-    """Run code until it prints `up`, send the signal, and return the lines that follow and the status."""
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    """Run code until it prints `up`, send the signal, and return the lines that
+    follow and the status."""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
@@ -73,14 +77,17 @@ def test_what_is_open_is_written_before_the_event_loop_ends(number: int, interru
 
 
 def test_a_cancelled_body_is_interrupted_and_does_not_return() -> None:
-    said, status = last_words(IN_ORDER.format(interrupts="signal.SIG_IGN", last="raise"), signal.SIGTERM)
+    said, status = last_words(
+        IN_ORDER.format(interrupts="signal.SIG_IGN", last="raise"), signal.SIGTERM
+    )
     assert said == ["session written", "closed in order", "ended"]
     assert status == 0
 
 
 def test_a_second_signal_does_not_wait() -> None:
     code = IN_ORDER.format(interrupts="signal.SIG_IGN", last="return").replace(
-        "await open_session", "print('waits', flush=True); signal.raise_signal(signal.SIGTERM); await open_session"
+        "await open_session",
+        "print('waits', flush=True); signal.raise_signal(signal.SIGTERM); await open_session",
     )
     said, _ = last_words(code, signal.SIGTERM)
     assert said == ["waits", "ended"]
@@ -130,13 +137,21 @@ def interrupts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_status_is_that_of_the_signal_and_the_handlers_are_put_back(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interrupts: None, number: int
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    interrupts: None,
+    number: int,
 ) -> None:
-    monkeypatch.setattr("turnwright.runs.run_training", lambda *_, **__: signal.raise_signal(number))
+    monkeypatch.setattr(
+        "turnwright.runs.run_training", lambda *_, **__: signal.raise_signal(number)
+    )
     (tmp_path / "hop.toml").write_text('[[env]]\nuse = "hop"\n')
     before = [signal.getsignal(one) for one in NUMBERS]
     assert main(["train", str(tmp_path / "hop.toml"), "--display", "none"]) == 128 + number
-    assert capsys.readouterr().err.startswith("turnwright: error: interrupted; journaled episodes are kept; resume with")
+    assert capsys.readouterr().err.startswith(
+        "turnwright: error: interrupted; journaled episodes are kept; resume with"
+    )
     assert [signal.getsignal(one) for one in NUMBERS] == before
 
 
@@ -174,7 +189,10 @@ tasks = 2
 
 
 def test_sigterm_of_a_run_prints_the_command_that_resumes_it(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, interrupts: None
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    interrupts: None,
 ) -> None:
     (tmp_path / "ends.py").write_text(ENDING_ENV)
     (tmp_path / "run.toml").write_text(RECIPE)
@@ -192,8 +210,13 @@ def test_sigterm_of_a_run_prints_the_command_that_resumes_it(
 def test_a_view_in_the_background_ends_in_order(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     words = [sys.executable, "-m", "turnwright", "view", str(tmp_path)]
-    ignore = f"import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); os.execv({sys.executable!r}, {words!r})"
-    with subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE, text=True) as process:
+    ignore = (
+        "import os, signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        f"os.execv({sys.executable!r}, {words!r})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", ignore], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("serving on ")
         process.terminate()

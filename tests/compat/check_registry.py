@@ -2,8 +2,9 @@
 
     python check_registry.py FRAMEWORK SITE SECONDS [ID ...]
 
-Prints `id<TAB>seconds<TAB>error` for each id of the registry, the error empty where the check finds none. SECONDS of CPU time
-bound each. Each split has 16 tasks, not the 200 of the command line, since some datasets take seconds for one.
+Prints `id<TAB>seconds<TAB>error` for each id of the registry, the error empty where the check finds
+none. SECONDS of CPU time bound each. Each split has 16 tasks, not the 200 of the command line,
+since some datasets take seconds for one.
 """
 
 import os
@@ -19,7 +20,9 @@ def check(name, id, seconds):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))  # another program's load changes no verdict
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (seconds, seconds + 1)
+        )  # another program's load changes no verdict
         signal.alarm(20 * seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)
@@ -37,7 +40,11 @@ def check(name, id, seconds):
     with os.fdopen(reader, "rb") as answer:
         text = answer.read().decode(errors="replace")
     _, status = os.waitpid(pid, 0)
-    return text if os.WIFEXITED(status) else f"did not end in {seconds} s of CPU time (signal {os.WTERMSIG(status)})"
+    return (
+        text
+        if os.WIFEXITED(status)
+        else f"did not end in {seconds} s of CPU time (signal {os.WTERMSIG(status)})"
+    )
 
 
 def main():

@@ -1,4 +1,5 @@
-"""Installs the packages that the tests of marker `compat` compare with: `python originals.py FOLDER`."""
+"""Installs the packages that the tests of marker `compat` compare with:
+`python originals.py FOLDER`."""
 
 import os
 import shutil
@@ -89,7 +90,16 @@ def use() -> None:
 def install(home: Path) -> None:
     """Install the originals, without what they depend on but for the packages above."""
     shutil.rmtree(home, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--target"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--target",
+    ]
     subprocess.run([*pip, str(home / "first"), *FIRST], check=True)
     subprocess.run([*pip, str(home / "packages"), *ORIGINALS, *NEEDED], check=True)
     (home / "ready").touch()

@@ -1,4 +1,5 @@
-"""What tests of our rollouts in other trainers share: a world of two turns, a real tiny model, the calls of its engine."""
+"""What tests of our rollouts in other trainers share: a world of two turns, a real tiny model,
+the calls of its engine."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from turnwright.training import create_tiny_model, load_model_and_renderer
 
 
 class Letters(tw.Env):
-    """Two turns with an observation between them; the reward of a turn is its share of letters from a to m."""
+    """Two turns with an observation between them; the reward of a turn is its share
+    of letters from a to m."""
 
     def reset(self, task, *, seed=None):
         if task.id == "broken":
@@ -58,14 +60,20 @@ class Calls:
 
     def of(self, ids):
         """The calls whose context and reply are a prefix of a row."""
-        return [call for call in self.found if ids[: len(call[1]) + len(call[2])] == [*call[1], *call[2]]]
+        return [
+            call
+            for call in self.found
+            if ids[: len(call[1]) + len(call[2])] == [*call[1], *call[2]]
+        ]
 
 
 class Server:
-    """A real model that samples for whoever asks by ids: the engine behind the clients of the tests."""
+    """A real model that samples for whoever asks by ids: the engine behind the
+    clients of the tests."""
 
     def __init__(self, path, slots=64, bans=True):
-        """`bans` keeps a model that was not trained from sampling control tokens, as one that was would."""
+        """`bans` keeps a model that was not trained from sampling control tokens,
+        as one that was would."""
         model, self.renderer = load_model_and_renderer(path, path, ModelConfig())
         self.engine = LocalEngine(model, renderer=self.renderer, slots=slots)
         self.store = MediaStore()
@@ -75,11 +83,18 @@ class Server:
         self.calls, self.asked = Calls(), []
         self.banned = self.renderer.invalid_ids if bans else frozenset()
 
-    async def sample(self, session, ids, max_tokens, stop_ids, temperature=1.0, texts=(), images=()):
-        """Sample; returns ids, logprobs and the finish reason. `images` belong to the blocks among the ids, in their order."""
+    async def sample(
+        self, session, ids, max_tokens, stop_ids, temperature=1.0, texts=(), images=()
+    ):
+        """Sample; returns ids, logprobs and the finish reason.
+
+        `images` belong to the blocks among the ids, in their order.
+        """
         placed = ()
         if images:
-            expanded, placed = self.renderer.vision.place(list(ids), [self.store.put(tw.Image(one)) for one in images])
+            expanded, placed = self.renderer.vision.place(
+                list(ids), [self.store.put(tw.Image(one)) for one in images]
+            )
             assert expanded == list(ids), "the ids have a block for each image"
         stop = tw.StopText(texts, self.renderer.decode) if texts else None
         request = Request(
@@ -100,7 +115,8 @@ class Server:
 
 
 def check_row(calls, prompt, response, mask, logprobs):
-    """Hold a row to the engine: ids, logprobs and mask are those of its replies, and nothing else is trained."""
+    """Hold a row to the engine: ids, logprobs and mask are those of its replies, and
+    nothing else is trained."""
     ids = [*prompt, *response]
     found = calls.of(ids)
     assert found, "no call of the engine is in the row"

@@ -1,4 +1,5 @@
-"""Plays user files of ms-swift and prints what was recorded: `python swift_episodes.py [originals]`."""
+"""Plays user files of ms-swift and prints what was recorded:
+`python swift_episodes.py [originals]`."""
 
 import copy
 import json
@@ -22,14 +23,24 @@ from turnwright.envs.user_imports import STAND_INS  # noqa: E402
 TEXT = renderer("bpe")
 WRONG, RIGHT = "<think>it is</think><answer>5</answer>", " four</think><answer>4</answer>"
 EPISODES = {
-    "new turns": ("swift:memory", {"external_plugins": ["own_loops.py"], "reward_funcs": ["kept"]}, {}, ["a", "bcd", "e"]),
+    "new turns": (
+        "swift:memory",
+        {"external_plugins": ["own_loops.py"], "reward_funcs": ["kept"]},
+        {},
+        ["a", "bcd", "e"],
+    ),
     "a tool in the message": (
         "swift:calculate",
         {"external_plugins": ["calculate.py", "rewards.py"], "reward_funcs": ["sums", "kept"]},
         {"solution": "3"},
         ["Action: 1+2\n", "It is 3"],
     ),
-    "tips": ("swift:math_tip_trick", {"reward_funcs": ["accuracy", "kept"]}, {"solution": "\\boxed{4}"}, [WRONG, RIGHT]),
+    "tips": (
+        "swift:math_tip_trick",
+        {"reward_funcs": ["accuracy", "kept"]},
+        {"solution": "\\boxed{4}"},
+        [WRONG, RIGHT],
+    ),
     "tips, right at once": (
         "swift:math_tip_trick",
         {"reward_funcs": ["accuracy", "kept"]},
@@ -49,8 +60,18 @@ EPISODES = {
         ["on"],
     ),
     "a loop of its own": ("own_loops.py:TwoDrafts", {"reward_funcs": ["kept"]}, {}, ["a", "b"]),
-    "a step of 3.6": ("swift:ask_again", {"reward_funcs": ["said", "kept"]}, {"solution": "4"}, ["three", "4"]),
-    "appended ids": ("own_loops.py:Half", {"reward_funcs": ["kept"]}, {}, ["one", "two", "three", "four"]),
+    "a step of 3.6": (
+        "swift:ask_again",
+        {"reward_funcs": ["said", "kept"]},
+        {"solution": "4"},
+        ["three", "4"],
+    ),
+    "appended ids": (
+        "own_loops.py:Half",
+        {"reward_funcs": ["kept"]},
+        {},
+        ["one", "two", "three", "four"],
+    ),
     "loss scales": (
         "swift:ask_again",
         {"reward_funcs": ["kept"], "loss_scale": "last_round+answers+thoughts"},
@@ -63,7 +84,12 @@ EPISODES = {
         {"solution": "4"},
         ["I see. Answer: 5", " it is 4", "a Answer: 1", "b"],
     ),
-    "most turns": ("swift:ask_again", {"reward_funcs": ["said", "kept"]}, {"solution": "4"}, ["1", "2", "3", "5"]),
+    "most turns": (
+        "swift:ask_again",
+        {"reward_funcs": ["said", "kept"]},
+        {"solution": "4"},
+        ["1", "2", "3", "5"],
+    ),
 }
 PLUGINS = [
     "own_loops.py",
@@ -78,31 +104,76 @@ PLUGINS = [
     "../cut/cut_swift.py",
 ]
 CUT = {
-    "the first reply is cut": ("swift:cut", {"reward_funcs": ["punished", "kept"]}, {}, ["long" * 9, "good"]),
-    "the second reply is cut": ("swift:cut", {"reward_funcs": ["punished", "kept"]}, {}, ["good", "long" * 9]),
+    "the first reply is cut": (
+        "swift:cut",
+        {"reward_funcs": ["punished", "kept"]},
+        {},
+        ["long" * 9, "good"],
+    ),
+    "the second reply is cut": (
+        "swift:cut",
+        {"reward_funcs": ["punished", "kept"]},
+        {},
+        ["good", "long" * 9],
+    ),
     "no reply is cut": ("swift:cut", {"reward_funcs": ["punished", "kept"]}, {}, ["good", "good"]),
-    "a cut round has its own total": ("swift:rounds", {"reward_funcs": ["kept"], "use_gym_env": True}, {}, ["a", "long" * 9]),
-    "a scheduler that asks on": ("swift:stubborn", {"reward_funcs": ["kept"], "use_gym_env": True}, {}, ["a", "long" * 9, "b"]),
+    "a cut round has its own total": (
+        "swift:rounds",
+        {"reward_funcs": ["kept"], "use_gym_env": True},
+        {},
+        ["a", "long" * 9],
+    ),
+    "a scheduler that asks on": (
+        "swift:stubborn",
+        {"reward_funcs": ["kept"], "use_gym_env": True},
+        {},
+        ["a", "long" * 9, "b"],
+    ),
     "an environment whose action is cut": (
         "swift:gym_scheduler",
         {"gym_env": "lights", "reward_funcs": ["kept"]},
         {"goal": 2},
         ["on", "off" * 20, "on"],
     ),
-    "a message that goes on is cut": ("own_loops.py:Half", {"reward_funcs": ["kept"]}, {}, ["one", "two" * 20, "three"]),
+    "a message that goes on is cut": (
+        "own_loops.py:Half",
+        {"reward_funcs": ["kept"]},
+        {},
+        ["one", "two" * 20, "three"],
+    ),
 }
 """Episodes whose replies are cut at `CUT_AT` tokens."""
 CUT_AT = 6
 SAMPLES = {
     "samples of one scheduler": ("swift:memory", {"reward_funcs": ["kept"]}, {}, ["a", "bcd", "e"]),
-    "samples of an environment": ("swift:gym_scheduler", {"gym_env": "lights", "reward_funcs": ["kept"]}, {"goal": 1}, ["on"]),
-    "paths of a tree": ("swift:paths", {"reward_funcs": ["length", "kept"]}, {"branches": [2, 2]}, list("abcdefg")),
+    "samples of an environment": (
+        "swift:gym_scheduler",
+        {"gym_env": "lights", "reward_funcs": ["kept"]},
+        {"goal": 1},
+        ["on"],
+    ),
+    "paths of a tree": (
+        "swift:paths",
+        {"reward_funcs": ["length", "kept"]},
+        {"branches": [2, 2]},
+        list("abcdefg"),
+    ),
 }
 """Episodes that are played `MANY` times at once."""
 MANY = 3
 PICTURES = {
-    "a picture that a step adds": ("zoom.py:Zoom", {"reward_funcs": ["kept"]}, {}, ["zoom", "done"]),
-    "a picture, and a message that goes on": ("zoom.py:Zoom", {"reward_funcs": ["kept"]}, {}, ["zoom on", "done"]),
+    "a picture that a step adds": (
+        "zoom.py:Zoom",
+        {"reward_funcs": ["kept"]},
+        {},
+        ["zoom", "done"],
+    ),
+    "a picture, and a message that goes on": (
+        "zoom.py:Zoom",
+        {"reward_funcs": ["kept"]},
+        {},
+        ["zoom on", "done"],
+    ),
 }
 
 
@@ -112,7 +183,10 @@ ACCURACY = {"reward_funcs": ["accuracy", "kept"]}
 BUILT_IN = {
     "single_turn": [({**ACCURACY}, MATH, ["\\boxed{4}"]), ({**ACCURACY}, MATH, ["\\boxed{5}"])],
     "math_tip_trick": [({**ACCURACY}, MATH, ["\\boxed{4}"]), ({**ACCURACY}, MATH, [WRONG, RIGHT])],
-    "math_tip_trick_multi_turn": [({**ACCURACY}, MATH, ["\\boxed{4}"]), ({**ACCURACY}, MATH, [WRONG, RIGHT])],
+    "math_tip_trick_multi_turn": [
+        ({**ACCURACY}, MATH, ["\\boxed{4}"]),
+        ({**ACCURACY}, MATH, [WRONG, RIGHT]),
+    ],
     "thinking_tips_scheduler": [
         ({**ACCURACY}, MATH, ["\\boxed{4}"]),
         ({**ACCURACY}, MATH, [WRONG, RIGHT]),
@@ -123,22 +197,50 @@ BUILT_IN = {
         ({"reward_funcs": ["kept"], "gym_env": "lights"}, {"goal": 1}, ["off", "on"]),
     ],
     "openenv_scheduler": [
-        ({"reward_funcs": ["kept"]}, {"env_config": {"system_message": "Count."}}, ['{"add": 1}', '{"add": 2}']),
-        ({"reward_funcs": ["kept"]}, {"env_config": {"reset_kwargs": {"start": 2}}}, ['```json\n{"add": 5}\n```']),
+        (
+            {"reward_funcs": ["kept"]},
+            {"env_config": {"system_message": "Count."}},
+            ['{"add": 1}', '{"add": 2}'],
+        ),
+        (
+            {"reward_funcs": ["kept"]},
+            {"env_config": {"reset_kwargs": {"start": 2}}},
+            ['```json\n{"add": 5}\n```'],
+        ),
     ],
 }
 """Arguments, columns and replies for each name that ms-swift or our stand-in registers."""
 REWARDED = {
-    "rewards of one turn": ("swift:single_turn", {"reward_funcs": ["keys"]}, {"nums": [1, 2], "none": None, **MATH}, ["a"]),
-    "rewards of turns": ("swift:cut", {"reward_funcs": ["keys", "punished"]}, {"objects": {"ref": ["a"]}}, ["a", "good"]),
-    "rewards of ids": ("own_loops.py:Half", {"reward_funcs": ["keys"]}, {"audio_codes": [1]}, ["a", "b", "c", "d"]),
+    "rewards of one turn": (
+        "swift:single_turn",
+        {"reward_funcs": ["keys"]},
+        {"nums": [1, 2], "none": None, **MATH},
+        ["a"],
+    ),
+    "rewards of turns": (
+        "swift:cut",
+        {"reward_funcs": ["keys", "punished"]},
+        {"objects": {"ref": ["a"]}},
+        ["a", "good"],
+    ),
+    "rewards of ids": (
+        "own_loops.py:Half",
+        {"reward_funcs": ["keys"]},
+        {"audio_codes": [1]},
+        ["a", "b", "c", "d"],
+    ),
     "rewards of an environment": (
         "swift:gym_scheduler",
         {"gym_env": "lights", "reward_funcs": ["keys", "short"], "reward_weights": [2.0, 0.5, 3.0]},
         {"goal": 1},
         ["off", "on"],
     ),
-    "rewards of rows": ("swift:paths", {"reward_funcs": ["keys", "length"]}, {"branches": [2]}, ["a", "bc", "def"]),
+    "rewards of rows": (
+        "swift:paths",
+        {"reward_funcs": ["keys", "length"]},
+        {"branches": [2]},
+        ["a", "bc", "def"],
+    ),
 }
 """Episodes whose rewards ms-swift computes too, from what its scheduler returned."""
 
@@ -163,7 +265,9 @@ class Client:
 
     def step(self, action):
         self.sum += action["add"]
-        return SimpleNamespace(observation={"sum": self.sum}, reward=float(self.sum), done=self.sum >= 3)
+        return SimpleNamespace(
+            observation={"sum": self.sum}, reward=float(self.sum), done=self.sum >= 3
+        )
 
 
 def place_client():
@@ -176,7 +280,10 @@ def place_client():
 
 def _without_ends(output):
     """ms-swift 4.6.0 keeps earlier replies as ids, and decodes them with their end token."""
-    rows = [[{**one, "content": one["content"].removesuffix("<|im_end|>")} for one in row] for row in output["messages"]]
+    rows = [
+        [{**one, "content": one["content"].removesuffix("<|im_end|>")} for one in row]
+        for row in output["messages"]
+    ]
     return {**output, "messages": rows}
 
 
@@ -186,7 +293,10 @@ def main(original: bool) -> None:
         import swift.rollout.multi_turn as theirs
 
         assert "stand_ins" not in theirs.__file__
-        import_module("swift.rollout.gym_env").count_qwen_tokens = lambda *_: (0, False)  # it downloads a tokenizer
+        import_module("swift.rollout.gym_env").count_qwen_tokens = lambda *_: (
+            0,
+            False,
+        )  # it downloads a tokenizer
     import turnwright as tw
 
     names = set(import_module(f"{STAND_INS}.swift.rollout.multi_turn").multi_turns)
@@ -213,7 +323,11 @@ def main(original: bool) -> None:
         (found[name],) = played(tw, name, *episode)
         if original:
             found[name]["of ms-swift"] = scored(*episode)
-    print(json.dumps({"names": sorted(names), "episodes": found}, default=lambda value: type(value).__name__))
+    print(
+        json.dumps(
+            {"names": sorted(names), "episodes": found}, default=lambda value: type(value).__name__
+        )
+    )
 
 
 def played(tw, name, use, args, columns, replies, *, tokens=300, samples=1, model=TEXT):
@@ -223,12 +337,20 @@ def played(tw, name, use, args, columns, replies, *, tokens=300, samples=1, mode
     from turnwright.config.schema import EnvConfig
     from turnwright.envs.resolve import resolve_env
 
-    made = resolve_env(EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift")
-    prompt = "Go on." if model is TEXT else [tw.Message("user", [tw.Image(Image.new("RGB", (64, 64), "red")), "Go on."])]
+    made = resolve_env(
+        EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift"
+    )
+    prompt = (
+        "Go on."
+        if model is TEXT
+        else [tw.Message("user", [tw.Image(Image.new("RGB", (64, 64), "red")), "Go on."])]
+    )
     task = tw.Task(prompt, info=columns, id=name)
     limits = tw.Limits(turns=20 if "branches" in columns else 4, turn_tokens=tokens)
     engine = tw.ScriptedEngine(replies)
-    rows = tw.rollout(made.agent_function, [task], engine, renderer=model, limits=limits, samples=samples)
+    rows = tw.rollout(
+        made.agent_function, [task], engine, renderer=model, limits=limits, samples=samples
+    )
     kept = getattr(made.agent_function.rewards[-1][1], "seen", [])
     found = []
     for number, row in enumerate(sorted(rows, key=lambda row: row.key.sample)):
@@ -237,21 +359,27 @@ def played(tw, name, use, args, columns, replies, *, tokens=300, samples=1, mode
                 "error": row.error and row.error.message,
                 "home": made.agent_function.scheduler.__mro__[-3].__module__,
                 "contexts": [row.prompt_ids(number) for number in range(len(row.turns))],
-                "replies": [[i for index in turn.spans for i in row.spans[index].ids] for turn in row.turns],
+                "replies": [
+                    [i for index in turn.spans for i in row.spans[index].ids] for turn in row.turns
+                ],
                 "weights": [turn.weights for turn in row.turns],
                 "turn rewards": [turn.reward for turn in row.turns],
                 "rewards by row": [[one.reward, one.turns] for one in row.row_rewards],
                 "reward": row.reward,
                 "parts": row.rewards,
                 "stop": str(row.stop),
-                "output": [_without_ends(one) for one in (kept if samples == 1 else kept[number : number + 1])],
+                "output": [
+                    _without_ends(one)
+                    for one in (kept if samples == 1 else kept[number : number + 1])
+                ],
             }
         )
     return found
 
 
 def scored(use, args, columns, replies):
-    """Return the keyword arguments of the first reward, from us and from ms-swift, and the rewards that it computes."""
+    """Return the keyword arguments of the first reward, from us and from ms-swift, and the
+    rewards that it computes."""
     import torch
     from swift.rl_core.data import GRPOSample
     from swift.rl_core.grpo_algorithm import score_completions
@@ -260,7 +388,9 @@ def scored(use, args, columns, replies):
     from turnwright.config.schema import EnvConfig
     from turnwright.envs.resolve import resolve_env
 
-    made = resolve_env(EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift")
+    made = resolve_env(
+        EnvConfig(use=use, args={**args, "external_plugins": PLUGINS}), base=USERS / "swift"
+    )
     play = made.agent_function
     returned = []
     run = play.scheduler.run
@@ -278,16 +408,27 @@ def scored(use, args, columns, replies):
 
     samples = []
     for output in returned:
-        sample = GRPOSample.from_row({"messages": [{"role": "user", "content": "Go on."}], **columns})
+        sample = GRPOSample.from_row(
+            {"messages": [{"role": "user", "content": "Go on."}], **columns}
+        )
         sample.request_id = sample.prompt_id = "one"
         sample.apply_rollout_output(rollout_output=output)
         samples.append(sample)
-    functions, weights = [function for _, function, _ in play.rewards], [weight for *_, weight in play.rewards]
+    functions, weights = (
+        [function for _, function, _ in play.rewards],
+        [weight for *_, weight in play.rewards],
+    )
     environment = play.environment_weight is not None and "total_reward" in samples[0].rollout_infos
     weights += [play.environment_weight] if environment else []
     inputs = {"one": [sample.to_reward_row() for sample in samples]}
     table = score_completions(
-        samples, functions, None, environment, torch.device("cpu"), "state", {"trajectory_inputs": inputs}
+        samples,
+        functions,
+        None,
+        environment,
+        torch.device("cpu"),
+        "state",
+        {"trajectory_inputs": inputs},
     )
     ours, theirs = functions[0].seen
     return {

@@ -1,4 +1,5 @@
-"""Prints the verdicts of ms-swift's registered rewards beside ours, on generated completions: `python swift_rewards.py`."""
+"""Prints the verdicts of ms-swift's registered rewards beside ours, on generated completions:
+`python swift_rewards.py`."""
 
 import json
 import random
@@ -20,8 +21,26 @@ MANY = 300
 def action(chance):
     """Return a call in ReAct's form, or what is nearly one."""
     name = chance.choice(["add", "sub", "add "])
-    given = chance.choice(['{"a": 1}', '{"a": 2}', '{"a": 1, "b": 2}', "{}", "1", "not JSON", '{"b": 2, "a": 1}', "[]"])
-    form = chance.choice(["Action: {0}\nAction Input: {1}", "Action: {0} {1}", "{0}", "Action Input: {1} Action: {0}"])
+    given = chance.choice(
+        [
+            '{"a": 1}',
+            '{"a": 2}',
+            '{"a": 1, "b": 2}',
+            "{}",
+            "1",
+            "not JSON",
+            '{"b": 2, "a": 1}',
+            "[]",
+        ]
+    )
+    form = chance.choice(
+        [
+            "Action: {0}\nAction Input: {1}",
+            "Action: {0} {1}",
+            "{0}",
+            "Action Input: {1} Action: {0}",
+        ]
+    )
     end = chance.choice(["", "", "\nObservation:", "<|im_end|>"])
     return chance.choice(["", "<think>x</think> "]) + form.format(name, given) + end
 
@@ -29,7 +48,15 @@ def action(chance):
 def answer(chance):
     """Return an answer in a form that math graders read."""
     number = chance.choice(["4", "5", "\\frac{1}{2}", "0.5", "x", ""])
-    form = chance.choice(["\\boxed{%s}", "<answer>%s</answer>", "<think>x</think><answer>%s</answer>", "It is %s", "$%s$"])
+    form = chance.choice(
+        [
+            "\\boxed{%s}",
+            "<answer>%s</answer>",
+            "<think>x</think><answer>%s</answer>",
+            "It is %s",
+            "$%s$",
+        ]
+    )
     return form % number
 
 
@@ -38,11 +65,20 @@ def main() -> None:
     theirs = import_module("swift.rewards.orm").orms
     ours = dict(import_foreign(f"{STAND_INS}.swift.rewards.orm").orms)
     chance = random.Random(0)
-    words = [" ".join(chance.choices(["a", "b", "c", "A"], k=chance.randint(0, 8))) for _ in range(MANY)]
+    words = [
+        " ".join(chance.choices(["a", "b", "c", "A"], k=chance.randint(0, 8))) for _ in range(MANY)
+    ]
     answers, actions = [answer(chance) for _ in range(MANY)], [action(chance) for _ in range(MANY)]
     ids = [[0] * chance.randint(0, 12) for _ in range(MANY)]
-    args = SimpleNamespace(**REWARD_DEFAULTS, cosine_max_len=10, soft_max_length=10, soft_cache_length=4)
-    completions = {"toolbench": actions, "react_format": actions, "repetition": words, "soft_overlong": words}
+    args = SimpleNamespace(
+        **REWARD_DEFAULTS, cosine_max_len=10, soft_max_length=10, soft_cache_length=4
+    )
+    completions = {
+        "toolbench": actions,
+        "react_format": actions,
+        "repetition": words,
+        "soft_overlong": words,
+    }
     solutions = {"toolbench": chance.sample(actions, MANY)}
     found = {}
     for name, made in ours.items():

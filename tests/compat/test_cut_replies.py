@@ -1,4 +1,5 @@
-"""A reply that is cut at a limit is user code's to judge, and trains at each entrance as it does in an environment."""
+"""A reply that is cut at a limit is user code's to judge, and trains at each entrance as it
+does in an environment."""
 
 import pytest
 from stand_ins_kit import USERS
@@ -70,9 +71,12 @@ def played(play, plans=PLANS, **limits):
 
 
 def learned(trajectories):
-    """Return loss and gradient of a step on a group, without an update, with what it says of cut replies."""
+    """Return loss and gradient of a step on a group, without an update, with what
+    it says of cut replies."""
     model = Model64(vocabulary=max(RENDERER.special_ids) + 1)
-    settings = TrainConfig(lr=0.0, schedule="constant", max_grad_norm=1e9, max_mismatch=1e9, weight_decay=0.0)
+    settings = TrainConfig(
+        lr=0.0, schedule="constant", max_grad_norm=1e9, max_mismatch=1e9, weight_decay=0.0
+    )
     trainer = Trainer(model, settings)
     figures = trainer.step([Group(trajectories[0].task, trajectories)], step=0, steps=10).metrics
     return figures["loss"], gradient(model)
@@ -92,9 +96,15 @@ def test_a_cut_reply_trains_as_in_an_environment(name):
 
     assert [one.stop for one in found] == [one.stop for one in expected]
     assert [str(one.stop) for one in found[2:]] == ["turn_length", "turn_length"]
-    assert [one.reward for one in found] == [one.reward for one in expected] == [1.0, 0.0, -1.0, -1.0]
-    assert [[row.ids for row in one.samples()] for one in found] == [[row.ids for row in one.samples()] for one in expected]
-    assert [[row.mask for row in one.samples()] for one in found] == [[row.mask for row in one.samples()] for one in expected]
+    assert (
+        [one.reward for one in found] == [one.reward for one in expected] == [1.0, 0.0, -1.0, -1.0]
+    )
+    assert [[row.ids for row in one.samples()] for one in found] == [
+        [row.ids for row in one.samples()] for one in expected
+    ]
+    assert [[row.mask for row in one.samples()] for one in found] == [
+        [row.mask for row in one.samples()] for one in expected
+    ]
 
     loss, expected_gradient = learned(expected)
     own_loss, own_gradient = learned(found)
@@ -113,14 +123,20 @@ def test_a_group_in_which_being_cut_is_what_is_punished_learns(name):
 
 def test_a_cut_round_of_ms_swift_has_a_reward_of_its_own():
     """It had that of the round before."""
-    spec = resolve_env(EnvConfig(use="swift:rounds", args={"external_plugins": ["cut_swift.py"]}), base=USERS / "cut")
+    spec = resolve_env(
+        EnvConfig(use="swift:rounds", args={"external_plugins": ["cut_swift.py"]}),
+        base=USERS / "cut",
+    )
     (found,), _ = played(spec.agent_function, [["good", CUT]])
     assert found.reward == -1.0
     assert str(found.stop) == "turn_length"
 
 
 def test_a_scheduler_that_asks_on_after_a_cut_reply_keeps_what_its_environment_gave():
-    spec = resolve_env(EnvConfig(use="swift:stubborn", args={"external_plugins": ["cut_swift.py"]}), base=USERS / "cut")
+    spec = resolve_env(
+        EnvConfig(use="swift:stubborn", args={"external_plugins": ["cut_swift.py"]}),
+        base=USERS / "cut",
+    )
     (found,), engine = played(spec.agent_function, [["good", CUT, "good"]])
     assert engine.calls == 2
     assert found.reward == -1.0

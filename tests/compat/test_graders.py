@@ -13,14 +13,18 @@ import pytest
 
 from turnwright.envs.user_imports import import_foreign
 
-VERDICTS = json.loads((Path(__file__).parent / "grader_verdicts.json").read_text("utf-8"))["verdicts"]
+VERDICTS = json.loads((Path(__file__).parent / "grader_verdicts.json").read_text("utf-8"))[
+    "verdicts"
+]
 
 
 def by_slime(kind):
     hub = import_foreign("slime.rollout.rm_hub")
 
     def verdict(response, label, metadata=None):
-        sample = SimpleNamespace(response=response, label=label, metadata=metadata or {}, custom_rm_path=None)
+        sample = SimpleNamespace(
+            response=response, label=label, metadata=metadata or {}, custom_rm_path=None
+        )
         return asyncio.run(hub.async_rm(SimpleNamespace(rm_type=kind, custom_rm_path=None), sample))
 
     return verdict
@@ -35,12 +39,17 @@ def by_swift(reply, solution):
 
 
 def by_trl(reply, solution):
-    return import_foreign("trl.rewards").accuracy_reward([[{"role": "assistant", "content": reply}]], [solution])[0]
+    return import_foreign("trl.rewards").accuracy_reward(
+        [[{"role": "assistant", "content": reply}]], [solution]
+    )[0]
 
 
 GRADERS = {
     **{f"slime.{kind}": by_slime(kind) for kind in ("math", "deepscaler", "dapo", "f1", "gpqa")},
-    **{f"verl.{name}": by_verl(name) for name in ("math_reward", "geo3k", "math_dapo", "gsm8k", "math_verify")},
+    **{
+        f"verl.{name}": by_verl(name)
+        for name in ("math_reward", "geo3k", "math_dapo", "gsm8k", "math_verify")
+    },
     "verl.search": by_verl("search_r1_like_qa_em"),
     "swift.accuracy": by_swift,
     "trl.accuracy": by_trl,
@@ -71,27 +80,45 @@ def test_the_verdicts_are_of_both_kinds_for_every_grader():
         assert sum(verdict <= 0 for verdict in verdicts) >= 10
 
 
-@pytest.mark.parametrize("grader", ["slime.math", "swift.accuracy", "trl.accuracy", "verl.math_verify"])
+@pytest.mark.parametrize(
+    "grader", ["slime.math", "swift.accuracy", "trl.accuracy", "verl.math_verify"]
+)
 def test_a_thread_and_the_main_thread_agree(grader):
     rows = VERDICTS[grader][::6]
     here = [GRADERS[grader](*args) for *args, _ in rows]
     there = []
-    thread = threading.Thread(target=lambda: there.extend(GRADERS[grader](*args) for *args, _ in rows))
+    thread = threading.Thread(
+        target=lambda: there.extend(GRADERS[grader](*args) for *args, _ in rows)
+    )
     thread.start()
     thread.join()
     assert there == here
 
 
-@pytest.mark.parametrize("grader", ["slime.math", "swift.accuracy", "trl.accuracy", "verl.math_verify", "verl.geo3k"])
+@pytest.mark.parametrize(
+    "grader", ["slime.math", "swift.accuracy", "trl.accuracy", "verl.math_verify", "verl.geo3k"]
+)
 @pytest.mark.parametrize(
     "answer",
-    ["9**9**9**9", "9^9^9^9", "{" * 10_000, "\\frac{" * 2_000, "9" * 20_000, "(" * 5_000, "().__class__", "x" * 50_000],
+    [
+        "9**9**9**9",
+        "9^9^9^9",
+        "{" * 10_000,
+        "\\frac{" * 2_000,
+        "9" * 20_000,
+        "(" * 5_000,
+        "().__class__",
+        "x" * 50_000,
+    ],
 )
 def test_a_hostile_answer_is_wrong(grader, answer):
     assert not GRADERS[grader](f"so \\boxed{{{answer}}}", "7")
 
 
-@pytest.mark.parametrize("answer", ["s('1')", "li('ii')", "(1).a", "[a for a in a]", "a if a else a", "ii(aa=1)", "{1:a}"])
+@pytest.mark.parametrize(
+    "answer",
+    ["s('1')", "li('ii')", "(1).a", "[a for a in a]", "a if a else a", "ii(aa=1)", "{1:a}"],
+)
 def test_what_is_no_expression_is_not_evaluated(answer):
     from turnwright_compat.graders.symbolic import _parsed
 
@@ -100,7 +127,8 @@ def test_what_is_no_expression_is_not_evaluated(answer):
 
 
 @pytest.mark.parametrize(
-    ("named", "response", "reward"), [("boxed_f1", "x \\boxed{a cat}", 1.0), ("boxed_gpqa", "\\boxed{B}", 1.0)]
+    ("named", "response", "reward"),
+    [("boxed_f1", "x \\boxed{a cat}", 1.0), ("boxed_gpqa", "\\boxed{B}", 1.0)],
 )
 def test_a_prefix_reads_the_last_box(named, response, reward):
     label = "cat" if named == "boxed_f1" else "B"
@@ -134,6 +162,8 @@ def test_trl_skips_a_solution_that_cannot_be_read():
     assert rewards.accuracy_reward(reply, ["$7$"]) == [1.0]
     assert rewards.accuracy_reward(reply, ["no idea"]) == [None]
     assert rewards.reasoning_accuracy_reward(reply, ["$7$"]) == [1.0]
-    assert rewards.reasoning_accuracy_reward([[{"role": "assistant", "content": "\\boxed{7}"}]], ["$7$"]) == [0.0]
+    assert rewards.reasoning_accuracy_reward(
+        [[{"role": "assistant", "content": "\\boxed{7}"}]], ["$7$"]
+    ) == [0.0]
     assert rewards.get_cosine_scaled_reward(10)(reply, ["$7$"], [[1] * 10]) == [0.5]
     assert rewards.get_repetition_penalty_reward(2)([[1, 2, 3, 4], [5, 5, 5, 5, 5]]) == [0.0, -0.75]

@@ -1,4 +1,5 @@
-"""The recipes of SkyRL-Gym's and verl's word problems, with fewer steps than they are shipped with."""
+"""The recipes of SkyRL-Gym's and verl's word problems, with fewer steps than
+they are shipped with."""
 
 from __future__ import annotations
 
@@ -22,24 +23,46 @@ SMALL = {
     "rollout": {"groups": 2, "group-size": 4},
     "eval": {"tasks": 4},
 }
-WITHOUT = pytest.mark.skipif(importlib.util.find_spec("skyrl_gym") is not None, reason="skyrl-gym is installed")
+WITHOUT = pytest.mark.skipif(
+    importlib.util.find_spec("skyrl_gym") is not None, reason="skyrl-gym is installed"
+)
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the recipes, without rows that someone made."""
-    return Path(shutil.copytree(RECIPES, tmp_path / "compat", ignore=shutil.ignore_patterns("gsm8k")))
+    return Path(
+        shutil.copytree(RECIPES, tmp_path / "compat", ignore=shutil.ignore_patterns("gsm8k"))
+    )
 
 
 def train(folder, kind, capsys):
-    """Make the rows and train two steps; return the conversations of the warm-up and the recorded lines of episodes."""
+    """Make the rows and train two steps; return the conversations of the warm-up and the
+    recorded lines of episodes."""
     runpy.run_path(str(folder / "gsm8k_rows.py"))["main"]([kind])
-    words = [f"--{section}.{key}={value}" for section, keys in SMALL.items() for key, value in keys.items()]
+    words = [
+        f"--{section}.{key}={value}"
+        for section, keys in SMALL.items()
+        for key, value in keys.items()
+    ]
     run = folder / "run"
-    code = main(["train", str(folder / f"{kind}_gsm8k.toml"), "--out", str(run), "--display", "none", *words])
+    code = main(
+        [
+            "train",
+            str(folder / f"{kind}_gsm8k.toml"),
+            "--out",
+            str(run),
+            "--display",
+            "none",
+            *words,
+        ]
+    )
     assert code == 0, capsys.readouterr().err
     assert "skipped" not in capsys.readouterr().err
-    rows = [json.loads(line) for line in (folder / "gsm8k" / f"{kind}_warmup.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (folder / "gsm8k" / f"{kind}_warmup.jsonl").read_text().splitlines()
+    ]
     return rows, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -75,7 +98,19 @@ def test_skyrls_recipe_names_the_package_that_it_lacks(folder, capsys):
     (folder / "gsm8k").mkdir(exist_ok=True)
     for split in ("train", "eval", "warmup"):
         (folder / "gsm8k" / f"skyrl_{split}.jsonl").write_text('{"prompt": "Go."}\n' * 9)
-    assert main(["train", str(folder / "skyrl_gsm8k.toml"), "--out", str(folder / "run"), "--display", "none"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                str(folder / "skyrl_gsm8k.toml"),
+                "--out",
+                str(folder / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 2
+    )
     assert "skyrl-gym is not installed; pip install skyrl-gym" in capsys.readouterr().err
 
 

@@ -1,4 +1,5 @@
-"""Images of our episodes in other trainers: what their engines are asked, and what they train on."""
+"""Images of our episodes in other trainers: what their engines are asked,
+and what they train on."""
 
 import asyncio
 import io
@@ -42,7 +43,9 @@ class Looks(tw.Env):
         self.left -= 1
         if not self.left:
             return tw.Step(reward=1.0, terminated=True)
-        return tw.Step([{"role": "user", "content": ["Again:", tw.Image(picture(100 + self.number, 32, 96))]}])
+        return tw.Step(
+            [{"role": "user", "content": ["Again:", tw.Image(picture(100 + self.number, 32, 96))]}]
+        )
 
     @staticmethod
     def tasks(split, n, seed):
@@ -67,9 +70,15 @@ class VerlClient:
         params = sampling_params
         self.images[request_id] = image_data
         ids, logprobs, _ = await self.server.sample(
-            request_id, prompt_ids, params["max_tokens"], params["stop_token_ids"], images=image_data or ()
+            request_id,
+            prompt_ids,
+            params["max_tokens"],
+            params["stop_token_ids"],
+            images=image_data or (),
         )
-        return Namespace(token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={})
+        return Namespace(
+            token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields={}
+        )
 
 
 def verl_outputs(path, play, client):
@@ -77,17 +86,24 @@ def verl_outputs(path, play, client):
     given = {"prompt_length": 256, "response_length": 256}
 
     async def work():
-        loops = [TurnwrightAgentLoop(verl_config(path, **given), client, tokenizer, episodes=play) for _ in play.rows()]
+        loops = [
+            TurnwrightAgentLoop(verl_config(path, **given), client, tokenizer, episodes=play)
+            for _ in play.rows()
+        ]
         params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
         rows = ({**row, "raw_prompt": row.pop("prompt")} for row in play.rows())
-        return await asyncio.gather(*(loop.run(params, **row) for loop, row in zip(loops, rows, strict=True)))
+        return await asyncio.gather(
+            *(loop.run(params, **row) for loop, row in zip(loops, rows, strict=True))
+        )
 
     return run(work())
 
 
 def processed(path, images):
     """The inputs that the model's own processor makes of images."""
-    found = AutoImageProcessor.from_pretrained(path, backend="pil")(images=list(images), return_tensors="pt")
+    found = AutoImageProcessor.from_pretrained(path, backend="pil")(
+        images=list(images), return_tensors="pt"
+    )
     return found["pixel_values"], found["image_grid_thw"]
 
 
@@ -95,7 +111,11 @@ def test_verl_gets_the_images_of_every_turn_with_their_ids(path):
     client, play = VerlClient(Server(path)), VerlEpisodes(Looks, n_tasks=3, limits=LIMITS)
     for number, output in enumerate(verl_outputs(path, play, client)):
         calls = check_row(
-            client.server.calls, output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs
+            client.server.calls,
+            output.prompt_ids,
+            output.response_ids,
+            output.response_mask,
+            output.response_logprobs,
         )
         assert len(calls) == 2
         first, second = (np.asarray(image) for image in output.multi_modal_data["images"])
@@ -103,7 +123,9 @@ def test_verl_gets_the_images_of_every_turn_with_their_ids(path):
         assert np.array_equal(second, picture(100 + number, 32, 96))
         _, grids = processed(path, output.multi_modal_data["images"])
         pad = json.loads((path / "config.json").read_text())["image_token_id"]
-        assert [*output.prompt_ids, *output.response_ids].count(pad) == int((grids.prod(-1) // 4).sum())
+        assert [*output.prompt_ids, *output.response_ids].count(pad) == int(
+            (grids.prod(-1) // 4).sum()
+        )
     assert sorted(len(images) for images in client.images.values()) == [2, 2, 2]
 
 
@@ -115,10 +137,17 @@ def test_slime_trains_on_the_pixel_values_of_the_models_own_processor(path, monk
         images = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
         params = payload["sampling_params"]
         ids, logprobs, finish = await server.sample(
-            headers[ROUTING_KEY], payload["input_ids"], params["max_new_tokens"], params["stop_token_ids"], images=images
+            headers[ROUTING_KEY],
+            payload["input_ids"],
+            params["max_new_tokens"],
+            params["stop_token_ids"],
+            images=images,
         )
         rows = [[one, token, None] for one, token in zip(logprobs, ids, strict=True)]
-        return {"text": "", "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": rows}}
+        return {
+            "text": "",
+            "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": rows},
+        }
 
     play = SlimeEpisodes(Looks, n_tasks=3, limits=LIMITS)
     generate = make_generate(play, post=post)
@@ -131,7 +160,12 @@ def test_slime_trains_on_the_pixel_values_of_the_models_own_processor(path, monk
 
     for number, sample in enumerate(run(work())):
         start = len(sample.tokens) - sample.response_length
-        columns = sample.tokens[:start], sample.tokens[start:], sample.loss_mask, sample.rollout_log_probs
+        columns = (
+            sample.tokens[:start],
+            sample.tokens[start:],
+            sample.loss_mask,
+            sample.rollout_log_probs,
+        )
         assert len(check_row(server.calls, *columns)) == 2
         values, grids = processed(path, [picture(number), picture(100 + number, 32, 96)])
         assert torch.equal(sample.multimodal_train_inputs["pixel_values"], values)
@@ -141,6 +175,13 @@ def test_slime_trains_on_the_pixel_values_of_the_models_own_processor(path, monk
 def test_what_a_trainer_does_not_take_is_named(path):
     client = SkyRLClient(Server(path))
     with pytest.raises(UsageError, match="images in SkyRL"):
-        TurnwrightGenerator(SkyRLEpisodes(Looks, n_tasks=1), skyrl_config(path), AutoTokenizer.from_pretrained(path), client)
-    with pytest.raises(Exception, match="verl takes no videos from Turnwright; give their frames as images"):
+        TurnwrightGenerator(
+            SkyRLEpisodes(Looks, n_tasks=1),
+            skyrl_config(path),
+            AutoTokenizer.from_pretrained(path),
+            client,
+        )
+    with pytest.raises(
+        Exception, match="verl takes no videos from Turnwright; give their frames as images"
+    ):
         verl_outputs(path, VerlEpisodes(Films, n_tasks=1, limits=LIMITS), VerlClient(Server(path)))

@@ -1,4 +1,5 @@
-"""Our rollouts inside the trainers' own packages, as far as they run without GPUs. `make test-compat`."""
+"""Our rollouts inside the trainers' own packages, as far as they run without
+GPUs. `make test-compat`."""
 
 import asyncio
 import json
@@ -21,7 +22,10 @@ pytestmark = pytest.mark.compat
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():
-    """On Python 3.11 pydantic wants the other TypedDict. Integrations that were imported before have bases of ours."""
+    """On Python 3.11 pydantic wants the other TypedDict.
+
+    Integrations that were imported before have bases of ours.
+    """
     originals.use()
     typing.TypedDict = typing_extensions.TypedDict
     for name in [one for one in sys.modules if one.startswith("turnwright_compat.")]:
@@ -35,7 +39,8 @@ def path(tmp_path_factory):
 
 
 class HttpServer:
-    """A server for clients that speak over a socket: answers a path with a coroutine over the model."""
+    """A server for clients that speak over a socket: answers a path with a
+    coroutine over the model."""
 
     def __init__(self, answer):
         self.loop = asyncio.new_event_loop()
@@ -46,9 +51,13 @@ class HttpServer:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+                body = json.loads(
+                    self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"
+                )
                 work = answer(self.path, body, self.headers)
-                found = json.dumps(asyncio.run_coroutine_threadsafe(work, outer.loop).result()).encode()
+                found = json.dumps(
+                    asyncio.run_coroutine_threadsafe(work, outer.loop).result()
+                ).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(found)))
                 self.end_headers()
@@ -77,9 +86,14 @@ def write_parquet(rows, path):
 
 
 def skyrl_output(path, folder, play, samples=2, **generator):
-    """SkyRL's own configuration, dataset, engine client over a socket, and batch, around our generator."""
-    from skyrl.backends.skyrl_train.inference_servers.engine_utils import get_sampling_params_for_backend
-    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
+    """SkyRL's own configuration, dataset, engine client over a socket, and batch,
+    around our generator."""
+    from skyrl.backends.skyrl_train.inference_servers.engine_utils import (
+        get_sampling_params_for_backend,
+    )
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+        RemoteInferenceClient,
+    )
     from skyrl.train.config import SkyRLTrainConfig
     from skyrl.train.dataset import PromptDataset
     from skyrl.train.generators.utils import prepare_generator_input
@@ -104,13 +118,25 @@ def skyrl_output(path, folder, play, samples=2, **generator):
         )
         ids, logprobs, finish = found
         content = [{"logprob": one} for one in logprobs]
-        return {"choices": [{"token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}]}
+        return {
+            "choices": [
+                {"token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
+            ]
+        }
 
     server = HttpServer(answer)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    given = {"max_turns": 2, "max_input_length": 256, "sampling_params.max_generate_length": 12, **generator}
+    given = {
+        "max_turns": 2,
+        "max_input_length": 256,
+        "sampling_params.max_generate_length": 12,
+        **generator,
+    }
     cfg = SkyRLTrainConfig.from_cli_overrides(
-        [f"trainer.policy.model.path={path}", *(f"generator.{name}={value}" for name, value in given.items())]
+        [
+            f"trainer.policy.model.path={path}",
+            *(f"generator.{name}={value}" for name, value in given.items()),
+        ]
     )
     client = RemoteInferenceClient(
         proxy_url=f"http://127.0.0.1:{server.port}",
@@ -119,9 +145,13 @@ def skyrl_output(path, folder, play, samples=2, **generator):
         model_name=str(path),
         tokenizer=tokenizer,
     )
-    data = PromptDataset(write_parquet(play.rows(), folder / "train.parquet"), tokenizer, 256, num_workers=1)
+    data = PromptDataset(
+        write_parquet(play.rows(), folder / "train.parquet"), tokenizer, 256, num_workers=1
+    )
     items = [data[number] for number in range(len(data))]
-    rows = [dict(zip(("prompt", "env_class", "env_extras", "uid"), item, strict=True)) for item in items]
+    rows = [
+        dict(zip(("prompt", "env_class", "env_extras", "uid"), item, strict=True)) for item in items
+    ]
     sampling = get_sampling_params_for_backend("vllm", cfg.generator.sampling_params)
     batch, _ = prepare_generator_input(rows, samples, sampling, "turnwright", "train", 5)
     found = TurnwrightGenerator(play, cfg, tokenizer, client)
@@ -153,13 +183,24 @@ def test_skyrl_accepts_and_trains_what_its_engine_sampled(path, tmp_path):
     for columns in zip(*(output[name] for name in names), strict=True):
         assert len(check_row(model.calls, *columns)) == 2
     assert len(sessions) == 6
-    arguments = (output[name] for name in ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "rollout_logprobs"))
+    arguments = (
+        output[name]
+        for name in (
+            "prompt_token_ids",
+            "response_ids",
+            "rewards",
+            "loss_masks",
+            "rollout_logprobs",
+        )
+    )
     tensors = convert_prompts_responses_to_batch_tensors(tokenizer, *arguments)
     ids, mask, rewards = tensors[0], tensors[4], tensors[3]
     trained = sum(len(call[2]) for call in model.calls.found)
     assert int(mask.sum()) == trained
     assert float(rewards.sum()) == pytest.approx(sum(one.reward for one in play.last), rel=1e-5)
-    for number, (prompt, response) in enumerate(zip(output["prompt_token_ids"], output["response_ids"], strict=True)):
+    for number, (prompt, response) in enumerate(
+        zip(output["prompt_token_ids"], output["response_ids"], strict=True)
+    ):
         assert ids[number, -len(prompt) - len(response) :].tolist() == [*prompt, *response]
     print(f"skyrl: {len(batch['prompts'])} episodes, {trained} sampled ids, all trained once")
 
@@ -191,13 +232,21 @@ def verl_batch(path, folder, play, server, loops, **overrides):
     from verl.workers.rollout.replica import TokenOutput
 
     class Client:
-        async def generate(self, request_id, *, prompt_ids, sampling_params, image_data=None, **kwargs):
+        async def generate(
+            self, request_id, *, prompt_ids, sampling_params, image_data=None, **kwargs
+        ):
             params = sampling_params
             ids, logprobs, _ = await server.sample(
-                request_id, prompt_ids, params["max_tokens"], params["stop_token_ids"], params["temperature"]
+                request_id,
+                prompt_ids,
+                params["max_tokens"],
+                params["stop_token_ids"],
+                params["temperature"],
             )
             fields = {"global_steps": 4, "min_global_steps": 4, "max_global_steps": 4}
-            return TokenOutput(token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields=fields)
+            return TokenOutput(
+                token_ids=ids, log_probs=logprobs, stop_reason="completed", extra_fields=fields
+            )
 
     (folder / "loops.yaml").write_text(json.dumps(loops))
     train = write_parquet(play.rows(), folder / "train.parquet")
@@ -209,11 +258,15 @@ def verl_batch(path, folder, play, server, loops, **overrides):
         "data.max_response_length": 64,
         **overrides,
     }
-    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer/config"), version_base=None):
+    with initialize_config_dir(
+        str(Path(verl.__file__).parent / "trainer/config"), version_base=None
+    ):
         cfg = compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in given.items()])
     worker = AgentLoopWorker(cfg, Client())
     data = RLHFDataset(train, worker.tokenizer, cfg.data, worker.processor)
-    batch = DataProto.from_single_dict(collate_fn([data[number] for number in range(len(data)) for _ in range(2)]))
+    batch = DataProto.from_single_dict(
+        collate_fn([data[number] for number in range(len(data)) for _ in range(2)])
+    )
     batch.meta_info["global_steps"] = 4
     return run(worker.generate_sequences(batch))
 
@@ -221,11 +274,24 @@ def verl_batch(path, folder, play, server, loops, **overrides):
 def test_verl_worker_pads_and_trains_what_its_servers_sampled(path, tmp_path):
     from turnwright_compat.verl.rollout import VerlEpisodes, _shared
 
-    settings = {"env": "hop", "n_tasks": 3, "seed": 1, "limits": {"turns": 3, "turn_tokens": 12, "on_turn_length": "continue"}}
-    loops = [{"name": "turnwright", "_target_": "turnwright_compat.verl.rollout.TurnwrightAgentLoop", **settings}]
+    settings = {
+        "env": "hop",
+        "n_tasks": 3,
+        "seed": 1,
+        "limits": {"turns": 3, "turn_tokens": 12, "on_turn_length": "continue"},
+    }
+    loops = [
+        {
+            "name": "turnwright",
+            "_target_": "turnwright_compat.verl.rollout.TurnwrightAgentLoop",
+            **settings,
+        }
+    ]
     server = Server(path)
     lengths = {"data.max_prompt_length": 512, "data.max_response_length": 256}
-    found = verl_batch(path, tmp_path, VerlEpisodes("hop", n_tasks=3, seed=1), server, loops, **lengths)
+    found = verl_batch(
+        path, tmp_path, VerlEpisodes("hop", n_tasks=3, seed=1), server, loops, **lengths
+    )
     batch, (play,) = found.batch, [_shared(json.dumps(settings, sort_keys=True))]
     assert tuple(batch["prompts"].shape) == (6, 512)
     assert tuple(batch["responses"].shape) == (6, 256)
@@ -260,17 +326,29 @@ def test_verl_worker_pads_and_trains_what_its_servers_sampled(path, tmp_path):
 
 def swift_engine(path, server, template_type="chatml"):
     """ms-swift's engine as its schedulers call it: its own template, a model of ours."""
-    from swift.infer_engine.protocol import ChatCompletionResponse, ChatCompletionResponseChoice, ChatMessage, UsageInfo
+    from swift.infer_engine.protocol import (
+        ChatCompletionResponse,
+        ChatCompletionResponseChoice,
+        ChatMessage,
+        UsageInfo,
+    )
     from swift.model import get_model_processor
     from swift.template import get_template
 
     _, tokenizer = get_model_processor(str(path), load_model=False, model_type="qwen3")
     template = get_template(tokenizer, template_type=template_type, default_system=None)
-    server.banned |= server.renderer.stop_ids - {tokenizer.eos_token_id}  # ms-swift closes a reply with that one alone
+    server.banned |= server.renderer.stop_ids - {
+        tokenizer.eos_token_id
+    }  # ms-swift closes a reply with that one alone
 
     class Engine:
         def __init__(self):
-            self.template, self.tokenizer, self.model_dir, self.requests = template, tokenizer, str(path), []
+            self.template, self.tokenizer, self.model_dir, self.requests = (
+                template,
+                tokenizer,
+                str(path),
+                [],
+            )
 
         async def infer_async(self, infer_request, request_config, **kwargs):
             self.requests.append(infer_request)
@@ -278,11 +356,18 @@ def swift_engine(path, server, template_type="chatml"):
             ids = self.template.encode(infer_request)["input_ids"]
             session = infer_request.uuid
             found, logprobs, finish = await server.sample(
-                session, ids, request_config.max_tokens, server.renderer.stop_ids, 1.0, request_config.stop or ()
+                session,
+                ids,
+                request_config.max_tokens,
+                server.renderer.stop_ids,
+                1.0,
+                request_config.stop or (),
             )
             text = self.tokenizer.decode(found, skip_special_tokens=True)
             content = [{"logprob": one} for one in logprobs]
-            choice = ChatCompletionResponseChoice(0, ChatMessage("assistant", text), finish, {"content": content}, found)
+            choice = ChatCompletionResponseChoice(
+                0, ChatMessage("assistant", text), finish, {"content": content}, found
+            )
             return ChatCompletionResponse("m", [choice], UsageInfo(0, 0, 0), prompt_token_ids=ids)
 
     return Engine()
@@ -301,7 +386,9 @@ def swift_outputs(engine, play, rows, **given):
         return RolloutInferRequest(messages=row["messages"], data_dict=data, uuid=str(number))
 
     async def work():
-        return await asyncio.gather(*(scheduler.run(request(number, row), config) for number, row in enumerate(rows)))
+        return await asyncio.gather(
+            *(scheduler.run(request(number, row), config) for number, row in enumerate(rows))
+        )
 
     return run(work())
 
@@ -334,15 +421,22 @@ def test_swift_trains_what_its_engine_sampled(path):
         assert next(logprobs, None) is None
         assert (0 in mask[first:]) == (turns[-1] == 2)
         assert output.rollout_infos["total_reward"] == output.rollout_infos["turnwright_reward"]
-        assert output.model_validate_json(output.model_dump_json()).response_token_ids == output.response_token_ids
+        assert (
+            output.model_validate_json(output.model_dump_json()).response_token_ids
+            == output.response_token_ids
+        )
         trained += sum(mask)
     assert trained == sum(len(call[2]) for call in server.calls.found)
     assert turns.count(2) > 4
-    print(f"ms-swift: {len(rows)} episodes, {turns.count(2)} of two turns, {trained} sampled ids, all trained once")
+    print(
+        f"ms-swift: {len(rows)} episodes, {turns.count(2)} of two turns, {trained} sampled ids, "
+        "all trained once"
+    )
 
 
 def encode(sample, template):
-    """Encode a sample as ms-swift's trainer does; the module around its function needs packages with kernels."""
+    """Encode a sample as ms-swift's trainer does; the module around its function needs
+    packages with kernels."""
     import ast
     import inspect
 
@@ -351,7 +445,9 @@ def encode(sample, template):
 
     source = Path(inspect.getfile(swift.rlhf_trainers)).parent / "utils.py"
     names = ("get_response_prefix_ids", "encode_sample", "replace_assistant_response_with_ids")
-    found = [node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") in names]
+    found = [
+        node for node in ast.parse(source.read_text()).body if getattr(node, "name", "") in names
+    ]
     scope = {"StdTemplateInputs": StdTemplateInputs, **vars(typing)}
     code = "from __future__ import annotations\n" + "\n".join(ast.unparse(node) for node in found)
     exec(compile(code, str(source), "exec"), scope)
@@ -363,7 +459,9 @@ def test_swift_would_train_the_end_token_of_a_reply_that_was_cut(path):
     from turnwright_compat.swift.rollout import SwiftEpisodes
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
-    with pytest.raises(UsageError, match=r'a reply without an end token.*limits.on_turn_length = "stop"'):
+    with pytest.raises(
+        UsageError, match=r'a reply without an end token.*limits.on_turn_length = "stop"'
+    ):
         swift_outputs(swift_engine(path, Server(path)), play, play.rows())
 
 
@@ -373,5 +471,7 @@ def test_swift_another_template_is_refused(path):
 
     play = SwiftEpisodes(Letters, n_tasks=1, limits=LIMITS)
     engine = swift_engine(path, Server(path), "dummy")
-    with pytest.raises(EngineError, match=r"ms-swift's template renders \d+ ids.*differ from id \d+ on.*--template"):
+    with pytest.raises(
+        EngineError, match=r"ms-swift's template renders \d+ ids.*differ from id \d+ on.*--template"
+    ):
         swift_outputs(engine, play, play.rows())

@@ -1,4 +1,5 @@
-"""Our rollouts as SkyRL's generator: a real tokenizer and model behind a stub of its engine client."""
+"""Our rollouts as SkyRL's generator: a real tokenizer and model behind a stub
+of its engine client."""
 
 from types import SimpleNamespace
 
@@ -27,7 +28,9 @@ class Client:
         if self.fault is not None:
             raise self.fault
         found = []
-        for ids, session in zip(input_batch["prompt_token_ids"], input_batch["session_ids"], strict=True):
+        for ids, session in zip(
+            input_batch["prompt_token_ids"], input_batch["session_ids"], strict=True
+        ):
             params = input_batch["sampling_params"]
             assert params["logprobs"] is not None
             found.append(
@@ -54,28 +57,57 @@ class Client:
 
 def config(path, **given):
     sampling = SimpleNamespace(
-        max_generate_length=12, temperature=1.0, top_p=1.0, top_k=-1, min_p=0.0, logprobs=1, stop=None, additional_kwargs=None
+        max_generate_length=12,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        logprobs=1,
+        stop=None,
+        additional_kwargs=None,
     )
-    generator = {"max_turns": 2, "max_input_length": 256, "step_wise_trajectories": False, "sampling_params": sampling, **given}
+    generator = {
+        "max_turns": 2,
+        "max_input_length": 256,
+        "step_wise_trajectories": False,
+        "sampling_params": sampling,
+        **given,
+    }
     policy = SimpleNamespace(model=SimpleNamespace(path=str(path)))
-    return SimpleNamespace(generator=SimpleNamespace(**generator), trainer=SimpleNamespace(policy=policy))
+    return SimpleNamespace(
+        generator=SimpleNamespace(**generator), trainer=SimpleNamespace(policy=policy)
+    )
 
 
 def generator_of(path, play, **given):
     client = Client(Server(path))
-    return TurnwrightGenerator(play, config(path, **given), AutoTokenizer.from_pretrained(path), client), client
+    return TurnwrightGenerator(
+        play, config(path, **given), AutoTokenizer.from_pretrained(path), client
+    ), client
 
 
 def batch_of(rows, samples=2, params=True, phase="train", step=3):
     """What SkyRL's trainer makes of rows of its dataset."""
     repeated = [(row, number) for row in rows for number in range(samples)]
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": 12, "logprobs": 1, "stop": None}
+    sampling = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_tokens": 12,
+        "logprobs": 1,
+        "stop": None,
+    }
     return {
         "prompts": [row["prompt"] for row, _ in repeated],
         "env_classes": [row.get("env_class", "") for row, _ in repeated],
-        "env_extras": [{key: value for key, value in row.items() if key != "prompt"} for row, _ in repeated],
+        "env_extras": [
+            {key: value for key, value in row.items() if key != "prompt"} for row, _ in repeated
+        ],
         "sampling_params": sampling if params else None,
-        "trajectory_ids": [SimpleNamespace(instance_id=str(id(row)), repetition_id=number) for row, number in repeated],
+        "trajectory_ids": [
+            SimpleNamespace(instance_id=str(id(row)), repetition_id=number)
+            for row, number in repeated
+        ],
         "batch_metadata": SimpleNamespace(global_step=step, training_phase=phase),
     }
 
@@ -88,7 +120,17 @@ def test_a_batch_is_trained_on_what_the_engine_sampled(path, params):
     assert [one.task.id for one in play.last] == ["0", "0", "1", "1", "2", "2"]
     assert {one.key.step for one in play.last} == {3}
     rows = zip(
-        *(found[key] for key in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs", "rewards")), strict=True
+        *(
+            found[key]
+            for key in (
+                "prompt_token_ids",
+                "response_ids",
+                "loss_masks",
+                "rollout_logprobs",
+                "rewards",
+            )
+        ),
+        strict=True,
     )
     for number, (prompt, response, mask, logprobs, rewards) in enumerate(rows):
         calls = check_row(client.server.calls, prompt, response, mask, logprobs)
@@ -96,7 +138,8 @@ def test_a_batch_is_trained_on_what_the_engine_sampled(path, params):
         assert 0 in mask, "the observation is not trained"
         trajectory = play.last[number]
         ends = [
-            len(context) + len(ids) - 1 - len(prompt) for _, context, ids, _ in sorted(calls, key=lambda call: len(call[1]))
+            len(context) + len(ids) - 1 - len(prompt)
+            for _, context, ids, _ in sorted(calls, key=lambda call: len(call[1]))
         ]
         assert {at: value for at, value in enumerate(rewards) if value} == {
             at: turn.reward for at, turn in zip(ends, trajectory.turns, strict=True) if turn.reward
@@ -129,7 +172,11 @@ def test_stop_texts_reach_the_engine_and_its_own_do_not(path):
     assert all(first in (0, length) for first, length in ends)
     assert {request.stop_text.texts for request in client.server.asked} == {("a",)}
     for columns in zip(
-        *(found[key] for key in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")), strict=True
+        *(
+            found[key]
+            for key in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+        ),
+        strict=True,
     ):
         check_row(client.server.calls, *columns)
 
@@ -142,7 +189,10 @@ def test_rows_of_skyrls_own_dataset_are_tasks_too(path):
             self.task = task
 
         def step(self, action):
-            return tw.Step(reward=float(self.task.answer) + self.task.info["extra_info"]["bonus"], terminated=True)
+            return tw.Step(
+                reward=float(self.task.answer) + self.task.info["extra_info"]["bonus"],
+                terminated=True,
+            )
 
     rows = [
         {
@@ -161,7 +211,11 @@ def test_rows_of_skyrls_own_dataset_are_tasks_too(path):
     with pytest.raises(TaskError, match="prompt 0 of SkyRL's batch"):
         run(generator.generate(batch_of([{"prompt": [], "env_class": "x"}])))
     with pytest.raises(UsageError, match="n_tasks, n_eval and seed"):
-        run(generator.generate(batch_of([{"prompt": [{"role": "user", "content": "a"}], TASK: "77"}])))
+        run(
+            generator.generate(
+                batch_of([{"prompt": [{"role": "user", "content": "a"}], TASK: "77"}])
+            )
+        )
 
 
 def test_several_rows_need_step_wise_training(path):
@@ -176,7 +230,11 @@ def test_several_rows_need_step_wise_training(path):
     assert found["trajectory_ids"] == [batch["trajectory_ids"][n] for n in (0, 0, 1, 1)]
     assert [sum(rewards) for rewards in found["rewards"]] == [0.0, 1.0, 0.0, 1.0]
     for columns in zip(
-        *(found[key] for key in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")), strict=True
+        *(
+            found[key]
+            for key in ("prompt_token_ids", "response_ids", "loss_masks", "rollout_logprobs")
+        ),
+        strict=True,
     ):
         check_row(client.server.calls, *columns)
 
@@ -191,7 +249,9 @@ def test_a_failed_episode_is_not_trained_and_a_failed_engine_is_the_trainers(pat
     assert found["rewards"][1] == [0.0]
     assert found["rollout_metrics"]["turnwright/without_reward"] == 0.5
     client.without = "response_logprobs"
-    with pytest.raises(EngineError, match=r"no logprobs for \d+ ids; set generator.sampling_params.logprobs = 1"):
+    with pytest.raises(
+        EngineError, match=r"no logprobs for \d+ ids; set generator.sampling_params.logprobs = 1"
+    ):
         run(generator.generate(batch_of(play.rows(), samples=1)))
     client.fault = RuntimeError("engine died")
     with pytest.raises(EngineError, match="engine died"):

@@ -1,4 +1,5 @@
-"""Our rollouts as the custom generate function of slime and Miles: `turnwright serve` over a socket, by SGLang's format."""
+"""Our rollouts as the custom generate function of slime and Miles: `turnwright serve` over a
+socket, by SGLang's format."""
 
 import asyncio
 import importlib
@@ -75,7 +76,8 @@ def posted(request, monkeypatch):
         return found
 
     modules = {
-        name: ModuleType(name) for name in (request.param, f"{request.param}.utils", f"{request.param}.utils.http_utils")
+        name: ModuleType(name)
+        for name in (request.param, f"{request.param}.utils", f"{request.param}.utils.http_utils")
     }
     modules[f"{request.param}.utils.http_utils"].post = post
     for name, module in modules.items():
@@ -110,7 +112,9 @@ def play(path, generate, samples, *, bans=True, evaluation=False, params=None, *
                 return sample(request)
 
             engine.generate = generate_without
-        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0, keyless=True)  # its client sends no key
+        server = JsonHttpServer(
+            app.routes("sglang"), host="127.0.0.1", port=0, keyless=True
+        )  # its client sends no key
         await server.start()
         args = Namespace(
             sglang_router_ip="127.0.0.1",
@@ -122,7 +126,9 @@ def play(path, generate, samples, *, bans=True, evaluation=False, params=None, *
             **given,
         )
         try:
-            return await asyncio.gather(*(generate(args, one, dict(sampling), evaluation=evaluation) for one in samples))
+            return await asyncio.gather(
+                *(generate(args, one, dict(sampling), evaluation=evaluation) for one in samples)
+            )
         finally:
             await server.close()
             await engine.close()
@@ -134,24 +140,43 @@ def calls_of(posted):
     calls = Calls()
     for payload, headers, found in posted:
         rows = found["meta_info"]["output_token_logprobs"]
-        calls.add(headers[ROUTING_KEY], payload["input_ids"], [row[1] for row in rows], [row[0] for row in rows])
+        calls.add(
+            headers[ROUTING_KEY],
+            payload["input_ids"],
+            [row[1] for row in rows],
+            [row[0] for row in rows],
+        )
     return calls
 
 
 def samples_of(episodes, number=1):
     rows = [row for row in episodes.rows() for _ in range(number)]
-    return [Sample(index=at, prompt=row["prompt"], label=row["label"], metadata=row["metadata"]) for at, row in enumerate(rows)]
+    return [
+        Sample(index=at, prompt=row["prompt"], label=row["label"], metadata=row["metadata"])
+        for at, row in enumerate(rows)
+    ]
 
 
 def check(sample, posted):
     start = len(sample.tokens) - sample.response_length
-    return check_row(calls_of(posted), sample.tokens[:start], sample.tokens[start:], sample.loss_mask, sample.rollout_log_probs)
+    return check_row(
+        calls_of(posted),
+        sample.tokens[:start],
+        sample.tokens[start:],
+        sample.loss_mask,
+        sample.rollout_log_probs,
+    )
 
 
 def test_a_sample_is_trained_on_what_the_server_sampled(path, posted):
     episodes = SlimeEpisodes(Letters, n_tasks=3, limits=LIMITS)
     generate = make_generate(episodes)
-    assert list(inspect.signature(generate).parameters) == ["args", "sample", "sampling_params", "evaluation"]
+    assert list(inspect.signature(generate).parameters) == [
+        "args",
+        "sample",
+        "sampling_params",
+        "evaluation",
+    ]
     found = play(path, generate, samples_of(episodes, 2))
     tokenizer = AutoTokenizer.from_pretrained(path)
     for sample in found:
@@ -169,11 +194,19 @@ def test_a_sample_is_trained_on_what_the_server_sampled(path, posted):
 
 def test_lengths_of_the_trainer_and_reward_keys(path, posted):
     episodes = SlimeEpisodes(Letters, n_tasks=1, limits={"turns": 2})
-    (sample,) = play(path, make_generate(episodes), samples_of(episodes), reward_key_other=None, eval_reward_key="score")
+    (sample,) = play(
+        path,
+        make_generate(episodes),
+        samples_of(episodes),
+        reward_key_other=None,
+        eval_reward_key="score",
+    )
     assert (episodes.limits.episode_tokens, episodes.limits.turn_tokens) == (64, 64)
     assert sample.response_length <= 64
     assert sample.reward == {"score": episodes.last[0].reward}
-    assert {payload["sampling_params"]["max_new_tokens"] for payload, _, _ in posted} <= set(range(1, 65))
+    assert {payload["sampling_params"]["max_new_tokens"] for payload, _, _ in posted} <= set(
+        range(1, 65)
+    )
 
 
 def test_rows_of_the_trainers_own_dataset_are_tasks_too(path, posted):
@@ -182,10 +215,14 @@ def test_rows_of_the_trainers_own_dataset_are_tasks_too(path, posted):
             self.task = task
 
         def step(self, action):
-            return tw.Step(reward=float(self.task.answer) + self.task.info["bonus"], terminated=True)
+            return tw.Step(
+                reward=float(self.task.answer) + self.task.info["bonus"], terminated=True
+            )
 
     episodes = SlimeEpisodes(Asks, [tw.Task("Another.")], limits=LIMITS)
-    sample = Sample(prompt=[{"role": "user", "content": "Write letters."}], label="2", metadata={"bonus": 0.5})
+    sample = Sample(
+        prompt=[{"role": "user", "content": "Write letters."}], label="2", metadata={"bonus": 0.5}
+    )
     (found,) = play(path, make_generate(episodes), [sample])
     assert found.reward == 2.5
     with pytest.raises(UsageError, match=r"sample 0: turnwright_task = '77' is no task"):
@@ -194,7 +231,9 @@ def test_rows_of_the_trainers_own_dataset_are_tasks_too(path, posted):
 
 def test_an_episode_of_several_rows_is_refused_or_fans_out(path, posted):
     episodes = SlimeEpisodes(forks, [tw.Task("Write.", id="0")], limits=LIMITS)
-    with pytest.raises(UsageError, match=r"an episode of 2 rows.*slime without fan_out=True takes one"):
+    with pytest.raises(
+        UsageError, match=r"an episode of 2 rows.*slime without fan_out=True takes one"
+    ):
         play(path, make_generate(episodes), samples_of(episodes))
     (found,) = play(path, make_generate(episodes, fan_out=True), samples_of(episodes))
     assert len(found) == 2
@@ -225,10 +264,19 @@ def test_a_failed_episode_is_removed_and_a_failed_server_is_the_trainers(path, p
 
 def test_an_engine_that_stops_at_an_id_of_its_own_is_an_error(path, posted):
     async def post(url, payload, headers=None):
-        return {"text": "a", "meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5, 40, None]]}}
+        return {
+            "text": "a",
+            "meta_info": {
+                "finish_reason": {"type": "stop"},
+                "output_token_logprobs": [[-0.5, 40, None]],
+            },
+        }
 
     episodes = SlimeEpisodes(Letters, n_tasks=1, limits=LIMITS)
-    with pytest.raises(EngineError, match=r"stopped after id 40, which is no end token of the renderer.*eos_token_id"):
+    with pytest.raises(
+        EngineError,
+        match=r"stopped after id 40, which is no end token of the renderer.*eos_token_id",
+    ):
         play(path, make_generate(episodes, post=post), samples_of(episodes))
 
 

@@ -1,6 +1,8 @@
-"""Our rollouts inside slime's and Miles' own code, which has no package: `TURNWRIGHT_TREES=FOLDER make test-compat`.
+"""Our rollouts inside slime's and Miles' own code, which has no package:
+`TURNWRIGHT_TREES=FOLDER make test-compat`.
 
-FOLDER has the checkouts `slime` and `miles`. What they import of packages with kernels (SGLang, Megatron) is replaced by mocks.
+FOLDER has the checkouts `slime` and `miles`. What they import of packages with kernels (SGLang,
+Megatron) is replaced by mocks.
 """
 
 import importlib.abc
@@ -66,9 +68,22 @@ def path(tmp_path_factory):
 
 def arguments(path, port):
     """What of the trainer's arguments a rollout reads."""
-    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_response_len": 64, "max_context_len": None}
+    sampling = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "max_response_len": 64,
+        "max_context_len": None,
+    }
     rollout = {f"rollout_{name}": value for name, value in sampling.items()}
-    names = ("rollout_stop", "rollout_stop_token_ids", "custom_rm_path", "rm_type", "reward_key", "chat_template_path")
+    names = (
+        "rollout_stop",
+        "rollout_stop_token_ids",
+        "custom_rm_path",
+        "rm_type",
+        "reward_key",
+        "chat_template_path",
+    )
     return Namespace(
         hf_checkpoint=str(path),
         sglang_router_ip="127.0.0.1",
@@ -126,7 +141,9 @@ def test_a_group_is_generated_by_the_trainers_own_functions(tree, path, monkeypa
             return found
 
         engine.generate = generate_without
-        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0, keyless=True)  # its client sends no key
+        server = JsonHttpServer(
+            app.routes("sglang"), host="127.0.0.1", port=0, keyless=True
+        )  # its client sends no key
         await server.start()
         try:
             return await played(tree, arguments(path, server.port), samples)
@@ -138,7 +155,12 @@ def test_a_group_is_generated_by_the_trainers_own_functions(tree, path, monkeypa
     assert len(group) == 2
     for sample in group:
         start = len(sample.tokens) - sample.response_length
-        columns = sample.tokens[:start], sample.tokens[start:], sample.loss_mask, sample.rollout_log_probs
+        columns = (
+            sample.tokens[:start],
+            sample.tokens[start:],
+            sample.loss_mask,
+            sample.rollout_log_probs,
+        )
         assert len(check_row(calls, *columns)) == 2
         assert sample.get_reward_value(Namespace(reward_key=None)) == pytest.approx(
             sum(sample.metadata["turnwright"]["rewards"])
@@ -148,4 +170,7 @@ def test_a_group_is_generated_by_the_trainers_own_functions(tree, path, monkeypa
         check()
         assert sample_class.from_dict(sample.to_dict()).tokens == sample.tokens
     assert len({session for session, *_ in calls.found}) == 2
-    print(f"{tree}: 2 episodes, {sum(len(ids) for _, _, ids, _ in calls.found)} sampled ids, all trained once")
+    print(
+        f"{tree}: 2 episodes, {sum(len(ids) for _, _, ids, _ in calls.found)} sampled ids, all "
+        "trained once"
+    )

@@ -1,4 +1,5 @@
-"""Our rollouts as verl's agent loop: a real tokenizer and model behind a stub of its server client."""
+"""Our rollouts as verl's agent loop: a real tokenizer and model behind a stub
+of its server client."""
 
 import asyncio
 from types import SimpleNamespace
@@ -22,10 +23,18 @@ class Client:
     """verl's server client over a model of ours."""
 
     def __init__(self, server):
-        self.server, self.requests, self.images, self.aborts, self.logprobs = server, [], [], 0, True
+        self.server, self.requests, self.images, self.aborts, self.logprobs = (
+            server,
+            [],
+            [],
+            0,
+            True,
+        )
         self.most = 1000
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None, **kwargs):
+    async def generate(
+        self, request_id, *, prompt_ids, sampling_params, image_data=None, video_data=None, **kwargs
+    ):
         assert sampling_params["logprobs"] is True
         self.requests.append(request_id)
         self.images.append(image_data)
@@ -55,7 +64,9 @@ class Client:
 def config(path, **given):
     rollout = {"prompt_length": 64, "response_length": 64, "full_determinism": False, **given}
     model = {"path": str(path), "local_path": str(path)}
-    return SimpleNamespace(config=attribute_config({"actor_rollout_ref": {"rollout": rollout, "model": model}}))
+    return SimpleNamespace(
+        config=attribute_config({"actor_rollout_ref": {"rollout": rollout, "model": model}})
+    )
 
 
 def loop_of(path, client, play, tokenizer, **given):
@@ -72,13 +83,24 @@ def loop_of(path, client, play, tokenizer, **given):
 
 def play_rows(path, client, play, rows, **given):
     tokenizer = AutoTokenizer.from_pretrained(path)
-    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": False}
+    params = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "logprobs": False,
+    }
 
     async def work():
         loops = [loop_of(path, client, play, tokenizer, **given) for _ in rows]
         return await asyncio.gather(
             *(
-                loop.run(params, raw_prompt=row["prompt"], index=0, **{key: row[key] for key in row if key != "prompt"})
+                loop.run(
+                    params,
+                    raw_prompt=row["prompt"],
+                    index=0,
+                    **{key: row[key] for key in row if key != "prompt"},
+                )
                 for loop, row in zip(loops, rows, strict=True)
             )
         )
@@ -91,7 +113,11 @@ def test_episodes_are_trained_on_what_the_servers_sampled(path):
     found = play_rows(path, client, play, [row for row in play.rows() for _ in range(2)])
     for output in found:
         calls = check_row(
-            client.server.calls, output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs
+            client.server.calls,
+            output.prompt_ids,
+            output.response_ids,
+            output.response_mask,
+            output.response_logprobs,
         )
         assert len(calls) == 2
         assert 0 in output.response_mask
@@ -102,7 +128,9 @@ def test_episodes_are_trained_on_what_the_servers_sampled(path):
         assert fields["turnwright_stop"]
     assert len(set(client.requests)) == 6, "the calls of an episode are one session"
     assert len({tuple(output.response_ids) for output in found}) == 6
-    assert all(shared.stream is None for shared in play._streams.values()), "the last episode closes what all shared"
+    assert all(shared.stream is None for shared in play._streams.values()), (
+        "the last episode closes what all shared"
+    )
 
 
 def test_an_environment_of_the_file_of_agent_loops_is_shared_by_all_loops(path):
@@ -118,7 +146,13 @@ def test_an_environment_of_the_file_of_agent_loops_is_shared_by_all_loops(path):
     found = play_rows(path, client, settings, rows, prompt_length=512, response_length=128)
     assert len(found) == 4
     for output in found:
-        check_row(client.server.calls, output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs)
+        check_row(
+            client.server.calls,
+            output.prompt_ids,
+            output.response_ids,
+            output.response_mask,
+            output.response_logprobs,
+        )
     tokenizer = AutoTokenizer.from_pretrained(path)
     one, other = (loop_of(path, client, settings, tokenizer) for _ in range(2))
     assert one.episodes is other.episodes
@@ -131,7 +165,11 @@ def test_an_aborted_call_is_continued(path):
     client.aborts = 2
     (output,) = play_rows(path, client, play, play.rows())
     calls = check_row(
-        client.server.calls, output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs
+        client.server.calls,
+        output.prompt_ids,
+        output.response_ids,
+        output.response_mask,
+        output.response_logprobs,
     )
     assert len(calls) > 2
     assert len(play.last[0].turns) == 2
@@ -143,7 +181,10 @@ def test_rows_of_verls_own_dataset_are_tasks_too(path):
             self.task = task
 
         def step(self, action):
-            return tw.Step(reward=float(self.task.answer) + self.task.info["extra_info"]["bonus"], terminated=True)
+            return tw.Step(
+                reward=float(self.task.answer) + self.task.info["extra_info"]["bonus"],
+                terminated=True,
+            )
 
     row = {
         "prompt": [{"role": "user", "content": "Write letters."}],
@@ -166,10 +207,14 @@ def test_what_cannot_be_given_to_verl_is_named(path):
     with pytest.raises(UsageError, match=r"a prompt of \d+ ids, and data.max_prompt_length is 8"):
         play_rows(path, client, play, play.rows(), prompt_length=8)
     play = VerlEpisodes(Letters, n_tasks=1, limits=LIMITS)
-    with pytest.raises(UsageError, match=r"beyond the first 14 of the response; set limits.episode_tokens"):
+    with pytest.raises(
+        UsageError, match=r"beyond the first 14 of the response; set limits.episode_tokens"
+    ):
         play_rows(path, client, play, play.rows(), response_length=14)
     client.most = 1  # as at an end token that only the servers know
-    with pytest.raises(EngineError, match=r"stopped after id \d+, which is no end token of the renderer"):
+    with pytest.raises(
+        EngineError, match=r"stopped after id \d+, which is no end token of the renderer"
+    ):
         play_rows(path, client, play, play.rows())
     client.most, client.logprobs = 1000, False
     with pytest.raises(EngineError, match="calculate_log_probs=True"):
@@ -181,7 +226,9 @@ def test_what_cannot_be_given_to_verl_is_named(path):
             return [0.0] * len(trajectories)
 
     with pytest.raises(UsageError, match="group_reward compares episodes"):
-        loop_of(path, client, VerlEpisodes(Compared, n_tasks=1), AutoTokenizer.from_pretrained(path))
+        loop_of(
+            path, client, VerlEpisodes(Compared, n_tasks=1), AutoTokenizer.from_pretrained(path)
+        )
 
 
 def test_the_response_is_within_the_trainers_length_by_default(path):
@@ -190,7 +237,13 @@ def test_the_response_is_within_the_trainers_length_by_default(path):
     found = play_rows(path, client, play, play.rows(), response_length=24)
     assert {len(output.response_ids) for output in found} <= set(range(1, 25))
     for output in found:
-        check_row(client.server.calls, output.prompt_ids, output.response_ids, output.response_mask, output.response_logprobs)
+        check_row(
+            client.server.calls,
+            output.prompt_ids,
+            output.response_ids,
+            output.response_mask,
+            output.response_logprobs,
+        )
 
 
 def test_the_context_is_that_of_the_servers(path):

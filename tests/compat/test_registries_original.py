@@ -1,4 +1,5 @@
-"""Datasets of Reasoning Gym and games of TextArena by id: all that their packages register and that can run here."""
+"""Datasets of Reasoning Gym and games of TextArena by id: all that their packages register
+and that can run here."""
 
 import functools
 import os
@@ -9,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat") / "registries"
+HOME = (
+    Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat")
+    / "registries"
+)
 PACKAGES = {
     "reasoning_gym": ["reasoning-gym==0.1.25"],
     "textarena": [
@@ -38,7 +42,15 @@ pytestmark = pytest.mark.compat
 def installed(name):
     site = HOME / name
     if not (site / "ready").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--upgrade",
+        ]
         subprocess.run([*pip, "--target", str(site), *PACKAGES[name]], check=True)
         (site / "ready").touch()
     return site
@@ -53,9 +65,21 @@ CANNOT_RUN = {
         "composite": "Must specify at least one dataset",
     },
     "textarena": {
-        **dict.fromkeys(("GuessWho", "TwentyQuestions", "Debate", "ScenarioPlanning"), "OpenRouter API key not found"),
         **dict.fromkeys(
-            ("Hangman", "WordLadder", "Wordle", "WordSearch", "DontSayIt", "LetterAuction", "SpellingBee", "WordChains"),
+            ("GuessWho", "TwentyQuestions", "Debate", "ScenarioPlanning"),
+            "OpenRouter API key not found",
+        ),
+        **dict.fromkeys(
+            (
+                "Hangman",
+                "WordLadder",
+                "Wordle",
+                "WordSearch",
+                "DontSayIt",
+                "LetterAuction",
+                "SpellingBee",
+                "WordChains",
+            ),
             "LookupError",  # a word list that nltk downloads
         ),
         "Codenames": "LookupError",
@@ -78,8 +102,12 @@ CANNOT_RUN = {
 def checked(name):
     """Return (id, seconds, error) of each id of a registry."""
     command = [sys.executable, str(RUNNER), name, str(installed(name)), str(SECONDS[name])]
-    with tempfile.TemporaryDirectory() as folder:  # a dataset writes files into the working directory
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=3000)
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # a dataset writes files into the working directory
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=3000
+        )
     return [tuple(line.split("\t")) for line in done.stdout.splitlines() if line.count("\t") == 2]
 
 
@@ -93,7 +121,11 @@ def test_registered_environments_pass_the_check(name):
     rows = checked(name)
     assert len(rows) > 100
     cause = CANNOT_RUN[name]
-    unknown = [f"{id}: {error}" for id, _, error in rows if error and cause.get(game(id), error + "?") not in error]
+    unknown = [
+        f"{id}: {error}"
+        for id, _, error in rows
+        if error and cause.get(game(id), error + "?") not in error
+    ]
     assert unknown == []
 
 
@@ -103,9 +135,14 @@ def test_enough_of_a_registry_passes(name, capsys):
     passed = [id for id, _, error in rows if not error]
     games = {game(id) for id in passed}
     with capsys.disabled():
-        print(f"\n{name}: {len(passed)} of {len(rows)} ids ({len(games)} different ones) pass `turnwright check`")
+        print(
+            f"\n{name}: {len(passed)} of {len(rows)} ids ({len(games)} different ones) pass "
+            "`turnwright check`"
+        )
         for id, _, error in rows:
             if error:
                 print(f"  {id}: {error[:160]}")
     assert len({id for id, _, _ in rows}) == len(rows)
-    assert all(found >= least for found, least in zip((len(passed), len(games)), TOTALS[name], strict=True))
+    assert all(
+        found >= least for found, least in zip((len(passed), len(games)), TOTALS[name], strict=True)
+    )

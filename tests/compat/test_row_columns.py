@@ -1,4 +1,5 @@
-"""All columns of a row reach the code that asks for them, also those that name a task and its environment."""
+"""All columns of a row reach the code that asks for them, also those that name a
+task and its environment."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def score(environments, **columns):
 
 def named(completions, id, env, level, images, gold, **columns):
     return [float(id == [3] and env == ["second"] and level == [None] and len(images[0]) == 1 and gold == ["g"])]
-'''
+'''  # noqa: E501
 SKYRL = """
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
@@ -53,7 +54,7 @@ class Columns(BaseTextEnv):
         found = {key: repr(self.extras.get(key, "missing")) for key in ("id", "env", "level", "problem")}
         found["pictures"] = len(self.extras["images"])
         return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata=found)
-"""
+"""  # noqa: E501
 SWIFT = """
 from swift.rewards import ORM, orms
 
@@ -80,7 +81,7 @@ class Columns(AgentLoopBase):
             prompt_ids=prompt, response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
             reward_score=float(seen), num_turns=2, metrics={},
         )
-"""
+"""  # noqa: E501
 USER = [{"role": "user", "content": "Go."}]
 ROW = {"prompt": USER, "id": 3, "env": "second", "level": None, "problem": "p"}
 OTHER = {"prompt": USER, "id": 4, "env": "first", "level": 2, "problem": "q"}
@@ -89,18 +90,36 @@ OTHER = {"prompt": USER, "id": 4, "env": "first", "level": 2, "problem": "q"}
 def play(folder, code, use, rows, replies=("ok",), columns=None, faithful=False, **args):
     (folder / "user.py").write_text(code)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = EnvConfig(use=use, args=args, tasks=str(folder / "rows.jsonl"), columns=columns or {}, faithful=faithful)
+    config = EnvConfig(
+        use=use,
+        args=args,
+        tasks=str(folder / "rows.jsonl"),
+        columns=columns or {},
+        faithful=faithful,
+    )
     spec = resolve_env(config, base=folder)
     (task,) = (task for task in spec.tasks("train") if task.id == "3")
     engine = tw.ScriptedEngine(list(replies))
-    (found,) = tw.rollout(spec.agent_function or spec.factory, [task], engine, limits=tw.Limits(turns=4, turn_tokens=2000))
+    (found,) = tw.rollout(
+        spec.agent_function or spec.factory,
+        [task],
+        engine,
+        limits=tw.Limits(turns=4, turn_tokens=2000),
+    )
     assert found.error is None, found.error
     return found
 
 
 @pytest.mark.parametrize("faithful", [False, True])
 def test_reset_of_trl(tmp_path, faithful):
-    found = play(tmp_path, TRL, "user.py:Games", [ROW, OTHER], faithful=faithful, reward_funcs=["user.py:score"])
+    found = play(
+        tmp_path,
+        TRL,
+        "user.py:Games",
+        [ROW, OTHER],
+        faithful=faithful,
+        reward_funcs=["user.py:score"],
+    )
     assert found.messages[0].text == "Go. You play second."
     assert found.reward == 1.0
 
@@ -123,7 +142,9 @@ def test_rewards_of_trl_by_name(tmp_path):
     )
     spec = resolve_env(config, base=tmp_path)
     (task,) = (task for task in spec.tasks("train") if task.id == "3")
-    task = Task("Go.", task.answer, id=task.id, info=task.info, other_columns=task.other_columns)  # the engine sees no pictures
+    task = Task(
+        "Go.", task.answer, id=task.id, info=task.info, other_columns=task.other_columns
+    )  # the engine sees no pictures
     (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine(["a"]))
     assert found.error is None, found.error
     assert found.reward == 1.0
@@ -140,7 +161,14 @@ def test_rewards_of_ms_swift(tmp_path):
     rows = [{**row, "messages": row["prompt"]} for row in (ROW, OTHER)]
     for row in rows:
         del row["prompt"]
-    found = play(tmp_path, SWIFT, "swift:single_turn", rows, external_plugins=["user.py"], reward_funcs=["seen_columns"])
+    found = play(
+        tmp_path,
+        SWIFT,
+        "swift:single_turn",
+        rows,
+        external_plugins=["user.py"],
+        reward_funcs=["seen_columns"],
+    )
     assert found.reward == 1.0
 
 
@@ -160,7 +188,7 @@ class World(tw.Env):
 
     def step(self, action):
         return tw.Step(None, float(self.right), True)
-"""
+"""  # noqa: E501
     assert play(tmp_path, code, "user.py:World", [ROW, OTHER]).reward == 1.0
 
 
@@ -169,8 +197,17 @@ def test_columns_travel_with_a_task():
     from turnwright.records.serialization import read_task, task_row
     from turnwright_cluster.codec import _read_task, _task_row
 
-    first, _ = tw.load_tasks([{**ROW, "gold": "g"}, {**OTHER, "gold": "h"}], columns={"answer": "gold"})
+    first, _ = tw.load_tasks(
+        [{**ROW, "gold": "g"}, {**OTHER, "gold": "h"}], columns={"answer": "gold"}
+    )
     recorded = read_task(json.loads(json.dumps(task_row(first))))
     sent = _read_task(json.loads(json.dumps(_task_row(first, MediaStore()))), lambda ref: ref)
     assert recorded.columns == sent.columns == first.columns
-    assert first.columns == {"id": 3, "env": "second", "level": None, "problem": "p", "gold": "g", "answer": "g"}
+    assert first.columns == {
+        "id": 3,
+        "env": "second",
+        "level": None,
+        "problem": "p",
+        "gold": "g",
+        "answer": "g",
+    }

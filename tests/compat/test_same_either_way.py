@@ -1,4 +1,5 @@
-"""What two settings of the other frameworks choose between is the same here: batched generation, and when images are read."""
+"""What two settings of the other frameworks choose between is the same here: batched generation,
+and when images are read."""
 
 import asyncio
 import json
@@ -24,7 +25,8 @@ WORDS = ["Guess a number. alpha kilo tango zulu 1 2 3 4 5 6 7 8 9 higher lower"]
 
 
 class Counted(LocalEngine):
-    """Counts calls, and those in flight at once; answers none before `first` have come, however late their episodes begin."""
+    """Counts calls, and those in flight at once; answers none before `first` have come, however
+    late their episodes begin."""
 
     calls = flying = most = 0
 
@@ -47,7 +49,8 @@ class Counted(LocalEngine):
 
 @pytest.mark.parametrize("use", ["skyrl/guess.py:GuessEnv", "trl/guess.py:Guess"])
 def test_batched_generation_equals_one_at_a_time(use, tmp_path, capsys):
-    """SkyRL's `generator.batched`: the engine batches calls in flight, whose draws depend on their own seeds alone."""
+    """SkyRL's `generator.batched`: the engine batches calls in flight, whose draws depend on
+    their own seeds alone."""
     path = create_tiny_model(ModelConfig(hidden=64, layers=2), WORDS, tmp_path / "m")
     spec = resolve_env(EnvConfig(use=use), base=USERS)
     info = {"secret": 4, "reward_spec": {"ground_truth": 4}, "extra_info": {"max_turns": 2}}
@@ -58,12 +61,21 @@ def test_batched_generation_equals_one_at_a_time(use, tmp_path, capsys):
         limits = Limits(turns=2, turn_tokens=24, on_turn_length="continue")
         began = time.perf_counter()
         found = tw.rollout(
-            spec.factory, tasks, engine, renderer=tw.load_renderer(path), limits=limits, seed=3, concurrency=concurrency
+            spec.factory,
+            tasks,
+            engine,
+            renderer=tw.load_renderer(path),
+            limits=limits,
+            seed=3,
+            concurrency=concurrency,
         )
         costs[concurrency] = 1000 * (time.perf_counter() - began) / engine.calls
         assert [one.error for one in found] == [None] * 32
         assert engine.most == concurrency
-        rows[concurrency] = {one.task.id: [(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in found}
+        rows[concurrency] = {
+            one.task.id: [(row.ids, row.mask, row.logprobs) for row in one.samples()]
+            for one in found
+        }
     assert rows[1] == rows[32]
     with capsys.disabled():
         print(f"\n{use}: {costs[32]:.2f} ms a call batched, {costs[1]:.2f} ms one at a time")
@@ -100,8 +112,13 @@ def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
     from PIL import Image
 
     for number in range(4):
-        Image.effect_noise((64 + 32 * number, 64), 80).convert("RGB").save(tmp_path / f"{number}.png")
-    asked = [{"prompt": f"<image> What is {n}?", "images": [f"{n}.png"], "answer": str(n)} for n in range(4)]
+        Image.effect_noise((64 + 32 * number, 64), 80).convert("RGB").save(
+            tmp_path / f"{number}.png"
+        )
+    asked = [
+        {"prompt": f"<image> What is {n}?", "images": [f"{n}.png"], "answer": str(n)}
+        for n in range(4)
+    ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, asked)))
     directory = tiny_vlm_directory(tmp_path / "vlm")
     kept = {}
@@ -114,22 +131,34 @@ def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
             RolloutSettings(limits=Limits(turn_tokens=12, on_turn_length="continue")),
         )
         found = run(rollout, tasks)
-        trainer = Trainer(model, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
+        trainer = Trainer(
+            model, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels
+        )
         inputs = []
         sees = next(module for name, module in model.named_modules() if name.endswith("visual"))
-        hook = sees.register_forward_pre_hook(lambda _, args, given, kept=inputs: kept.append((args, given)), with_kwargs=True)
+        hook = sees.register_forward_pre_hook(
+            lambda _, args, given, kept=inputs: kept.append((args, given)), with_kwargs=True
+        )
         scored = trainer.logprobs(found)
         hook.remove()
-        kept[read] = [[(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in found], scored, inputs
+        kept[read] = (
+            [[(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in found],
+            scored,
+            inputs,
+        )
     (ids, scored, inputs), (other_ids, other_scored, other_inputs) = kept[True], kept[False]
     assert ids == other_ids
     assert all(map(torch.equal, *(map(torch.as_tensor, some) for some in (scored, other_scored))))
     assert inputs
     tensors = [list(leaves(one)) for one in inputs]
     others = [list(leaves(one)) for one in other_inputs]
-    assert any(one.is_floating_point() and one.numel() > 1000 for row in tensors for one in row)  # the pixel values
+    assert any(
+        one.is_floating_point() and one.numel() > 1000 for row in tensors for one in row
+    )  # the pixel values
     assert all(
-        torch.equal(one, two) for row, same in zip(tensors, others, strict=True) for one, two in zip(row, same, strict=True)
+        torch.equal(one, two)
+        for row, same in zip(tensors, others, strict=True)
+        for one, two in zip(row, same, strict=True)
     )
 
 
@@ -137,15 +166,21 @@ def test_a_tool_of_a_user_sees_the_same_images_either_way(tmp_path):
     from PIL import Image
 
     Image.effect_noise((96, 64), 80).convert("RGB").save(tmp_path / "0.png")
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image> What?", "images": ["0.png"]}))
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "<image> What?", "images": ["0.png"]})
+    )
     sees = tw.load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
-    spec = resolve_env(EnvConfig(use="verl:tools", args={"tool_config_path": "zoom.yaml"}), base=USERS / "verl")
+    spec = resolve_env(
+        EnvConfig(use="verl:tools", args={"tool_config_path": "zoom.yaml"}), base=USERS / "verl"
+    )
     rows = []
     for read in (True, False):
         tasks = load_tasks(tmp_path / "rows.jsonl", return_multi_modal_inputs=read)
         replies = ['<tool_call>{"name": "zoom", "arguments": {}}</tool_call>', "blue"]
         limits = Limits(turns=3, turn_tokens=200)
-        (found,) = tw.rollout(spec.factory, tasks, tw.ScriptedEngine(replies), renderer=sees, limits=limits)
+        (found,) = tw.rollout(
+            spec.factory, tasks, tw.ScriptedEngine(replies), renderer=sees, limits=limits
+        )
         assert found.error is None, found.error
         (row,) = found.samples()
         rows.append((row.ids, row.mask, [block.media.key for block in row.media]))

@@ -1,4 +1,5 @@
-"""Sampling parameters of a framework's engine call reach our engine by our names, whatever form a stop has."""
+"""Sampling parameters of a framework's engine call reach our engine by our names,
+whatever form a stop has."""
 
 import asyncio
 from types import SimpleNamespace
@@ -30,11 +31,15 @@ def skyrl(model, given):
 
 
 def slime(model, given):
-    return EngineServer(model).answer("http://localhost/generate", {"input_ids": [1], "sampling_params": given})
+    return EngineServer(model).answer(
+        "http://localhost/generate", {"input_ids": [1], "sampling_params": given}
+    )
 
 
 def swift(model, given):
-    request = SimpleNamespace(messages=[{"role": "user", "content": "Go."}], images=[], audios=[], videos=[], tools=None)
+    request = SimpleNamespace(
+        messages=[{"role": "user", "content": "Go."}], images=[], audios=[], videos=[], tools=None
+    )
     return Episode(model, "a").infer(request, import_foreign(PROTOCOL).RequestConfig(**given))
 
 
@@ -43,7 +48,10 @@ def verl(model, given):
 
 
 @pytest.mark.parametrize("framework", [skyrl, slime, swift, verl])
-@pytest.mark.parametrize(("stop", "kept"), [("###", ("###",)), (["###", "end"], ("###", "end")), (None, None), ([], None)])
+@pytest.mark.parametrize(
+    ("stop", "kept"),
+    [("###", ("###",)), (["###", "end"], ("###", "end")), (None, None), ([], None)],
+)
 def test_a_stop_is_a_text_or_a_list_of_texts(framework, stop, kept):
     with pytest.raises(OptionsSeen) as seen:
         asyncio.run(framework(SeesOptions(), {"stop": stop, "temperature": 0.5, "top_k": -1}))

@@ -1,4 +1,5 @@
-"""Every code block of the four documents, and the test that runs it; what no other test runs of them is run here."""
+"""Every code block of the four documents, and the test that runs it; what no other test
+runs of them is run here."""
 
 import ast
 import http.server
@@ -94,8 +95,16 @@ The sum of two and two is four because it is a basic arithmetic operation.<|im_e
 
 BLOCKS = {
     "slime-vlm-multi-turn.md": [
-        ("# Pseudocode: custom", "return sample", "test_slime.py::test_the_printed_generate_function"),
-        ("<|im start]>system", "...", "test_seeds.py::test_slimes_preamble_is_what_a_template_writes_before_tools"),
+        (
+            "# Pseudocode: custom",
+            "return sample",
+            "test_slime.py::test_the_printed_generate_function",
+        ),
+        (
+            "<|im start]>system",
+            "...",
+            "test_seeds.py::test_slimes_preamble_is_what_a_template_writes_before_tools",
+        ),
         (
             "dummy = apply_chat_template",
             "obs_ids =",
@@ -103,16 +112,36 @@ BLOCKS = {
         ),
     ],
     "skyrl-gym-generator.rst": [
-        ("<|im_start|>system", "Observation2<|im_end|>", "test_seeds_skyrl_verl.py::test_skyrl_both_layouts_of_a_conversation"),
+        (
+            "<|im_start|>system",
+            "Observation2<|im_end|>",
+            "test_seeds_skyrl_verl.py::test_skyrl_both_layouts_of_a_conversation",
+        ),
         (
             "<|im_start|>system",
             "<observation>Observation2",
             "test_seeds_skyrl_verl.py::test_skyrl_both_layouts_of_a_conversation",
         ),
-        ("chat_template:", "name_or_path:", f"{CONVERT}::test_the_configuration_of_skyrls_document"),
-        ("self.base_conversation = [", ")", "test_seeds_skyrl_verl.py::test_skyrl_observations_are_the_ids_that_we_append"),
-        ("observation_ids =", "loss_mask +=", "test_seeds_skyrl_verl.py::test_skyrl_observations_are_the_ids_that_we_append"),
-        ("<|im_start|>system\\n", "<|im_start|>user\\n", "test_seeds.py::test_skyrls_fixed_base_is_the_text_of_the_document"),
+        (
+            "chat_template:",
+            "name_or_path:",
+            f"{CONVERT}::test_the_configuration_of_skyrls_document",
+        ),
+        (
+            "self.base_conversation = [",
+            ")",
+            "test_seeds_skyrl_verl.py::test_skyrl_observations_are_the_ids_that_we_append",
+        ),
+        (
+            "observation_ids =",
+            "loss_mask +=",
+            "test_seeds_skyrl_verl.py::test_skyrl_observations_are_the_ids_that_we_append",
+        ),
+        (
+            "<|im_start|>system\\n",
+            "<|im_start|>user\\n",
+            "test_seeds.py::test_skyrls_fixed_base_is_the_text_of_the_document",
+        ),
         (
             "if self.tokenizer.eos_token_id",
             "self.base_conversation_token_ids = self.base_conversation_token_ids[:",
@@ -120,16 +149,36 @@ BLOCKS = {
         ),
     ],
     "verl-multi-turn.md": [
-        ("actor_rollout_ref:", 'name: "sglang"', f"{CONVERT}::test_the_configurations_of_verls_document"),
-        ("tools:", "tool_schema:", "test_seeds_skyrl_verl.py::test_verl_the_skeleton_of_a_configuration_and_a_filled_one"),
-        ("actor_rollout_ref:", "tools_config_file:", f"{CONVERT}::test_the_configurations_of_verls_document"),
+        (
+            "actor_rollout_ref:",
+            'name: "sglang"',
+            f"{CONVERT}::test_the_configurations_of_verls_document",
+        ),
+        (
+            "tools:",
+            "tool_schema:",
+            "test_seeds_skyrl_verl.py::test_verl_the_skeleton_of_a_configuration_and_a_filled_one",
+        ),
+        (
+            "actor_rollout_ref:",
+            "tools_config_file:",
+            f"{CONVERT}::test_the_configurations_of_verls_document",
+        ),
         (
             "async def create(",
             "return ToolResponse(",
             "test_seeds_skyrl_verl.py::test_verl_images_and_videos_with_late_imports",
         ),
-        ("actor_rollout_ref:", "default_agent_loop:", f"{CONVERT}::test_the_configurations_of_verls_document"),
-        ("from verl.tools.function_tool", "return str(eval(", "test_seeds_skyrl_verl.py::test_verl_function_tools"),
+        (
+            "actor_rollout_ref:",
+            "default_agent_loop:",
+            f"{CONVERT}::test_the_configurations_of_verls_document",
+        ),
+        (
+            "from verl.tools.function_tool",
+            "return str(eval(",
+            "test_seeds_skyrl_verl.py::test_verl_function_tools",
+        ),
         (
             "# When using tokenizer",
             "loss_mask +=",
@@ -140,9 +189,21 @@ BLOCKS = {
             "loss_mask +=",
             "test_seeds_skyrl_verl.py::test_verl_deltas_with_a_processor_are_the_ids_that_we_sample",
         ),
-        ("actor_rollout_ref:", "tokenization_sanity_check_mode:", f"{CONVERT}::test_the_configurations_of_verls_document"),
-        ("messages = [", "]", "test_seeds_skyrl_verl.py::test_verl_deltas_of_replies_are_the_ids_that_we_sample"),
-        ("<|im_start|>system", "<think>The tool", "test_seeds.py::test_verls_conversation_as_its_two_models_render_it"),
+        (
+            "actor_rollout_ref:",
+            "tokenization_sanity_check_mode:",
+            f"{CONVERT}::test_the_configurations_of_verls_document",
+        ),
+        (
+            "messages = [",
+            "]",
+            "test_seeds_skyrl_verl.py::test_verl_deltas_of_replies_are_the_ids_that_we_sample",
+        ),
+        (
+            "<|im_start|>system",
+            "<think>The tool",
+            "test_seeds.py::test_verls_conversation_as_its_two_models_render_it",
+        ),
         (
             "<|im_start|>system",
             "The sum of two and two is four because it is a basic arithmetic operation.<|im_end|>",
@@ -153,7 +214,11 @@ BLOCKS = {
             "loss_mask +=",
             "test_seeds_skyrl_verl.py::test_verl_deltas_of_replies_are_the_ids_that_we_sample",
         ),
-        ("pip install", "hf download", "test_seeds.py::test_verls_commands_fetch_the_revision_that_a_recipe_names"),
+        (
+            "pip install",
+            "hf download",
+            "test_seeds.py::test_verls_commands_fetch_the_revision_that_a_recipe_names",
+        ),
         (
             "actor_rollout_ref.rollout",
             "actor_rollout_ref.rollout",
@@ -161,29 +226,49 @@ BLOCKS = {
         ),
     ],
     "ms-swift-multi-turn.md": [
-        ("--multi_turn_scheduler xxx", "--max_turns xxx", f"{CONVERT}::test_the_command_of_swifts_document"),
-        ("class MultiTurnScheduler(ABC):", "return False", "test_seeds_swift.py::test_the_printed_base_class_with_a_step"),
-        ("class Scheduler():", "infos = kwargs.get", "test_seeds_swift.py::test_the_printed_skeletons"),
-        ("RolloutInferRequest(", ")", "test_seeds_swift.py::test_the_printed_request_and_result_are_what_step_receives"),
+        (
+            "--multi_turn_scheduler xxx",
+            "--max_turns xxx",
+            f"{CONVERT}::test_the_command_of_swifts_document",
+        ),
+        (
+            "class MultiTurnScheduler(ABC):",
+            "return False",
+            "test_seeds_swift.py::test_the_printed_base_class_with_a_step",
+        ),
+        (
+            "class Scheduler():",
+            "infos = kwargs.get",
+            "test_seeds_swift.py::test_the_printed_skeletons",
+        ),
+        (
+            "RolloutInferRequest(",
+            ")",
+            "test_seeds_swift.py::test_the_printed_request_and_result_are_what_step_receives",
+        ),
         (
             "RolloutResponseChoice(",
             "messages=None)",
             "test_seeds_swift.py::test_the_printed_request_and_result_are_what_step_receives",
         ),
         ("swift rollout", "--max_turns xxx", f"{CONVERT}::test_the_command_of_swifts_document"),
-        ("class Reward(ORM):", "...", "test_seeds_swift.py::test_the_printed_reward_reads_its_columns"),
+        (
+            "class Reward(ORM):",
+            "...",
+            "test_seeds_swift.py::test_the_printed_reward_reads_its_columns",
+        ),
     ],
 }
 """First and last line of each block, in order, and its test."""
 READ_FROM_THE_DOCUMENT = ("RolloutInferRequest(", "RolloutResponseChoice(")
 """Blocks whose test takes them from the document itself."""
 CODE = re.compile(
-    r"^\s*(async def |def |class |from \S+ import|import |@\w+|return \S+$|return .*[\](),]|self\.|\w+ \+?= |<\|im|</?tool_"
-    r"|</?think|--\w|\w+\($|[)\]}]$|pip install|hf download|swift rollout|if .*:$|for .*:$|elif |else:|\w+: *(\S+)?$"
+    r"^\s*(async def |def |class |from \S+ import|import |@\w+|return \S+$|return .*[\](),]|self\.|\w+ \+?= |<\|im|</?tool_"  # noqa: E501
+    r"|</?think|--\w|\w+\($|[)\]}]$|pip install|hf download|swift rollout|if .*:$|for .*:$|elif |else:|\w+: *(\S+)?$"  # noqa: E501
     r"|- class_name: |\w+(\.\w+)+ = |loss_mask|\{\")"
 )
 PROSE = re.compile(
-    r"^(Path|Note|References|Overview|Last updated|Multi-round training script references|In pseudocode).*:?$|^It's a"
+    r"^(Path|Note|References|Overview|Last updated|Multi-round training script references|In pseudocode).*:?$|^It's a"  # noqa: E501
 )
 
 
@@ -192,8 +277,12 @@ def blocks(name):
     lines = (SEEDS / name).read_text(encoding="utf-8").splitlines()
     at = 0
     for first, last, test in BLOCKS[name]:
-        start = next(number for number in range(at, len(lines)) if lines[number].strip().startswith(first))
-        end = next(number for number in range(start, len(lines)) if lines[number].strip().startswith(last))
+        start = next(
+            number for number in range(at, len(lines)) if lines[number].strip().startswith(first)
+        )
+        end = next(
+            number for number in range(start, len(lines)) if lines[number].strip().startswith(last)
+        )
         yield start, lines[start : end + 1], test
         at = end + 1
 
@@ -207,7 +296,9 @@ def test_each_block_names_a_test_that_exists():
         for first, _, test in rows:
             file, _, function = test.partition("::")
             tree = ast.parse((HERE / file).read_text())
-            assert function in {one.name for one in tree.body if isinstance(one, ast.FunctionDef)}, (name, first)
+            assert function in {
+                one.name for one in tree.body if isinstance(one, ast.FunctionDef)
+            }, (name, first)
 
 
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="the documents are not beside the checkout")
@@ -215,8 +306,14 @@ def test_each_block_names_a_test_that_exists():
 def test_the_file_of_each_test_holds_the_block(name):
     for _, lines, test in blocks(name):
         path = HERE / test.partition("::")[0]
-        held = [one.value for one in ast.walk(ast.parse(path.read_text())) if isinstance(one, ast.Constant)]
-        held = [one for one in held if isinstance(one, str)] + [(HERE / "users/slime/seed_generate.txt").read_text()]
+        held = [
+            one.value
+            for one in ast.walk(ast.parse(path.read_text()))
+            if isinstance(one, ast.Constant)
+        ]
+        held = [one for one in held if isinstance(one, str)] + [
+            (HERE / "users/slime/seed_generate.txt").read_text()
+        ]
         if not lines[0].startswith(READ_FROM_THE_DOCUMENT):
             assert any(bare(lines) in bare(one.splitlines()) for one in held), (lines[0], lines[-1])
 
@@ -224,7 +321,8 @@ def test_the_file_of_each_test_holds_the_block(name):
 @pytest.mark.skipif(not SEEDS.is_dir(), reason="the documents are not beside the checkout")
 @pytest.mark.parametrize("name", BLOCKS)
 def test_no_block_is_forgotten(name):
-    """Fenced and directive blocks are counted; elsewhere no line outside of the blocks reads as code."""
+    """Fenced and directive blocks are counted; elsewhere no line outside of the
+    blocks reads as code."""
     found = list(blocks(name))
     inside = {number for start, lines, _ in found for number in range(start, start + len(lines))}
     text = (SEEDS / name).read_text(encoding="utf-8").splitlines()
@@ -233,9 +331,16 @@ def test_no_block_is_forgotten(name):
         return
     if directives := [number for number, line in enumerate(text) if ".. code-block::" in line]:
         assert len(found) == len(directives)
-        assert all(sum(at < start for start, _, _ in found) == len(found) - n for n, at in enumerate(directives))
+        assert all(
+            sum(at < start for start, _, _ in found) == len(found) - n
+            for n, at in enumerate(directives)
+        )
         return
-    left = [line for number, line in enumerate(text) if number not in inside and CODE.match(line) and not PROSE.match(line)]
+    left = [
+        line
+        for number, line in enumerate(text)
+        if number not in inside and CODE.match(line) and not PROSE.match(line)
+    ]
     assert left == []
 
 
@@ -245,9 +350,13 @@ def words(text):
 
 
 def test_slimes_preamble_is_what_a_template_writes_before_tools():
-    """Up to white space and a mistyped bracket; it stands at the beginning once, however many observations follow."""
+    """Up to white space and a mistyped bracket; it stands at the beginning once, however
+    many observations follow."""
     block = PREAMBLE.replace("<|im start]>", "<|im_start|>").rpartition("...")[0]
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
     system = "You are a helpful assistant that can use tools to get information for the user."
     messages = [Message("system", system), Message("user", "Look.")]
     text = ChatTemplate(template_source("qwen3_with_thinking")).try_render(messages, tools=[tool])
@@ -257,8 +366,13 @@ def test_slimes_preamble_is_what_a_template_writes_before_tools():
 def test_skyrls_fixed_base_is_the_text_of_the_document():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>")
     tokenizer.chat_template = CHATML
-    base = [{"role": "system", "content": "You are a helpful assistant."}, {"role": "user", "content": "I am a user."}]
-    ids = tokenizer.apply_chat_template(base, tokenize=True, add_generation_prompt=False, return_dict=False)
+    base = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "I am a user."},
+    ]
+    ids = tokenizer.apply_chat_template(
+        base, tokenize=True, add_generation_prompt=False, return_dict=False
+    )
     assert tokenizer.decode(ids) == FIXED_BASE_TEXT.replace("\n", "").replace("\\n", "\n")
 
 
@@ -275,15 +389,22 @@ def printed_messages():
 
 
 def test_verls_conversation_as_its_two_models_render_it():
-    """QwQ keeps the last reply's thinking, Qwen3 that of the replies since the last question; equal up to white space."""
+    """QwQ keeps the last reply's thinking, Qwen3 that of the replies since the last question;
+    equal up to white space."""
     messages = printed_messages()
-    text = ChatTemplate(template_source("qwen3_without_thinking")).try_render([Message.of(one) for one in messages])
+    text = ChatTemplate(template_source("qwen3_without_thinking")).try_render(
+        [Message.of(one) for one in messages]
+    )
     assert words(text) == words(QWQ)
     for one in messages:
         if one["role"] == "assistant":
-            thinking, _, one["content"] = one["content"].removeprefix("<think>").partition("</think>")
+            thinking, _, one["content"] = (
+                one["content"].removeprefix("<think>").partition("</think>")
+            )
             one["reasoning_content"] = thinking
-    text = ChatTemplate(TEMPLATES["strips_on_user"]).try_render([Message.of(one) for one in messages])
+    text = ChatTemplate(TEMPLATES["strips_on_user"]).try_render(
+        [Message.of(one) for one in messages]
+    )
     assert words(text) == words(QWEN3)
 
 
@@ -294,14 +415,28 @@ class Hub(http.server.BaseHTTPRequestHandler):
     """A hub with one file in one revision."""
 
     def do_GET(self):
-        found = {"/api/models/Qwen/QwQ-32B/revision/refs%2Fpr%2F81": {"id": "Qwen/QwQ-32B", "sha": COMMIT, "siblings": []}}
-        found[f"/api/models/Qwen/QwQ-32B/tree/{COMMIT}"] = [{"type": "file", "path": "config.json", "size": 2, "oid": "b" * 40}]
+        found = {
+            "/api/models/Qwen/QwQ-32B/revision/refs%2Fpr%2F81": {
+                "id": "Qwen/QwQ-32B",
+                "sha": COMMIT,
+                "siblings": [],
+            }
+        }
+        found[f"/api/models/Qwen/QwQ-32B/tree/{COMMIT}"] = [
+            {"type": "file", "path": "config.json", "size": 2, "oid": "b" * 40}
+        ]
         found[f"/Qwen/QwQ-32B/resolve/{COMMIT}/config.json"] = {}
         path = self.path.partition("?")[0]
-        found["/api/models/Qwen/QwQ-32B/revision/refs%2Fpr%2F81"]["siblings"] = [{"rfilename": "config.json"}]
+        found["/api/models/Qwen/QwQ-32B/revision/refs%2Fpr%2F81"]["siblings"] = [
+            {"rfilename": "config.json"}
+        ]
         body = json.dumps(found.get(path, {})).encode()
         self.send_response(200 if path in found else 404)
-        for name, value in {"Content-Length": len(body), "ETag": f'"{"b" * 40}"', "X-Repo-Commit": COMMIT}.items():
+        for name, value in {
+            "Content-Length": len(body),
+            "ETag": f'"{"b" * 40}"',
+            "X-Repo-Commit": COMMIT,
+        }.items():
             self.send_header(name, str(value))
         self.end_headers()
         if self.command == "GET":
@@ -314,7 +449,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 
 def test_verls_commands_fetch_the_revision_that_a_recipe_names(tmp_path):
-    """`hf` of this environment against a hub of our own; `pip install` of what is installed changes nothing."""
+    """`hf` of this environment against a hub of our own; `pip install` of what is
+    installed changes nothing."""
     hf = Path(sys.executable).with_name("hf")
     if not hf.is_file():
         pytest.skip("the environment has no hf command")
@@ -333,12 +469,22 @@ def test_verls_commands_fetch_the_revision_that_a_recipe_names(tmp_path):
     env.pop("HF_HUB_OFFLINE", None)
     try:
         if importlib.util.find_spec("pip"):
-            subprocess.run([sys.executable, "-m", *install], env=env, check=True, capture_output=True, timeout=120)
-        subprocess.run([str(hf), *download[1:]], env=env, check=True, capture_output=True, timeout=120)
+            subprocess.run(
+                [sys.executable, "-m", *install],
+                env=env,
+                check=True,
+                capture_output=True,
+                timeout=120,
+            )
+        subprocess.run(
+            [str(hf), *download[1:]], env=env, check=True, capture_output=True, timeout=120
+        )
     finally:
         server.shutdown()
         server.server_close()
     repository = tmp_path / "hub/models--Qwen--QwQ-32B"
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'[model]\npath = "{repository}"\nrevision = "{download[-1]}"\n[[env]]\nuse = "hop"\n')
+    recipe.write_text(
+        f'[model]\npath = "{repository}"\nrevision = "{download[-1]}"\n[[env]]\nuse = "hop"\n'
+    )
     assert load(recipe).config.model.directory == repository / "snapshots" / COMMIT

@@ -1,4 +1,5 @@
-"""The code blocks of the documents of SkyRL's generator and of verl's multi-turn rollouts, as they are written there."""
+"""The code blocks of the documents of SkyRL's generator and of verl's multi-turn rollouts, as
+they are written there."""
 
 import json
 import os
@@ -83,7 +84,7 @@ class Talks(BaseTextEnv):
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": text}], reward=0.0, done=self.turns == 3, metadata={}
         )
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,10 @@ class Talks(BaseTextEnv):
 def test_skyrl_both_layouts_of_a_conversation(tmp_path, history, form, text):
     (tmp_path / "talks.py").write_text(TALKS)
     made = resolve_env(EnvConfig(use="talks.py:Talks"), base=tmp_path)
-    messages = [{"role": "system", "content": "System prompt here"}, {"role": "user", "content": "Question here"}]
+    messages = [
+        {"role": "system", "content": "System prompt here"},
+        {"role": "user", "content": "Question here"},
+    ]
     (found,) = tw.rollout(
         made.factory,
         [tw.Task(messages, info={"form": form})],
@@ -163,14 +167,18 @@ loss_mask += [0] * len(observation_ids)
 
 
 def test_skyrl_observations_are_the_ids_that_we_append(tokenizer):
-    """The three blocks, in the order in which they run, give the ids between two replies of ours."""
+    """The three blocks, in the order in which they run, give the ids
+    between two replies of ours."""
 
     class Two(tw.Env):
         def reset(self, task, *, seed=None):
             return "Question here"
 
         def step(self, action):
-            return tw.Step([{"role": "user", "content": "Observation here"}], terminated=action.text == "Response2")
+            return tw.Step(
+                [{"role": "user", "content": "Observation here"}],
+                terminated=action.text == "Response2",
+            )
 
     engine = tw.ScriptedEngine(["Response1", "Response2"])
     (found,) = tw.rollout(Two, [tw.Task()], engine, renderer=renderer("bpe"), limits=LIMITS)
@@ -267,7 +275,7 @@ prev = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, t
 curr = tokenizer.apply_chat_template(messages[:i+1], add_generation_prompt=False, tokenize=False)
 token_ids += tokenizer.encode(curr[len(prev):], add_special_tokens=False)
 loss_mask += [1] * len(token_ids)  # Mask only the new assistant tokens
-"""
+"""  # noqa: E501
 
 PROCESSOR = """
 # When using processor
@@ -278,7 +286,7 @@ curr = processor.apply_chat_template(messages[:i+1], add_generation_prompt=False
 curr_model_inputs = processor(text=curr, images=images, videos=videos, return_tensors="pt")[0].tolist()
 token_ids += curr_model_inputs["input_ids"][len(prev_model_inputs["input_ids"]):]
 loss_mask += [1] * len(token_ids)  # Mask only the new assistant tokens
-"""
+"""  # noqa: E501
 
 FIXED_BASE = """
 BASE_CHAT_HISTORY = [
@@ -289,7 +297,7 @@ prev = tokenizer.apply_chat_template(BASE_CHAT_HISTORY, add_generation_prompt=Tr
 curr = tokenizer.apply_chat_template([*BASE_CHAT_HISTORY, messages[i]], add_generation_prompt=False, tokenize=False)
 token_ids += tokenizer.encode(curr[len(prev):], add_special_tokens=False)
 loss_mask += [1] * len(token_ids)
-"""
+"""  # noqa: E501
 
 
 def call(name, **arguments):
@@ -304,8 +312,13 @@ def test_verl_the_skeleton_of_a_configuration_and_a_filled_one(tmp_path):
     (tmp_path / "tools.yaml").write_text(TOOLS)
     with pytest.raises(ConfigError, match=r"tools\[0\]: class_name is ''; write module\.Class"):
         verl_env(tmp_path, tool_config_path="tools.yaml")
-    schema = "{type: function, function: {name: check, description: Check., parameters: {type: object, properties: {}}}}"
-    filled = TOOLS.replace('""', "flat_tool.FlatTool").replace("tool_schema:", f"tool_schema: {schema}")
+    schema = (
+        "{type: function, function: {name: check, description: Check., parameters: "
+        "{type: object, properties: {}}}}"
+    )
+    filled = TOOLS.replace('""', "flat_tool.FlatTool").replace(
+        "tool_schema:", f"tool_schema: {schema}"
+    )
     (tmp_path / "tools.yaml").write_text(filled)
     (tmp_path / "flat_tool.py").write_text((USERS / "verl/flat_tool.py").read_text())
     made = verl_env(tmp_path, tool_config_path="tools.yaml")
@@ -323,17 +336,25 @@ def test_verl_function_tools(tmp_path):
 
 @pytest.mark.parametrize("lifetime", ["trajectory", "call"])
 def test_verl_images_and_videos_with_late_imports(tmp_path, lifetime):
-    """The document leaves out arguments and where the pictures come from: these places, written `...`, are filled in."""
+    """The document leaves out arguments and where the pictures come from: these places, written
+    `...`, are filled in."""
     start = "    from PIL import Image\n    pixels = Image.new('RGB', (32, 32), (9, 0, 0))\n"
-    start += "    img1, video1, instance_id = pixels, {'video': [pixels, pixels], 'fps': 2.0}, 'one'\n"
+    start += (
+        "    img1, video1, instance_id = pixels, {'video': [pixels, pixels], 'fps': 2.0}, 'one'\n"
+    )
     block = MEDIA.replace("(self, ...)", "(self, *args, **kwargs)").replace(", ...]", "]")
     block = re.sub(r"^    \.\.\.\n", lambda _: start, block, flags=re.MULTILINE)
     body = "".join(f"    {line}\n" for line in block.splitlines())
     head = "from typing import Any, Dict, Tuple\nfrom verl.tools.base_tool import BaseTool\n"
     head += "from verl.tools.schemas import ToolResponse\n\nclass Look(BaseTool):\n"
     (tmp_path / "look.py").write_text(head + body)
-    schema = "{type: function, function: {name: look, description: Look., parameters: {type: object, properties: {}}}}"
-    (tmp_path / "tools.yaml").write_text(TOOLS.replace('""', "look.Look").replace("tool_schema:", f"tool_schema: {schema}"))
+    schema = (
+        "{type: function, function: {name: look, description: Look., parameters: {type: "
+        "object, properties: {}}}}"
+    )
+    (tmp_path / "tools.yaml").write_text(
+        TOOLS.replace('""', "look.Look").replace("tool_schema:", f"tool_schema: {schema}")
+    )
     made = verl_env(tmp_path, tool_config_path="tools.yaml", lifetime=lifetime)
     sees = tw.load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
     engine = tw.ScriptedEngine([call("look"), "red"])
@@ -344,7 +365,8 @@ def test_verl_images_and_videos_with_late_imports(tmp_path, lifetime):
 
 
 def test_verl_deltas_of_replies_are_the_ids_that_we_sample(tokenizer):
-    """Both ways of the document: by the messages before, and by a fixed base; ours has the end token, and what follows it."""
+    """Both ways of the document: by the messages before, and by a fixed base; ours has the end
+    token, and what follows it."""
     names: dict = {}
     exec(MESSAGES, names)
     made = [message for message in names["messages"] if "tool_calls" not in message]
@@ -352,7 +374,13 @@ def test_verl_deltas_of_replies_are_the_ids_that_we_sample(tokenizer):
         for i, message in enumerate(made):
             if message["role"] != "assistant":
                 continue
-            space = {"tokenizer": tokenizer, "messages": made, "i": i, "token_ids": [], "loss_mask": []}
+            space = {
+                "tokenizer": tokenizer,
+                "messages": made,
+                "i": i,
+                "token_ids": [],
+                "loss_mask": [],
+            }
             exec(block, space)
             ours = [*renderer("bpe").encode_reply(message["content"])]
             newline = tokenizer.encode("\n", add_special_tokens=False)
@@ -361,7 +389,8 @@ def test_verl_deltas_of_replies_are_the_ids_that_we_sample(tokenizer):
 
 
 class Processor:
-    """The tokenizer and the image processor of a model; its calls return what the document reads: rows that become dicts."""
+    """The tokenizer and the image processor of a model; its calls return what the document reads:
+    rows that become dicts."""
 
     def __init__(self, path):
         self.tokenizer = AutoTokenizer.from_pretrained(path)
@@ -372,7 +401,10 @@ class Processor:
 
     def __call__(self, text, images, videos, return_tensors):
         assert (videos, return_tensors) == (None, "pt")
-        sizes = self.images(images=images, return_tensors="pt")["image_grid_thw"].prod(-1) // self.images.merge_size**2
+        sizes = (
+            self.images(images=images, return_tensors="pt")["image_grid_thw"].prod(-1)
+            // self.images.merge_size**2
+        )
         pads = iter(sizes.tolist())
         text = re.sub(r"<\|image_pad\|>", lambda pad: pad.group() * next(pads), text)
         ids = self.tokenizer.encode(text, add_special_tokens=False)
@@ -380,7 +412,8 @@ class Processor:
 
 
 def test_verl_deltas_with_a_processor_are_the_ids_that_we_sample(tmp_path):
-    """The ids of the model's own processor before a reply are our context, and its delta is the reply that we sample."""
+    """The ids of the model's own processor before a reply are our context, and its delta is the
+    reply that we sample."""
     path = tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False)
     sees, picture = tw.load_renderer(path), Image.new("RGB", (96, 64), (9, 0, 0))
     content = [{"type": "image", "image": picture}, {"type": "text", "text": "Which color?"}]
@@ -392,12 +425,23 @@ def test_verl_deltas_with_a_processor_are_the_ids_that_we_sample(tmp_path):
         def step(self, action):
             return tw.Step("Again?", terminated=action.text == "red")
 
-    (found,) = tw.rollout(Look, [tw.Task()], tw.ScriptedEngine(["blue", "red"]), renderer=sees, limits=LIMITS)
+    (found,) = tw.rollout(
+        Look, [tw.Task()], tw.ScriptedEngine(["blue", "red"]), renderer=sees, limits=LIMITS
+    )
     assert found.error is None, found.error
     said = [("assistant", "blue"), ("user", "Again?"), ("assistant", "red")]
-    messages = [{"role": "user", "content": content}, *({"role": role, "content": text} for role, text in said)]
+    messages = [
+        {"role": "user", "content": content},
+        *({"role": role, "content": text} for role, text in said),
+    ]
     for turn, i in enumerate((1, 3)):
-        space = {"processor": Processor(path), "messages": messages, "i": i, "images": [picture], "videos": None}
+        space = {
+            "processor": Processor(path),
+            "messages": messages,
+            "i": i,
+            "images": [picture],
+            "videos": None,
+        }
         space |= {"token_ids": [], "loss_mask": []}
         exec(PROCESSOR, space)
         assert space["prev_model_inputs"]["input_ids"] == found.prompt_ids(turn)
@@ -406,7 +450,9 @@ def test_verl_deltas_with_a_processor_are_the_ids_that_we_sample(tmp_path):
         assert space["loss_mask"] == [1] * len(space["token_ids"])
 
 
-SEEDS = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds")
+SEEDS = Path(
+    os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds"
+)
 BLOCKS = {
     "skyrl-gym-generator.rst": (CONVERSATION, ONE_MESSAGE, BASE, CUT, OBSERVE),
     "verl-multi-turn.md": (TOOLS, FUNCTIONS, MEDIA, MESSAGES, DELTA, PROCESSOR, FIXED_BASE),
@@ -426,7 +472,8 @@ def test_the_blocks_are_those_of_the_documents(name):
 
 
 def test_verl_templates_that_strip_reasoning():
-    """Reasoning before the last question is not rendered, that after it is, as the document shows for Qwen3."""
+    """Reasoning before the last question is not rendered, that after it is, as the
+    document shows for Qwen3."""
     names: dict = {}
     exec(MESSAGES, names)
     messages = []

@@ -10,7 +10,10 @@ from transformers import PreTrainedTokenizerFast
 import turnwright as tw
 from turnwright.renderers import CHATML
 
-SEED = Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds") / "slime-vlm-multi-turn.md"
+SEED = (
+    Path(os.environ.get("TURNWRIGHT_SEEDS") or Path(__file__).parents[2].parent / "shared/seeds")
+    / "slime-vlm-multi-turn.md"
+)
 DELTA = """
 dummy = apply_chat_template(DUMMY_MESSAGES, tools=tools, add_generation_prompt=False)
 full  = apply_chat_template(DUMMY_MESSAGES + [obs_msg], tools=tools, add_generation_prompt=True)
@@ -45,14 +48,20 @@ def test_the_printed_delta_is_the_observation_that_we_append():
     call = '<tool_call>{"name": "count", "arguments": {"word": "geese"}}</tool_call>'
     made = tw.tool_env(tools=[count])
     (found,) = tw.rollout(
-        made, [tw.Task("Go.")], tw.ScriptedEngine([call, call, "5"]), renderer=renderer("bpe"), limits=tw.Limits(turns=4)
+        made,
+        [tw.Task("Go.")],
+        tw.ScriptedEngine([call, call, "5"]),
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=4),
     )
     assert found.error is None, found.error
     names = {
         "DUMMY_MESSAGES": DUMMY_MESSAGES,
         "tools": list(made().tools),
         "obs_msg": {"role": "tool", "content": "5"},
-        "apply_chat_template": lambda *args, **kwargs: tokenizer.apply_chat_template(*args, tokenize=False, **kwargs),
+        "apply_chat_template": lambda *args, **kwargs: tokenizer.apply_chat_template(
+            *args, tokenize=False, **kwargs
+        ),
         "encode": lambda text: tokenizer.encode(text, add_special_tokens=False),
     }
     exec(DELTA, names)

@@ -22,11 +22,20 @@ def spec(use, **config):
 
 def play(made, replies, row=None, limits=LIMITS, samples=1, **kwargs):
     task = tw.Task("Go.", info=row or {})
-    found = tw.rollout(made.factory, [task], engine=tw.ScriptedEngine(replies), limits=limits, samples=samples, **kwargs)
+    found = tw.rollout(
+        made.factory,
+        [task],
+        engine=tw.ScriptedEngine(replies),
+        limits=limits,
+        samples=samples,
+        **kwargs,
+    )
     for trajectory in found:
         assert trajectory.error is None, trajectory.error
         for row_ in trajectory.samples():
-            assert all(not m or i in sampled(trajectory) for i, m in zip(row_.ids, row_.mask, strict=True))
+            assert all(
+                not m or i in sampled(trajectory) for i, m in zip(row_.ids, row_.mask, strict=True)
+            )
     return found[0]
 
 
@@ -68,9 +77,13 @@ def test_tool_groups_and_the_configuration_of_an_environment():
     assert trajectory.reward == 1.0
     assert trajectory.messages[2].text == "\n<information>the Baltic</information>\n"
     assert trajectory.turns[0].info == {"tool_group": "LookupToolGroup", "tool_name": "search"}
-    named = play(spec("lookup.py:LookupEnv", args={"prefix": "> "}), ["<search>nil</search>", "x", "y"], row)
+    named = play(
+        spec("lookup.py:LookupEnv", args={"prefix": "> "}), ["<search>nil</search>", "x", "y"], row
+    )
     assert named.messages[2].text == "nothing found for 'nil'"
-    with pytest.raises(ConfigError, match=r"lookup\.py:LookupEnv has no setting 'prefx'; did you mean 'prefix'"):
+    with pytest.raises(
+        ConfigError, match=r"lookup\.py:LookupEnv has no setting 'prefx'; did you mean 'prefix'"
+    ):
         spec("lookup.py:LookupEnv", args={"prefx": "> "})
 
 
@@ -80,12 +93,21 @@ def test_a_database_named_by_the_row(tmp_path):
         connection.executescript("create table sold(n int); insert into sold values (3), (4);")
     made = spec("ledger.py:LedgerEnv", args={"db_path": str(tmp_path)})
     row = truth("7", db_id="shop", data="spider")
-    trajectory = play(made, ["<sql>select sum(n) from sold</sql>", "<sql>nonsense</sql>", "<solution>7</solution>"], row)
-    assert trajectory.messages[2].text == "<observation>[(7,)]\n<reminder>2 turns left</reminder></observation>"
+    trajectory = play(
+        made,
+        ["<sql>select sum(n) from sold</sql>", "<sql>nonsense</sql>", "<solution>7</solution>"],
+        row,
+    )
+    assert (
+        trajectory.messages[2].text
+        == "<observation>[(7,)]\n<reminder>2 turns left</reminder></observation>"
+    )
     assert trajectory.messages[4].text.startswith("Error: near")
     assert trajectory.reward == 1.0
     (failed,) = tw.rollout(
-        made.factory, [tw.Task("Go.", info=truth("7", db_id="none", data="spider"))], engine=tw.ScriptedEngine(["x"])
+        made.factory,
+        [tw.Task("Go.", info=truth("7", db_id="none", data="spider"))],
+        engine=tw.ScriptedEngine(["x"]),
     )
     assert failed.error is not None
     assert failed.error.type == "FileNotFoundError"
@@ -93,7 +115,9 @@ def test_a_database_named_by_the_row(tmp_path):
 
 
 def test_init_writes_the_prompt_and_a_step_returns_several_messages():
-    trajectory = play(spec("interview.py:InterviewEnv"), ["a", "b", "c"], {"questions": ["Why?", "How?"]})
+    trajectory = play(
+        spec("interview.py:InterviewEnv"), ["a", "b", "c"], {"questions": ["Why?", "How?"]}
+    )
     assert [(m.role, m.text) for m in trajectory.messages] == [
         ("system", "2 questions follow."),
         ("user", "Go."),
@@ -144,7 +168,9 @@ def test_a_truncated_reply_ends_the_episode_and_reaches_the_environment_only_whe
     limits = tw.Limits(turns=3, turn_tokens=4)
     ours = play(spec("guess.py:GuessEnv"), ["5 because of", "7"], truth("7"), limits)
     assert (ours.stop, len(ours.turns), ours.turns[0].reward) == (StopReason.TURN_LENGTH, 1, None)
-    theirs = play(spec("guess.py:GuessEnv", faithful=True), ["5 because of", "7"], truth("7"), limits)
+    theirs = play(
+        spec("guess.py:GuessEnv", faithful=True), ["5 because of", "7"], truth("7"), limits
+    )
     assert (theirs.stop, [m.text for m in theirs.messages if m.role == "user"]) == (
         StopReason.DONE,
         ["Go.", "a number, please"],
@@ -161,7 +187,8 @@ def test_all_turns_in_one_assistant_message():
     (sample,) = trajectory.samples()
     text = renderer.decode(sample.ids)
     assert text.endswith(
-        "<|im_start|>assistant\n<search>amber</search>\n<information>the Baltic</information>\n<answer>the Baltic</answer>"
+        "<|im_start|>assistant\n<search>amber</search>\n<information>the "
+        "Baltic</information>\n<answer>the Baltic</answer>"
     )
     trained = renderer.decode([i for i, m in zip(sample.ids, sample.mask, strict=True) if m])
     assert trained == "<search>amber</search><answer>the Baltic</answer>"
@@ -170,14 +197,11 @@ def test_all_turns_in_one_assistant_message():
 
 def test_synchronous_steps_do_not_wait_for_each_other(tmp_path):
     (tmp_path / "slow.py").write_text(
-        "import time\n"
-        "from skyrl_gym.envs.base_text_env import BaseTextEnv\n"
-        "class Slow(BaseTextEnv):\n"
-        "    def __init__(self, env_config=None, extras={}):\n"
-        "        super().__init__()\n"
-        "    def step(self, action):\n"
-        "        time.sleep(0.3)\n"
-        "        return {'observations': [], 'reward': 1.0, 'done': True, 'metadata': {'at': time.monotonic()}}\n"
+        "import time\nfrom skyrl_gym.envs.base_text_env import BaseTextEnv\nclass "
+        "Slow(BaseTextEnv):\n    def __init__(self, env_config=None, extras={}):\n        "
+        "super().__init__()\n    def step(self, action):\n        time.sleep(0.3)\n        return "
+        "{'observations': [], 'reward': 1.0, 'done': True, 'metadata': {'at': "
+        "time.monotonic()}}\n"
     )
     made = resolve_env(EnvConfig(use="slow.py:Slow"), base=tmp_path)
     tasks = [tw.Task(f"Go {n}.", id=f"t{n}") for n in range(16)]
@@ -188,14 +212,18 @@ def test_synchronous_steps_do_not_wait_for_each_other(tmp_path):
 
 BAD = {
     "NoArguments": "    def __init__(self):\n        super().__init__()\n",
-    "NoStep": "    def __init__(self, env_config=None, extras={}):\n        super().__init__()\n    step = None\n",
+    "NoStep": "    def __init__(self, env_config=None, extras={}):\n        "
+    "super().__init__()\n    step = None\n",
 }
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("NoArguments", r"got an unexpected keyword argument 'env_config'; SkyRL-Gym calls it as NoArguments\("),
+        (
+            "NoArguments",
+            r"got an unexpected keyword argument 'env_config'; SkyRL-Gym calls it as NoArguments\(",
+        ),
         ("NoStep", "NoStep has no step; a SkyRL-Gym environment has init and step"),
     ],
 )

@@ -1,4 +1,5 @@
-"""User code of SkyRL by its conventions: the list that `init` returned goes on, images of rows, constructors that pass on."""
+"""User code of SkyRL by its conventions: the list that `init` returned goes on, images of rows,
+constructors that pass on."""
 
 import base64
 import io
@@ -20,13 +21,15 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 def out(*texts, done=False, reward=0.0, **more):
     observations = [{"role": "user", "content": text} for text in texts]
     return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={}, **more)
-"""
+"""  # noqa: E501
 
 
 def played(folder, source, use, replies, row=None, *, args=None, renderer=None, **options):
     (folder / "user.py").write_text(HEAD + textwrap.dedent(source))
     (folder / "rows.jsonl").write_text(json.dumps(row or {"prompt": "Go."}))
-    spec = resolve_env(EnvConfig(use=f"user.py:{use}", args=args or {}, tasks="rows.jsonl"), base=folder)
+    spec = resolve_env(
+        EnvConfig(use=f"user.py:{use}", args=args or {}, tasks="rows.jsonl"), base=folder
+    )
     renderer = renderer or tw.byte_renderer()
     (found,) = tw.rollout(
         spec.agent_function or spec.factory,
@@ -42,7 +45,10 @@ def played(folder, source, use, replies, row=None, *, args=None, renderer=None, 
 
 def contexts(found, renderer=None):
     """Return the texts of the messages before each reply."""
-    return [[message.text for message in found.conversation(number)[:-1]] for number in range(len(found.turns))]
+    return [
+        [message.text for message in found.conversation(number)[:-1]]
+        for number in range(len(found.turns))
+    ]
 
 
 HISTORY = """
@@ -62,7 +68,11 @@ class Env(BaseTextEnv):
 CHANGES = {
     "nothing": (
         "pass",
-        [["Go.", "hint 0"], ["Go.", "hint 0", "a", "hint 1"], ["Go.", "hint 0", "a", "hint 1", "b", "hint 2"]],
+        [
+            ["Go.", "hint 0"],
+            ["Go.", "hint 0", "a", "hint 1"],
+            ["Go.", "hint 0", "a", "hint 1", "b", "hint 2"],
+        ],
     ),
     "the last message is taken back": (
         "self.history.pop()",
@@ -74,11 +84,19 @@ CHANGES = {
     ),
     "a text changes": (
         "self.history[0] = {'role': 'user', 'content': f'turn {self.turns}'}",
-        [["Go.", "hint 0"], ["turn 1", "hint 0", "a", "hint 1"], ["turn 2", "hint 0", "a", "hint 1", "b", "hint 2"]],
+        [
+            ["Go.", "hint 0"],
+            ["turn 1", "hint 0", "a", "hint 1"],
+            ["turn 2", "hint 0", "a", "hint 1", "b", "hint 2"],
+        ],
     ),
     "a text changes in place": (
         "self.history[0]['content'] = f'turn {self.turns}'",
-        [["Go.", "hint 0"], ["turn 1", "hint 0", "a", "hint 1"], ["turn 2", "hint 0", "a", "hint 1", "b", "hint 2"]],
+        [
+            ["Go.", "hint 0"],
+            ["turn 1", "hint 0", "a", "hint 1"],
+            ["turn 2", "hint 0", "a", "hint 1", "b", "hint 2"],
+        ],
     ),
     "one is added": (
         "self.history.insert(1, {'role': 'user', 'content': f'note {self.turns}'})",
@@ -94,7 +112,11 @@ CHANGES = {
     ),
     "a list of its own": (
         "self.history = list(self.history)[:1]",
-        [["Go.", "hint 0"], ["Go.", "hint 0", "a", "hint 1"], ["Go.", "hint 0", "a", "hint 1", "b", "hint 2"]],
+        [
+            ["Go.", "hint 0"],
+            ["Go.", "hint 0", "a", "hint 1"],
+            ["Go.", "hint 0", "a", "hint 1", "b", "hint 2"],
+        ],
     ),
 }
 
@@ -108,7 +130,10 @@ def test_the_list_that_init_returned_goes_on(change, tmp_path):
     found = played(tmp_path, source, "Env", "abc")
     assert contexts(found) == expected
     assert found.reward == float(len(expected))
-    assert sum(sum(1 for weight in row.weights if weight) for row in found.samples()) == found.sampled_tokens
+    assert (
+        sum(sum(1 for weight in row.weights if weight) for row in found.samples())
+        == found.sampled_tokens
+    )
     renderer = tw.byte_renderer()
     for number in range(len(expected)):
         complete = renderer.open(found.conversation(number)[:-1], ())
@@ -179,7 +204,13 @@ def rows(folder):
     return {
         "a data URL": {
             "prompt": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]}
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image_url", "image_url": {"url": url}},
+                        {"type": "text", "text": "?"},
+                    ],
+                }
             ]
         },
         "a column": {"prompt": [{"role": "user", "content": "<image>?"}], "images": ["g.png"]},
@@ -226,7 +257,7 @@ class Named(Base):
 class Twice(Any):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(

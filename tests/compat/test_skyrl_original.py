@@ -1,4 +1,5 @@
-"""SkyRL-Gym's own environments, unedited: our episodes against those of SkyRL's own generator. `make test-compat`."""
+"""SkyRL-Gym's own environments, unedited: our episodes against those of SkyRL's own
+generator. `make test-compat`."""
 
 import asyncio
 import http.server
@@ -42,7 +43,9 @@ def tokenizer():
     """Our tokenizer as one of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     made.chat_template = CHATML
     return made
 
@@ -72,10 +75,25 @@ class Client:
         pass
 
 
-def theirs(skyrl, tokenizer, name, row, replies, *, turns, stop=(), inline=False, settings=None, config=None):
+def theirs(
+    skyrl,
+    tokenizer,
+    name,
+    row,
+    replies,
+    *,
+    turns,
+    stop=(),
+    inline=False,
+    settings=None,
+    config=None,
+):
     sampling = skyrl.SamplingParams(stop=list(stop) or None)
     generation = skyrl.GeneratorConfig(
-        max_turns=turns, max_input_length=4096, sampling_params=sampling, use_conversation_multi_turn=not inline
+        max_turns=turns,
+        max_input_length=4096,
+        sampling_params=sampling,
+        use_conversation_multi_turn=not inline,
     )
     client = Client(replies, stop)
     gym = skyrl.SkyRLGymConfig()
@@ -107,8 +125,8 @@ def ours(name, row, replies, *, turns, stop=(), inline=False, settings=None):
 
 
 def compare(skyrl, tokenizer, *args, appended=(), config=None, **kwargs):
-    """Compare ids, mask, contexts and rewards; `appended`: the end token that SkyRL puts behind the last reply;
-    `config`: settings of an environment of the user's, an object in SkyRL.
+    """Compare ids, mask, contexts and rewards; `appended`: the end token that SkyRL puts behind the
+    last reply; `config`: settings of an environment of the user's, an object in SkyRL.
     """
     out, contexts = theirs(skyrl, tokenizer, *args, config=config, **kwargs)
     found, sample = ours(*args, **kwargs)
@@ -143,9 +161,13 @@ def test_gsm8k(skyrl, tokenizer):
 
 def test_gsm8k_in_several_turns(skyrl, tokenizer):
     replies = ["is it #### 3", "or no number", "it is #### 7"]
-    found, _ = compare(skyrl, tokenizer, "gsm8k_multi_turn", truth("7", extra_info={}), replies, turns=5)
+    found, _ = compare(
+        skyrl, tokenizer, "gsm8k_multi_turn", truth("7", extra_info={}), replies, turns=5
+    )
     assert len(found.turns) == 3
-    found, _ = compare(skyrl, tokenizer, "gsm8k_multi_turn", truth("8", extra_info={}), replies, turns=3)
+    found, _ = compare(
+        skyrl, tokenizer, "gsm8k_multi_turn", truth("8", extra_info={}), replies, turns=3
+    )
     assert found.reward == pytest.approx(2 * 0.2 / 3)
     assert found.metrics["environment/steps"] == 3
 
@@ -178,7 +200,11 @@ def retriever():
 
 @pytest.mark.parametrize("inline", [False, True])
 def test_search(skyrl, tokenizer, retriever, inline):
-    replies = ["I look. <search>amber</search>", "<search>more</search>", "So <answer>the Baltic</answer>"]
+    replies = [
+        "I look. <search>amber</search>",
+        "<search>more</search>",
+        "So <answer>the Baltic</answer>",
+    ]
     settings = {"search_url": retriever, "topk": 1}
     end = (tokenizer.eos_token_id,)
     found, out = compare(
@@ -195,7 +221,9 @@ def test_search(skyrl, tokenizer, retriever, inline):
     )
     assert found.reward == 1.0
     assert len(found.turns) == 3
-    assert out.loss_mask[-1] == int(inline)  # in one message SkyRL trains the end token that it wrote itself
+    assert out.loss_mask[-1] == int(
+        inline
+    )  # in one message SkyRL trains the end token that it wrote itself
 
 
 def test_sql(skyrl, tokenizer, tmp_path):
@@ -211,7 +239,15 @@ def test_sql(skyrl, tokenizer, tmp_path):
     stop = ["</sql>", "</solution>"]
     end = (tokenizer.eos_token_id,)
     found, _ = compare(
-        skyrl, tokenizer, "text2sql", row, replies, turns=5, stop=stop, settings={"db_path": str(tmp_path)}, appended=end
+        skyrl,
+        tokenizer,
+        "text2sql",
+        row,
+        replies,
+        turns=5,
+        stop=stop,
+        settings={"db_path": str(tmp_path)},
+        appended=end,
     )
     assert len(found.turns) == 2
 
@@ -265,13 +301,28 @@ def test_a_user_file_with_a_database(skyrl, tokenizer, registered, tmp_path):
     with sqlite3.connect(tmp_path / "spider/shop.sqlite") as connection:
         connection.executescript("create table sold(n int); insert into sold values (3), (4);")
     name, row = registered("ledger.py:LedgerEnv"), truth("7", db_id="shop", data="spider")
-    replies = ["<sql>select sum(n) from sold</sql>", "<sql>nonsense</sql>", "<solution>7</solution>"]
+    replies = [
+        "<sql>select sum(n) from sold</sql>",
+        "<sql>nonsense</sql>",
+        "<solution>7</solution>",
+    ]
     settings = {"db_path": str(tmp_path)}
-    found, _ = compare(skyrl, tokenizer, name, row, replies, turns=4, config=SimpleNamespace(**settings), settings=settings)
+    found, _ = compare(
+        skyrl,
+        tokenizer,
+        name,
+        row,
+        replies,
+        turns=4,
+        config=SimpleNamespace(**settings),
+        settings=settings,
+    )
     assert found.reward == 1.0
 
 
-@pytest.mark.parametrize(("name", "reward"), [("turnwright_echo", 1.0), ("turnwright_echo_bonus", 1.5)])
+@pytest.mark.parametrize(
+    ("name", "reward"), [("turnwright_echo", 1.0), ("turnwright_echo_bonus", 1.5)]
+)
 def test_a_user_file_that_registers_its_environments(skyrl, tokenizer, registered, name, reward):
     registered("registered.py:EchoEnv")
     found, _ = compare(skyrl, tokenizer, name, {"word": "amber"}, ["so amber"], turns=1)
@@ -279,7 +330,10 @@ def test_a_user_file_that_registers_its_environments(skyrl, tokenizer, registere
 
 
 def test_a_user_file_that_changes_the_action(skyrl, tokenizer, registered):
-    """On purpose: SkyRL trains the changed text, encoded again; we keep what was sampled. Everything else is equal."""
+    """On purpose: SkyRL trains the changed text, encoded again; we keep what was sampled.
+
+    Everything else is equal.
+    """
     name, replies = registered("trim.py:TrimEnv"), ["<think>a</think> and more", "stop"]
     out, contexts = theirs(skyrl, tokenizer, name, {}, replies, turns=3)
     found, sample = ours(name, {}, replies, turns=3)
@@ -287,29 +341,41 @@ def test_a_user_file_that_changes_the_action(skyrl, tokenizer, registered):
     assert contexts[0] == found.prompt_ids(0)
     header = "<|im_start|>assistant\n"
     assert renderer("bpe").decode(out.response_ids) == f"<think>a</think>{header}stop"
-    assert renderer("bpe").decode(sample.ids[opening:]) == f"{replies[0]}<|im_end|>\n{header}stop<|im_end|>"
-    assert renderer("bpe").decode([one for one, mask in zip(out.response_ids, out.loss_mask, strict=True) if mask]) == (
-        "<think>a</think>stop"
+    assert (
+        renderer("bpe").decode(sample.ids[opening:])
+        == f"{replies[0]}<|im_end|>\n{header}stop<|im_end|>"
     )
+    assert renderer("bpe").decode(
+        [one for one, mask in zip(out.response_ids, out.loss_mask, strict=True) if mask]
+    ) == ("<think>a</think>stop")
     assert sum(out.reward) == found.reward == 1.0
 
 
 def test_a_user_file_with_images(skyrl, registered, tmp_path):
-    """SkyRL's loop writes one id for an image; ours, expanded for the model, is the same with each block as one."""
+    """SkyRL's loop writes one id for an image; ours, expanded for the model, is the same
+    with each block as one."""
     from transformers import AutoTokenizer
 
     directory = tiny_vlm_directory(tmp_path / "vlm")
     sees, tokenizer = tw.load_renderer(directory), AutoTokenizer.from_pretrained(directory)
     parts = "part.type == 'image'"  # released templates take OpenAI's name, too
-    tokenizer.chat_template = tokenizer.chat_template.replace(parts, "part.type in ('image', 'image_url')")
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        parts, "part.type in ('image', 'image_url')"
+    )
     name, replies = registered("sketch.py:SketchEnv"), ["show", "red"]
     client = Client(replies, (), encode=sees.encode_reply)
-    generation = skyrl.GeneratorConfig(max_turns=3, max_input_length=4096, use_conversation_multi_turn=True)
+    generation = skyrl.GeneratorConfig(
+        max_turns=3, max_input_length=4096, use_conversation_multi_turn=True
+    )
     generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
-    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096))
+    out = asyncio.run(
+        generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096)
+    )
     made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
     limits = tw.Limits(turns=3, turn_tokens=1024)
-    (found,) = tw.rollout(made.factory, [tw.Task("Go.")], tw.ScriptedEngine(replies), renderer=sees, limits=limits)
+    (found,) = tw.rollout(
+        made.factory, [tw.Task("Go.")], tw.ScriptedEngine(replies), renderer=sees, limits=limits
+    )
     assert found.error is None, found.error
     pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     (row,) = found.samples()
@@ -325,7 +391,9 @@ def test_a_users_own_generator(skyrl, tokenizer):
     replies, row = ["a draft", "it is 12"], {"reward_spec": {"ground_truth": "12"}}
     made = load_object("own_generator.py:DraftGenerator", base=USERS / "skyrl")
     assert made.__mro__[1].__module__ == "skyrl.train.generators.base"
-    generation = skyrl.GeneratorConfig(max_turns=2, max_input_length=4096, sampling_params=skyrl.SamplingParams())
+    generation = skyrl.GeneratorConfig(
+        max_turns=2, max_input_length=4096, sampling_params=skyrl.SamplingParams()
+    )
 
     class Of2025:
         """The tokenizer, whose templates returned ids then."""
@@ -340,24 +408,37 @@ def test_a_users_own_generator(skyrl, tokenizer):
     batch = {"prompts": [[{"role": "user", "content": "Go."}]], "env_extras": [row]}
     out = asyncio.run(generator.generate(batch))
     limits = tw.Limits(turns=4, turn_tokens=1024)
-    spec = as_env_spec(load_object("own_generator.py:DraftGenerator", base=USERS / "skyrl"), where="own", args={})
+    spec = as_env_spec(
+        load_object("own_generator.py:DraftGenerator", base=USERS / "skyrl"), where="own", args={}
+    )
     task = tw.Task("Go.", info=row)
-    (found,) = tw.rollout(spec.agent_function, [task], tw.ScriptedEngine(replies), renderer=renderer("bpe"), limits=limits)
+    (found,) = tw.rollout(
+        spec.agent_function,
+        [task],
+        tw.ScriptedEngine(replies),
+        renderer=renderer("bpe"),
+        limits=limits,
+    )
     assert found.error is None, found.error
     (sample,) = found.samples()
     opening = found.turns[0].context
     assert [found.prompt_ids(n) for n in range(2)] == client.contexts
-    assert (out["prompt_token_ids"][0], out["response_ids"][0]) == (sample.ids[:opening], sample.ids[opening:])
+    assert (out["prompt_token_ids"][0], out["response_ids"][0]) == (
+        sample.ids[:opening],
+        sample.ids[opening:],
+    )
     assert [float(one) for one in out["loss_masks"][0]] == sample.weights[opening:]
     assert out["rewards"][0] == (sample.token_rewards or [])[opening:]
 
 
-# Conventions: lists changed in place, several samples, pictures of rows, replies that are cut, masks of a generator
+# Conventions: lists changed in place, several samples, pictures of rows, replies that are
+# cut, masks of a generator
 
 
 @pytest.fixture
 def user_env(skyrl, tmp_path):
-    """Returns the id under which SkyRL-Gym's own registry has a class of a file that is written here."""
+    """Returns the id under which SkyRL-Gym's own registry has a class of a file
+    that is written here."""
     import skyrl_gym
 
     def add(source, name):
@@ -373,20 +454,29 @@ def user_env(skyrl, tmp_path):
 
 @pytest.mark.parametrize("change", sorted(conventions.CHANGES))
 def test_a_list_that_is_changed_in_place(skyrl, tokenizer, user_env, change):
-    """SkyRL renders its list again for each step where trajectories are step-wise, and so shows what an environment changed."""
+    """SkyRL renders its list again for each step where trajectories are step-wise, and so shows
+    what an environment changed."""
     code, _ = conventions.CHANGES[change]
     source = conventions.HISTORY + f"\n    def change(self):\n        {code}\n"
     if change == "an earlier one goes":
         source = source.replace("self.turns == 3", "self.turns == 2")
     name = user_env(source, "Env")
-    generation = skyrl.GeneratorConfig(max_turns=8, max_input_length=4096, step_wise_trajectories=True)
+    generation = skyrl.GeneratorConfig(
+        max_turns=8, max_input_length=4096, step_wise_trajectories=True
+    )
     client = Client("abc", ())
     generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
-    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096))
+    out = asyncio.run(
+        generator.agent_loop([{"role": "user", "content": "Go."}], name, {}, 1024, 4096)
+    )
     made = as_env_spec(FRAMEWORK.find(name), where=f"skyrl:{name}", args={})
     limits = tw.Limits(turns=8, turn_tokens=1024)
     (found,) = tw.rollout(
-        made.factory, [tw.Task("Go.")], tw.ScriptedEngine(list("abc")), renderer=renderer("bpe"), limits=limits
+        made.factory,
+        [tw.Task("Go.")],
+        tw.ScriptedEngine(list("abc")),
+        renderer=renderer("bpe"),
+        limits=limits,
     )
     assert found.error is None, found.error
     assert [found.prompt_ids(n) for n in range(len(found.turns))] == client.contexts
@@ -404,12 +494,16 @@ def test_several_samples_of_a_row(skyrl, tokenizer, registered):
     class ByTurn(Client):
         async def generate(self, batch, model=None):
             (ids,) = batch["prompt_token_ids"]
-            self.replies = replies[renderer("bpe").decode(ids).count("<|im_start|>assistant\n") - 1 :]
+            self.replies = replies[
+                renderer("bpe").decode(ids).count("<|im_start|>assistant\n") - 1 :
+            ]
             self.contexts.clear()
             return await super().generate(batch, model)
 
     generation = skyrl.GeneratorConfig(max_turns=4, max_input_length=4096)
-    generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), ByTurn(replies, ()), tokenizer)
+    generator = skyrl.SkyRLGymGenerator(
+        generation, skyrl.SkyRLGymConfig(), ByTurn(replies, ()), tokenizer
+    )
     batch = {
         "prompts": [[{"role": "user", "content": "Go."}] for _ in range(3)],
         "env_classes": [name] * 3,
@@ -487,7 +581,9 @@ def test_a_reply_that_is_cut(skyrl, tokenizer, size):
     generation = skyrl.GeneratorConfig(max_turns=1, max_input_length=4096)
     client = Cuts([reply], ())
     generator = skyrl.SkyRLGymGenerator(generation, skyrl.SkyRLGymConfig(), client, tokenizer)
-    out = asyncio.run(generator.agent_loop([{"role": "user", "content": "Go."}], "gsm8k", dict(row), 1024, 4096))
+    out = asyncio.run(
+        generator.agent_loop([{"role": "user", "content": "Go."}], "gsm8k", dict(row), 1024, 4096)
+    )
     made = as_env_spec(FRAMEWORK.find("gsm8k"), where="skyrl:gsm8k", args={})
     (found,) = tw.rollout(
         made.factory,
@@ -519,38 +615,60 @@ def test_masks_metrics_and_settings_are_skyrls(skyrl, tokenizer):
 
     ours_utils = importlib.import_module(f"{STAND_INS}.skyrl.train.generators.utils")
     ours_config = importlib.import_module(f"{STAND_INS}.skyrl.train.config.config")
-    ours_engine = importlib.import_module(f"{STAND_INS}.skyrl.backends.skyrl_train.inference_servers.engine_utils")
+    ours_engine = importlib.import_module(
+        f"{STAND_INS}.skyrl.backends.skyrl_train.inference_servers.engine_utils"
+    )
     rng = random.Random(0)
     words = ["so", "it", "is", "#### 12", "\nnext", " 7"]
     for _ in range(50):
         roles = [rng.choice(["user", "assistant", "tool"]) for _ in range(rng.randint(1, 4))]
-        messages = [{"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 5)))} for role in roles]
+        messages = [
+            {"role": role, "content": " ".join(rng.choices(words, k=rng.randint(1, 5)))}
+            for role in roles
+        ]
         theirs_rows = utils.get_response_ids_and_loss_mask_from_messages(messages, tokenizer)
-        assert ours_utils.get_response_ids_and_loss_mask_from_messages(messages, tokenizer) == theirs_rows
+        assert (
+            ours_utils.get_response_ids_and_loss_mask_from_messages(messages, tokenizer)
+            == theirs_rows
+        )
         masks = [[rng.randint(0, 1) for _ in range(5)] for _ in range(3)]
         reasons = rng.choices(["stop", "length"], k=3)
-        assert ours_utils.apply_overlong_filtering(masks, reasons) == utils.apply_overlong_filtering(masks, reasons)
+        assert ours_utils.apply_overlong_filtering(
+            masks, reasons
+        ) == utils.apply_overlong_filtering(masks, reasons)
         rewards = [rng.choice([0.0, 1.0, [0.0, 0.5]]) for _ in range(3)]
         own = ours_utils.get_rollout_metrics(masks, rewards)
         for key, value in utils.get_rollout_metrics(masks, rewards).items():
             assert own[key] == pytest.approx(value), key
-    assert ours_utils.get_generation_prompt_ids(tokenizer) == utils.get_generation_prompt_ids(tokenizer)
+    assert ours_utils.get_generation_prompt_ids(tokenizer) == utils.get_generation_prompt_ids(
+        tokenizer
+    )
 
-    for name in ("SamplingParams", "ChatTemplateConfig", "GeneratorConfig", "InferenceEngineConfig"):
+    for name in (
+        "SamplingParams",
+        "ChatTemplateConfig",
+        "GeneratorConfig",
+        "InferenceEngineConfig",
+    ):
         own, original = getattr(ours_config, name)(), getattr(config, name)()
         known = {field.name for field in dataclasses.fields(original)}
         for field in dataclasses.fields(own):
             value = getattr(own, field.name)
-            if field.name in known and not dataclasses.is_dataclass(value) and field.name != "eval_sampling_params":
+            if (
+                field.name in known
+                and not dataclasses.is_dataclass(value)
+                and field.name != "eval_sampling_params"
+            ):
                 assert value == getattr(original, field.name), (name, field.name)
     params = config.SamplingParams(temperature=0.5, stop=["x"])
-    assert ours_engine.get_sampling_params_for_backend("vllm", params) == engine_utils.get_sampling_params_for_backend(
+    assert ours_engine.get_sampling_params_for_backend(
         "vllm", params
-    )
+    ) == engine_utils.get_sampling_params_for_backend("vllm", params)
 
 
 def test_a_file_that_registers_is_executed_from_two_places(skyrl, tmp_path):
-    """SkyRL-Gym refuses an id that it has; a file may be the recipe's and another one's import, or lie in two copies."""
+    """SkyRL-Gym refuses an id that it has; a file may be the recipe's and another one's import,
+    or lie in two copies."""
     import skyrl_gym
 
     source = conventions.HEAD + textwrap.dedent(
@@ -576,32 +694,40 @@ def test_a_file_that_registers_is_executed_from_two_places(skyrl, tmp_path):
         for name in ("world.py", "uses.py"):
             made = load_object(f"{folder}/{name}:Env", base=tmp_path)
             spec = as_env_spec(made, where=name)
-            (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe"))
+            (found,) = tw.rollout(
+                spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe")
+            )
             assert found.reward == 1.0
     assert "gsm8k" in skyrl_gym.registry
     assert "of_two_places" in skyrl_gym.registry
 
 
 def test_a_file_of_another_version_of_the_framework_has_its_modules(skyrl, tmp_path):
-    """A checkout beside an installed SkyRL-Gym: an environment of its tree is of its own base class."""
+    """A checkout beside an installed SkyRL-Gym: an environment of its tree is
+    of its own base class."""
     import shutil
 
     import skyrl_gym
 
-    shutil.copytree(skyrl_gym.__path__[0], tmp_path / "skyrl_gym", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        skyrl_gym.__path__[0], tmp_path / "skyrl_gym", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (tmp_path / "skyrl_gym/tools/newer.py").write_text("REWARD = 0.5\n")
     path = tmp_path / "skyrl_gym/envs/mine/env.py"
     path.parent.mkdir()
     path.write_text(
         "from skyrl_gym.tools.newer import REWARD\n"
         + conventions.HEAD
-        + "\n\nclass Env(BaseTextEnv):\n    def __init__(self, env_config=None, extras={}):\n        super().__init__()\n\n"
-        "    def step(self, action):\n        return out(done=True, reward=REWARD)\n"
+        + "\n\nclass Env(BaseTextEnv):\n    def __init__(self, env_config=None, "
+        "extras={}):\n        super().__init__()\n\n    def step(self, action):\n        "
+        "return out(done=True, reward=REWARD)\n"
     )
     made = load_object("skyrl_gym/envs/mine/env.py:Env", base=tmp_path)
     assert not issubclass(made, skyrl_gym.Env)
     spec = as_env_spec(made, where="Env")
-    (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe"))
+    (found,) = tw.rollout(
+        spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["x"]), renderer=renderer("bpe")
+    )
     assert found.reward == 0.5
 
 
@@ -615,13 +741,20 @@ def test_groups_of_tools_answer_as_skyrl_gyms(skyrl, retriever):
 
     own = importlib.import_module(f"{STAND_INS}.skyrl_gym.tools")
     for code in ("print(2 + 2)", "x = 1", "1 / 0", "print(' a ')", "import time; time.sleep(9)"):
-        groups = [made(timeout=2.0) for made in (PythonCodeExecutorToolGroup, own.PythonCodeExecutorToolGroup)]
+        groups = [
+            made(timeout=2.0)
+            for made in (PythonCodeExecutorToolGroup, own.PythonCodeExecutorToolGroup)
+        ]
         answers = {group.execute_tool("python", code) for group in groups}
         assert len(answers) == 1, answers
     for query in (" amber ", "", None):
-        groups = [made(search_url=retriever, topk=1) for made in (SearchToolGroup, own.SearchToolGroup)]
+        groups = [
+            made(search_url=retriever, topk=1) for made in (SearchToolGroup, own.SearchToolGroup)
+        ]
         answers = {group.execute_tool("search", query) for group in groups}
         assert len(answers) == 1, answers
     for made in (SearchToolGroup, own.SearchToolGroup):
-        failed = made(search_url="http://127.0.0.1:9/retrieve", timeout=1).execute_tool("search", "x")
+        failed = made(search_url="http://127.0.0.1:9/retrieve", timeout=1).execute_tool(
+            "search", "x"
+        )
         assert json.loads(failed)["result"].startswith("Search error: ")

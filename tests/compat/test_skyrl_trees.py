@@ -1,4 +1,5 @@
-"""User code inside a tree of its framework: whose modules it imports, and what a generator's configuration is."""
+"""User code inside a tree of its framework: whose modules it imports, and what a
+generator's configuration is."""
 
 import textwrap
 
@@ -96,7 +97,9 @@ def test_projects_of_a_repository_are_found(marks, place, tmp_path):
 
 def test_a_folder_that_is_no_project_is_not_searched(tmp_path):
     files = {"pyproject.toml": "", "member/helpers_elsewhere/__init__.py": ""}
-    written(tmp_path, {**files, "examples/env.py": "import helpers_elsewhere\nREWARD = 1.0\n" + ENV})
+    written(
+        tmp_path, {**files, "examples/env.py": "import helpers_elsewhere\nREWARD = 1.0\n" + ENV}
+    )
     with pytest.raises(ConfigError, match=r"No module named 'helpers_elsewhere'"):
         rewarded(tmp_path, "examples/env.py:Env")
 
@@ -133,7 +136,8 @@ def test_a_name_that_a_stand_in_lacks_is_the_trees(tmp_path):
         "skyrl/train/__init__.py": "",
         "skyrl/train/generators/__init__.py": "",
         "skyrl/train/generators/base.py": "class GeneratorInterface: ...\n\n\nNEWER = 0.125",
-        "examples/env.py": "from skyrl.train.generators.base import GeneratorInterface, NEWER as REWARD\n" + ENV,
+        "examples/env.py": "from skyrl.train.generators.base import GeneratorInterface, NEWER as "
+        "REWARD\n" + ENV,
         "examples/gone.py": "from skyrl.train.generators.base import ABSENT\nREWARD = 1.0\n" + ENV,
     }
     written(tmp_path, files)
@@ -239,7 +243,7 @@ class Masks(Base):
         assert [one for one, trained in zip(response, mask) if trained] == ids, (response, mask, ids)
         assert [one for one in logprobs if one] == [-1.0] * len(ids) and len(logprobs) == len(mask) == len(response)
         return 0.25
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -258,13 +262,18 @@ class Masks(Base):
 )
 def test_a_generator_has_skyrls_configuration(use, args, reward, tmp_path):
     written(tmp_path, {"user.py": GENERATOR})
-    assert rewarded(tmp_path, f"user.py:{use}", args=args, sampling=tw.Sampling(temperature=0.5)) == reward
+    assert (
+        rewarded(tmp_path, f"user.py:{use}", args=args, sampling=tw.Sampling(temperature=0.5))
+        == reward
+    )
 
 
 def test_an_agent_that_wants_the_engine_over_http_is_pointed_to_programs(tmp_path):
     written(tmp_path, {"user.py": GENERATOR})
     spec = resolve_env(EnvConfig(use="user.py:Http"), base=tmp_path)
-    (found,) = tw.rollout(spec.agent_function, [tw.Task("Go.")], tw.ScriptedEngine(["a"]), renderer=renderer("bpe"))
+    (found,) = tw.rollout(
+        spec.agent_function, [tw.Task("Go.")], tw.ScriptedEngine(["a"]), renderer=renderer("bpe")
+    )
     assert found.error.type == "EnvError"
     assert "get_endpoint_url" in found.error.message
     assert 'use = "program"' in found.error.message
@@ -288,20 +297,27 @@ def test_a_generator_makes_environments_of_the_users_files(tmp_path):
             assert aggregate_for_environment("of_a_file", [{"a": 1}, {"a": 2}]) == {"a": 1.5}
             return env.step("x")["reward"]
     """
-    files = {"worlds/one.py": "REWARD = 0.375\n" + ENV, "user.py": textwrap.dedent(source) + GENERATOR + textwrap.dedent(use)}
+    files = {
+        "worlds/one.py": "REWARD = 0.375\n" + ENV,
+        "user.py": textwrap.dedent(source) + GENERATOR + textwrap.dedent(use),
+    }
     assert rewarded(written(tmp_path, files), "user.py:Makes") == 0.375
 
 
 @pytest.mark.parametrize(
     ("line", "name", "project"),
     [
-        ("from skyrl_gym.tools import SQLCodeExecutorToolGroup", "SQLCodeExecutorToolGroup", "SkyRL-Gym"),
+        (
+            "from skyrl_gym.tools import SQLCodeExecutorToolGroup",
+            "SQLCodeExecutorToolGroup",
+            "SkyRL-Gym",
+        ),
         ("from skyrl.train.config import make_config", "make_config", "SkyRL"),
         ("from verl.tools.schemas import ABSENT", "ABSENT", "verl"),
     ],
 )
 def test_a_name_that_no_stand_in_has_is_named_with_the_remedy(line, name, project, tmp_path):
     written(tmp_path, {"user.py": f"{line}\nREWARD = 1.0\n{ENV}"})
-    message = rf"line 1: ImportError: cannot import name '{name}' from '[\w.]+'; our stand-in lacks it, install {project} \("
+    message = rf"line 1: ImportError: cannot import name '{name}' from '[\w.]+'; our stand-in lacks it, install {project} \("  # noqa: E501
     with pytest.raises(ConfigError, match=message):
         rewarded(tmp_path, "user.py:Env")

@@ -21,7 +21,17 @@ from slime.utils.types import Sample
 """
 
 
-def played(folder, source, use="user.py:generate", *, replies=("hi",), row=None, args=None, files=None, **limits):
+def played(
+    folder,
+    source,
+    use="user.py:generate",
+    *,
+    replies=("hi",),
+    row=None,
+    args=None,
+    files=None,
+    **limits,
+):
     """Write a user's files, and play one episode."""
     home = folder / "home"
     for name, text in {"user.py": HEAD + textwrap.dedent(source), **(files or {})}.items():
@@ -30,10 +40,14 @@ def played(folder, source, use="user.py:generate", *, replies=("hi",), row=None,
         path.write_text(textwrap.dedent(text))
     (home / "rows.jsonl").write_text(json.dumps(row or {"prompt": "Go.", "label": "7"}))
     path, _, name = use.partition(":")
-    spec = resolve_env(EnvConfig(use=f"{path}:{name}", args=args or {}, tasks="rows.jsonl"), base=home)
+    spec = resolve_env(
+        EnvConfig(use=f"{path}:{name}", args=args or {}, tasks="rows.jsonl"), base=home
+    )
     given = {"turns": 4, "turn_tokens": 200} | limits
     engine = tw.ScriptedEngine(list(replies))
-    (found,) = tw.rollout(spec.agent_function or spec.factory, spec.tasks("train"), engine, limits=tw.Limits(**given))
+    (found,) = tw.rollout(
+        spec.agent_function or spec.factory, spec.tasks("train"), engine, limits=tw.Limits(**given)
+    )
     return found
 
 
@@ -138,7 +152,12 @@ def test_lists_of_a_sample_grow_in_place(kept, tmp_path):
     assert reward_of(tmp_path, source) == 1.0
 
 
-COPIES = ["deepcopy(args)", "copy(args)", "type(args)(**vars(args))", "pickle.loads(pickle.dumps(args))"]
+COPIES = [
+    "deepcopy(args)",
+    "copy(args)",
+    "type(args)(**vars(args))",
+    "pickle.loads(pickle.dumps(args))",
+]
 
 
 @pytest.mark.parametrize("made", COPIES)
@@ -205,7 +224,10 @@ def test_a_reward_of_an_interaction_environment_is_called_by_position(tmp_path):
     async def judge(configuration, given):
         return 0.5 * (given.label == "7")
     """
-    assert reward_of(tmp_path, source, "user.py:build_env", args={"custom_rm_path": "user.py:judge"}) == 0.5
+    assert (
+        reward_of(tmp_path, source, "user.py:build_env", args={"custom_rm_path": "user.py:judge"})
+        == 0.5
+    )
 
 
 def test_a_list_of_samples_is_rewarded_in_one_call(tmp_path):
@@ -223,11 +245,18 @@ def test_a_list_of_samples_is_rewarded_in_one_call(tmp_path):
     assert found.error is None, found.error
     assert sorted(row.reward for row in found.samples()) == [1.0, 3.0]
     wrong = source.replace("return [float(len(samples)) for _ in samples]", "return 1.0")
-    found = played(tmp_path / "b", wrong, replies=["a", "b"], args={"custom_rm_path": "user.py:judge"})
+    found = played(
+        tmp_path / "b", wrong, replies=["a", "b"], args={"custom_rm_path": "user.py:judge"}
+    )
     assert "returns as many rewards" in found.error.message
 
 
-STATUSES = [("completed", "done", 1.0), ("COMPLETED", "done", 1.0), ("truncated", "env_truncated", 1.0), ("own", "done", 1.0)]
+STATUSES = [
+    ("completed", "done", 1.0),
+    ("COMPLETED", "done", 1.0),
+    ("truncated", "env_truncated", 1.0),
+    ("own", "done", 1.0),
+]
 
 
 @pytest.mark.parametrize(("status", "stop", "reward"), STATUSES)
@@ -309,14 +338,24 @@ def test_without_packages_dotted_paths_are_found_too(tmp_path):
 
 def test_a_module_that_is_nowhere_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"games\.nowhere"):
-        played(tmp_path, 'from slime.utils.misc import load_function\nplay = load_function("games.nowhere.play")')
+        played(
+            tmp_path,
+            'from slime.utils.misc import load_function\nplay = load_function("games.nowhere.play")',
+        )
 
 
 PROMPTS = [
     ("3", str),
     (3, str),
     ([{"role": "user", "content": "3"}], list),
-    ([{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}], list),
+    (
+        [
+            {"role": "user", "content": "3"},
+            {"role": "assistant", "content": "4"},
+            {"role": "user", "content": "5"},
+        ],
+        list,
+    ),
 ]
 
 
@@ -330,7 +369,12 @@ def test_without_the_chat_template_the_prompt_is_the_rows(prompt, kind, tmp_path
         sample.reward = 1.0
         return sample
     """
-    assert reward_of(tmp_path, source, row={"prompt": prompt}, args={"args": {"apply_chat_template": False}}) == 1.0
+    assert (
+        reward_of(
+            tmp_path, source, row={"prompt": prompt}, args={"args": {"apply_chat_template": False}}
+        )
+        == 1.0
+    )
 
 
 COPIED = """
@@ -400,7 +444,11 @@ def test_a_row_that_is_built_from_texts_trains_what_was_sampled(lead, tmp_path):
     assert tw.byte_renderer().decode(trained) == "one<|im_end|>two<|im_end|>"
     assert found.metrics["blank_ids_not_trained"] == 2
     assert found.metrics.get("replies_in_other_contexts", 0) == (1 if lead == "True" else 0)
-    assert tw.byte_renderer().decode(found.prompt_ids(1)).endswith("more 0<|im_end|>\n<|im_start|>assistant\n")
+    assert (
+        tw.byte_renderer()
+        .decode(found.prompt_ids(1))
+        .endswith("more 0<|im_end|>\n<|im_start|>assistant\n")
+    )
 
 
 def test_a_reply_that_was_changed_is_still_an_error(tmp_path):

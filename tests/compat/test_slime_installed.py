@@ -35,7 +35,9 @@ def original(request, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(home.parent))
     importlib.invalidate_caches()
     yield request.param
-    for name in [one for one in sys.modules if f"{one}.".startswith((f"{request.param}.", "users_own."))]:
+    for name in [
+        one for one in sys.modules if f"{one}.".startswith((f"{request.param}.", "users_own."))
+    ]:
         del sys.modules[name]
 
 
@@ -62,7 +64,9 @@ def test_modules_that_need_servers_are_ours_and_others_the_installed_ones(origin
 
 
 def test_rewards_by_name_and_environments_are_ours(original, tmp_path):
-    found = played(tmp_path / "a", "pass", "slime:generate", replies=["\\boxed{7}"], args={"rm_type": "math"})
+    found = played(
+        tmp_path / "a", "pass", "slime:generate", replies=["\\boxed{7}"], args={"rm_type": "math"}
+    )
     assert (found.error, found.reward) == (None, 1.0)
     source = f"""
     from {original}.rollout.rm_hub import grade_answer_verl
@@ -132,7 +136,10 @@ def test_a_users_package_plays_alike_on_the_path_or_not(original, on_path, tmp_p
 
 
 def test_other_code_keeps_the_installed_package(original, tmp_path):
-    played(tmp_path, "async def generate(args, sample, params):\n    return await one_reply(args, sample, params)")
+    played(
+        tmp_path,
+        "async def generate(args, sample, params):\n    return await one_reply(args, sample, params)",
+    )
     module = importlib.import_module(f"{original}.utils.http_utils")
     assert "site" in module.__file__
     with pytest.raises(ModuleNotFoundError, match="ray_that_is_missing"):

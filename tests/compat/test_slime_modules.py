@@ -13,11 +13,20 @@ from turnwright.training.advantages import read_choice
 from turnwright_compat.slime.group_filter import adapt_filter
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"numbers": [2, 5]}}\n</tool_call>'
-TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}},
+    }
+]
 READ = {
     "one call": (f"So.\n{CALL}", "So.", [("add", '{"numbers": [2, 5]}')]),
     "two calls": (f"{CALL}\n{CALL}", "", [("add", '{"numbers": [2, 5]}')] * 2),
-    "a thought first": (f"<think>hm</think>{CALL}", "<think>hm</think>", [("add", '{"numbers": [2, 5]}')]),
+    "a thought first": (
+        f"<think>hm</think>{CALL}",
+        "<think>hm</think>",
+        [("add", '{"numbers": [2, 5]}')],
+    ),
     "no call": ("<think>hm</think>7", "<think>hm</think>7", []),
     "an unknown tool": (CALL.replace("add", "sub"), CALL.replace("add", "sub"), []),
     "no JSON": (CALL.replace("}}", "}"), CALL.replace("}}", "}"), []),
@@ -30,7 +39,10 @@ def test_sglangs_reader_of_calls(case):
     text, rest, calls = READ[case]
     tools = import_foreign("sglang.srt.managers.io_struct")
     parser = import_foreign("sglang.srt.function_call.function_call_parser").FunctionCallParser
-    made = parser([tools.Tool(type="function", function=tools.Function(**one["function"])) for one in TOOLS], "qwen25")
+    made = parser(
+        [tools.Tool(type="function", function=tools.Function(**one["function"])) for one in TOOLS],
+        "qwen25",
+    )
     found, items = made.parse_non_stream(text)
     assert (found, [(one.name, one.parameters) for one in items]) == (rest, calls)
     assert made.has_tool_call(text) == bool(calls)
@@ -76,7 +88,9 @@ def test_miles_own_loop_with_tools_of_the_user(tmp_path):
 def test_functions_that_args_name_are_those_around_the_recipe(tmp_path):
     """Two recipes whose tools have the same name."""
     for name, result in (("a", "add: 7"), ("b", "sum: 7")):
-        files = {"tools.py": TOOL_FILE.replace("add: 7", result).replace('f"{name}:', f'f"{result[:3]}:')}
+        files = {
+            "tools.py": TOOL_FILE.replace("add: 7", result).replace('f"{name}:', f'f"{result[:3]}:')
+        }
         args = {"custom_rm_path": "tools.py:judge", "reward_key": "score", "args": TOOL_ARGS}
         use = "miles.rollout.generate_hub.multi_turn:generate"
         found = played(tmp_path / name, "pass", use, replies=[CALL, "7"], args=args, files=files)
@@ -94,7 +108,9 @@ ENDS = [
 @pytest.mark.parametrize(("replies", "limits", "turns", "status"), ENDS)
 def test_ends_of_miles_own_loop(replies, limits, turns, status, tmp_path):
     args = {"custom_rm_path": "tools.py:one", "args": TOOL_ARGS}
-    files = {"tools.py": TOOL_FILE + "\n\nasync def one(args, sample, **options):\n    return 1.0\n"}
+    files = {
+        "tools.py": TOOL_FILE + "\n\nasync def one(args, sample, **options):\n    return 1.0\n"
+    }
     use = "miles.rollout.generate_hub.multi_turn:generate"
     found = played(tmp_path, "pass", use, replies=replies, args=args, files=files, **limits)
     assert (found.error, found.reward, len(found.turns)) == (None, 1.0, turns)
@@ -165,7 +181,11 @@ STREAM = """
 """
 
 
-@pytest.mark.parametrize(("source", "reward"), [(SPANS, 1.0), (ASYNC, 0.5), (STREAM, 1.0)], ids=["spans", "async", "streams"])
+@pytest.mark.parametrize(
+    ("source", "reward"),
+    [(SPANS, 1.0), (ASYNC, 0.5), (STREAM, 1.0)],
+    ids=["spans", "async", "streams"],
+)
 def test_modules_that_user_code_imports(source, reward, tmp_path):
     found = played(tmp_path, source)
     assert (found.error, found.reward) == (None, reward)
@@ -178,23 +198,38 @@ def group(rewards, status="completed"):
 
     tasks = [tw.Task("Go.", str(reward)) for reward in rewards]
     return tw.rollout(
-        play, tasks, tw.ScriptedEngine(["a"]), renderer=tw.byte_renderer(), limits=tw.Limits(turns=2, turn_tokens=9)
+        play,
+        tasks,
+        tw.ScriptedEngine(["a"]),
+        renderer=tw.byte_renderer(),
+        limits=tw.Limits(turns=2, turn_tokens=9),
     )
 
 
 @pytest.mark.parametrize("package", ["slime", "miles"])
 @pytest.mark.parametrize(
-    ("rewards", "choice"), [((0.0, 1.0), (True, "")), ((1.0, 1.0), (False, "zero_std_1.0")), ((1.0,), (False, "zero_std_1.0"))]
+    ("rewards", "choice"),
+    [
+        ((0.0, 1.0), (True, "")),
+        ((1.0, 1.0), (False, "zero_std_1.0")),
+        ((1.0,), (False, "zero_std_1.0")),
+    ],
 )
 def test_filters_of_groups_by_their_names(package, rewards, choice):
-    function = load_object(f"{package}.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std")
+    function = load_object(
+        f"{package}.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std"
+    )
     assert read_choice(adapt_filter(function)(group(rewards))) == choice
-    kept = load_object(f"{package}.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std_with_fallback")
+    kept = load_object(
+        f"{package}.rollout.filter_hub.dynamic_sampling_filters:check_reward_nonzero_std_with_fallback"
+    )
     assert read_choice(adapt_filter(kept)(group(rewards))) == (True, "")
 
 
 def test_a_dotted_use_of_a_framework_that_is_not_installed_is_our_stand_in():
-    assert resolve_env(EnvConfig(use="slime.rollout.sglang_rollout:generate", args={"rm_type": "math"})).agent_function
+    assert resolve_env(
+        EnvConfig(use="slime.rollout.sglang_rollout:generate", args={"rm_type": "math"})
+    ).agent_function
     with pytest.raises(ConfigError, match=r"no module 'slime' is installed"):
         load_object("slime.rollout.nothing:generate")
     with pytest.raises(ConfigError, match=r"has no 'generat'; did you mean 'generate'"):
@@ -202,10 +237,16 @@ def test_a_dotted_use_of_a_framework_that_is_not_installed_is_our_stand_in():
 
 
 STEPS = [
-    ("slime.rollout.fully_async_rollout:generate_rollout_fully_async", r'\[schedule\] mode = "async"'),
+    (
+        "slime.rollout.fully_async_rollout:generate_rollout_fully_async",
+        r'\[schedule\] mode = "async"',
+    ),
     ("miles.rollout.fully_async_rollout:FullyAsyncRolloutFn", r'\[schedule\] mode = "async"'),
     ("slime.rollout.sft_rollout:generate_rollout", r"\[warmup\] dataset"),
-    ("miles.rollout.inference_rollout.inference_rollout_common:InferenceRolloutFn", "name what it calls for each sample"),
+    (
+        "miles.rollout.inference_rollout.inference_rollout_common:InferenceRolloutFn",
+        "name what it calls for each sample",
+    ),
     ("slime.rollout.sglang_rollout:generate_rollout", "name what it calls for each sample"),
     ("steps.py:generate_rollout", "train.group_filter"),
     ("steps.py:evaluate", r"env\.eval_tasks"),
@@ -232,5 +273,7 @@ class Own(InferenceRolloutFn):
 @pytest.mark.parametrize(("use", "hook"), STEPS)
 def test_a_function_for_a_step_is_refused_with_what_replaces_it(use, hook, tmp_path):
     (tmp_path / "steps.py").write_text(STEP_FILE)
-    with pytest.raises(ConfigError, match=rf"plays all samples of a step .*which our loop replaces; .*{hook}"):
+    with pytest.raises(
+        ConfigError, match=rf"plays all samples of a step .*which our loop replaces; .*{hook}"
+    ):
         resolve_env(EnvConfig(use=use), base=tmp_path)

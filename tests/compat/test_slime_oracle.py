@@ -1,7 +1,8 @@
-"""User files of slime and Miles against what the original loops made of them: `slime_oracle.json`, by slime_episodes.py.
+"""User files of slime and Miles against what the original loops made of them:
+`slime_oracle.json`, by slime_episodes.py.
 
-Equal but for the row of docs/compat.md: slime's loop loses the line break after an end token. What a generate function appends
-after its last reply is in no call, so not in our record.
+Equal but for the row of docs/compat.md: slime's loop loses the line break after an end token. What
+a generate function appends after its last reply is in no call, so not in our record.
 """
 
 import json
@@ -28,14 +29,22 @@ COMMITS = {
 
 
 def ours(one, render, base=None):
-    rule = {"custom_rm_path": f"{one.use.partition(':')[0]}:{one.reward}"} if one.reward else {"rm_type": "math"}
-    spec = resolve_env(EnvConfig(use=one.use, args={"args": one.args, **rule}), base=base or HERE / "users/slime")
+    rule = (
+        {"custom_rm_path": f"{one.use.partition(':')[0]}:{one.reward}"}
+        if one.reward
+        else {"rm_type": "math"}
+    )
+    spec = resolve_env(
+        EnvConfig(use=one.use, args={"args": one.args, **rule}), base=base or HERE / "users/slime"
+    )
     content = (tw.Image(picture()), "Which?") if one.picture else "Go."
     row = dict(one.row)
     task = tw.Task([tw.Message("user", content)], row.pop("label", None), info=row)
     limits = tw.Limits(turns=one.turns, turn_tokens=one.cut)
     play = spec.agent_function or spec.factory
-    (found,) = tw.rollout(play, [task], tw.ScriptedEngine(list(one.replies)), renderer=render, limits=limits)
+    (found,) = tw.rollout(
+        play, [task], tw.ScriptedEngine(list(one.replies)), renderer=render, limits=limits
+    )
     return found
 
 
@@ -74,7 +83,11 @@ def compare(one, made, render, base=None):
         assert found.reward == sum(rewards) / len(rewards)
     over = len(found.turns) == one.turns and found.stop == "max_turns"
     # A reply that was cut ends the episode as that, whatever status its function writes.
-    assert over or found.stop == "turn_length" or {sample["status"] for sample in made["samples"]} == {found.stop.status}
+    assert (
+        over
+        or found.stop == "turn_length"
+        or {sample["status"] for sample in made["samples"]} == {found.stop.status}
+    )
     return found
 
 
@@ -87,7 +100,10 @@ def test_ids_masks_contexts_and_ends_are_those_of_the_original_loop(name, tmp_pa
 
 
 @pytest.mark.compat
-@pytest.mark.skipif("TURNWRIGHT_TREES" not in os.environ, reason="TURNWRIGHT_TREES names no folder with slime and miles")
+@pytest.mark.skipif(
+    "TURNWRIGHT_TREES" not in os.environ,
+    reason="TURNWRIGHT_TREES names no folder with slime and miles",
+)
 @pytest.mark.parametrize("name", EPISODES)
 def test_the_original_loops_still_make_what_is_recorded(name):
     tree = Path(os.environ["TURNWRIGHT_TREES"]) / EPISODES[name].system
@@ -101,6 +117,10 @@ def test_the_oracle_is_of_these_commits_and_of_every_user_file():
     assert ORACLE["commits"] == COMMITS
     assert ORACLE["episodes"].keys() == EPISODES.keys()
     files = {one.use.partition(":")[0] for one in EPISODES.values()}
-    others = {"seed_generate.py", "judged_env.py", "miles_rollout.py"}  # printed in a document; fails at times; is refused
+    others = {
+        "seed_generate.py",
+        "judged_env.py",
+        "miles_rollout.py",
+    }  # printed in a document; fails at times; is refused
     assert files | others == {path.name for path in Path(HERE / "users/slime").glob("*.py")}
     assert len(files) >= 8

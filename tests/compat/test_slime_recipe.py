@@ -1,4 +1,5 @@
-"""The recipe of a slime environment with pictures and a judge over HTTP: its dry run, and episodes that wait for the judge."""
+"""The recipe of a slime environment with pictures and a judge over HTTP: its dry run, and episodes
+that wait for the judge."""
 
 import importlib.util
 import json
@@ -53,7 +54,8 @@ def test_the_dry_run(home, capsys):
 
 
 class Overloaded(BaseHTTPRequestHandler):
-    """Answers the first requests only when `TOGETHER` wait, and these with 503; all later ones with a score."""
+    """Answers the first requests only when `TOGETHER` wait, and these with 503; all
+    later ones with a score."""
 
     lock = threading.Lock()
 
@@ -88,7 +90,9 @@ def test_no_episode_waits_while_another_is_in_its_synchronous_step(home):
     assert not server.barrier.broken
     assert [[turn.retries for turn in one.turns] for one in found] == [[1, 0]] * TOGETHER
     assert [one.reward for one in found] == [1.0] * TOGETHER
-    assert all("answered 503: overloaded" in failure.message for one in found for failure in one.failures)
+    assert all(
+        "answered 503: overloaded" in failure.message for one in found for failure in one.failures
+    )
     assert len(server.asked) == 3 * TOGETHER
 
 

@@ -116,7 +116,13 @@ def test_what_the_servers_cannot_do_is_the_error_of_a_request(tmp_path):
 """
         + ONE_REPLY
     )
-    found = played(tmp_path, "pass", "mine.py:generate", replies=["1"], files={"mine.py": source(CLIENTS["aiohttp"], rest)})
+    found = played(
+        tmp_path,
+        "pass",
+        "mine.py:generate",
+        replies=["1"],
+        files={"mine.py": source(CLIENTS["aiohttp"], rest)},
+    )
     assert (found.error, found.reward) == (None, 1.0)
 
 
@@ -130,7 +136,13 @@ def test_post_reaches_the_engine_at_the_same_address(tmp_path):
     sample.append_response_tokens(args, tokens=[row[1] for row in rows], log_probs=[row[0] for row in rows])
     sample.reward = 1.0
 """
-    found = played(tmp_path, "pass", "mine.py:generate", replies=["1"], files={"mine.py": source(CLIENTS["aiohttp"], rest)})
+    found = played(
+        tmp_path,
+        "pass",
+        "mine.py:generate",
+        replies=["1"],
+        files={"mine.py": source(CLIENTS["aiohttp"], rest)},
+    )
     assert (found.error, found.reward) == (None, 1.0)
 
 
@@ -171,7 +183,8 @@ def test_sampling_parameters_are_the_runs(tmp_path):
     """
     path = tmp_path / "mine.py"
     path.write_text(
-        "from slime.rollout.sglang_rollout import generate as one_reply\n" + "\n".join(line[4:] for line in text.splitlines())
+        "from slime.rollout.sglang_rollout import generate as one_reply\n"
+        + "\n".join(line[4:] for line in text.splitlines())
     )
     (found,) = tw.rollout(
         resolve_env(EnvConfig(use=f"{path}:generate")).agent_function,

@@ -54,13 +54,26 @@ ROW = {"prompt": "Go.", "metadata": {"n": 3}}
 
 def play(folder, text, use="agent.py:run", *, replies=("a", "b"), row=None, args=None, **limits):
     given = {"custom_rm_path": "agent.py:judge", **(args or {})}
-    return played(folder, "pass", use, replies=replies, row=row or ROW, args=given, files={"agent.py": HEAD + text}, **limits)
+    return played(
+        folder,
+        "pass",
+        use,
+        replies=replies,
+        row=row or ROW,
+        args=given,
+        files={"agent.py": HEAD + text},
+        **limits,
+    )
 
 
 def trained(found):
     rows = []
     for row in found.samples():
-        rows.append(tw.byte_renderer().decode([one for one, weight in zip(row.ids, row.weights, strict=True) if weight]))
+        rows.append(
+            tw.byte_renderer().decode(
+                [one for one, weight in zip(row.ids, row.weights, strict=True) if weight]
+            )
+        )
     return sorted(rows)
 
 
@@ -137,7 +150,9 @@ async def run(base_url, prompt, request_kwargs, metadata):
 
 
 def test_an_agent_that_asks_nothing_is_aborted_and_one_that_fails_is_an_error(tmp_path):
-    quiet = "async def run(base_url, prompt, request_kwargs, metadata):\n    return {'reward': 1.0}\n"
+    quiet = (
+        "async def run(base_url, prompt, request_kwargs, metadata):\n    return {'reward': 1.0}\n"
+    )
     found = play(tmp_path / "a", quiet)
     assert (found.error, found.reward, str(found.stop)) == (None, None, "aborted")
     wrong = "async def run(base_url, prompt, request_kwargs, metadata):\n    await talk(base_url, prompt, request_kwargs, metadata, 1)\n    raise KeyError('x')\n"
@@ -157,7 +172,13 @@ def test_many_agents_at_once_are_each_their_own(tmp_path):
     spec = resolve_env(EnvConfig(use=f"{path}:run", args={"custom_rm_path": f"{path}:judge"}))
     engine = tw.ScriptedEngine(lambda messages, rng: str(rng.randrange(1000)))
     tasks = [tw.Task(f"{number}") for number in range(8)]
-    found = tw.rollout(spec.agent_function, tasks, engine, renderer=renderer("bpe"), limits=tw.Limits(turns=2, turn_tokens=20))
+    found = tw.rollout(
+        spec.agent_function,
+        tasks,
+        engine,
+        renderer=renderer("bpe"),
+        limits=tw.Limits(turns=2, turn_tokens=20),
+    )
     assert [one.error for one in found] == [None] * 8
     for one in found:
         assert one.messages[-1].text == str(int(one.reward))

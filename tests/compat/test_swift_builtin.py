@@ -1,4 +1,5 @@
-"""Built-in schedulers and environments of ms-swift by name, its own example plugins' forms, and rewards."""
+"""Built-in schedulers and environments of ms-swift by name, its own example
+plugins' forms, and rewards."""
 
 import asyncio
 import random
@@ -22,7 +23,14 @@ def spec(use, **args):
 
 
 def one(made, task, replies, limits=LIMITS, **options):
-    (found,) = tw.rollout(made.agent_function, [task], tw.ScriptedEngine(replies), renderer=TEXT, limits=limits, **options)
+    (found,) = tw.rollout(
+        made.agent_function,
+        [task],
+        tw.ScriptedEngine(replies),
+        renderer=TEXT,
+        limits=limits,
+        **options,
+    )
     assert found.error is None, found.error
     return found
 
@@ -51,13 +59,19 @@ def test_math_tip_trick_goes_back_into_the_thoughts():
 
 def test_math_tip_trick_leaves_a_right_answer():
     pytest.importorskip("math_verify")
-    found = one(spec("swift:math_tip_trick", reward_funcs=["accuracy"]), SIX, ["<answer>42</answer>"])
+    found = one(
+        spec("swift:math_tip_trick", reward_funcs=["accuracy"]), SIX, ["<answer>42</answer>"]
+    )
     assert (len(found.turns), found.reward) == (1, 1.0)
 
 
 def test_math_tip_trick_multi_turn_asks_in_a_new_turn():
     pytest.importorskip("math_verify")
-    made = spec("swift:math_tip_trick_multi_turn", reward_funcs=["accuracy", "format"], reward_weights=[1.0, 0.5])
+    made = spec(
+        "swift:math_tip_trick_multi_turn",
+        reward_funcs=["accuracy", "format"],
+        reward_weights=[1.0, 0.5],
+    )
     found = one(made, SIX, ["<answer>41</answer>", "<think>x</think><answer>42</answer>"])
     assert "you need to recheck very carefully.<|im_end|>" in TEXT.decode(found.prompt_ids(1))
     assert found.reward == 1.5
@@ -66,17 +80,26 @@ def test_math_tip_trick_multi_turn_asks_in_a_new_turn():
 
 def test_one_turn_with_rewards_by_name():
     pytest.importorskip("math_verify")
-    found = one(spec("swift:single_turn", reward_funcs=["accuracy", "format"]), SIX, ["<think>x</think><answer>42</answer>"])
+    found = one(
+        spec("swift:single_turn", reward_funcs=["accuracy", "format"]),
+        SIX,
+        ["<think>x</think><answer>42</answer>"],
+    )
     assert (len(found.turns), found.reward) == (1, 2.0)
 
 
 def test_thinking_tips_return_a_row_for_each_turn():
     pytest.importorskip("math_verify")
     made = spec("swift:thinking_tips_scheduler", reward_funcs=["accuracy"])
-    found = one(made, SIX, ["<think>a</think><answer>41</answer>", "<think>b</think><answer>42</answer>"])
+    found = one(
+        made, SIX, ["<think>a</think><answer>41</answer>", "<think>b</think><answer>42</answer>"]
+    )
     assert len(found.turns) == 2
     assert all(turn.weights is None for turn in found.turns)
-    assert [(row.reward, row.turns) for row in found.row_rewards] == [(0.0, (0,)), (1.0, (1,))]  # ms-swift refuses that
+    assert [(row.reward, row.turns) for row in found.row_rewards] == [
+        (0.0, (0,)),
+        (1.0, (1,)),
+    ]  # ms-swift refuses that
     assert (found.reward, found.rewards) == (0.5, {"accuracy": 0.5})
 
 
@@ -119,7 +142,11 @@ def test_an_environment_class_needs_no_registration():
 
 
 def test_an_async_reward_and_a_reward_with_a_loop_of_its_own():
-    made = spec("tips.py:AskAgain", external_plugins="rewards.py", reward_funcs=["judge", "own_loop", "rewards.py:columns"])
+    made = spec(
+        "tips.py:AskAgain",
+        external_plugins="rewards.py",
+        reward_funcs=["judge", "own_loop", "rewards.py:columns"],
+    )
     found = one(made, tw.Task("2+2?", info={"solution": "4", "nums": [1, 2], "audios": []}), ["4"])
     assert found.rewards == {"judge": 0.5, "own_loop": 2.0, "columns": 1.0}
 
@@ -137,8 +164,15 @@ def test_a_tool_scheduler_writes_into_its_message_with_ids_and_masks():
 
 
 def test_a_run_of_its_own():
-    found = one(spec("own_loops.py:TwoDrafts", external_plugins=[], best=2), tw.Task("Go."), ["a", "b"])
-    assert [message.text for message in found.conversation(1)] == ["Go.", "a", "Which is better?", "b"]
+    found = one(
+        spec("own_loops.py:TwoDrafts", external_plugins=[], best=2), tw.Task("Go."), ["a", "b"]
+    )
+    assert [message.text for message in found.conversation(1)] == [
+        "Go.",
+        "a",
+        "Which is better?",
+        "b",
+    ]
     assert found.turns[0].weights == (0.0,) * len(TEXT.encode_reply("a"))
     assert found.metrics["environment/best"] == 2
 
@@ -151,9 +185,20 @@ def test_64_at_once_equal_64_in_order(use):
     def episodes(concurrency, delay):
         made = spec(use)
         engine = Words(delay)
-        rows = tw.rollout(made.agent_function, tasks, engine, renderer=TEXT, limits=limits, seed=7, concurrency=concurrency)
+        rows = tw.rollout(
+            made.agent_function,
+            tasks,
+            engine,
+            renderer=TEXT,
+            limits=limits,
+            seed=7,
+            concurrency=concurrency,
+        )
         assert [row.error for row in rows] == [None] * 64
-        return [([(s.origin, s.ids, s.parent) for s in row.spans], [t.weights for t in row.turns]) for row in rows], engine.peak
+        return [
+            ([(s.origin, s.ids, s.parent) for s in row.spans], [t.weights for t in row.turns])
+            for row in rows
+        ], engine.peak
 
     ordered, alone = episodes(1, 0)
     together, peak = episodes(64, 0.003)
@@ -162,7 +207,8 @@ def test_64_at_once_equal_64_in_order(use):
 
 
 class Words:
-    """Says words by the seed of the request, and an answer; with a delay, none before more than 20 calls are in flight."""
+    """Says words by the seed of the request, and an answer; with a delay, none before more than
+    20 calls are in flight."""
 
     context, version = None, 0
 
@@ -178,7 +224,10 @@ class Words:
         await asyncio.sleep(self.delay * random.random())
         self.running -= 1
         chance = random.Random(f"{request.seed}")
-        text = " ".join(chance.choices(["the", "of", "it", "was"], k=chance.randint(1, 5))) + " Answer: 5"
+        text = (
+            " ".join(chance.choices(["the", "of", "it", "was"], k=chance.randint(1, 5)))
+            + " Answer: 5"
+        )
         ids = TEXT.encode_reply(text)
         from turnwright.engines import Generation
 
@@ -195,7 +244,14 @@ def test_random_ids_keep_the_invariants_of_records():
     engine = Sampler()
     tasks = [tw.Task(f"Say {n}.", info={"solution": "none"}, id=f"t{n}") for n in range(12)]
     made = spec("own_loops.py:Half")
-    rows = tw.rollout(made.agent_function, tasks, engine, renderer=TEXT, limits=tw.Limits(turns=4, turn_tokens=20), seed=4)
+    rows = tw.rollout(
+        made.agent_function,
+        tasks,
+        engine,
+        renderer=TEXT,
+        limits=tw.Limits(turns=4, turn_tokens=20),
+        seed=4,
+    )
     assert sum(len(row.turns) for row in rows) > 24
     for row in rows:
         assert row.error is None, row.error
@@ -206,16 +262,32 @@ def test_random_ids_keep_the_invariants_of_records():
 @pytest.mark.parametrize(
     ("use", "args", "words"),
     [
-        ("swift:math_tip_tricks", {}, r"multi_turns has no 'math_tip_tricks'; did you mean 'math_tip_trick'"),
-        ("swift:gym_scheduler", {"reward_funcs": ["acuracy"]}, r"orms has no 'acuracy'; did you mean 'accuracy'"),
+        (
+            "swift:math_tip_tricks",
+            {},
+            r"multi_turns has no 'math_tip_tricks'; did you mean 'math_tip_trick'",
+        ),
+        (
+            "swift:gym_scheduler",
+            {"reward_funcs": ["acuracy"]},
+            r"orms has no 'acuracy'; did you mean 'accuracy'",
+        ),
         (
             "swift:gym_scheduler",
             {"reward_funcs": ["format"], "reward_weights": [1, 2, 3]},
             "1 reward_funcs and 3 reward_weights",
         ),
         ("swift:gym_scheduler", {"external_plugins": ["nowhere.py"]}, "nowhere.py"),
-        ("broken.py:NoStep", {}, "broken.py:NoStep lacks step; a scheduler has step, or its own run"),
-        ("broken.py:WrongStep", {}, r"broken.py:WrongStep.step: too many positional arguments; ms-swift calls it with 3"),
+        (
+            "broken.py:NoStep",
+            {},
+            "broken.py:NoStep lacks step; a scheduler has step, or its own run",
+        ),
+        (
+            "broken.py:WrongStep",
+            {},
+            r"broken.py:WrongStep.step: too many positional arguments; ms-swift calls it with 3",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(use, args, words):
@@ -223,16 +295,22 @@ def test_what_is_wrong_is_named(use, args, words):
         spec(use, **args)
 
 
-@pytest.mark.parametrize(("column", "words"), [("audios", "has audios: "), ("videos", "has 1 videos; write <video>")])
+@pytest.mark.parametrize(
+    ("column", "words"), [("audios", "has audios: "), ("videos", "has 1 videos; write <video>")]
+)
 def test_media_that_the_model_would_not_receive(column, words):
     made = spec("tips.py:AskAgain", external_plugins=[])
     task = tw.Task("Go.", info={column: ["a.bin"], "solution": "4"})
-    (found,) = tw.rollout(made.agent_function, [task], tw.ScriptedEngine(["4"]), renderer=TEXT, limits=LIMITS)
+    (found,) = tw.rollout(
+        made.agent_function, [task], tw.ScriptedEngine(["4"]), renderer=TEXT, limits=LIMITS
+    )
     assert words in found.error.message
 
 
 def test_a_mask_that_trains_what_was_not_sampled():
     made = spec("broken.py:TrainsTips")
     engine = tw.ScriptedEngine(["a", "b", "c", "d"])
-    (found,) = tw.rollout(made.agent_function, [tw.Task("Go.")], engine, renderer=TEXT, limits=LIMITS)
+    (found,) = tw.rollout(
+        made.agent_function, [tw.Task("Go.")], engine, renderer=TEXT, limits=LIMITS
+    )
     assert "and the engine did not sample that id there" in str(found.error)

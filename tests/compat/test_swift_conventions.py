@@ -1,4 +1,5 @@
-"""User code of ms-swift by its conventions: totals, the state of the trainer, the engine's attributes, pictures and videos."""
+"""User code of ms-swift by its conventions: totals, the state of the trainer, the engine's
+attributes, pictures and videos."""
 
 import base64
 import io
@@ -24,12 +25,16 @@ LIMITS = tw.Limits(turns=5, turn_tokens=50)
 
 def spec(folder, source, use, **args):
     (folder / "plugin.py").write_text(HEAD + textwrap.dedent(source))
-    return resolve_env(EnvConfig(use=use, args={"external_plugins": ["plugin.py"], **args}), base=folder)
+    return resolve_env(
+        EnvConfig(use=use, args={"external_plugins": ["plugin.py"], **args}), base=folder
+    )
 
 
 def played(made, replies, *, task=None, renderer=None):
     engine = tw.ScriptedEngine(list(replies))
-    (found,) = tw.rollout(made.agent_function, [task or tw.Task("Go.")], engine, renderer=renderer, limits=LIMITS)
+    (found,) = tw.rollout(
+        made.agent_function, [task or tw.Task("Go.")], engine, renderer=renderer, limits=LIMITS
+    )
     return found
 
 
@@ -59,10 +64,15 @@ multi_turns["counts"] = Counts
     ],
 )
 def test_the_total_is_the_reward_and_steps_only_divide_it(total, steps, reward, by_turn, tmp_path):
-    found = played(spec(tmp_path, TOTALS.format(total=total, steps=steps), "swift:counts", use_gym_env=True), "abc")
+    found = played(
+        spec(tmp_path, TOTALS.format(total=total, steps=steps), "swift:counts", use_gym_env=True),
+        "abc",
+    )
     assert found.error is None, found.error
     assert found.reward == reward
-    assert [turn.reward for turn in found.turns] == ([0.5, 0.5, 0.5] if by_turn else [None, None, None])
+    assert [turn.reward for turn in found.turns] == (
+        [0.5, 0.5, 0.5] if by_turn else [None, None, None]
+    )
 
 
 STATE = """
@@ -81,8 +91,12 @@ def test_rewards_see_the_step(tmp_path):
     made = spec(tmp_path, STATE, "swift:single_turn", reward_funcs=["seen"])
 
     async def play():
-        rollout = Rollout(tw.ScriptedEngine(["a"]), tw.byte_renderer(), RolloutSettings(limits=LIMITS))
-        return await rollout.play(make_episode_specs(made.agent_function, [tw.Task("Go.")], phase="train", step=7))
+        rollout = Rollout(
+            tw.ScriptedEngine(["a"]), tw.byte_renderer(), RolloutSettings(limits=LIMITS)
+        )
+        return await rollout.play(
+            make_episode_specs(made.agent_function, [tw.Task("Go.")], phase="train", step=7)
+        )
 
     (found,) = asyncio.run(play())
     assert found.error is None, found.error
@@ -112,7 +126,9 @@ def test_the_engine_answers_getattr_with_a_default(tmp_path):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (28, 28), (280, 224), (900, 700)])
-@pytest.mark.parametrize("form", ["base64", "data URL", "bytes", "a dict of bytes", "a dict of base64"])
+@pytest.mark.parametrize(
+    "form", ["base64", "data URL", "bytes", "a dict of bytes", "a dict of base64"]
+)
 def test_pictures_of_every_size_are_decoded_and_not_taken_for_paths(size, form):
     buffer = io.BytesIO()
     Image.effect_noise(size, 50).convert("RGB").save(buffer, format="PNG")
@@ -161,8 +177,15 @@ def test_a_video_that_a_step_sets_is_seen(vlm, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "video", "words"),
-    [("Look: <video>", "'a.mp4'", "give its frames"), ("Look.", "[Image.new('RGB', (56, 56))]", "write <video>")],
+    [
+        ("Look: <video>", "'a.mp4'", "give its frames"),
+        ("Look.", "[Image.new('RGB', (56, 56))]", "write <video>"),
+    ],
 )
 def test_a_video_that_cannot_be_shown_is_an_error(text, video, words, vlm, tmp_path):
-    found = played(spec(tmp_path, VIDEO.format(text=text, video=video), "swift:shows"), ["a", "b"], renderer=vlm)
+    found = played(
+        spec(tmp_path, VIDEO.format(text=text, video=video), "swift:shows"),
+        ["a", "b"],
+        renderer=vlm,
+    )
     assert words in found.error.message

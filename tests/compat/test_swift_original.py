@@ -14,7 +14,9 @@ PLAY = Path(__file__).parent / "swift_episodes.py"
 
 
 def played(*args):
-    made = subprocess.run([sys.executable, str(PLAY), *args], capture_output=True, text=True, timeout=600)
+    made = subprocess.run(
+        [sys.executable, str(PLAY), *args], capture_output=True, text=True, timeout=600
+    )
     assert made.returncode == 0, made.stderr[-2000:]
     return json.loads(made.stdout.splitlines()[-1])
 
@@ -27,14 +29,21 @@ def sides():
 
 
 OTHERWISE = {"a shortened text", "a picture, and a message that goes on"}
-"""Episodes of docs/compat.md in which 4.6.0 goes on with sampled ids where `step` changed the text alone."""
+"""Episodes of docs/compat.md in which 4.6.0 goes on with sampled ids where `step`
+changed the text alone."""
 PLAYED = [
     *(name for name in swift_episodes.EPISODES if name not in OTHERWISE),
     *swift_episodes.CUT,
-    *(f"{name}, {number}" for name in swift_episodes.SAMPLES for number in range(swift_episodes.MANY)),
+    *(
+        f"{name}, {number}"
+        for name in swift_episodes.SAMPLES
+        for number in range(swift_episodes.MANY)
+    ),
     *(name for name in swift_episodes.PICTURES if name not in OTHERWISE),
 ]
-BUILT_IN = [(name, number) for name, made in swift_episodes.BUILT_IN.items() for number in range(len(made))]
+BUILT_IN = [
+    (name, number) for name, made in swift_episodes.BUILT_IN.items() for number in range(len(made))
+]
 
 
 @pytest.mark.parametrize("name", PLAYED)
@@ -50,7 +59,10 @@ def test_their_loop_and_ours_have_the_same_contexts_weights_rewards_and_outputs(
 def test_a_cut_reply_is_seen_by_the_scheduler_and_by_the_reward(sides, name):
     (output,) = sides[1]["episodes"][name]["output"]
     cut = name != "no reply is cut"
-    assert (output["is_truncated"], output["finish_reason"]) == ([cut], ["length" if cut else "stop"])
+    assert (output["is_truncated"], output["finish_reason"]) == (
+        [cut],
+        ["length" if cut else "stop"],
+    )
     assert sides[1]["episodes"][name]["stop"] == ("turn_length" if cut else "done")
 
 
@@ -84,7 +96,9 @@ def test_rewards_are_called_with_what_ms_swift_calls_them_with(sides, name):
 def test_registered_rewards_are_ms_swifts():
     """Those that have no ms-swift to be compared with in the tests without it."""
     script = Path(__file__).parent / "swift_rewards.py"
-    made = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    made = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=600
+    )
     assert made.returncode == 0, made.stderr[-2000:]
     found = json.loads(made.stdout.splitlines()[-1])
     assert len(found) == 7

@@ -1,4 +1,5 @@
-"""Plugins of ms-swift in the forms of its examples: loops of their own, trees, OpenEnv, media, and rewards by name."""
+"""Plugins of ms-swift in the forms of its examples: loops of their own, trees, OpenEnv,
+media, and rewards by name."""
 
 import importlib.util
 import sys
@@ -25,13 +26,22 @@ from swift.rollout.multi_turn import GYMScheduler, MultiTurnScheduler, multi_tur
 
 def spec(folder, source, use, **args):
     (folder / "plugin.py").write_text(HEAD + textwrap.dedent(source))
-    return resolve_env(EnvConfig(use=use, args={"external_plugins": ["plugin.py"], **args}), base=folder)
+    return resolve_env(
+        EnvConfig(use=use, args={"external_plugins": ["plugin.py"], **args}), base=folder
+    )
 
 
 def played(made, replies, *, task=None, turns=5, tokens=50, samples=1, error=None):
     engine = tw.ScriptedEngine(replies if callable(replies) else list(replies))
     limits = tw.Limits(turns=turns, turn_tokens=tokens)
-    found = tw.rollout(made.agent_function, [task or tw.Task("Go.")], engine, renderer=RENDERER, limits=limits, samples=samples)
+    found = tw.rollout(
+        made.agent_function,
+        [task or tw.Task("Go.")],
+        engine,
+        renderer=RENDERER,
+        limits=limits,
+        samples=samples,
+    )
     if error is None:
         assert [one.error for one in found] == [None] * samples
     else:
@@ -42,7 +52,8 @@ def played(made, replies, *, task=None, turns=5, tokens=50, samples=1, error=Non
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), branches=st.lists(st.integers(1, 3), max_size=3))
 def test_replies_of_a_tree_are_in_the_rows_of_all_their_paths(data, branches):
-    """A reply was in the first path alone, a mask of another path was refused, and one that began alike was cut."""
+    """A reply was in the first path alone, a mask of another path was refused, and one
+    that began alike was cut."""
     replies = {}
 
     def reply(messages, rng):
@@ -56,7 +67,10 @@ def test_replies_of_a_tree_are_in_the_rows_of_all_their_paths(data, branches):
     found = played(made, reply, task=tw.Task("Go.", info={"branches": branches}), turns=100)
     assert [turn.weights for turn in found.turns] == [None] * len(found.turns)
 
-    ways = [tuple(message.text for message in found.conversation(number)) for number in range(len(found.turns))]
+    ways = [
+        tuple(message.text for message in found.conversation(number))
+        for number in range(len(found.turns))
+    ]
     leaves = [way for way in ways if len(way) == 2 + 2 * len(branches)]
     lengths = sorted(float(len(leaf[-1])) for leaf in leaves)
     assert found.reward == pytest.approx(sum(lengths) / len(lengths))
@@ -93,7 +107,9 @@ multi_turns["adds"], orms["sees"] = Adds, Sees
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize(("told", "seen"), [(True, [["told"]]), (False, None)])
 def test_rewards_see_the_rows_media_or_those_that_rollout_infos_has(new, told, seen, tmp_path):
-    made = spec(tmp_path, MEDIA.format(new=new, told=told, seen=seen), "swift:adds", reward_funcs=["sees"])
+    made = spec(
+        tmp_path, MEDIA.format(new=new, told=told, seen=seen), "swift:adds", reward_funcs=["sees"]
+    )
     assert played(made, "ab").reward == 1.0
 
 
@@ -123,13 +139,19 @@ multi_turns["counts"], multi_turns["gym"], orms["one"] = Counts, Gym, One
         ("swift:counts", {"reward_funcs": ["one"], "use_gym_env": True}, 5.0),
         ("swift:counts", {"reward_funcs": ["one"], "reward_weights": [0.5]}, 0.5),
         ("swift:counts", {"reward_funcs": ["one"], "reward_weights": [0.5, 2.0]}, 8.5),
-        ("swift:counts", {"reward_funcs": ["one"], "reward_weights": [0.5, 2.0], "use_gym_env": False}, 0.5),
+        (
+            "swift:counts",
+            {"reward_funcs": ["one"], "reward_weights": [0.5, 2.0], "use_gym_env": False},
+            0.5,
+        ),
         ("swift:counts", {}, 4.0),
         ("swift:gym", {"reward_funcs": ["one"]}, 5.0),
         ("swift:gym", {"reward_funcs": ["one"], "use_gym_env": False}, 1.0),
     ],
 )
-def test_a_total_that_a_scheduler_logs_is_a_reward_where_the_flags_say_so(use, args, reward, tmp_path):
+def test_a_total_that_a_scheduler_logs_is_a_reward_where_the_flags_say_so(
+    use, args, reward, tmp_path
+):
     assert played(spec(tmp_path, GYM_FLAG, use, **args), "a").reward == reward
 
 
@@ -173,11 +195,16 @@ orms["flat"] = Flat
 
 
 def test_one_turn_has_its_ids_and_not_a_list_of_turns(tmp_path):
-    assert played(spec(tmp_path, LENGTHS, "swift:single_turn", reward_funcs=["flat"]), ["abcd"]).reward == 1.0
+    assert (
+        played(spec(tmp_path, LENGTHS, "swift:single_turn", reward_funcs=["flat"]), ["abcd"]).reward
+        == 1.0
+    )
 
 
 def orm(name, **args):
-    made = resolve_env(EnvConfig(use="swift:single_turn", args={"reward_funcs": [name], **args}), base=USERS)
+    made = resolve_env(
+        EnvConfig(use="swift:single_turn", args={"reward_funcs": [name], **args}), base=USERS
+    )
     return made.agent_function.rewards[0][1]
 
 
@@ -185,16 +212,40 @@ def orm(name, **args):
     ("name", "args", "replies", "rewards"),
     [
         ("repetition", {}, ["a b c d", "a b c a b c a", "a", ""], [0.0, -0.4, 0.0, 0.0]),
-        ("repetition", {"repetition_n_grams": 1, "repetition_max_penalty": -2.0}, ["A a b b"], [-1.0]),
-        ("soft_overlong", {"soft_max_length": 4, "soft_cache_length": 2}, ["a", "ab", "abc", "abcd"], [0.0, 0.0, -0.5, -1.0]),
+        (
+            "repetition",
+            {"repetition_n_grams": 1, "repetition_max_penalty": -2.0},
+            ["A a b b"],
+            [-1.0],
+        ),
+        (
+            "soft_overlong",
+            {"soft_max_length": 4, "soft_cache_length": 2},
+            ["a", "ab", "abc", "abcd"],
+            [0.0, 0.0, -0.5, -1.0],
+        ),
         ("soft_overlong", {"max_completion_length": 4, "soft_cache_length": 2}, ["abcde"], [-1.5]),
-        ("toolbench", {}, ['Action: f\nAction Input: {"a": 1}', 'Action: g\nAction Input: {"a": 1}'], [1.0, 0.0]),
-        ("toolbench", {}, ['Action: f\nAction Input: {"a": 2}', "f", "Action: f\nAction Input: x"], [0.0, 0.0, 0.0]),
+        (
+            "toolbench",
+            {},
+            ['Action: f\nAction Input: {"a": 1}', 'Action: g\nAction Input: {"a": 1}'],
+            [1.0, 0.0],
+        ),
+        (
+            "toolbench",
+            {},
+            ['Action: f\nAction Input: {"a": 2}', "f", "Action: f\nAction Input: x"],
+            [0.0, 0.0, 0.0],
+        ),
     ],
 )
 def test_registered_rewards(name, args, replies, rewards):
     reference = 'Action: f\nAction Input: {"a": 1}'
-    found = orm(name, **args)(replies, solution=[reference] * len(replies), response_token_ids=[list(text) for text in replies])
+    found = orm(name, **args)(
+        replies,
+        solution=[reference] * len(replies),
+        response_token_ids=[list(text) for text in replies],
+    )
     assert found == pytest.approx(rewards)
 
 
@@ -202,7 +253,9 @@ def test_the_cosine_reward_depends_on_length_and_answer():
     pytest.importorskip("math_verify")
     replies = ["\\boxed{4}", "\\boxed{5}"]
     for count, right, wrong in ((0, 1.0, -0.5), (5, 0.75, -0.25), (10, 0.5, 0.0)):
-        found = orm("cosine", cosine_max_len=10)(replies, solution=["4", "4"], response_token_ids=[[0] * count] * 2)
+        found = orm("cosine", cosine_max_len=10)(
+            replies, solution=["4", "4"], response_token_ids=[[0] * count] * 2
+        )
         assert found == pytest.approx([right, wrong])
     with pytest.raises(ConfigError, match="cosine_max_len"):
         orm("cosine")
@@ -235,7 +288,9 @@ class Counter:
         if "add" not in action:
             raise RuntimeError("no such action")
         self.sum += action["add"]
-        return SimpleNamespace(observation={"sum": self.sum}, reward=float(self.sum), done=self.sum >= 3)
+        return SimpleNamespace(
+            observation={"sum": self.sum}, reward=float(self.sum), done=self.sum >= 3
+        )
 
 
 @pytest.fixture
@@ -248,7 +303,13 @@ def server(monkeypatch):
     Counter.open = Counter.most = 0
 
 
-ROW = {"env_config": {"base_url": "http://127.0.0.1:1", "reset_kwargs": {"start": 1}, "system_message": "Count."}}
+ROW = {
+    "env_config": {
+        "base_url": "http://127.0.0.1:1",
+        "reset_kwargs": {"start": 1},
+        "system_message": "Count.",
+    }
+}
 OPEN = """
 from swift.rollout.multi_turn import OpenEnvScheduler
 
@@ -273,7 +334,11 @@ def test_an_openenv_server_plays_by_the_built_in_scheduler(server, tmp_path):
     found = played(made, ['```json\n{"add": 1}\n```', '{"add": 1}'], task=tw.Task("Go.", info=ROW))
     said = [message.text for message in found.conversation(1)]
     assert said == ["Count.", '{"sum": 1}', '```json\n{"add": 1}\n```', '{"sum": 2}', '{"add": 1}']
-    assert ([turn.reward for turn in found.turns], found.reward, Counter.open) == ([2.0, 3.0], 5.0, 0)
+    assert ([turn.reward for turn in found.turns], found.reward, Counter.open) == (
+        [2.0, 3.0],
+        5.0,
+        0,
+    )
 
 
 def test_sessions_are_closed_where_a_limit_or_an_error_ends_the_episode(server, tmp_path):
@@ -316,7 +381,10 @@ envs["room"] = Room
 """
 
 
-@pytest.mark.parametrize(("replies", "error"), [(["in", "out"], None), (["in", "in", "in"], None), (["in", "break"], "broken")])
+@pytest.mark.parametrize(
+    ("replies", "error"),
+    [(["in", "out"], None), (["in", "in", "in"], None), (["in", "break"], "broken")],
+)
 def test_environments_are_closed_once_however_an_episode_ends(replies, error, tmp_path):
     made = spec(tmp_path, CLOSES, "swift:gym_scheduler", gym_env="room")
     played(made, replies, turns=3, error=error)

@@ -1,4 +1,5 @@
-"""The recipe of an ms-swift scheduler that goes back: its rows, its dry run, and an episode of each kind."""
+"""The recipe of an ms-swift scheduler that goes back: its rows, its dry run, and an
+episode of each kind."""
 
 import runpy
 import shutil
@@ -29,7 +30,11 @@ def test_the_recipe_resolves_and_its_scheduler_goes_back(tmp_path, capsys):
     wrong, right = f"a sum\n#### {total + 1}", f"a sum\n#### {total}"
     for replies, reward in (([right], 1.0), ([wrong, right], 1.0), ([wrong, wrong], 0.0)):
         (found,) = tw.rollout(
-            made.agent_function, [task], tw.ScriptedEngine(replies), renderer=renderer("bpe"), limits=config.limits
+            made.agent_function,
+            [task],
+            tw.ScriptedEngine(replies),
+            renderer=renderer("bpe"),
+            limits=config.limits,
         )
         assert found.error is None, found.error
         assert (len(found.turns), found.reward) == (len(replies), reward)

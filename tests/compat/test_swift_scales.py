@@ -18,13 +18,16 @@ def weights(named, replies=TWO, prompt="hard?", use="tips.py:AskAgain"):
     made = resolve_env(EnvConfig(use=use, args=args), base=USERS / "swift")
     task = tw.Task(prompt, info={"solution": "4"})
     limits = tw.Limits(turns=3, turn_tokens=200)
-    (found,) = tw.rollout(made.agent_function, [task], tw.ScriptedEngine(replies), renderer=TEXT, limits=limits)
+    (found,) = tw.rollout(
+        made.agent_function, [task], tw.ScriptedEngine(replies), renderer=TEXT, limits=limits
+    )
     assert found.error is None, found.error
     return [turn.weights for turn in found.turns]
 
 
 def tokens(*parts):
-    """What ms-swift makes of parts: each is tokenized alone, and its ids have its weight; then the end token."""
+    """What ms-swift makes of parts: each is tokenized alone, and its ids have its
+    weight; then the end token."""
     return (*(weight for text, weight in parts for _ in TEXT.codec.encode(text)), 1.0)
 
 
@@ -62,7 +65,10 @@ def test_masks_and_scales_are_multiplied_in_a_continued_message():
 
 @pytest.mark.parametrize(
     ("named", "words"),
-    [("answer", r"loss_scale_map has no 'answer'; did you mean 'answers'"), ("all", "only replies are trained")],
+    [
+        ("answer", r"loss_scale_map has no 'answer'; did you mean 'answers'"),
+        ("all", "only replies are trained"),
+    ],
 )
 def test_what_is_wrong_is_named(named, words):
     with pytest.raises(ConfigError, match=words):

@@ -15,7 +15,10 @@ from turnwright.envs.resolve import resolve_env
 from turnwright.errors import ConfigError
 
 pytestmark = pytest.mark.compat
-HOME = Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat") / "registries/textworld"
+HOME = (
+    Path(os.environ.get("TURNWRIGHT_COMPAT") or Path.home() / ".cache/turnwright/compat")
+    / "registries/textworld"
+)
 MAKE = """
 import sys, textworld
 options = textworld.GameOptions()
@@ -23,26 +26,38 @@ options.seeds, options.path, options.nb_rooms, options.nb_objects, options.quest
 game = textworld.generator.make_game(options)
 textworld.generator.compile_game(game, options)
 print("|".join(game.walkthrough))
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def game(tmp_path_factory):
     """A game and the commands that win it."""
     if not (HOME / "ready").exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--upgrade"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--upgrade",
+        ]
         subprocess.run([*pip, "--target", str(HOME), "textworld==1.7.0"], check=True)
         (HOME / "ready").touch()
     sys.path.append(str(HOME))
     path = tmp_path_factory.mktemp("games") / "quest.z8"
     env = {**os.environ, "PYTHONPATH": str(HOME)}
-    made = subprocess.run([sys.executable, "-c", MAKE, str(path)], capture_output=True, text=True, check=True, env=env)
+    made = subprocess.run(
+        [sys.executable, "-c", MAKE, str(path)], capture_output=True, text=True, check=True, env=env
+    )
     return path, made.stdout.strip().splitlines()[-1].split("|")
 
 
 def play(spec, replies):
     (task,) = spec.tasks("train", 1, 0)
-    (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine(replies), limits=tw.Limits(turns=9, turn_tokens=200))
+    (found,) = tw.rollout(
+        spec.factory, [task], tw.ScriptedEngine(replies), limits=tw.Limits(turns=9, turn_tokens=200)
+    )
     assert found.error is None, found.error
     return found
 
@@ -75,7 +90,10 @@ def test_a_recipe_names_a_game_next_to_it(game, capsys):
 
 
 def test_what_is_no_game_is_one_line(game):
-    for use, said in (("textworld:none.z8", "no game; name a .z8"), ("textworld:quest.json", "no game; name a .z8")):
+    for use, said in (
+        ("textworld:none.z8", "no game; name a .z8"),
+        ("textworld:quest.json", "no game; name a .z8"),
+    ):
         with pytest.raises(ConfigError, match=said):
             resolve_env(EnvConfig(use=use), base=game[0].parent)
     with pytest.raises(ConfigError, match="has no argument 'game'; did you mean 'games'"):

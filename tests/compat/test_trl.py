@@ -1,4 +1,7 @@
-"""Our rollouts as a rollout function of TRL: what it is given, without TRL itself. With TRL: test_trl_original.py."""
+"""Our rollouts as a rollout function of TRL: what it is given, without TRL itself.
+
+With TRL: test_trl_original.py.
+"""
 
 import asyncio
 import copy
@@ -18,7 +21,8 @@ from turnwright_compat.trl.rollout import TASK, TurnwrightRollout, turnwright_re
 
 
 class Letters(tw.Env):
-    """Two turns; the reward is the share of letters from a to m among those that the model wrote."""
+    """Two turns; the reward is the share of letters from a to m among those
+    that the model wrote."""
 
     def reset(self, task, *, seed=None):
         if task.id == "broken":
@@ -31,7 +35,9 @@ class Letters(tw.Env):
         self.letters += len(letters)
         self.left -= 1
         done = self.left == 0
-        return tw.Step("More.", reward=self.good / max(self.letters, 1) if done else 0.0, terminated=done)
+        return tw.Step(
+            "More.", reward=self.good / max(self.letters, 1) if done else 0.0, terminated=done
+        )
 
     @staticmethod
     def tasks(split, n, seed):
@@ -44,7 +50,9 @@ LIMITS = tw.Limits(turns=2, turn_tokens=12, on_turn_length="continue")
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return create_tiny_model(ModelConfig(hidden=32, layers=1), WORDS, tmp_path_factory.mktemp("model") / "m")
+    return create_tiny_model(
+        ModelConfig(hidden=32, layers=1), WORDS, tmp_path_factory.mktemp("model") / "m"
+    )
 
 
 def trainer_of(path, model=None, step=0):
@@ -54,7 +62,9 @@ def trainer_of(path, model=None, step=0):
     accelerator = SimpleNamespace(unwrap_model=lambda one: one, process_index=0)
     state = SimpleNamespace(global_step=step)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    return SimpleNamespace(model=model, args=args, accelerator=accelerator, state=state, processing_class=tokenizer)
+    return SimpleNamespace(
+        model=model, args=args, accelerator=accelerator, state=state, processing_class=tokenizer
+    )
 
 
 def prompts_of(play, samples=2):
@@ -69,10 +79,16 @@ def test_a_row_holds_every_sampled_id_once_in_the_order_of_the_prompts(path):
         (row,) = trajectory.samples()
         assert found["prompt_ids"][number] + found["completion_ids"][number] == row.ids
         assert sum(found["env_mask"][number]) == trajectory.sampled_tokens > 0
-        sampled = [p for p, mask in zip(found["logprobs"][number], found["env_mask"][number], strict=True) if mask]
+        sampled = [
+            p
+            for p, mask in zip(found["logprobs"][number], found["env_mask"][number], strict=True)
+            if mask
+        ]
         assert sampled == [p for p in row.logprobs if p is not None]
         assert 0 in found["env_mask"][number], "the observation is not trained"
-    assert len({tuple(ids) for ids in found["completion_ids"]}) == 6, "samples of a task have seeds of their own"
+    assert len({tuple(ids) for ids in found["completion_ids"]}) == 6, (
+        "samples of a task have seeds of their own"
+    )
     assert turnwright_reward([], found["turnwright_trajectory"]) == [t.reward for t in play.last]
 
 
@@ -99,7 +115,9 @@ def test_adapters_are_merged(path):
     torch.manual_seed(0)
     config = LoraConfig(rank=2)
     base = AutoModelForCausalLM.from_pretrained(path)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=config.rank, target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(
+        base, peft.LoraConfig(r=config.rank, target_modules=["q_proj", "down_proj"])
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "lora_B" in name:
@@ -107,7 +125,9 @@ def test_adapters_are_merged(path):
     play = TurnwrightRollout(Letters, n_tasks=1, limits=LIMITS)
     play(prompts_of(play), trainer_of(path, model))
     merged = copy.deepcopy(model).merge_and_unload()
-    tied = {name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"}
+    tied = {
+        name: tensor for name, tensor in merged.state_dict().items() if name != "lm_head.weight"
+    }
     assert asyncio.run(play._engine.update(tied.items(), 9)) == fingerprint(tied.items())
     plain = AutoModelForCausalLM.from_pretrained(path).state_dict()
     sent = dict(_sent(model))
@@ -136,7 +156,11 @@ def test_a_failed_episode_is_left_out_and_does_not_end_the_step(path):
 
 def test_prompts_of_another_dataset_and_episodes_of_several_rows_are_refused(path):
     play = TurnwrightRollout(Letters, n_tasks=1, limits=LIMITS)
-    for prompt in ("Write.", [{"role": "user", "content": "Write."}], [{"role": "user", "content": "Write.", TASK: "7"}]):
+    for prompt in (
+        "Write.",
+        [{"role": "user", "content": "Write."}],
+        [{"role": "user", "content": "Write.", TASK: "7"}],
+    ):
         with pytest.raises(UsageError, match=r"train_dataset=play\.dataset\(\)"):
             play([prompt], trainer_of(path))
 
@@ -146,7 +170,11 @@ def test_prompts_of_another_dataset_and_episodes_of_several_rows_are_refused(pat
         return 1.0
 
     play = TurnwrightRollout(
-        forks, [tw.Task("Write.", id="0")], limits=LIMITS, engine=tw.ScriptedEngine(["a", "b"]), renderer=byte_renderer()
+        forks,
+        [tw.Task("Write.", id="0")],
+        limits=LIMITS,
+        engine=tw.ScriptedEngine(["a", "b"]),
+        renderer=byte_renderer(),
     )
     with pytest.raises(UsageError, match="an episode of 2 rows"):
         play(prompts_of(play, 1), trainer_of(path))

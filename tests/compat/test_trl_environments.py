@@ -1,4 +1,5 @@
-"""Environments, tools and rewards written for TRL's GRPOTrainer run unchanged, with our stand-ins of its modules."""
+"""Environments, tools and rewards written for TRL's GRPOTrainer run unchanged, with our
+stand-ins of its modules."""
 
 import asyncio
 import json
@@ -48,7 +49,12 @@ def test_methods_are_tools_and_the_row_resets():
     ]
     found = play(spec, replies, {"secret": 4, "level": 2})
     assert found.messages[0].text == "Go. Between 0 and 9."
-    assert results(found) == ["too low", '{"answer": true, "times": 1}', "right", "Error: Game over."]
+    assert results(found) == [
+        "too low",
+        '{"answer": true, "times": 1}',
+        "right",
+        "Error: Game over.",
+    ]
     assert found.reward == 0.5
     names = [tool["function"]["name"] for tool in spec.factory().tools]
     assert names == ["ask", "guess"]
@@ -78,7 +84,9 @@ def test_words_and_limits_of_trl():
 def test_calls_that_are_no_json_end_a_faithful_episode():
     broken = '<tool_call>{"name": "guess", "arguments": {</tool_call>'
     assert len(play(made("guess.py:Guess"), [broken, "done"], {"secret": 4}).turns) == 2
-    assert len(play(made("guess.py:Guess", faithful=True), [broken, "done"], {"secret": 4}).turns) == 1
+    assert (
+        len(play(made("guess.py:Guess", faithful=True), [broken, "done"], {"secret": 4}).turns) == 1
+    )
 
 
 def test_instances_are_fresh_or_reused():
@@ -98,14 +106,24 @@ def test_instances_are_fresh_or_reused():
 
 def test_asynchronous_tools_and_reward():
     spec = made("ledger.py:Ledger")
-    replies = [call("total") + call("pay", amount=2.0) + call("pay", amount=3.5), call("total"), "done"]
+    replies = [
+        call("total") + call("pay", amount=2.0) + call("pay", amount=3.5),
+        call("total"),
+        "done",
+    ]
     found = play(spec, replies, {"goal": 5.5})
     assert (results(found)[1:], found.reward) == (["paid 2.0", "paid 3.5", "5.5"], 1.0)
     assert play(spec, ["done"], {"goal": None}).reward is None
     ordered = play(
-        made("ledger.py:Ledger", faithful=True), [replies[1] + call("pay", amount=1.0) + call("total"), "done"], {"goal": 1}
+        made("ledger.py:Ledger", faithful=True),
+        [replies[1] + call("pay", amount=1.0) + call("total"), "done"],
+        {"goal": 1},
     )
-    assert [message.name for message in ordered.messages if message.role == "tool"] == ["total", "total", "pay"]
+    assert [message.name for message in ordered.messages if message.role == "tool"] == [
+        "total",
+        "total",
+        "pay",
+    ]
 
 
 def test_a_row_chooses_its_environment():
@@ -114,16 +132,32 @@ def test_a_row_chooses_its_environment():
     echo = play(spec, [call("say", text="hello"), "done"], {"environment": "echo", "word": "x"})
     assert (results(echo), echo.reward) == (["HELLO"], 1.25)
     guess = play(spec, [call("guess", number=1), "done"], {"environment": "guess", "secret": 1})
-    assert guess.reward == 1.25  # get_reward, and a quarter for the call; the other reward does not apply
-    named = made(environment_factory={"guess": "guess.py:Guess", "echo": "several.py:make_echo"}, **args)
-    assert play(named, [call("say", text="hello"), "done"], {"environment": "echo", "word": "x"}).reward == 1.25
-    (wrong,) = tw.rollout(spec.factory, [tw.Task("Go.", info={"environment": "gues"})], tw.ScriptedEngine(["x"]), limits=LIMITS)
+    assert (
+        guess.reward == 1.25
+    )  # get_reward, and a quarter for the call; the other reward does not apply
+    named = made(
+        environment_factory={"guess": "guess.py:Guess", "echo": "several.py:make_echo"}, **args
+    )
+    assert (
+        play(
+            named, [call("say", text="hello"), "done"], {"environment": "echo", "word": "x"}
+        ).reward
+        == 1.25
+    )
+    (wrong,) = tw.rollout(
+        spec.factory,
+        [tw.Task("Go.", info={"environment": "gues"})],
+        tw.ScriptedEngine(["x"]),
+        limits=LIMITS,
+    )
     assert "the column environment is 'gues'" in wrong.error.message
     assert "did you mean 'guess'" in wrong.error.message
 
 
 def test_tools_and_rewards_without_an_environment():
-    spec = made(tools=["rewards.py:multiply"], reward_funcs=["rewards.py:exact", "rewards.py:brief"])
+    spec = made(
+        tools=["rewards.py:multiply"], reward_funcs=["rewards.py:exact", "rewards.py:brief"]
+    )
     found = play(spec, [call("multiply", a=6, b=7), "42"], answer="42")
     assert results(found) == ["42"]
     after = len(found.path(found.turns[-1].spans[-1])) - found.turns[0].context
@@ -168,7 +202,11 @@ def test_64_episodes_at_once_equal_64_one_after_another():
         tasks = [tw.Task(f"Go {n}.", id=str(n), info={"secret": n % 10}) for n in range(64)]
         replies = [call("guess", number=3), call("guess", number=4), "done"]
         found = tw.rollout(
-            made("guess.py:Guess").factory, tasks, tw.ScriptedEngine(replies * 64), limits=LIMITS, concurrency=concurrency
+            made("guess.py:Guess").factory,
+            tasks,
+            tw.ScriptedEngine(replies * 64),
+            limits=LIMITS,
+            concurrency=concurrency,
         )
         return {one.task.id: (one.reward, results(one)) for one in found}
 
@@ -179,7 +217,9 @@ def test_64_episodes_at_once_equal_64_one_after_another():
 def test_the_check_passes(tmp_path):
     rows = "".join(json.dumps({"prompt": f"Go {n}.", "secret": n % 10}) + "\n" for n in range(20))
     (tmp_path / "rows.jsonl").write_text(rows)
-    spec = resolve_env(EnvConfig(use=str(HOME / "guess.py") + ":Guess", tasks=str(tmp_path / "rows.jsonl")))
+    spec = resolve_env(
+        EnvConfig(use=str(HOME / "guess.py") + ":Guess", tasks=str(tmp_path / "rows.jsonl"))
+    )
     assert [one.text for one in check_env(spec, n=4) if one.severity == "error"] == []
 
 
@@ -195,15 +235,31 @@ def test_rewards_of_trl_by_module():
         ("broken.py:NoReward", {}, "has no reward; give reward_funcs under"),
         ("broken.py:NeedsArguments", {}, "TRL calls environment_factory without arguments"),
         ("broken.py:NoDocstring", {}, "shout: no docstring"),
-        ("broken.py:RewardNeeds", {}, "RewardNeeds.get_reward needs completion; it is called without arguments"),
+        (
+            "broken.py:RewardNeeds",
+            {},
+            "RewardNeeds.get_reward needs completion; it is called without arguments",
+        ),
         ("trl:GRPOTrainer", {"environment_factory": "broken.py:NoReset"}, "NoReset has no reset"),
         ("trl:GRPOTrainer", {"environment_factory": "guess.py:Gues"}, "did you mean 'Guess'"),
         ("trl:GRPOTrainer", {}, "has nothing to play"),
         ("trl:GRPOTrainer", {"reward_func": []}, "did you mean 'reward_funcs'"),
         ("trl:GRPOTrainer", {"reward_funcs": ["some/reward-model"]}, "a model is no reward here"),
-        ("trl:GRPOTrainer", {"reward_funcs": ["rewards.py:nothing"]}, "nothing takes number; a reward takes completions"),
-        ("trl:GRPOTrainer", {"reward_funcs": ["rewards.py:exact"], "reward_weights": [1.0, 2.0]}, "give one number for each"),
-        ("trl:GRPOTrainer", {"tools": ["guess.py:Guess"], "reward_funcs": ["rewards.py:exact"]}, "a tool is a function"),
+        (
+            "trl:GRPOTrainer",
+            {"reward_funcs": ["rewards.py:nothing"]},
+            "nothing takes number; a reward takes completions",
+        ),
+        (
+            "trl:GRPOTrainer",
+            {"reward_funcs": ["rewards.py:exact"], "reward_weights": [1.0, 2.0]},
+            "give one number for each",
+        ),
+        (
+            "trl:GRPOTrainer",
+            {"tools": ["guess.py:Guess"], "reward_funcs": ["rewards.py:exact"]},
+            "a tool is a function",
+        ),
         ("trl:GRPOTraine", {}, "did you mean 'GRPOTrainer'"),
     ],
 )
@@ -227,6 +283,8 @@ def test_other_classes_are_not_taken():
         def step(self, action):
             return ""
 
-    with pytest.raises(ConfigError, match=r"is a class but no environment; write class Game\(tw.Env\)"):
+    with pytest.raises(
+        ConfigError, match=r"is a class but no environment; write class Game\(tw.Env\)"
+    ):
         as_env_spec(Game)
     assert FRAMEWORK.find("nothing") is None

@@ -1,4 +1,5 @@
-"""Environments of users under TRL's own trainer: our episodes against its tool-calling loop. `make test-compat`."""
+"""Environments of users under TRL's own trainer: our episodes against its tool-calling
+loop. `make test-compat`."""
 
 import importlib
 import json
@@ -45,14 +46,36 @@ def load(name):
 class Trainer:
     """TRL's trainer whose model says what a script holds; keeps contexts, rows and rewards."""
 
-    def __init__(self, trl, template, folder, replies, row, renderer, *, factory=None, rewards=(), tools=(), turns=None):
+    def __init__(
+        self,
+        trl,
+        template,
+        folder,
+        replies,
+        row,
+        renderer,
+        *,
+        factory=None,
+        rewards=(),
+        tools=(),
+        turns=None,
+    ):
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+        )
         tokenizer.chat_template = template
-        size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = AutoModelForCausalLM.from_config(Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **size))
+        size = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, **size)
+        )
         args = trl.GRPOConfig(
             output_dir=str(folder),
             per_device_train_batch_size=2,
@@ -95,16 +118,32 @@ class Trainer:
         return [list(ids) for _ in prompt_ids], None
 
 
-def both(trl, template, tmp_path, replies, row, *, use="trl:GRPOTrainer", faithful=True, args=None, answer=None, **theirs):
+def both(
+    trl,
+    template,
+    tmp_path,
+    replies,
+    row,
+    *,
+    use="trl:GRPOTrainer",
+    faithful=True,
+    args=None,
+    answer=None,
+    **theirs,
+):
     """Play both; compare contexts, ids, mask and rewards."""
     renderer = ChatRenderer(HFTokenizer(bpe()), ChatTemplate(template))
     prompt = [{"role": "user", "content": "Go."}]
     columns = row if answer is None else {**row, "answer": answer}
-    expected = Trainer(trl, template, tmp_path, replies, {"prompt": prompt, **columns}, renderer, **theirs)
+    expected = Trainer(
+        trl, template, tmp_path, replies, {"prompt": prompt, **columns}, renderer, **theirs
+    )
     spec = resolve_env(EnvConfig(use=use, args=args or {}, faithful=faithful), base=HOME)
     limits = tw.Limits(turns=spec.max_turns or 8, turn_tokens=2048)
     task = tw.Task(prompt, answer, info=row)
-    (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine(replies), renderer=renderer, limits=limits)
+    (found,) = tw.rollout(
+        spec.factory, [task], tw.ScriptedEngine(replies), renderer=renderer, limits=limits
+    )
     assert found.error is None, found.error
     (sample,) = found.samples()
     prompt_ids, completion_ids = (expected._generate[number][0] for number in range(2))
@@ -114,13 +153,23 @@ def both(trl, template, tmp_path, replies, row, *, use="trl:GRPOTrainer", faithf
     assert sample.ids[:start] == prompt_ids
     assert sample.ids[start:] == list(completion_ids)
     assert sample.mask[start:] == list(tool_mask or [1] * len(completion_ids))
-    rewards = dict(zip(expected.trainer.reward_func_names, expected._calculate_rewards[0].tolist(), strict=True))
-    assert found.rewards == pytest.approx({name: value for name, value in rewards.items() if value == value})
+    rewards = dict(
+        zip(
+            expected.trainer.reward_func_names, expected._calculate_rewards[0].tolist(), strict=True
+        )
+    )
+    assert found.rewards == pytest.approx(
+        {name: value for name, value in rewards.items() if value == value}
+    )
     return found
 
 
 def test_tools_of_a_class_and_its_reward(trl, template, tmp_path):
-    replies = [call("guess", number=3) + "\n" + call("ask", question="even?"), call("guess", number=4), "done"]
+    replies = [
+        call("guess", number=3) + "\n" + call("ask", question="even?"),
+        call("guess", number=4),
+        "done",
+    ]
     row = {"secret": 4, "hint": " Think.", "level": 2}
     given = {"use": "guess.py:Guess", "factory": load("guess.py:Guess")}
     found = both(trl, template, tmp_path, replies, row, **given)
@@ -130,32 +179,69 @@ def test_tools_of_a_class_and_its_reward(trl, template, tmp_path):
 
 
 def test_words_of_trl(trl, template, tmp_path):
-    replies = [call("nope") + "\n" + call("guess", wrong=1), call("guess", number=4), call("guess", number=4), "done"]
+    replies = [
+        call("nope") + "\n" + call("guess", wrong=1),
+        call("guess", number=4),
+        call("guess", number=4),
+        "done",
+    ]
     given = {"use": "guess.py:Guess", "factory": load("guess.py:Guess")}
     found = both(trl, template, tmp_path, replies, {"secret": 4}, **given)
-    assert next(message.text for message in found.messages if message.role == "tool") == "{'error': 'Tool nope not found.'}"
+    assert (
+        next(message.text for message in found.messages if message.role == "tool")
+        == "{'error': 'Tool nope not found.'}"
+    )
 
 
 def test_the_most_tool_calling_iterations(trl, template, tmp_path):
     replies = [call("guess", number=1), call("guess", number=2), call("guess", number=4)]
     given = {"use": "guess.py:Guess", "factory": load("guess.py:Guess")}
-    found = both(trl, template, tmp_path, replies, {"secret": 4}, turns=2, args={"max_tool_calling_iterations": 2}, **given)
+    found = both(
+        trl,
+        template,
+        tmp_path,
+        replies,
+        {"secret": 4},
+        turns=2,
+        args={"max_tool_calling_iterations": 2},
+        **given,
+    )
     assert (found.reward, len(found.turns)) == (0.0, 3)
 
 
 def test_asynchronous_tools_and_reward(trl, template, tmp_path):
     replies = [call("pay", amount=2.5) + "\n" + call("total"), call("total"), "done"]
-    found = both(trl, template, tmp_path, replies, {"goal": 2.5}, use="ledger.py:Ledger", factory=load("ledger.py:Ledger"))
+    found = both(
+        trl,
+        template,
+        tmp_path,
+        replies,
+        {"goal": 2.5},
+        use="ledger.py:Ledger",
+        factory=load("ledger.py:Ledger"),
+    )
     assert found.reward == 1.0
 
 
 @pytest.mark.parametrize("name", ["echo", "guess"])
 def test_a_row_chooses_its_environment(trl, template, tmp_path, name):
     args = {"reward_funcs": ["rewards.py:said", "rewards.py:calls"]}
-    given = {"factory": load("several.py:ENVIRONMENTS"), "rewards": [load("rewards.py:said"), load("rewards.py:calls")]}
+    given = {
+        "factory": load("several.py:ENVIRONMENTS"),
+        "rewards": [load("rewards.py:said"), load("rewards.py:calls")],
+    }
     row = {"environment": name, "word": "x", "secret": 3, "hint": ""}
     first = call("say", text="hello") if name == "echo" else call("guess", number=3)
-    found = both(trl, template, tmp_path, [first, "done"], row, use="several.py:ENVIRONMENTS", args=args, **given)
+    found = both(
+        trl,
+        template,
+        tmp_path,
+        [first, "done"],
+        row,
+        use="several.py:ENVIRONMENTS",
+        args=args,
+        **given,
+    )
     assert found.reward == 2.0
 
 
@@ -163,7 +249,16 @@ def test_tools_and_rewards_without_an_environment(trl, template, tmp_path):
     names = ["rewards.py:exact", "rewards.py:brief"]
     given = {"tools": [load("rewards.py:multiply")], "rewards": [load(name) for name in names]}
     args = {"tools": ["rewards.py:multiply"], "reward_funcs": names}
-    both(trl, template, tmp_path, [call("multiply", a=6, b=7), "42"], {}, answer="42", args=args, **given)
+    both(
+        trl,
+        template,
+        tmp_path,
+        [call("multiply", a=6, b=7), "42"],
+        {},
+        answer="42",
+        args=args,
+        **given,
+    )
 
 
 def test_one_turn_without_tools(trl, template, tmp_path):

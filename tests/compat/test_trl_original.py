@@ -42,9 +42,17 @@ def make_trainer(trl, folder, seed, reward, steps=20):
         use_cpu=True,
         disable_tqdm=True,
     )
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     return trl.GRPOTrainer(
-        model, reward, args, train_dataset=play.dataset(), processing_class=tokenizer, rollout_func=play
+        model,
+        reward,
+        args,
+        train_dataset=play.dataset(),
+        processing_class=tokenizer,
+        rollout_func=play,
     ), play
 
 
@@ -53,7 +61,9 @@ def rewards_of(trl, folder, seed, shuffled):
     sampled = []
 
     def reward(completions, turnwright_trajectory, **kwargs):
-        sampled.append(sum(t.sampled_tokens for t in turnwright_trajectory) / len(turnwright_trajectory))
+        sampled.append(
+            sum(t.sampled_tokens for t in turnwright_trajectory) / len(turnwright_trajectory)
+        )
         found = turnwright_reward(completions, turnwright_trajectory, **kwargs)
         if shuffled:
             random.Random(len(sampled)).shuffle(found)
@@ -83,13 +93,16 @@ def test_the_gradient_does_not_depend_on_what_was_not_sampled(trl, tmp_path, mon
     trainer, play = make_trainer(trl, tmp_path, 0, turnwright_reward)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1
-    inputs = trainer._generate_and_score_completions([dict(row) for row in list(play.dataset())[:4] for _ in range(8)])
+    inputs = trainer._generate_and_score_completions(
+        [dict(row) for row in list(play.dataset())[:4] for _ in range(8)]
+    )
     written = inputs["completion_mask"]
     mask = written * inputs["tool_mask"]
     assert 0 < int(mask.sum()) < int(written.sum())
 
     def gradient(altered):
-        """The gradient where the targets of some completion ids are others; what the model reads stays."""
+        """The gradient where the targets of some completion ids are others; what
+        the model reads stays."""
         real = trainer.model.forward
 
         def forward(*args, labels=None, **kwargs):
@@ -102,7 +115,9 @@ def test_the_gradient_does_not_depend_on_what_was_not_sampled(trl, tmp_path, mon
             patch.setattr(trainer.model, "forward", forward)
             trainer.model.zero_grad()
             trainer.compute_loss(trainer.model, inputs).backward()
-        return torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+        )
 
     plain = gradient(torch.zeros_like(mask))
     assert float(plain.abs().max()) > 0

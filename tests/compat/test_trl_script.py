@@ -1,4 +1,5 @@
-"""TRL's training scripts, played by what they give their trainer: environments inside `main` too."""
+"""TRL's training scripts, played by what they give their trainer:
+environments inside `main` too."""
 
 import json
 import textwrap
@@ -59,11 +60,13 @@ def main():
 
 if __name__ == "__main__":
     main()
-"""
+"""  # noqa: E501
 
 
 def call(number):
-    return f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'number': number}})}\n</tool_call>"
+    return (
+        f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': {'number': number}})}\n</tool_call>"
+    )
 
 
 def write(folder, source=SCRIPT):
@@ -81,10 +84,17 @@ def test_a_script_is_played_by_what_it_gives_its_trainer(argv, bonus, tmp_path):
     tasks = spec.tasks("train", 0, 0) + spec.tasks("eval", 0, 0)
     assert sorted(task.messages[0].text for task in tasks) == [f"Row {n}." for n in range(5)]
     row = next(task for task in tasks if task.info["start"] == 20)
-    (found,) = tw.rollout(spec.factory, [row], tw.ScriptedEngine([call(2), "end"]), limits=tw.Limits(turns=9, turn_tokens=200))
+    (found,) = tw.rollout(
+        spec.factory,
+        [row],
+        tw.ScriptedEngine([call(2), "end"]),
+        limits=tw.Limits(turns=9, turn_tokens=200),
+    )
     assert found.error is None, found.error
     assert found.messages[0].text == "Row 2. Add."
-    assert [message.text for message in found.messages if message.role == "tool"] == [str(20 + 2 * bonus)]
+    assert [message.text for message in found.messages if message.role == "tool"] == [
+        str(20 + 2 * bonus)
+    ]
     assert found.reward == 20 + 2 * bonus + 0.5
 
 
@@ -92,7 +102,10 @@ def test_arguments_of_the_recipe_come_before_the_scripts(tmp_path):
     spec = made(write(tmp_path), reward_weights=[2.0, 0.0], max_tool_calling_iterations=0)
     task = tw.Task("Go.", info={"start": 1})
     (found,) = tw.rollout(
-        spec.factory, [task], tw.ScriptedEngine([call(2), call(2)]), limits=tw.Limits(turns=9, turn_tokens=200)
+        spec.factory,
+        [task],
+        tw.ScriptedEngine([call(2), call(2)]),
+        limits=tw.Limits(turns=9, turn_tokens=200),
     )
     assert (len(found.turns), str(found.stop)) == (1, "max_turns")
 
@@ -104,8 +117,16 @@ def test_arguments_of_the_recipe_come_before_the_scripts(tmp_path):
         (SCRIPT, {"argv": "--bonus 3"}, "write the arguments of the command line as a list"),
         (SCRIPT, {"reward_func": ["x"]}, "did you mean 'reward_funcs'"),
         ("from trl import GRPOTrainer\n", {}, "ends without a trainer"),
-        ("from trl import GRPOTrainer\nif __name__ == '__main__':\n    1 / 0\n", {}, "ZeroDivisionError"),
-        ("from trl import GRPOTrainer\nif __name__ == '__main__':\n    import nowhere_at_all\n", {}, "nowhere_at_all"),
+        (
+            "from trl import GRPOTrainer\nif __name__ == '__main__':\n    1 / 0\n",
+            {},
+            "ZeroDivisionError",
+        ),
+        (
+            "from trl import GRPOTrainer\nif __name__ == '__main__':\n    import nowhere_at_all\n",
+            {},
+            "nowhere_at_all",
+        ),
         (
             "from trl import GRPOTrainer\nif __name__ == '__main__':\n"
             "    GRPOTrainer('m', [len], rollout_func=print).train()\n",
@@ -140,11 +161,15 @@ if __name__ == "__main__":
     rows = [{"prompt": [{"role": "user", "content": "Go."}]}]
     trainer = RLOOTrainer(model_args.model_name_or_path, judge, args=training_args, train_dataset=rows)
     trainer.train()
-"""
+"""  # noqa: E501
 
 
 def test_a_script_with_trls_parser_and_positional_arguments(tmp_path):
-    spec = made(write(tmp_path, PARSED), "script.py:RLOOTrainer", argv=["--model_name_or_path", "some/model"])
+    spec = made(
+        write(tmp_path, PARSED),
+        "script.py:RLOOTrainer",
+        argv=["--model_name_or_path", "some/model"],
+    )
     (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["ok"]))
     assert found.reward == 0.5
 
@@ -199,7 +224,7 @@ if __name__ == "__main__":
     prompt = [{"role": "system", "content": "Look."}, {"role": "user", "content": "How many?"}]
     rows = [{"prompt": prompt, "image": Image.new("RGB", (56, 56), color)} for color in ("red", "blue")]
     GRPOTrainer("m", judge, GRPOConfig(), rows).train()
-"""
+"""  # noqa: E501
 
 
 def test_pictures_of_a_scripts_rows_are_before_the_first_message_of_the_user(tmp_path):
@@ -214,6 +239,8 @@ def test_modules_of_the_stand_in_are_modules_and_other_names_are_stand_ins(tmp_p
         "from trl import RichProgressCallback, rewards\n\n\ndef judge(completions, **kwargs):\n"
         "    return rewards.think_format_reward(completions)\n"
     )
-    spec = resolve_env(EnvConfig(use="trl:GRPOTrainer", args={"reward_funcs": ["user.py:judge"]}), base=tmp_path)
+    spec = resolve_env(
+        EnvConfig(use="trl:GRPOTrainer", args={"reward_funcs": ["user.py:judge"]}), base=tmp_path
+    )
     (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine(["<think>a</think>b"]))
     assert found.reward == 1.0

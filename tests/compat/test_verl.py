@@ -1,4 +1,5 @@
-"""Tools, interactions and rewards written for verl run unchanged, with our stand-ins of its modules."""
+"""Tools, interactions and rewards written for verl run unchanged, with our
+stand-ins of its modules."""
 
 import asyncio
 import json
@@ -27,18 +28,24 @@ def call(name, **arguments):
 
 
 def made(faithful=False, base=HOME, **args):
-    return as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=base, faithful=faithful)
+    return as_env_spec(
+        FRAMEWORK.find("tools"), where="verl:tools", args=args, base=base, faithful=faithful
+    )
 
 
 def play(spec, replies, row=None, limits=LIMITS, **kwargs):
     engine = tw.ScriptedEngine(replies)
-    (found,) = tw.rollout(spec.factory, [tw.Task("Go.", info=row or {})], engine, limits=limits, **kwargs)
+    (found,) = tw.rollout(
+        spec.factory, [tw.Task("Go.", info=row or {})], engine, limits=limits, **kwargs
+    )
     assert found.error is None, found.error
     return found
 
 
 def failure(spec, row):
-    (found,) = tw.rollout(spec.factory, [tw.Task("Go.", info=row)], tw.ScriptedEngine(["x"]), limits=LIMITS)
+    (found,) = tw.rollout(
+        spec.factory, [tw.Task("Go.", info=row)], tw.ScriptedEngine(["x"]), limits=LIMITS
+    )
     assert found.error is not None
     return f"{found.error.type}: {found.error.message}"
 
@@ -69,7 +76,9 @@ def test_function_tools_of_a_file():
     ]
     assert trajectory.reward == 0.5
     assert trajectory.turns[1].info["stars"] == 3
-    schema = next(one for one in spec.factory().tools if one["function"]["name"] == "rate")["function"]
+    schema = next(one for one in spec.factory().tools if one["function"]["name"] == "rate")[
+        "function"
+    ]
     assert schema["parameters"]["properties"]["stars"] == {
         "type": "integer",
         "enum": [1, 2, 3],
@@ -79,12 +88,21 @@ def test_function_tools_of_a_file():
 
 
 def test_null_is_taken_where_a_function_takes_none():
-    """The schema that verl makes of an `Optional` does not say so; the model reads that schema, as in verl."""
+    """The schema that verl makes of an `Optional` does not say so; the model reads
+    that schema, as in verl."""
     spec = made(function_tool_path="functions.py")
     trajectory = play(
-        spec, [call("rate", thing="tea", stars=1, note=None, tags=None), call("rate", thing=None, stars=1), "done"]
+        spec,
+        [
+            call("rate", thing="tea", stars=1, note=None, tags=None),
+            call("rate", thing=None, stars=1),
+            "done",
+        ],
     )
-    assert results(trajectory) == ["tea: 1 None None", "Error: argument 'thing' of rate must be a string, not null"]
+    assert results(trajectory) == [
+        "tea: 1 None None",
+        "Error: argument 'thing' of rate must be a string, not null",
+    ]
 
 
 def test_nullable_of_a_file_of_tools_is_kept(tmp_path):
@@ -93,11 +111,19 @@ def test_nullable_of_a_file_of_tools_is_kept(tmp_path):
     text = (tmp_path / "counter.yaml").read_text()
     by = "              type: integer\n"
     assert by in text
-    note = f"{by}              description: How far.\n            note:\n              type: string\n"
-    text = text.replace(f"{by}              description: How far.\n", f"{note}              nullable: true\n")
+    note = (
+        f"{by}              description: How far.\n            note:\n              type: string\n"
+    )
+    text = text.replace(
+        f"{by}              description: How far.\n", f"{note}              nullable: true\n"
+    )
     (tmp_path / "counter.yaml").write_text(text)
     spec = made(tool_config_path="counter.yaml", base=tmp_path)
-    trajectory = play(spec, [call("count", by=1, note=None), call("count", by=None), "done"], {"extra_info": create(start=3)})
+    trajectory = play(
+        spec,
+        [call("count", by=1, note=None), call("count", by=None), "done"],
+        {"extra_info": create(start=3)},
+    )
     first, second = results(trajectory)
     assert not first.startswith("Error")
     assert second == "Error: argument 'by' of count must be a whole number, not null"
@@ -139,7 +165,9 @@ def test_64_episodes_at_once_on_one_tool_equal_64_one_after_another():
 
     def episodes(concurrency, environments):
         spec = made(tool_config_path="counter.yaml")
-        tasks = [tw.Task(f"Go {n}.", id=f"t{n}", info=create(start=n, goal=3 * n)) for n in range(64)]
+        tasks = [
+            tw.Task(f"Go {n}.", id=f"t{n}", info=create(start=n, goal=3 * n)) for n in range(64)
+        ]
         found = tw.rollout(
             spec.factory,
             tasks,
@@ -156,12 +184,26 @@ def test_64_episodes_at_once_on_one_tool_equal_64_one_after_another():
 
 
 def test_the_tool_of_word_problems_with_its_reward():
-    row = {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}}, "need_tools_kwargs": True}
-    row = {"data_source": "toy", "reward_model": {"style": "rule", "ground_truth": "72"}, "extra_info": row}
-    replies = [call("calc_gsm8k_reward", answer="7"), call("calc_gsm8k_reward", answer="72"), "#### 72"]
+    row = {
+        "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "72"}}},
+        "need_tools_kwargs": True,
+    }
+    row = {
+        "data_source": "toy",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": row,
+    }
+    replies = [
+        call("calc_gsm8k_reward", answer="7"),
+        call("calc_gsm8k_reward", answer="72"),
+        "#### 72",
+    ]
     spec = made(tool_config_path="gsm8k.yaml")
     trajectory = play(spec, replies, row)
-    assert results(trajectory) == ["Current parsed answer='7' reward=0.0", "Current parsed answer='72' reward=1.0"]
+    assert results(trajectory) == [
+        "Current parsed answer='7' reward=0.0",
+        "Current parsed answer='72' reward=1.0",
+    ]
     assert trajectory.reward == pytest.approx(0.95)
     faithful = play(made(True, tool_config_path="gsm8k.yaml"), replies, row)
     assert (faithful.reward, faithful.turns[0].info["tool_rewards"]) == (0.0, [-0.05])
@@ -170,7 +212,9 @@ def test_the_tool_of_word_problems_with_its_reward():
 
 
 def test_a_tool_class_of_an_older_release():
-    spec = as_env_spec(load_object("flat_tool.py:FlatTool", base=HOME), where="flat_tool.py:FlatTool")
+    spec = as_env_spec(
+        load_object("flat_tool.py:FlatTool", base=HOME), where="flat_tool.py:FlatTool"
+    )
     row = {"tools_kwargs": {"check": {"create_kwargs": {"truth": "4"}}}}
     trajectory = play(spec, [call("check", answer="3"), call("check", answer="4"), "4"], row)
     assert (results(trajectory), trajectory.reward) == (["wrong", "right"], 1.0)
@@ -180,7 +224,10 @@ def test_an_interaction_named_by_the_row():
     spec = made(interaction_config_path="interactions.yaml")
     row = {"extra_info": {"interaction_kwargs": {"name": "hint", "ground_truth": "12"}}}
     trajectory = play(spec, ["is it 11?", "12"], row)
-    assert [m.text for m in trajectory.messages if m.role == "user"] == ["Go.", "Think again. (2 messages)"]
+    assert [m.text for m in trajectory.messages if m.role == "user"] == [
+        "Go.",
+        "Think again. (2 messages)",
+    ]
     assert (trajectory.reward, trajectory.stop) == (1.0, StopReason.DONE)
     assert trajectory.turns[1].info == {"tries": 2, "interaction_score": 1.0}
     row = {"extra_info": {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "12"}}}
@@ -188,12 +235,24 @@ def test_an_interaction_named_by_the_row():
     assert trajectory.reward == 1.0
     assert not spec.factory.options.interactions["hint"].target.states
     words = failure(spec, {"extra_info": {"interaction_kwargs": {"name": "hints"}}})
-    assert "interaction_kwargs names 'hints', which is no interaction here; did you mean 'hint'" in words
+    assert (
+        "interaction_kwargs names 'hints', which is no interaction here; did you mean 'hint'"
+        in words
+    )
 
 
 def test_tools_and_an_interaction_together():
-    spec = made(tool_config_path="counter.yaml", interaction_config_path="interactions.yaml", max_user_turns=3)
-    row = {"extra_info": {"interaction_kwargs": {"name": "hint", "ground_truth": "5"}, **create(start=1)}}
+    spec = made(
+        tool_config_path="counter.yaml",
+        interaction_config_path="interactions.yaml",
+        max_user_turns=3,
+    )
+    row = {
+        "extra_info": {
+            "interaction_kwargs": {"name": "hint", "ground_truth": "5"},
+            **create(start=1),
+        }
+    }
     trajectory = play(spec, [call("count", by=2), "4", "5"], row)
     assert results(trajectory) == ["5 after 2 messages"]
     assert trajectory.reward == pytest.approx(1.1)
@@ -202,14 +261,21 @@ def test_tools_and_an_interaction_together():
 
 
 def test_compute_score_reads_the_decoded_response():
-    row = {"data_source": "toy", "reward_model": {"style": "rule", "ground_truth": "7"}, "extra_info": {"index": 1}}
+    row = {
+        "data_source": "toy",
+        "reward_model": {"style": "rule", "ground_truth": "7"},
+        "extra_info": {"index": 1},
+    }
     spec = made(function_tool_path="functions.py", reward="score.py")
     task = tw.Task("Go.", "7", info=row)
     replies = [call("calculator", expression="3+4"), "#### 7"]
     (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine(replies), limits=LIMITS)
     assert found.error is None, found.error
     assert (found.reward, found.rewards["turns"]) == (1.0, 4.0)
-    assert play(made(function_tool_path="functions.py", reward="score.py:plain"), replies).reward == 1.0
+    assert (
+        play(made(function_tool_path="functions.py", reward="score.py:plain"), replies).reward
+        == 1.0
+    )
 
 
 def test_the_row_selects_tools():
@@ -226,17 +292,27 @@ def test_the_row_selects_tools():
 
 @pytest.mark.parametrize("lifetime", ["trajectory", "call"])
 def test_images_and_videos_of_create_and_execute(lifetime, tmp_path_factory):
-    sees = tw.load_renderer(tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False))
+    sees = tw.load_renderer(
+        tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False)
+    )
     spec = made(tool_config_path="zoom.yaml", lifetime=lifetime)
     trajectory = play(spec, [call("zoom"), "blue"], renderer=sees)
     (sample,) = trajectory.samples()
     assert len(sample.media) == 3
     content = trajectory.messages[0 if lifetime == "trajectory" else 2].content
-    assert [type(part).__name__ for part in content if not isinstance(part, str)][:2] == ["ImageRef", "VideoRef"]
+    assert [type(part).__name__ for part in content if not isinstance(part, str)][:2] == [
+        "ImageRef",
+        "VideoRef",
+    ]
 
 
 def test_words_and_ends_of_verl_where_faithful():
-    spec = made(True, tool_config_path="counter.yaml", function_tool_path="functions.py", max_tool_response_length=10)
+    spec = made(
+        True,
+        tool_config_path="counter.yaml",
+        function_tool_path="functions.py",
+        max_tool_response_length=10,
+    )
     replies = [
         call("nope") + call("calculator", expression="1+1"),
         call("calculator", formula="1"),
@@ -248,8 +324,10 @@ def test_words_and_ends_of_verl_where_faithful():
     limits = tw.Limits(turns=8, turn_tokens=2000)
     trajectory = play(spec, replies, create(start=3), limits)
     long = [
-        "Unknown function 'nope'. Available tools: ['count', 'calculator', 'fail', 'get_weather', 'ping', 'rate']",
-        "Error executing tool 'calculator': evaluate() got an unexpected keyword argument 'formula'",
+        "Unknown function 'nope'. Available tools: ['count', 'calculator', 'fail', 'get_weather', "
+        "'ping', 'rate']",
+        "Error executing tool 'calculator': evaluate() got an unexpected keyword argument "
+        "'formula'",
         "Error executing tool 'fail': broken",
         "pong " * 9,
         "5 after 10 messages",
@@ -257,13 +335,18 @@ def test_words_and_ends_of_verl_where_faithful():
     assert results(trajectory) == [text[:5] + "...(truncated)..." + text[-5:] for text in long]
     assert (trajectory.stop, len(trajectory.turns)) == (StopReason.DONE, 6)
     assert trajectory.turns[0].info["tool_calls_dropped"] == 1
-    last = play(spec, [call("count", by=1)] * 2, create(start=3), tw.Limits(turns=2, turn_tokens=2000))
+    last = play(
+        spec, [call("count", by=1)] * 2, create(start=3), tw.Limits(turns=2, turn_tokens=2000)
+    )
     assert (len(results(last)), last.stop) == (1, StopReason.ENV_TRUNCATED)
 
 
 def test_ours_answers_the_same_calls_in_our_words():
     spec = made(function_tool_path="functions.py")
-    trajectory = play(spec, [call("nope"), call("calculator", formula="1"), "<tool_call>{not json</tool_call>", "done"])
+    trajectory = play(
+        spec,
+        [call("nope"), call("calculator", formula="1"), "<tool_call>{not json</tool_call>", "done"],
+    )
     assert results(trajectory)[0].startswith("Error: no tool 'nope'")
     assert results(trajectory)[1].startswith("Error: calculator has no argument 'formula'")
     assert len(results(trajectory)) == 3
@@ -284,7 +367,11 @@ HEAD = "from verl.tools.function_tool import function_tool\n@function_tool\n"
         ({}, {}, r"verl:tools has no tools; give tool_config_path or function_tool_path"),
         ({"tool_path": "a"}, {}, "verl:tools has no tools"),
         ({"tool_config_path": "none.yaml"}, {}, r"tool_config_path = 'none\.yaml': no such file"),
-        ({"tool_config_path": "a.yaml"}, {"a__yaml": "tools: {}"}, r"a\.yaml: tools is dict; write a list"),
+        (
+            {"tool_config_path": "a.yaml"},
+            {"a__yaml": "tools: {}"},
+            r"a\.yaml: tools is dict; write a list",
+        ),
         ({"tool_config_path": "a.yaml"}, {"a__yaml": "a: [b"}, r"cannot be read as YAML"),
         (
             {"tool_config_path": "a.yaml"},
@@ -312,7 +399,11 @@ HEAD = "from verl.tools.function_tool import function_tool\n@function_tool\n"
             {"f__py": HEAD + "def many(*values: int):\n    '''Add.'''"},
             r"line 2: ValueError: the function tool 'many': \*values: int has no JSON schema",
         ),
-        ({"function_tool_path": "f.py"}, {"f__py": HEAD + "def bare(x: int):\n    return x"}, r"DocstringParsingException"),
+        (
+            {"function_tool_path": "f.py"},
+            {"f__py": HEAD + "def bare(x: int):\n    return x"},
+            r"DocstringParsingException",
+        ),
         (
             {"function_tool_path": "f.py"},
             {"f__py": HEAD + "def bare(x):\n    '''Do.\n\n    Args:\n        x: a value\n    '''"},
@@ -339,8 +430,15 @@ def test_what_cannot_be_used_is_one_line(tmp_path, args, files, words):
 
 def test_two_tools_with_one_name(tmp_path):
     shutil.copytree(HOME, tmp_path / "users")
-    write(tmp_path / "users", f__py=HEAD + "def count(by: int):\n    '''Count.\n\n    Args:\n        by: how far\n    '''")
-    with pytest.raises(ConfigError, match=r"two tools are called 'count', in .*counter\.yaml and .*f\.py; rename one"):
+    write(
+        tmp_path / "users",
+        f__py=HEAD
+        + "def count(by: int):\n    '''Count.\n\n    Args:\n        by: how far\n    '''",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"two tools are called 'count', in .*counter\.yaml and .*f\.py; rename one",
+    ):
         made(base=tmp_path / "users", tool_config_path="counter.yaml", function_tool_path="f.py")
 
 
@@ -350,8 +448,8 @@ def test_tools_of_an_mcp_server(tmp_path):
     write(
         tmp_path,
         servers__json=json.dumps(servers),
-        mcp__yaml="tools:\n- class_name: verl.tools.mcp_base_tool.MCPBaseTool\n  config:\n    type: mcp\n    mcp:\n"
-        "      mcp_servers_config_path: servers.json\n",
+        mcp__yaml="tools:\n- class_name: verl.tools.mcp_base_tool.MCPBaseTool\n  config:\n    "
+        "type: mcp\n    mcp:\n      mcp_servers_config_path: servers.json\n",
     )
     spec = made(base=tmp_path, tool_config_path="mcp.yaml")
     names = []
@@ -369,7 +467,9 @@ def test_tools_of_an_mcp_server(tmp_path):
 def test_a_yaml_file_is_an_environment_itself():
     found = FRAMEWORK.adapt(ForeignObject(HOME / "counter.yaml", "counter.yaml", {}, HOME))
     assert repr(found) == "verl:tools(count)"
-    found = FRAMEWORK.adapt(ForeignObject(HOME / "interactions.yaml", "interactions.yaml", {}, HOME))
+    found = FRAMEWORK.adapt(
+        ForeignObject(HOME / "interactions.yaml", "interactions.yaml", {}, HOME)
+    )
     assert repr(found) == "verl:tools(hint, gsm8k)"
 
 
@@ -382,7 +482,9 @@ def test_a_row_names_a_tool_that_there_is_not():
 
 def test_contexts_are_those_of_our_tool_environment():
     trajectory = play(
-        made(function_tool_path="functions.py"), [call("calculator", expression="1+2"), "3"], renderer=renderer("bpe")
+        made(function_tool_path="functions.py"),
+        [call("calculator", expression="1+2"), "3"],
+        renderer=renderer("bpe"),
     )
     (sample,) = trajectory.samples()
     assert "<|im_start|>tool\n3<|im_end|>" in renderer("bpe").decode(sample.ids)

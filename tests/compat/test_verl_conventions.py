@@ -1,4 +1,5 @@
-"""User code of verl by its conventions: what tools, loops and reward functions may return, take and read."""
+"""User code of verl by its conventions: what tools, loops and reward functions may
+return, take and read."""
 
 import json
 import textwrap
@@ -21,12 +22,25 @@ ROW = {
 
 
 def played(
-    folder, source, use, replies, *, row=None, faithful=False, samples=1, error=False, sampling=None, limits=None, **args
+    folder,
+    source,
+    use,
+    replies,
+    *,
+    row=None,
+    faithful=False,
+    samples=1,
+    error=False,
+    sampling=None,
+    limits=None,
+    **args,
 ):
     (folder / "user.py").write_text(textwrap.dedent(source))
     (folder / "rows.jsonl").write_text(json.dumps(row or ROW))
     use = use if ":" in use else f"user.py:{use}"
-    spec = resolve_env(EnvConfig(use=use, args=args, tasks="rows.jsonl", faithful=faithful), base=folder)
+    spec = resolve_env(
+        EnvConfig(use=use, args=args, tasks="rows.jsonl", faithful=faithful), base=folder
+    )
     found = tw.rollout(
         spec.agent_function or spec.factory,
         spec.tasks("train"),
@@ -84,7 +98,7 @@ class Tool(BaseTool):
 
 def compute_score(solution_str, ground_truth, **kwargs):
     return float(ground_truth in solution_str)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("lifetime", ["trajectory", "call"])
@@ -101,7 +115,14 @@ def compute_score(solution_str, ground_truth, **kwargs):
 )
 def test_calc_reward_may_return_what_verl_never_reads(lifetime, calculated, added, tmp_path):
     source = TOOL.replace("CALCULATED", calculated).replace("REWARD", "None")
-    found = played(tmp_path, source, "Tool", [call("run", code="2+5"), "It is 7"], reward="user.py", lifetime=lifetime)
+    found = played(
+        tmp_path,
+        source,
+        "Tool",
+        [call("run", code="2+5"), "It is 7"],
+        reward="user.py",
+        lifetime=lifetime,
+    )
     assert found.reward == 1.0 + (added if lifetime == "trajectory" else 0.0)
     assert heard(found) == ["7"]
 
@@ -142,8 +163,12 @@ def search(query: str, top: Optional[int] = None, place: str | None = None):
     ],
 )
 @pytest.mark.parametrize("faithful", [False, True])
-def test_optional_arguments_of_a_tool_may_be_null_or_left_out(arguments, answer, faithful, tmp_path):
-    found = played(tmp_path, FUNCTIONS, "search", [call("search", **arguments), "done"], faithful=faithful)
+def test_optional_arguments_of_a_tool_may_be_null_or_left_out(
+    arguments, answer, faithful, tmp_path
+):
+    found = played(
+        tmp_path, FUNCTIONS, "search", [call("search", **arguments), "done"], faithful=faithful
+    )
     assert heard(found) == [answer]
 
 
@@ -176,7 +201,7 @@ class Base(AgentLoopBase):
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return 0.125 * extra_info["num_turns"] + float(ground_truth in solution_str) + extra_info.get("bonus", 0.0)
-"""
+"""  # noqa: E501
 
 
 def test_a_loops_reward_reads_its_turns_and_extra_fields(tmp_path):
@@ -245,7 +270,7 @@ def test_run_gets_how_the_run_samples(tmp_path):
 
     class Passes(Base):
         score = 1.0
-    """)
+    """)  # noqa: E501
     sampling = tw.Sampling(temperature=0.5, top_p=0.9)
     for use, temperature in (("Reads", 0.25), ("Passes", 0.5)):
         (row,) = played(tmp_path, source, use, ["7"], sampling=sampling).samples()
@@ -266,7 +291,7 @@ class Several(Base):
             output.reward_score = SCORE
             outputs.append(output)
         return outputs
-"""
+"""  # noqa: E501
 )
 
 
@@ -276,7 +301,9 @@ def test_a_loop_may_return_several_outputs(rounds, scored, last, tmp_path_factor
     row = {**ROW, "extra_info": {"rounds": rounds}}
     replies = [*["7"] * (rounds - 1), last]
     source = SEVERAL.replace("SCORE", "float(number)" if scored else "None")
-    found = played(tmp_path_factory.mktemp("several"), source, "Several", replies, row=row, reward="user.py")
+    found = played(
+        tmp_path_factory.mktemp("several"), source, "Several", replies, row=row, reward="user.py"
+    )
     # verl scores the last output, and that score is every output's.
     assert found.reward == (rounds - 1.0 if scored else 0.25 + float(last == "7"))
     assert len(found.turns) == rounds
@@ -288,9 +315,13 @@ def test_a_loop_may_return_several_outputs(rounds, scored, last, tmp_path_factor
 @pytest.mark.parametrize("returned", ["[]", "None", "[None]", "'text'"])
 def test_no_output_is_named(returned, tmp_path):
     source = (
-        LOOP + f"\n\nclass Nothing(Base):\n    async def run(self, sampling_params, **kwargs):\n        return {returned}\n"
+        LOOP
+        + "\n\nclass Nothing(Base):\n    async def run(self, sampling_params, **kwargs):\n        "
+        f"return {returned}\n"
     )
-    assert "return an AgentLoopOutput" in played(tmp_path, source, "Nothing", [], error=True).message
+    assert (
+        "return an AgentLoopOutput" in played(tmp_path, source, "Nothing", [], error=True).message
+    )
 
 
 WITH_TOOLS = (
@@ -328,7 +359,9 @@ class WithTools(Base):
 def test_a_loop_has_the_tools_of_the_paths(reply, reward, tmp_path):
     (tmp_path / "functions.py").write_text(FUNCTIONS)
     (tmp_path / "native.py").write_text(TOOL.replace("CALCULATED", "0.0").replace("REWARD", "None"))
-    (tmp_path / "tools.yaml").write_text('tools:\n  - class_name: "native.Tool"\n    config: {type: native}\n')
+    (tmp_path / "tools.yaml").write_text(
+        'tools:\n  - class_name: "native.Tool"\n    config: {type: native}\n'
+    )
     args = {"tool_config_path": "tools.yaml", "function_tool_path": "functions.py"}
     assert played(tmp_path, WITH_TOOLS, "WithTools", [reply], **args).reward == reward
 
@@ -357,7 +390,7 @@ async def judged(data_source, solution_str, ground_truth, extra_info, reward_rou
 
 def strict(solution_str, ground_truth):
     return 1.0
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
@@ -379,7 +412,13 @@ def test_a_reward_function_alone_is_an_environment_of_one_reply(use, args, rewar
 
 
 def test_a_reply_that_is_cut_is_rewarded_by_a_reward_function_alone(tmp_path):
-    found = played(tmp_path, REWARDS, "strict", ["a reply that is long"], limits=tw.Limits(turns=2, turn_tokens=5))
+    found = played(
+        tmp_path,
+        REWARDS,
+        "strict",
+        ["a reply that is long"],
+        limits=tw.Limits(turns=2, turn_tokens=5),
+    )
     assert found.reward == 1.0
     assert found.sampled_tokens == 5
 
@@ -427,7 +466,9 @@ def of_file(solution_str, ground_truth):
 def test_functions_of_user_files_go_to_processes_that_user_code_starts(method, tmp_path):
     (tmp_path / "scores_of_tree").mkdir()
     (tmp_path / "scores_of_tree" / "__init__.py").write_text("")
-    (tmp_path / "scores_of_tree" / "inner.py").write_text("def score(text):\n    return float('7' in text)\n")
+    (tmp_path / "scores_of_tree" / "inner.py").write_text(
+        "def score(text):\n    return float('7' in text)\n"
+    )
     source = POOL.replace("METHOD", repr(method))
     assert played(tmp_path, source, "of_module", ["It is 7"]).reward == 1.0
     assert played(tmp_path, source, "of_file", ["It is 7"]).reward == 2.0
@@ -455,5 +496,11 @@ def test_function_tools_of_a_tree_with_its_own_verl(tmp_path):
         return fn
     """
     (tmp_path / "verl" / "tools" / "function_tool.py").write_text(textwrap.dedent(own))
-    found = played(tmp_path, FUNCTIONS, "verl:tools", [call("search", query="a"), "done"], function_tool_path="user.py")
+    found = played(
+        tmp_path,
+        FUNCTIONS,
+        "verl:tools",
+        [call("search", query="a"), "done"],
+        function_tool_path="user.py",
+    )
     assert heard(found) == ["a None None"]

@@ -1,4 +1,5 @@
-"""Tools of users under verl's own package: our episodes against those of its `ToolAgentLoop`. `make test-compat`."""
+"""Tools of users under verl's own package: our episodes against those of its
+`ToolAgentLoop`. `make test-compat`."""
 
 import asyncio
 import json
@@ -38,7 +39,9 @@ def tokenizer():
     """Our tokenizer as one of transformers."""
     from transformers import PreTrainedTokenizerFast
 
-    made = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
     made.chat_template = CHATML
     return made
 
@@ -70,7 +73,12 @@ def theirs(verl, tokenizer, replies, row, *, turns, settings, paths, monkeypatch
         "format": "hermes",
         **settings,
     }
-    rollout = {"prompt_length": 4096, "response_length": 4096, "multi_turn": multi_turn, "full_determinism": False}
+    rollout = {
+        "prompt_length": 4096,
+        "response_length": 4096,
+        "multi_turn": multi_turn,
+        "full_determinism": False,
+    }
     config = verl.OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
     verl.registry.clear()  # which refuses the names of another file
     tools = verl.load_all_tools(*(str(HOME / path) if path else None for path in paths))
@@ -88,7 +96,9 @@ def theirs(verl, tokenizer, replies, row, *, turns, settings, paths, monkeypatch
             tools=verl.ToolListWrap(tools),
         )
         prompt = [{"role": "user", "content": "Go."}]
-        return await loop.run({}, raw_prompt=prompt, tools_kwargs=row.get("tools_kwargs", {}), extra_info=row)
+        return await loop.run(
+            {}, raw_prompt=prompt, tools_kwargs=row.get("tools_kwargs", {}), extra_info=row
+        )
 
     return asyncio.run(run()), server.contexts
 
@@ -96,7 +106,9 @@ def theirs(verl, tokenizer, replies, row, *, turns, settings, paths, monkeypatch
 def ours(replies, row, *, turns, settings, paths, faithful):
     names = ("tool_config_path", "function_tool_path")
     args = {name: path for name, path in zip(names, paths, strict=True) if path} | settings
-    spec = as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME, faithful=faithful)
+    spec = as_env_spec(
+        FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME, faithful=faithful
+    )
     (found,) = tw.rollout(
         spec.factory,
         [tw.Task("Go.", info={"extra_info": row})],
@@ -108,10 +120,21 @@ def ours(replies, row, *, turns, settings, paths, faithful):
     return found
 
 
-def both(verl, tokenizer, monkeypatch, replies, paths, row=None, *, turns=8, faithful=True, **settings):
+def both(
+    verl, tokenizer, monkeypatch, replies, paths, row=None, *, turns=8, faithful=True, **settings
+):
     """Play both; compare ids, mask and contexts."""
     row = row or {}
-    out, contexts = theirs(verl, tokenizer, replies, row, turns=turns, settings=settings, paths=paths, monkeypatch=monkeypatch)
+    out, contexts = theirs(
+        verl,
+        tokenizer,
+        replies,
+        row,
+        turns=turns,
+        settings=settings,
+        paths=paths,
+        monkeypatch=monkeypatch,
+    )
     found = ours(replies, row, turns=turns, settings=settings, paths=paths, faithful=faithful)
     (sample,) = found.samples()
     opening = found.turns[0].context
@@ -129,7 +152,15 @@ def test_function_tools_two_calls_and_types(verl, tokenizer, monkeypatch):
         call("ping", n=2),
         "done",
     ]
-    found, out = both(verl, tokenizer, monkeypatch, replies, (None, "functions.py"), max_parallel_calls=2, faithful=False)
+    found, out = both(
+        verl,
+        tokenizer,
+        monkeypatch,
+        replies,
+        (None, "functions.py"),
+        max_parallel_calls=2,
+        faithful=False,
+    )
     assert found.reward == 0.5
     assert out.extra_fields["tool_rewards"] == [0.0, 0.0, 0.5, 0.0]
 
@@ -145,7 +176,9 @@ def test_words_of_verl_and_its_dropped_calls(verl, tokenizer, monkeypatch):
     ]
     found, out = both(verl, tokenizer, monkeypatch, replies, (None, "functions.py"))
     assert len(found.turns) == 6
-    assert [one for turn in found.turns for one in turn.info.get("tool_rewards", ())] == out.extra_fields["tool_rewards"]
+    assert [
+        one for turn in found.turns for one in turn.info.get("tool_rewards", ())
+    ] == out.extra_fields["tool_rewards"]
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
@@ -204,7 +237,9 @@ def stubs(folder):
 
 
 def test_files_of_verls_own_package_unedited(verl, tokenizer, monkeypatch, tmp_path):
-    examples = originals.folder() / "packages/tests/experimental/agent_loop/function_tool_examples.py"
+    examples = (
+        originals.folder() / "packages/tests/experimental/agent_loop/function_tool_examples.py"
+    )
     replies = [
         call("calculator", expression="(3+4)*5") + call("get_weather", city="Oslo"),
         call("search", query_list=["amber", "salt"]) + call("crawler", url_list=["http://a"]),
@@ -212,18 +247,31 @@ def test_files_of_verls_own_package_unedited(verl, tokenizer, monkeypatch, tmp_p
         "35",
     ]
     paths = (stubs(tmp_path), examples)
-    found, _ = both(verl, tokenizer, monkeypatch, replies, paths, max_parallel_calls=2, max_tool_response_length=4000)
+    found, _ = both(
+        verl,
+        tokenizer,
+        monkeypatch,
+        replies,
+        paths,
+        max_parallel_calls=2,
+        max_tool_response_length=4000,
+    )
     texts = [message.text for message in found.messages if message.role == "tool"]
     assert texts[0] == "35"
     assert texts[2:4] == ["hits-for:amber; hits-for:salt", "crawled:http://a"]
 
 
 def test_verls_own_score_of_word_problems(verl):
-    args = {"function_tool_path": "functions.py", "reward": "verl.utils.reward_score.gsm8k:compute_score"}
+    args = {
+        "function_tool_path": "functions.py",
+        "reward": "verl.utils.reward_score.gsm8k:compute_score",
+    }
     spec = as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME)
     for reply, reward in (("so #### 1,234", 1.0), ("so #### 12", 0.0), ("nothing", 0.0)):
         task = tw.Task("Go.", "1234", info={"data_source": "openai/gsm8k"})
-        (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine([reply]), limits=tw.Limits(turn_tokens=999))
+        (found,) = tw.rollout(
+            spec.factory, [task], tw.ScriptedEngine([reply]), limits=tw.Limits(turn_tokens=999)
+        )
         assert (found.error, found.reward) == (None, reward)
 
 
@@ -247,7 +295,11 @@ def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "use", ["guess_loop.py:GuessLoop", "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop"]
+    "use",
+    [
+        "guess_loop.py:GuessLoop",
+        "verl.experimental.agent_loop.single_turn_agent_loop:SingleTurnAgentLoop",
+    ],
 )
 def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
     from outbound_kit import make_model
@@ -259,7 +311,9 @@ def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
     from turnwright.training import load_model_and_renderer
 
     model, own = load_model_and_renderer(*[make_model(tmp_path / "m")] * 2, ModelConfig())
-    args = {"hf_model_type": "qwen3"} | ({} if use.startswith("guess") else {"reward": "plain_loop.py:compute_score"})
+    args = {"hf_model_type": "qwen3"} | (
+        {} if use.startswith("guess") else {"reward": "plain_loop.py:compute_score"}
+    )
     spec = resolve_env(EnvConfig(use=use, args=args), base=HOME)
     row = {"reward_model": {"ground_truth": "100"}, "data_source": "guess", "extra_info": {}}
     found = tw.rollout(
@@ -270,24 +324,34 @@ def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
         limits=tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue"),
     )
     assert [one.error for one in found] == [None] * 16
-    assert any(len(one.turns) > 1 and one.reward is not None for one in found) == use.startswith("guess")
+    assert any(len(one.turns) > 1 and one.reward is not None for one in found) == use.startswith(
+        "guess"
+    )
     for trajectory in found:
         (sample,) = trajectory.samples()
         end = trajectory.turns[0].context + 3 * 24  # where the loop cuts its response
-        assert sum(sample.weights) == sum(sample.mask[:end]) or trajectory.reward is None, "it ended by a control token"
+        assert sum(sample.weights) == sum(sample.mask[:end]) or trajectory.reward is None, (
+            "it ended by a control token"
+        )
 
 
-# Conventions: several samples over one tool object, replies that are cut, how a score is called, pictures of tools
+# Conventions: several samples over one tool object, replies that are cut, how a score is
+# called, pictures of tools
 
 
 def test_several_samples_over_one_object_of_a_tool(verl, tokenizer, monkeypatch):
-    """verl plays all samples of a step with the same tool objects; what a tool keeps is by instance."""
+    """verl plays all samples of a step with the same tool objects; what a tool
+    keeps is by instance."""
     row = {"tools_kwargs": {"count": {"create_kwargs": {"start": 3, "goal": 9}}}}
     replies = [call("count", by=1), call("count", by=2), "done"]
     single = {"settings": {}, "paths": ("counter.yaml", None), "turns": 8}
     out, contexts = theirs(verl, tokenizer, replies, row, monkeypatch=monkeypatch, **single)
     spec = as_env_spec(
-        FRAMEWORK.find("tools"), where="verl:tools", args={"tool_config_path": "counter.yaml"}, base=HOME, faithful=True
+        FRAMEWORK.find("tools"),
+        where="verl:tools",
+        args={"tool_config_path": "counter.yaml"},
+        base=HOME,
+        faithful=True,
     )
     found = tw.rollout(
         spec.factory,
@@ -309,7 +373,8 @@ def test_several_samples_over_one_object_of_a_tool(verl, tokenizer, monkeypatch)
 
 @pytest.mark.parametrize("size", [1, 4, 9])
 def test_a_reply_that_is_cut(verl, tokenizer, monkeypatch, size):
-    """A cut reply has no call, so verl's loop ends with it; it is scored and trained like any other."""
+    """A cut reply has no call, so verl's loop ends with it; it is scored and
+    trained like any other."""
 
     class Cuts(Server):
         async def generate(self, *args, **kwargs):
@@ -319,10 +384,22 @@ def test_a_reply_that_is_cut(verl, tokenizer, monkeypatch, size):
     monkeypatch.setattr("test_verl_original.Server", Cuts)
     replies = ["#### 12 and then much more to say"]
     out, contexts = theirs(
-        verl, tokenizer, replies, {}, turns=8, settings={}, paths=(None, "functions.py"), monkeypatch=monkeypatch
+        verl,
+        tokenizer,
+        replies,
+        {},
+        turns=8,
+        settings={},
+        paths=(None, "functions.py"),
+        monkeypatch=monkeypatch,
     )
-    args = {"function_tool_path": "functions.py", "reward": "verl.utils.reward_score.gsm8k:compute_score"}
-    spec = as_env_spec(FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME, faithful=True)
+    args = {
+        "function_tool_path": "functions.py",
+        "reward": "verl.utils.reward_score.gsm8k:compute_score",
+    }
+    spec = as_env_spec(
+        FRAMEWORK.find("tools"), where="verl:tools", args=args, base=HOME, faithful=True
+    )
     (found,) = tw.rollout(
         spec.factory,
         [tw.Task("Go.", "12", info={"extra_info": {}})],
@@ -353,7 +430,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, scal
 async def later(data_source, solution_str, ground_truth, extra_info, **kwargs):
     SEEN.append((data_source, solution_str, ground_truth, dict(extra_info), kwargs.get("scale", 1.0)))
     return 0.5
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("name", ["compute_score", "later"])
@@ -382,7 +459,9 @@ def test_a_score_is_called_as_by_verls_reward_manager(verl, tokenizer, tmp_path,
         )
     )
     args = {} if scale is None else {"reward_kwargs": {"scale": scale}}
-    spec = resolve_env(EnvConfig(use=f"scores.py:{name}", args=args, tasks="rows.jsonl"), base=tmp_path)
+    spec = resolve_env(
+        EnvConfig(use=f"scores.py:{name}", args=args, tasks="rows.jsonl"), base=tmp_path
+    )
     (found,) = tw.rollout(
         spec.factory,
         spec.tasks("train"),
@@ -400,7 +479,10 @@ def test_a_score_is_called_as_by_verls_reward_manager(verl, tokenizer, tmp_path,
     if scale is not None:
         function = functools.partial(function, scale=scale)
     data = DataProto.from_dict(
-        tensors={"responses": torch.tensor([response]), "attention_mask": torch.ones(1, len(sample.ids), dtype=torch.long)},
+        tensors={
+            "responses": torch.tensor([response]),
+            "attention_mask": torch.ones(1, len(sample.ids), dtype=torch.long),
+        },
         non_tensors={
             "data_source": np.array(["sums"], dtype=object),
             "reward_model": np.array([{"ground_truth": "7"}], dtype=object),
@@ -420,5 +502,9 @@ def test_a_score_is_called_as_by_verls_reward_manager(verl, tokenizer, tmp_path,
     (ours_call,), (their_call,) = ours_seen, space["SEEN"]
     assert ours_call[:3] == their_call[:3]
     assert ours_call[4] == their_call[4]
-    assert {key: value for key, value in ours_call[3].items() if key in their_call[3]} == their_call[3]
-    assert set(ours_call[3]) - set(their_call[3]) == {"tool_rewards", "turn_scores"}, "what verl's tool loop adds"
+    assert {
+        key: value for key, value in ours_call[3].items() if key in their_call[3]
+    } == their_call[3]
+    assert set(ours_call[3]) - set(their_call[3]) == {"tool_rewards", "turn_scores"}, (
+        "what verl's tool loop adds"
+    )

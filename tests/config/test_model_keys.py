@@ -26,7 +26,9 @@ def repository(tmp_path):
     return root
 
 
-@pytest.mark.parametrize(("revision", "commit"), [("main", SECOND), ("refs/pr/81", FIRST), ("aaaaaaa", FIRST)])
+@pytest.mark.parametrize(
+    ("revision", "commit"), [("main", SECOND), ("refs/pr/81", FIRST), ("aaaaaaa", FIRST)]
+)
 def test_a_revision_selects_a_snapshot_of_the_cache(repository, revision, commit):
     assert snapshot(repository, revision) == repository / "snapshots" / commit
     assert snapshot(repository / "snapshots" / commit, revision).name == commit
@@ -57,10 +59,14 @@ def test_a_plain_directory_has_a_revision_only_with_a_record_of_its_download(tmp
 
 def test_a_recipe_with_a_revision_names_the_snapshot(repository, tmp_path):
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'[model]\npath = "{repository}"\nrevision = "refs/pr/81"\n[[env]]\nuse = "hop"\n')
+    recipe.write_text(
+        f'[model]\npath = "{repository}"\nrevision = "refs/pr/81"\n[[env]]\nuse = "hop"\n'
+    )
     assert load(recipe).config.model.directory == repository / "snapshots" / FIRST
     recipe.write_text('[model]\nrevision = "main"\n[[env]]\nuse = "hop"\n')
-    with pytest.raises(ConfigError, match=r'model\.revision = "main": has no effect: it needs model.path given'):
+    with pytest.raises(
+        ConfigError, match=r'model\.revision = "main": has no effect: it needs model.path given'
+    ):
         load(recipe)
 
 
@@ -71,12 +77,24 @@ def test_the_schema_names_every_reply_format():
 
 
 def test_the_chosen_parser_reads_replies_whatever_the_template_writes(tmp_path):
-    model = create_tiny_model(ModelConfig(hidden=32, layers=1), ["some text"] * 50, tmp_path / "model")
-    tools = ({"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}},)
+    model = create_tiny_model(
+        ModelConfig(hidden=32, layers=1), ["some text"] * 50, tmp_path / "model"
+    )
+    tools = (
+        {
+            "type": "function",
+            "function": {"name": "f", "parameters": {"type": "object", "properties": {}}},
+        },
+    )
     reply = "[f(x=1)]"
     own, chosen = load_renderer(model), load_renderer(model, parser="pythonic")
     assert own.call_format[0] == "hermes"
     assert chosen.call_format[0] == "pythonic"
-    assert [call.name for call in chosen.parse(list(chosen.codec.encode_plain(reply, "control")), tools).tool_calls] == ["f"]
+    assert [
+        call.name
+        for call in chosen.parse(
+            list(chosen.codec.encode_plain(reply, "control")), tools
+        ).tool_calls
+    ] == ["f"]
     assert not own.parse(list(own.codec.encode_plain(reply, "control")), tools).tool_calls
     assert own.fingerprint != chosen.fingerprint

@@ -16,7 +16,16 @@ from typing import Literal, get_args, get_origin
 import pytest
 
 import turnwright as tw
-from turnwright.config import EnvConfig, EnvRules, Limits, PolicyConfig, RetryRules, RunConfig, TeacherConfig, load
+from turnwright.config import (
+    EnvConfig,
+    EnvRules,
+    Limits,
+    PolicyConfig,
+    RetryRules,
+    RunConfig,
+    TeacherConfig,
+    load,
+)
 from turnwright.config.fields import field_type, known_keys, table_lists
 from turnwright.config.names import ALGORITHMS, ENGINES, SAMPLERS
 from turnwright.config.rules import Context
@@ -49,7 +58,10 @@ def write(folder, text):
         ('[train]\nreference = "copy"', "train.reference"),
         ("[train]\noverlong_buffer = 0.5", "train.overlong_buffer"),
         ('[train]\nfixed_length = 64\naggregation = "token"', "train.fixed_length"),
-        ('[train]\nfixed_length = 64\naggregation = "token"\nalgorithm = "dr_grpo"', "train.fixed_length"),
+        (
+            '[train]\nfixed_length = 64\naggregation = "token"\nalgorithm = "dr_grpo"',
+            "train.fixed_length",
+        ),
         ('[train]\nvision = "frozen"', "train.vision"),
         ("[model]\npatch = 4", "model.patch"),
         ('[rollout]\nsanity = "off"\nsanity_share = 0.5', "rollout.sanity_share"),
@@ -58,14 +70,20 @@ def write(folder, text):
     ],
 )
 def test_a_key_without_what_it_needs_is_refused_by_name(tmp_path, text, key):
-    with pytest.raises(ConfigError, match=f"{key.replace('.', '[.]')} = .*has no effect") as refused:
+    with pytest.raises(
+        ConfigError, match=f"{key.replace('.', '[.]')} = .*has no effect"
+    ) as refused:
         load(write(tmp_path, f"{HOP}{text}\n"))
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ['rejected_replies = "untrained"', "max_resamples_per_turn = 5", "retries.episode = 3"])
+@pytest.mark.parametrize(
+    "text", ['rejected_replies = "untrained"', "max_resamples_per_turn = 5", "retries.episode = 3"]
+)
 def test_a_rule_of_an_environment_likewise(tmp_path, text):
-    with pytest.raises(ConfigError, match=rf"env[.]0[.]{text.split()[0]} = .*has no effect: it needs env[.]"):
+    with pytest.raises(
+        ConfigError, match=rf"env[.]0[.]{text.split()[0]} = .*has no effect: it needs env[.]"
+    ):
         load(write(tmp_path, f"{HOP}{text}\n"))
 
 
@@ -75,7 +93,8 @@ def sections_of(config):
 
 
 def with_value(config, key, value):
-    """Return a configuration with another value of a dotted key (`env.name`, `env.retries.turn`)."""
+    """Return a configuration with another value of a dotted key
+    (`env.name`, `env.retries.turn`)."""
     name, *inner, field = key.split(".")
     section = sections_of(config)[name]
     if inner:
@@ -87,7 +106,9 @@ def with_value(config, key, value):
 def values_to_try(key):
     """Return values of a key that differ in everything that a need could ask of it."""
     tried = []
-    for hint in union_members(field_type(f"{key.partition('.')[0]}.0.{key.partition('.')[2]}") or field_type(key)):
+    for hint in union_members(
+        field_type(f"{key.partition('.')[0]}.0.{key.partition('.')[2]}") or field_type(key)
+    ):
         if get_origin(hint) is Literal:
             tried += get_args(hint)
         elif get_origin(hint) is tuple:
@@ -113,7 +134,9 @@ def all_needs(config):
     }
 
 
-EVERY = RunConfig(env=(EnvConfig(use="hop"),), policy=(PolicyConfig(name="a"),), teacher=(TeacherConfig(),))
+EVERY = RunConfig(
+    env=(EnvConfig(use="hop"),), policy=(PolicyConfig(name="a"),), teacher=(TeacherConfig(),)
+)
 KEYS = [key for key in known_keys() if "." in key]
 
 
@@ -126,9 +149,14 @@ def test_every_key_that_needs_something_is_refused_without_it():
         if section not in sections_of(config):
             continue
         same = attrgetter(name)(sections_of(config)[section])
-        changed = with_value(config, key, [value for value in values_to_try(key) if value != same][-1])
+        changed = with_value(
+            config, key, [value for value in values_to_try(key) if value != same][-1]
+        )
         place = key.replace("env.", "env.0.")
-        if any(name in need.keys and not need.holds for need in sections_of(changed)[section].needs(changed)):
+        if any(
+            name in need.keys and not need.holds
+            for need in sections_of(changed)[section].needs(changed)
+        ):
             refused += 1
             with pytest.raises(ConfigError, match=f"{place} = .*has no effect"):
                 validate(changed, {place: "recipe.toml"}, "recipe.toml", Context(training=False))
@@ -178,12 +206,17 @@ def test_each_key_decides_that_the_words_of_a_need_name(need):
 
 
 def test_a_default_that_is_written_out_is_no_mistake_and_the_command_line_may_switch_off(tmp_path):
-    path = write(tmp_path, f'{HOP}[train]\nkl = 0.1\nkl_in = "reward"\nfixed_length = 1024\n[model]\nheads = 4\n')
+    path = write(
+        tmp_path,
+        f'{HOP}[train]\nkl = 0.1\nkl_in = "reward"\nfixed_length = 1024\n[model]\nheads = 4\n',
+    )
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     config = load(path, ["--train.kl", "0", "--model.path", str(tmp_path / "model")]).config
     assert (config.train.kl, config.model.heads) == (0.0, 4)
-    with pytest.raises(ConfigError, match=r"--model.heads 4: has no effect: it needs model.path none"):
+    with pytest.raises(
+        ConfigError, match=r"--model.heads 4: has no effect: it needs model.path none"
+    ):
         load(write(tmp_path, HOP), ["--model.heads", "4", "--model.path", str(tmp_path / "model")])
 
 
@@ -214,10 +247,12 @@ def test_training_without_torch_says_what_to_install():
         "import sys\nsys.modules['torch'] = None\nimport turnwright as tw\n"
         "class E(tw.Env):\n    def reset(self, task, *, seed=None): return '?'\n"
         "    def step(self, action): return tw.Step(None, terminated=True)\n"
-        "try: tw.train(env=E, tasks=[tw.Task(str(n)) for n in range(20)], out=sys.argv[1], display='none')\n"
+        "try: tw.train(env=E, tasks=[tw.Task(str(n)) for n in range(20)], out=sys.argv[1], display='none')\n"  # noqa: E501
         "except Exception as error: print(type(error).__name__, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, "nowhere/run"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "nowhere/run"], capture_output=True, text=True
+    )
     assert "pip install 'turnwright[train]'" in done.stdout, done.stdout + done.stderr
 
 
@@ -238,7 +273,9 @@ class Counts(tw.Env):
 
 
 def play(env, tasks=("a",), **settings):
-    return tw.rollout(env, [tw.Task(text) for text in tasks], engine=tw.ScriptedEngine(["x"] * 40), **settings)
+    return tw.rollout(
+        env, [tw.Task(text) for text in tasks], engine=tw.ScriptedEngine(["x"] * 40), **settings
+    )
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
@@ -259,15 +296,30 @@ def test_what_is_no_number_of_turns_fails_its_episode():
 def test_tasks_over_the_limit_of_prompts_are_left_out_with_a_warning_and_a_list(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = play(Counts, ("short", "long " * 60, "brief"), samples=2, limits=Limits(prompt_tokens=60), out=tmp_path / "run")
+        found = play(
+            Counts,
+            ("short", "long " * 60, "brief"),
+            samples=2,
+            limits=Limits(prompt_tokens=60),
+            out=tmp_path / "run",
+        )
     assert [t.task.messages[0].text for t in found] == ["short", "short", "brief", "brief"]
-    assert [str(w.message).partition(": ")[0] for w in caught] == ["skipped 1 tasks with prompts over 60 tokens"]
+    assert [str(w.message).partition(": ")[0] for w in caught] == [
+        "skipped 1 tasks with prompts over 60 tokens"
+    ]
     assert json.loads((tmp_path / "run" / "left_out.json").read_text())["count"] == 1
 
 
 @pytest.mark.parametrize(
     "limits",
-    [{"turns": -1}, {"turn_tokens": 0}, {"wall_clock_s": -1.0}, {"env_s": float("nan")}, {"prompt_tokens": 0}, {"turns": "3"}],
+    [
+        {"turns": -1},
+        {"turn_tokens": 0},
+        {"wall_clock_s": -1.0},
+        {"env_s": float("nan")},
+        {"prompt_tokens": 0},
+        {"turns": "3"},
+    ],
 )
 def test_limits_out_of_their_range_are_refused_in_python_too(limits):
     with pytest.raises(UsageError, match=next(iter(limits))):
@@ -276,7 +328,7 @@ def test_limits_out_of_their_range_are_refused_in_python_too(limits):
 
 @pytest.mark.parametrize(
     ("retries", "expected"),
-    [({"turn": -1}, "retries.turn = -1: must be at least 0"), ({"wait_s": -1.0}, "retries.wait_s = -1.0: must be at least 0"),
+    [({"turn": -1}, "retries.turn = -1: must be at least 0"), ({"wait_s": -1.0}, "retries.wait_s = -1.0: must be at least 0"),  # noqa: E501
      ({"engine": "2"}, "retries.engine = '2': must be an integer")],
 )  # fmt: skip
 def test_rules_likewise(retries, expected):

@@ -1,4 +1,5 @@
-"""A key is declared in its section and nowhere else: `--keys`, tables, checks and paths follow from its field and its need."""
+"""A key is declared in its section and nowhere else: `--keys`, tables, checks and paths follow from
+its field and its need."""
 
 from __future__ import annotations
 
@@ -59,12 +60,13 @@ def python(**train):
     return attempt(lambda: from_python({"train": train}, "tw.train()"))
 
 print(json.dumps(eval(sys.stdin.read(), {**globals()})))
-'''
+'''  # noqa: E501
 
 
 @pytest.fixture(scope="module")
 def evaluate(tmp_path_factory):
-    """Evaluates an expression in a process whose schema has three more fields, and nothing else that differs."""
+    """Evaluates an expression in a process whose schema has three more fields, and
+    nothing else that differs."""
     folder = tmp_path_factory.mktemp("schema")
     text = SCHEMA.read_text(encoding="utf-8")
     for anchor, added in ((ANCHOR, FIELDS), (NEED_ANCHOR, NEED)):
@@ -86,27 +88,35 @@ def evaluate(tmp_path_factory):
 def test_help_and_tables_have_the_new_key(evaluate):
     lines, page = evaluate("[[line for line in help_keys() if 'new-' in line], tables()]")
     assert lines == [
-        "--train.new-share (a number; default 0.25): Share that is new; 0 is none. Needs `train.kl > 0`.",
+        "--train.new-share (a number; default 0.25): Share that is new; 0 is none. Needs "
+        "`train.kl > 0`.",
         '--train.new-file (a string in quotes or "none"; default "none"): File that is new.',
         '--train.new-mode (one of "fast", "slow"; default "slow"): How new it is.',
     ]
-    assert "| `new_share` | a number | `0.25` | Share that is new; 0 is none. Needs `train.kl > 0`. |" in page
+    assert (
+        "| `new_share` | a number | `0.25` | Share that is new; 0 is none. Needs `train.kl > 0`. |"
+        in page
+    )
 
 
 def test_values_are_held_to_type_bounds_needs_and_files(evaluate):
     errors = evaluate(
-        "[one[0] for one in (recipe('kl = 0.1\\nnew_share = 1.5'), recipe('new_share = 0.5'), recipe('new_mode = \"fats\"'), "
-        "recipe('new_file = \"row.jsonl\"'), recipe('new_shar = 1'), recipe('', '--train.new-share', 'x'), "
-        "python(kl=0.1, new_share=-1.0))]"
+        "[one[0] for one in (recipe('kl = 0.1\\nnew_share = 1.5'), recipe('new_share = 0.5'), "
+        "recipe('new_mode = \"fats\"'), recipe('new_file = \"row.jsonl\"'), recipe('new_shar = "
+        "1'), recipe('', '--train.new-share', 'x'), python(kl=0.1, new_share=-1.0))]"
     )
     assert errors == [
         "r.toml: train.new_share = 1.5: must be from 0 to 1",
-        "r.toml: train.new_share = 0.5: has no effect: it needs train.kl > 0; set that, or leave this out",
+        "r.toml: train.new_share = 0.5: has no effect: it needs train.kl > 0; set that, or leave "
+        "this out",
         'r.toml: train.new_mode = "fats": must be one of "fast", "slow"; did you mean \'fast\'?',
-        f"r.toml: train.new_file = \"{evaluate.folder}/row.jsonl\": no such file; did you mean 'rows.jsonl'?",
+        f'r.toml: train.new_file = "{evaluate.folder}/row.jsonl": no such file; did you mean '
+        "'rows.jsonl'?",
         "r.toml: unknown key 'train.new_shar'; did you mean 'train.new_share'?",
         "command line: --train.new-share x: must be a number; `--train.new-share VALUE`",
         "tw.train(): train.new_share = -1.0: must be from 0 to 1",
     ]
     path = str(evaluate.folder / "rows.jsonl")
-    assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [[0.25, "slow", path]]  # relative to the recipe
+    assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [
+        [0.25, "slow", path]
+    ]  # relative to the recipe

@@ -1,4 +1,5 @@
-"""The judge of converted trees: scripts in the form of theirs, a class each, and faults that it must find."""
+"""The judge of converted trees: scripts in the form of theirs, a class each, and
+faults that it must find."""
 
 import json
 import sys
@@ -27,11 +28,14 @@ ROLLOUT_ARGS=(
 )
 ray job submit --address="http://127.0.0.1:8265" -- python3 train.py --hf-checkpoint /models/m \\
    --advantage-estimator grpo --eps-clip 0.1 --lr 2e-6 --weight-decay 0.1 --tensor-model-parallel-size 2 "${ROLLOUT_ARGS[@]}"
-"""
+"""  # noqa: E501
 SFT = SLIME.replace(
-    "--custom-generate-function-path loop.generate", "--rollout-function-path slime.rollout.sft_rollout.generate_rollout"
+    "--custom-generate-function-path loop.generate",
+    "--rollout-function-path slime.rollout.sft_rollout.generate_rollout",
 )
-STEP = SLIME.replace("--custom-generate-function-path loop.generate", "--rollout-function-path mine.generate_rollout")
+STEP = SLIME.replace(
+    "--custom-generate-function-path loop.generate", "--rollout-function-path mine.generate_rollout"
+)
 MILES = """
 from dataclasses import dataclass
 
@@ -52,13 +56,13 @@ def execute(args: Args):
 
 def main(args: Args):
     execute(args)
-"""
+"""  # noqa: E501
 SKYRL = """
 uv run --isolated --extra fsdp -m skyrl.train.entrypoints.main_base \\
   data.train_data="['/d/train.parquet']" trainer.policy.model.path=/m trainer.train_batch_size=64 \\
   trainer.policy_mini_batch_size=16 trainer.algorithm.advantage_estimator=grpo generator.max_turns=4 \\
   generator.n_samples_per_prompt=5 environment.env_class=search
-"""
+"""  # noqa: E501
 OWN = SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.train.search.main_mine").replace(
     "environment.env_class=search", ""
 )
@@ -67,12 +71,12 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=/
   data.max_prompt_length=100 data.max_response_length=400 actor_rollout_ref.model.path=/m \\
   actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.rollout.n=4 \\
   actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.max_assistant_turns=5
-"""
+"""  # noqa: E501
 SWIFT = """
 NPROC_PER_NODE=2 \\
 swift rlhf --rlhf_type grpo --model /m --dataset /d.jsonl --multi_turn_scheduler tips --max_turns 3 --reward_funcs accuracy \\
   --num_generations 4 --per_device_train_batch_size 4 --max_completion_length 256 --temperature 1.0 --learning_rate 1e-6
-"""
+"""  # noqa: E501
 GKD = SWIFT.replace("grpo", "gkd") + "\n"
 TRL = """
 from trl import GRPOConfig, GRPOTrainer
@@ -123,18 +127,29 @@ def trees(tmp_path):
 
 
 def judged(trees):
-    found = [(path, convert_trees.judge(system, path, text)) for system, path, text in convert_trees.scripts(trees)]
+    found = [
+        (path, convert_trees.judge(system, path, text))
+        for system, path, text in convert_trees.scripts(trees)
+    ]
     return {str(path.relative_to(trees)): one for path, one in found}
 
 
 def test_each_class_of_scripts(trees):
-    assert {name: one.kind for name, one in judged(trees).items()} == {name: kind for name, (_, kind) in FILES.items()}
+    assert {name: one.kind for name, one in judged(trees).items()} == {
+        name: kind for name, (_, kind) in FILES.items()
+    }
 
 
 def test_the_counts_are_printed(trees, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["convert_trees.py", str(trees)])
     assert convert_trees.main() == 0
-    counts = {"scripts": 10, "complete": 6, "incomplete_said": 2, "refused_said": 2, "silently_wrong": 0}
+    counts = {
+        "scripts": 10,
+        "complete": 6,
+        "incomplete_said": 2,
+        "refused_said": 2,
+        "silently_wrong": 0,
+    }
     assert json.loads(capsys.readouterr().out) == counts
 
 
@@ -142,19 +157,33 @@ FAULTS = [
     ("slime", "rollout-batch-size", lambda draft, value: draft.put("rollout.groups", 2 * value)),
     ("slime", "eps-clip", lambda draft, value: draft.put("train.clip_low", 0.3)),
     ("slime", "num-rollout", lambda draft, value: None),
-    ("slime", "custom-generate-function-path", lambda draft, value: draft.put("env.use", "other.py:play")),
+    (
+        "slime",
+        "custom-generate-function-path",
+        lambda draft, value: draft.put("env.use", "other.py:play"),
+    ),
     ("skyrl", "generator.max_turns", lambda draft, value: draft.put("limits.turns", 1)),
     ("skyrl", "environment.env_class", lambda draft, value: draft.put("env.use", "skyrl:gsm8k")),
     ("verl", "data.max_prompt_length", lambda draft, value: None),
-    ("verl", "actor_rollout_ref.actor.ppo_mini_batch_size", lambda draft, value: draft.given.pop("data.train_batch_size")),
-    ("swift", "multi_turn_scheduler", lambda draft, value: draft.put("env.use", "swift:single_turn")),
+    (
+        "verl",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+        lambda draft, value: draft.given.pop("data.train_batch_size"),
+    ),
+    (
+        "swift",
+        "multi_turn_scheduler",
+        lambda draft, value: draft.put("env.use", "swift:single_turn"),
+    ),
     ("swift", "max_turns", lambda draft, value: None),
     ("trl", "num_generations", lambda draft, value: draft.put("rollout.group_size", 1)),
     ("trl", "environment_factory", lambda draft, value: draft.put("env.use", "x.py:Other")),
 ]
 
 
-@pytest.mark.parametrize(("system", "key", "rule"), FAULTS, ids=[f"{system} {key}" for system, key, _ in FAULTS])
+@pytest.mark.parametrize(
+    ("system", "key", "rule"), FAULTS, ids=[f"{system} {key}" for system, key, _ in FAULTS]
+)
 def test_a_fault_of_the_converter_is_found(trees, monkeypatch, system, key, rule):
     table = SYSTEMS[system]
     monkeypatch.setitem(SYSTEMS, system, replace(table, rules={**table.rules, key: rule}))

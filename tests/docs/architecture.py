@@ -1,7 +1,7 @@
 """Rewrite the generated parts of docs/architecture.md: the figure of the layers.
 
-`python tests/docs/architecture.py` writes the page; `tests/docs/test_docs_architecture.py` checks it, and that each link
-names code that exists.
+`python tests/docs/architecture.py` writes the page; `tests/docs/test_docs_architecture.py` checks
+it, and that each link names code that exists.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ def purpose(module: str) -> str:
 
 
 def layers() -> str:
-    """Return the layers of the import-linter contracts, top down, as a block of text: the packages beside the core first."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+    """Return the layers of the import-linter contracts, top down, as a block of text: the packages
+    beside the core first."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "importlinter"
+    ]["contracts"]
     by_name = {contract["name"]: contract for contract in contracts}
-    beside = by_name["Between the packages beside the core, imports point to the servers alone"]["layers"]
+    beside = by_name["Between the packages beside the core, imports point to the servers alone"][
+        "layers"
+    ]
     core = by_name["Imports point only down"]["layers"]
     rows = [row.split(" | ") for row in (*beside, "turnwright", *core)]
     width = max(len(name.removeprefix("turnwright.")) for row in rows for name in row)
@@ -38,7 +43,11 @@ def layers() -> str:
         mark = "|" if len(row) > 1 else " "
         for name in row:
             indent = "  " if "." in name else ""
-            lines.append(f"{mark} {indent}{name.removeprefix('turnwright.'):<{width}}  {purpose(name)}".rstrip())
+            lines.append(
+                (
+                    f"{mark} {indent}{name.removeprefix('turnwright.'):<{width}}  {purpose(name)}"
+                ).rstrip()
+            )
     return "```text\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -46,7 +55,11 @@ def check_name(path: Path, name: str) -> None:
     """Raise `KeyError` where a file has no function, class or method of a name."""
     body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
     for part in name.split("."):
-        definitions = [node for node in body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+        definitions = [
+            node
+            for node in body
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        ]
         node = next((node for node in definitions if node.name == part), None)
         if node is None:
             raise KeyError(f"{path.relative_to(ROOT)} has no {name}")

@@ -35,13 +35,15 @@ class Block:
 
     @property
     def file(self) -> str | None:
-        """The file that the block stands for: its first line is a comment that names one (`# guess.py`)."""
+        """The file that the block stands for: its first line is a comment that
+        names one (`# guess.py`)."""
         match = re.match(r"# ([\w./-]+\.(?:py|toml|jsonl))\s*(?:\n|$)", self.text)
         return match.group(1) if match else None
 
     @property
     def commands(self) -> list[tuple[str, list[str]]]:
-        """Of a console block: each line behind `$ `, without its comment, and the lines that it is said to print."""
+        """Of a console block: each line behind `$ `, without its comment, and the lines
+        that it is said to print."""
         found: list[tuple[str, list[str]]] = []
         for line in self.text.splitlines():
             if line.startswith("$ "):
@@ -62,7 +64,12 @@ def blocks(path: Path) -> list[Block]:
         match = _FENCE.match(line)
         if opened is None and match:
             opened, lines = (number, match["fence"], match["language"], match["indent"]), []
-        elif opened is not None and match and match["fence"].startswith(opened[1]) and not match["language"]:
+        elif (
+            opened is not None
+            and match
+            and match["fence"].startswith(opened[1])
+            and not match["language"]
+        ):
             found.append(Block(path, opened[0], opened[2], "\n".join(lines) + "\n"))
             opened = None
         elif opened is not None:
@@ -74,4 +81,9 @@ def blocks(path: Path) -> list[Block]:
 
 def all_blocks(*languages: str) -> list[Block]:
     """The blocks of every documentation file, of these languages."""
-    return [block for path in FILES for block in blocks(path) if not languages or block.language in languages]
+    return [
+        block
+        for path in FILES
+        for block in blocks(path)
+        if not languages or block.language in languages
+    ]

@@ -11,14 +11,19 @@ HEAD = """# Every metric
 
 Written by `python tests/docs/metric_tables.py` from `METRIC_GROUPS` of `src/turnwright/records/episode_metrics.py`.
 
-"""
+"""  # noqa: E501
 
 
 def page() -> str:
     """Return the page, one table per group."""
     parts = []
     for title, docs in METRIC_GROUPS.items():
-        lines = [f"## {title}", "", "| name | unit | meaning | what to do when it moves |", "|---|---|---|---|"]
+        lines = [
+            f"## {title}",
+            "",
+            "| name | unit | meaning | what to do when it moves |",
+            "|---|---|---|---|",
+        ]
         lines += [f"| `{doc.name}` | {doc.unit} | {doc.meaning} | {doc.advice} |" for doc in docs]
         parts.append("\n".join(lines))
     return HEAD + "\n\n".join(parts) + "\n"

@@ -16,22 +16,32 @@ HEAD = """# Every key of a recipe
 Written by `python tests/docs/recipe_keys.py` from the docstrings of `src/turnwright/config/schema.py`.
 `turnwright train --keys` prints the same.
 
-"""
+"""  # noqa: E501
 
 
 def tables() -> str:
     """Return one table per section, in the schema's order."""
     docs = field_docs()
     sections: dict[str, list[str]] = {}
-    for key, value in flatten(RunConfig(**{name: (kind(),) for name, kind in table_lists().items()})):
+    for key, value in flatten(
+        RunConfig(**{name: (kind(),) for name, kind in table_lists().items()})
+    ):
         plain = key.replace(".0.", ".")
         section, _, name = plain.rpartition(".")
         kind = describe_type(field_type(key)).replace("|", "\\|")
         meaning = docs[plain].replace("|", "\\|")
-        sections.setdefault(section, []).append(f"| `{name}` | {kind} | `{toml_value(value)}` | {meaning} |")
+        sections.setdefault(section, []).append(
+            f"| `{name}` | {kind} | `{toml_value(value)}` | {meaning} |"
+        )
     lines: list[str] = []
     for section, rows in sections.items():
-        head = "At the top" if not section else f"`[[{section}]]`" if section in table_lists() else f"`[{section}]`"
+        head = (
+            "At the top"
+            if not section
+            else f"`[[{section}]]`"
+            if section in table_lists()
+            else f"`[{section}]`"
+        )
         about = docs.get(section, "") if section else ""
         lines += [
             f"## {head}",

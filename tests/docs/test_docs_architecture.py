@@ -1,4 +1,5 @@
-"""The architecture page: its layers are those that import-linter checks, and its links name code that exists."""
+"""The architecture page: its layers are those that import-linter checks, and its links
+name code that exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every code block of README and docs does what it says: Python runs, recipes load, commands exist."""
+"""Every code block of README and docs does what it says: Python runs, recipes
+load, commands exist."""
 
 from __future__ import annotations
 
@@ -31,14 +32,18 @@ LANGUAGES = {
     "text": "a picture, or what a program printed: nothing to run",
 }
 NOT_RUN: dict[str, str] = {}
-"""Python blocks that are not executed, `file.md: first line` -> why. Empty, and meant to stay so."""
+"""Python blocks that are not executed, `file.md: first line` -> why.
+
+Empty, and meant to stay so.
+"""
 NEEDS = {
     "libraries.md: import verifiers.v1 as vf": "verifiers.v1.configs.select",
     "libraries.md: import verifiers.legacy as legacy": "turnwright_verifiers_legacy",
     "libraries.md: # an OpenEnv server": "openenv.core",
 }
-"""Python blocks that need a package which the extra `dev` leaves out, without which they are not executed here. The tests of
-what they show, `tests/envs/test_openenv.py`, `tests/envs/test_verifiers_tasksets.py` and
+"""Python blocks that need a package which the extra `dev` leaves out, without which they
+are not executed here. The tests of what they show, `tests/envs/test_openenv.py`,
+`tests/envs/test_verifiers_tasksets.py` and
 `contrib/verifiers_legacy/test_verifiers_legacy.py`, execute them too."""
 OUTSIDE = {
     "git": "the world's, not ours",
@@ -60,7 +65,9 @@ PYTHON = [path for path in FILES if any(block.language == "python" for block in 
 
 def test_every_block_is_of_a_kind_that_is_checked():
     for block in all_blocks():
-        assert block.language in LANGUAGES, f"{block.where}: a block of {block.language!r}; one of {', '.join(LANGUAGES)}"
+        assert block.language in LANGUAGES, (
+            f"{block.where}: a block of {block.language!r}; one of {', '.join(LANGUAGES)}"
+        )
     assert len(all_blocks("python")) > 5
     assert len(all_blocks("console")) > 5
 
@@ -84,7 +91,9 @@ def has(module: str | None) -> bool:
 
 
 def test_every_exception_stands_for_a_block():
-    firsts = {f"{block.path.name}: {block.text.partition(chr(10))[0]}" for block in all_blocks("python")}
+    firsts = {
+        f"{block.path.name}: {block.text.partition(chr(10))[0]}" for block in all_blocks("python")
+    }
     assert {*NOT_RUN, *NEEDS} <= firsts
 
 
@@ -101,7 +110,8 @@ def run_python(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PYTHON, ids=short)
 def test_python_runs(path, tmp_path, monkeypatch):
-    """Training is cut to two steps of short replies; `test_python_runs_whole` leaves it as it is written."""
+    """Training is cut to two steps of short replies; `test_python_runs_whole`
+    leaves it as it is written."""
     import turnwright.api
 
     record = turnwright.api.train
@@ -110,7 +120,13 @@ def test_python_runs(path, tmp_path, monkeypatch):
         limits, train, warmup = (settings.pop(name, {}) for name in ("limits", "train", "warmup"))
         train = {key: value for key, value in train.items() if key != "stop_success"} | {"steps": 2}
         few = {"demos": 8, "steps": 2, "gate_success": 0.0, "gate_tasks": 8} if warmup else {}
-        return record(**settings, display="none", limits=limits | {"turn_tokens": 8}, train=train, warmup=warmup | few)
+        return record(
+            **settings,
+            display="none",
+            limits=limits | {"turn_tokens": 8},
+            train=train,
+            warmup=warmup | few,
+        )
 
     monkeypatch.setattr(turnwright, "train", cut)
     monkeypatch.chdir(tmp_path)
@@ -120,7 +136,9 @@ def test_python_runs(path, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in PYTHON if "tw.train(" in path.read_text(encoding="utf-8")], ids=short)
+@pytest.mark.parametrize(
+    "path", [path for path in PYTHON if "tw.train(" in path.read_text(encoding="utf-8")], ids=short
+)
 def test_python_runs_whole(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -147,12 +165,22 @@ def test_json_parses():
         json.loads(block.text)
 
 
-COMMANDS = [(block, command, printed) for block in all_blocks("console") for command, printed in block.commands]
+COMMANDS = [
+    (block, command, printed)
+    for block in all_blocks("console")
+    for command, printed in block.commands
+]
 
 
-@pytest.mark.parametrize(("block", "command", "printed"), COMMANDS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("block", "command", "printed"),
+    COMMANDS,
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_commands_exist(block: Block, command, printed):
-    if any(line.startswith("turnwright: error:") for line in printed):  # it shows a mistake, and is run with the cheap ones
+    if any(
+        line.startswith("turnwright: error:") for line in printed
+    ):  # it shows a mistake, and is run with the cheap ones
         assert is_cheap(shlex.split(command)[1:]), f"{block.where}: a mistake that is not looked at"
         return
     for part in re.split(r"\s*(?:&&|\|)\s*", command):
@@ -180,7 +208,9 @@ def check_command(block: Block, command: str) -> None:
     if program == "turnwright":
         parse(words[1:])
     elif program == "make":
-        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(
+            r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         goals = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
         assert set(goals) <= set(targets), f"{block.where}: make has no {goals}"
     elif program == "python":
@@ -190,9 +220,13 @@ def check_command(block: Block, command: str) -> None:
         for option in (word.partition("=")[0] for word in words[2:] if word.startswith("--")):
             assert f'"{option}"' in known, f"{block.where}: {script} has no option {option}"
     elif program == "pytest":
-        assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/")), block.where
+        assert all((ROOT / word).exists() for word in words[1:] if word.startswith("tests/")), (
+            block.where
+        )
     else:
-        assert program in OUTSIDE or (ROOT / words[0]).is_file(), f"{block.where}: what is {program!r}?"
+        assert program in OUTSIDE or (ROOT / words[0]).is_file(), (
+            f"{block.where}: what is {program!r}?"
+        )
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -217,7 +251,11 @@ def is_cheap(words: list[str]) -> bool:
     """Commands that take a moment: they are run as written, in the order of the page."""
     if any(word in ("--help", "--version", "--keys", "--dry-run") for word in words):
         return True
-    return words[0] in ("init", "check") and words[1:2] != ["learn"] and not {"--model", "--engine"} & set(words)
+    return (
+        words[0] in ("init", "check")
+        and words[1:2] != ["learn"]
+        and not {"--model", "--engine"} & set(words)
+    )
 
 
 @pytest.mark.parametrize("path", CHEAP, ids=short)
@@ -231,18 +269,31 @@ def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
                 continue
             status = main(words[1:])
             out = capsys.readouterr()
-            assert status == (2 if any(line.startswith("turnwright: error:") for line in printed) else 0), out.err
+            assert status == (
+                2 if any(line.startswith("turnwright: error:") for line in printed) else 0
+            ), out.err
             output = [line.rstrip() for line in (out.out + out.err).splitlines()]
             for line in printed:
-                assert line == "..." or line in output, f"{block.where}: `{command}` does not print {line!r} but {output}"
+                assert line == "..." or line in output, (
+                    f"{block.where}: `{command}` does not print {line!r} but {output}"
+                )
 
 
 @pytest.mark.slow
 def test_the_first_task_is_learned_by_the_commands_of_its_page(tmp_path, monkeypatch):
     page = ROOT / "docs" / "first_task.md"
     monkeypatch.chdir(tmp_path)
-    commands = [command for block in blocks(page) if block.language == "console" for command, _ in block.commands]
-    words = [shlex.split(command)[1:] for command in commands if command.startswith("turnwright") and " view " not in command]
+    commands = [
+        command
+        for block in blocks(page)
+        if block.language == "console"
+        for command, _ in block.commands
+    ]
+    words = [
+        shlex.split(command)[1:]
+        for command in commands
+        if command.startswith("turnwright") and " view " not in command
+    ]
     for command in words:
         assert main(command) == 0
         if command[0] == "init":
@@ -251,7 +302,9 @@ def test_the_first_task_is_learned_by_the_commands_of_its_page(tmp_path, monkeyp
         if command[0] == "train" and "--resume" not in command:
             summary = json.loads(Path("runs/depot/summary.json").read_text())
             assert summary["success_after"] > 0.75 > 0.5 > summary["success_before"]
-    assert json.loads(Path("runs/depot/config.json").read_text())["extended"] == {"train.steps": [120]}
+    assert json.loads(Path("runs/depot/config.json").read_text())["extended"] == {
+        "train.steps": [120]
+    }
 
 
 def test_links_lead_somewhere():
@@ -263,7 +316,10 @@ def test_links_lead_somewhere():
 
 def test_make_lists_its_targets():
     listed = subprocess.run(
-        ["make", "--no-print-directory", "-C", str(ROOT), "help"], capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "-C", str(ROOT), "help"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for target in ("setup", "quickstart", "test", "test-slow", "check"):
         assert f"make {target} " in listed.stdout

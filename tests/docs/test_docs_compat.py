@@ -20,7 +20,9 @@ USERS = {"S": "slime", "K": "skyrl", "V": "verl", "W": "swift"}
 def defined_tests(file: str) -> set[str]:
     path = ROOT / file if "/" in file else ROOT / "tests/compat" / file
     nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    return {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return {
+        node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
 
 
 def named_tests(cell: str) -> list[str]:
@@ -34,13 +36,19 @@ def named_tests(cell: str) -> list[str]:
 
 def test_every_row_names_tests_that_exist() -> None:
     rows = dict(ROW.findall(TABLES))
-    assert list(rows) == [f"{system}{number}" for system, most in SYSTEMS.items() for number in range(1, most + 1)]
+    assert list(rows) == [
+        f"{system}{number}" for system, most in SYSTEMS.items() for number in range(1, most + 1)
+    ]
     for row, cell in rows.items():
         assert named_tests(cell), row
 
 
 def test_the_tests_named_elsewhere_on_the_page_exist() -> None:
-    found = {name for file in (ROOT / "tests").rglob("test_*.py") for name in defined_tests(file.relative_to(ROOT).as_posix())}
+    found = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in defined_tests(file.relative_to(ROOT).as_posix())
+    }
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) > 5
     assert not named - found
@@ -56,7 +64,9 @@ def test_every_row_has_user_files_with_both_kinds_of_tests() -> None:
     for row, cell, stand_ins, original in rows:
         named = re.findall(r"`(\w+\.py)`", cell)
         assert named, row
-        assert all((ROOT / "tests/compat/users" / USERS[row[0]] / file).is_file() for file in named), row
+        assert all(
+            (ROOT / "tests/compat/users" / USERS[row[0]] / file).is_file() for file in named
+        ), row
         assert named_tests(stand_ins), row
         with_original = named_tests(original)
         assert with_original or original.startswith("none: "), row

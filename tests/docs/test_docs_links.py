@@ -1,4 +1,5 @@
-"""Every link of the documents to a file or a heading leads there, and what README prints was printed."""
+"""Every link of the documents to a file or a heading leads there, and what
+README prints was printed."""
 
 from __future__ import annotations
 
@@ -15,12 +16,17 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 
 
 def prose(page: Path) -> str:
-    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
 
 
 def headings(page: Path) -> set[str]:
     """As GitHub names them in links."""
-    rendered = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)]
+    rendered = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        for title in re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    ]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in rendered}
 
 
@@ -32,7 +38,9 @@ def test_links_lead_somewhere(page):
             continue
         path, _, anchor = target.partition("#")
         there = (page.parent / path).resolve() if path else page
-        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in headings(there)):
+        if not there.exists() or (
+            anchor and there.suffix == ".md" and anchor not in headings(there)
+        ):
             lost.append(target)
     assert not lost
 

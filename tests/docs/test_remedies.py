@@ -162,7 +162,17 @@ def test_a_model_with_more_layers_is_built():
 
 
 def test_a_run_with_more_rounds_is_another_run(capsys):
-    text = stopped(capsys, "--out", "runs/again", "--warmup.rounds", "6", "--warmup.steps", "10", "--warmup.gate-every", "10")
+    text = stopped(
+        capsys,
+        "--out",
+        "runs/again",
+        "--warmup.rounds",
+        "6",
+        "--warmup.steps",
+        "10",
+        "--warmup.gate-every",
+        "10",
+    )
     steps = int(re.search(r"ended after (\d+) steps", text)[1])
     assert steps > 10
     assert Path("runs/again/metrics.jsonl").exists()
@@ -181,12 +191,36 @@ def test_a_model_with_vision_sees(capsys):
     assert main(["train", "recipe.toml", "--display", "plain", *seen, *quick]) == 0
     assert "it reads their alt texts; set model.vision = true" in printed(capsys)
     words = shlex.split(ROWS["the model has no vision"].strip("`"))
-    assert main(["train", "recipe.toml", "--display", "plain", *seen, *quick, "--out", "runs/sees", *words]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "recipe.toml",
+                "--display",
+                "plain",
+                *seen,
+                *quick,
+                "--out",
+                "runs/sees",
+                *words,
+            ]
+        )
+        == 0
+    )
     assert "alt texts" not in printed(capsys)
 
 
 def test_half_the_learning_rate_and_more_steps(capsys):
-    begin = ["--warmup.gate-success", "0", "--warmup.steps", "2", "--warmup.gate-every", "2", "--warmup.demos", "16"]
+    begin = [
+        "--warmup.gate-success",
+        "0",
+        "--warmup.steps",
+        "2",
+        "--warmup.gate-every",
+        "2",
+        "--warmup.demos",
+        "16",
+    ]
     assert main(["train", "recipe.toml", *begin, "--train.lr", "5e-5"]) == 0
     rows = [json.loads(line) for line in Path("runs/quiz/metrics.jsonl").read_text().splitlines()]
     assert next(row["lr"] for row in rows if row["phase"] == "train") == 5e-5
@@ -195,12 +229,16 @@ def test_half_the_learning_rate_and_more_steps(capsys):
 
 
 TRIED = {
-    "the warm-up ended without meeting its gate": (test_a_warm_up_that_ended_goes_on_by_the_command_that_is_printed,),
+    "the warm-up ended without meeting its gate": (
+        test_a_warm_up_that_ended_goes_on_by_the_command_that_is_printed,
+    ),
     "the same replies succeed in other tasks": (
         test_what_does_not_read_its_task_goes_on_by_either_command,
         test_a_model_with_more_layers_is_built,
     ),
-    "the warm-up ended below its goal, training goes on": (test_a_run_with_more_rounds_is_another_run,),
+    "the warm-up ended below its goal, training goes on": (
+        test_a_run_with_more_rounds_is_another_run,
+    ),
     "the demonstrations are cut at a limit": (test_a_raised_limit_no_longer_cuts_demonstrations,),
     "the model has no vision": (test_a_model_with_vision_sees,),
     "reinforcement made it worse": (test_half_the_learning_rate_and_more_steps,),

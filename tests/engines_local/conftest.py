@@ -17,14 +17,20 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module", params=["fused", "modules"])
 def both_ways(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The tests of a module with the fused forward pass, then with transformers' modules as where numba is missing."""
+    """The tests of a module with the fused forward pass, then with transformers' modules as
+    where numba is missing."""
     with pytest.MonkeyPatch.context() as patch:
         use_way(patch, request.param)
         yield
 
 
 @pytest.fixture(
-    scope="module", params=["fused", "modules", *(["fused mixed", "modules mixed"] if multiplies_bfloat16() else [])]
+    scope="module",
+    params=[
+        "fused",
+        "modules",
+        *(["fused mixed", "modules mixed"] if multiplies_bfloat16() else []),
+    ],
 )
 def all_ways(request: pytest.FixtureRequest) -> Iterator[None]:
     """`both_ways` in float32, then with products in bfloat16 where the processor has them."""

@@ -9,7 +9,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from turnwright.engines import Generation, Request, Sampling
 from turnwright.engines.local import LocalEngine
@@ -72,7 +78,9 @@ def run(engine: LocalEngine, main: Callable[[LocalEngine], Awaitable[Any]]) -> A
     return asyncio.run(wrapped())
 
 
-def full_logprobs(module: Any, ids: list[int], reply: int, sampling: Sampling | None = None) -> list[float]:
+def full_logprobs(
+    module: Any, ids: list[int], reply: int, sampling: Sampling | None = None
+) -> list[float]:
     """Logprobs of the last `reply` ids by one full forward pass of the model itself."""
     with torch.no_grad():
         logits = module(torch.tensor([ids]), use_cache=False).logits[0].float()
@@ -82,9 +90,14 @@ def full_logprobs(module: Any, ids: list[int], reply: int, sampling: Sampling | 
 
 
 async def talk(
-    engine: LocalEngine, seed: int, turns: int = 3, pause: Callable[[], Awaitable[None]] | None = None, group: str = ""
+    engine: LocalEngine,
+    seed: int,
+    turns: int = 3,
+    pause: Callable[[], Awaitable[None]] | None = None,
+    group: str = "",
 ) -> list[Generation]:
-    """One conversation, determined by its seed: a prompt, then replies of the engine and observations by turns."""
+    """One conversation, determined by its seed: a prompt, then replies of the engine and
+    observations by turns."""
     chance = random.Random(seed)
     ids = words(chance.randrange(3, 40), chance.randrange(4) if group else seed)
     heard = []
@@ -92,7 +105,16 @@ async def talk(
         if pause is not None:
             await pause()
         sampling = Sampling(temperature=0.9, top_p=0.9) if seed % 5 == 4 else Sampling()
-        asked = Request(ids, chance.randrange(1, 14), frozenset([3]), seed * 1000 + turn, f"talk-{seed}", group, turn, sampling)
+        asked = Request(
+            ids,
+            chance.randrange(1, 14),
+            frozenset([3]),
+            seed * 1000 + turn,
+            f"talk-{seed}",
+            group,
+            turn,
+            sampling,
+        )
         answer = await engine.generate(asked)
         heard.append(answer)
         ids = ids + answer.ids + words(chance.randrange(1, 20), seed + turn)
@@ -115,7 +137,10 @@ def matrices(module: Any, shape: AdapterShape, seed: int) -> Matrices:
     for name in shape.layers:
         linear = module.get_submodule(name)
         sizes = {"A": (shape.rank, linear.in_features), "B": (linear.out_features, shape.rank)}
-        found += [(f"base_model.model.{name}.lora_{h}.weight", 0.3 * torch.randn(s, generator=draw)) for h, s in sizes.items()]
+        found += [
+            (f"base_model.model.{name}.lora_{h}.weight", 0.3 * torch.randn(s, generator=draw))
+            for h, s in sizes.items()
+        ]
     return found
 
 

@@ -1,4 +1,5 @@
-"""Several LoRA adapters over one model: each row of a pass takes its own, and an update of one touches no other."""
+"""Several LoRA adapters over one model: each row of a pass takes its own, and an update of
+one touches no other."""
 
 from __future__ import annotations
 
@@ -7,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import Matrices, bits, full_logprobs, matrices, merged_in_place, model, request, run, talk, words
+from local_kit import (
+    Matrices,
+    bits,
+    full_logprobs,
+    matrices,
+    merged_in_place,
+    model,
+    request,
+    run,
+    talk,
+    words,
+)
 
 from turnwright.config import LoraConfig
 from turnwright.engines import Generation, Request
@@ -22,10 +34,15 @@ SHAPES = ("all", "q_proj v_proj down_proj")
 
 
 def shapes(module: Any) -> list[AdapterShape]:
-    return [shape_of(module, LoraConfig(rank=4 + n, targets=tuple(some.split()))) for n, some in enumerate(SHAPES)]
+    return [
+        shape_of(module, LoraConfig(rank=4 + n, targets=tuple(some.split())))
+        for n, some in enumerate(SHAPES)
+    ]
 
 
-def logprobs_of(module: Any, shape: AdapterShape | None, given: Matrices, prompt: list[int], reply: list[int]) -> list[float]:
+def logprobs_of(
+    module: Any, shape: AdapterShape | None, given: Matrices, prompt: list[int], reply: list[int]
+) -> list[float]:
     """What the model with an adapter merged into it gives a reply."""
     with merged_in_place(module, shape, given):
         return full_logprobs(module, prompt + reply, len(reply))
@@ -54,7 +71,10 @@ def test_each_policy_has_the_logprobs_of_its_own_merged_model() -> None:
         policies = await send(engine, weights)
         prompt = words(30, 0)
         for turn in range(3):  # the same session, group and prompt for all
-            calls = (policy.generate(request(prompt, group="g", call=turn, seed=turn)) for policy in policies)
+            calls = (
+                policy.generate(request(prompt, group="g", call=turn, seed=turn))
+                for policy in policies
+            )
             heard = await asyncio.gather(*calls)
             assert len({tuple(one.logprobs) for one in heard}) == len(policies)
             for generation, adapter in zip(heard, own, strict=True):
@@ -87,15 +107,21 @@ def test_bits_do_not_depend_on_the_other_policies(options: dict[str, int]) -> No
 
     async def together(engine: LocalEngine, weights: list[Matrices]) -> Any:
         policies = await send(engine, weights)
-        heard = await asyncio.gather(*(talk(policy, seed) for seed in range(4) for policy in policies))
-        return [[bits(one) for one in heard[number :: len(policies)]] for number in range(len(policies))]
+        heard = await asyncio.gather(
+            *(talk(policy, seed) for seed in range(4) for policy in policies)
+        )
+        return [
+            [bits(one) for one in heard[number :: len(policies)]] for number in range(len(policies))
+        ]
 
     engine, _, _, weights = made(context=256, **options)
     assert engine.exact
     found = run(engine, lambda engine: together(engine, weights))
     for number, own in enumerate(found):
         engine, _, _, weights = made(context=256)
-        assert own == run(engine, lambda engine, number=number, weights=weights: alone(engine, number, weights))
+        assert own == run(
+            engine, lambda engine, number=number, weights=weights: alone(engine, number, weights)
+        )
 
 
 def test_an_update_ends_the_calls_of_its_policy_alone_and_drops_its_cache_alone() -> None:
@@ -105,21 +131,33 @@ def test_an_update_ends_the_calls_of_its_policy_alone_and_drops_its_cache_alone(
         policies = await send(engine, weights)
         prompt = words(40, 2)
         await asyncio.gather(*(policy.generate(request(prompt)) for policy in policies))
-        long = [asyncio.ensure_future(p.generate(request(prompt, "long", max_tokens=200))) for p in policies]
-        while len(engine._scheduler.running) < 3 or not all(len(call.ids) > 2 for call in engine._scheduler.running):
+        long = [
+            asyncio.ensure_future(p.generate(request(prompt, "long", max_tokens=200)))
+            for p in policies
+        ]
+        while len(engine._scheduler.running) < 3 or not all(
+            len(call.ids) > 2 for call in engine._scheduler.running
+        ):
             await asyncio.sleep(0)
         newer = matrices(module, given[0], 9)
         assert await policies[1].update(newer, 5) == fingerprint(newer)
         others, ended = [await long[0], await long[2]], await long[1]
         assert (ended.finish, ended.version) == ("abort", 1)
-        assert [(one.finish, one.version, len(one.ids)) for one in others] == [("length", 0, 200), ("length", 1, 200)]
+        assert [(one.finish, one.version, len(one.ids)) for one in others] == [
+            ("length", 0, 200),
+            ("length", 1, 200),
+        ]
         assert [policy.version for policy in policies] == [0, 5, 1]
-        again = await asyncio.gather(*(policy.generate(request(prompt, call=1)) for policy in policies))
+        again = await asyncio.gather(
+            *(policy.generate(request(prompt, call=1)) for policy in policies)
+        )
         assert [one.cached_tokens for one in again] == [39, 0, 39]
         assert [one.version for one in again] == [0, 5, 1]
         wanted = logprobs_of(module, given[0], newer, prompt, again[1].ids)
         assert again[1].logprobs == pytest.approx(wanted, abs=2e-5)
-        with pytest.raises(BackendContractError, match="requests policy version 2, the engine has 1"):
+        with pytest.raises(
+            BackendContractError, match="requests policy version 2, the engine has 1"
+        ):
             await policies[2].generate(request(prompt, min_version=2))
 
     run(engine, main)
@@ -130,7 +168,10 @@ def test_sessions_are_released_and_calls_aborted_by_policy() -> None:
 
     async def main(engine: LocalEngine) -> None:
         policies = await send(engine, weights)
-        calls = [asyncio.ensure_future(p.generate(request(words(9, 3), max_tokens=300))) for p in policies]
+        calls = [
+            asyncio.ensure_future(p.generate(request(words(9, 3), max_tokens=300)))
+            for p in policies
+        ]
         while len(engine._scheduler.running) < 3:
             await asyncio.sleep(0)
         policies[2].abort()
@@ -179,7 +220,10 @@ def fault(weights: Matrices, kind: str) -> Matrices:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("missing", "1 matrices of the adapter are missing, first 'model.layers.0.self_attn.q_proj.A'"),
+        (
+            "missing",
+            "1 matrices of the adapter are missing, first 'model.layers.0.self_attn.q_proj.A'",
+        ),
         ("another name", "unknown to the adapter"),
         ("of the model", "unknown to the adapter"),
         ("twice", "was given twice"),

@@ -18,7 +18,12 @@ PROBES = (1, 2, 4)
 def alone(module: object, slots: int | None = None) -> dict[int, object]:
     """The probes, each in an engine that sees nothing else."""
     return {
-        probe: bits(run(LocalEngine(module, context=256, slots=slots), lambda engine, probe=probe: talk(engine, probe)))
+        probe: bits(
+            run(
+                LocalEngine(module, context=256, slots=slots),
+                lambda engine, probe=probe: talk(engine, probe),
+            )
+        )
         for probe in PROBES
     }
 
@@ -75,14 +80,17 @@ def test_a_context_gives_the_same_bits_from_the_cache_and_from_nothing() -> None
 
     context, last = run(LocalEngine(module), in_turns)
     assert last.cached_tokens == len(prompt) + 40 - 1
-    again = run(LocalEngine(module), lambda engine: engine.generate(request(context, max_tokens=30, seed=2)))
+    again = run(
+        LocalEngine(module), lambda engine: engine.generate(request(context, max_tokens=30, seed=2))
+    )
     assert again.cached_tokens == 0
     assert bits([again]) == bits([last])
 
 
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_long_contexts_have_the_same_bits_too(head_dim: int) -> None:
-    """Several chunks of keys, where one row is long and its companions are not, and the other way round."""
+    """Several chunks of keys, where one row is long and its companions are not,
+    and the other way round."""
     module = model(head_dim=head_dim)
     contexts = [words(length, length) for length in (10, 255, 256, 257, 300, 511, 513, 700, 900)]
 
@@ -90,16 +98,24 @@ def test_long_contexts_have_the_same_bits_too(head_dim: int) -> None:
         return request(contexts[number], f"s{number}", max_tokens=12, seed=number)
 
     async def together(engine: LocalEngine) -> list[Generation]:
-        return await asyncio.gather(*(engine.generate(asked(number)) for number in range(len(contexts))))
+        return await asyncio.gather(
+            *(engine.generate(asked(number)) for number in range(len(contexts)))
+        )
 
     async def in_pieces(engine: LocalEngine) -> list[Generation]:
         """The cache holds parts of the contexts before they are asked for."""
         await asyncio.gather(
-            *(engine.generate(request(ids[: len(ids) // 2 + 1], f"s{n}", max_tokens=5)) for n, ids in enumerate(contexts))
+            *(
+                engine.generate(request(ids[: len(ids) // 2 + 1], f"s{n}", max_tokens=5))
+                for n, ids in enumerate(contexts)
+            )
         )
         return await together(engine)
 
     engines = [LocalEngine(module, context=1024) for _ in range(2)]
-    alone = [run(LocalEngine(module, context=1024), lambda e, n=n: e.generate(asked(n))) for n in range(len(contexts))]
+    alone = [
+        run(LocalEngine(module, context=1024), lambda e, n=n: e.generate(asked(n)))
+        for n in range(len(contexts))
+    ]
     assert bits(run(engines[0], together)) == bits(alone)
     assert bits(run(engines[1], in_pieces)) == bits(alone)

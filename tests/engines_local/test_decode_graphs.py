@@ -1,4 +1,5 @@
-"""What CUDA graphs of decoding passes are given and give back, with a recorder that computes each replay anew, on a CPU."""
+"""What CUDA graphs of decoding passes are given and give back, with a recorder that computes each
+replay anew, on a CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
 
 def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
     monkeypatch.setattr("turnwright.engines.local.cuda_graphs.record", record)
-    monkeypatch.setattr("turnwright.engines.local.model.SLOTS_PER_CALL", 1 << 30)  # all rows in one call, as on a GPU
+    monkeypatch.setattr(
+        "turnwright.engines.local.model.SLOTS_PER_CALL", 1 << 30
+    )  # all rows in one call, as on a GPU
     engine = engine_without(monkeypatch)
     graphs = DecodeGraphs(engine._model.cache, engine._model.device)
     engine._model.graphs = graphs
@@ -43,8 +46,14 @@ async def work(engine: LocalEngine) -> list[tuple[list[int], list[float]]]:
     """From 1 to 40 calls at once, an update between, then contexts for which the cache grows."""
     found = []
     for number, count in enumerate((1, 5, 40, 3)):
-        asked = [request(words(10 + 90 * number + n, n), f"{number}/{n}", seed=n, max_tokens=9 + n) for n in range(count)]
-        found += [(list(a.ids), list(a.logprobs)) for a in await asyncio.gather(*map(engine.generate, asked))]
+        asked = [
+            request(words(10 + 90 * number + n, n), f"{number}/{n}", seed=n, max_tokens=9 + n)
+            for n in range(count)
+        ]
+        found += [
+            (list(a.ids), list(a.logprobs))
+            for a in await asyncio.gather(*map(engine.generate, asked))
+        ]
         if number == 1:
             await engine.update(model(seed=3).state_dict().items(), version=1)
     return found
@@ -55,7 +64,9 @@ def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept:
     monkeypatch.setattr("turnwright.engines.local.cuda_graphs.MOST_GRAPHS", kept)
     made: list[Again] = []
 
-    def record(function: Callable[[], torch.Tensor], device: torch.device) -> tuple[Again, torch.Tensor]:
+    def record(
+        function: Callable[[], torch.Tensor], device: torch.device
+    ) -> tuple[Again, torch.Tensor]:
         made.append(Again(function))
         return made[-1], made[-1].result
 
@@ -67,15 +78,24 @@ def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept:
     assert len(graphs._made) <= kept
     plain = run(engine_without(monkeypatch), work)
     assert [ids for ids, _ in found] == [ids for ids, _ in plain]
-    gaps = [abs(a - b) for (_, one), (_, other) in zip(found, plain, strict=True) for a, b in zip(one, other, strict=True)]
+    gaps = [
+        abs(a - b)
+        for (_, one), (_, other) in zip(found, plain, strict=True)
+        for a, b in zip(one, other, strict=True)
+    ]
     assert max(gaps) < 1e-4  # keys are attended in one call instead of chunks
 
 
-def test_a_pass_that_cannot_be_recorded_is_computed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_pass_that_cannot_be_recorded_is_computed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def record(function: Callable[[], torch.Tensor], device: torch.device) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     engine, graphs = engine_with(record, monkeypatch)
     assert run(engine, work) == run(engine_without(monkeypatch), work)
     assert not graphs.usable
-    assert caplog.text.count("decoding is slower: operation not permitted when stream is capturing") == 1
+    assert (
+        caplog.text.count("decoding is slower: operation not permitted when stream is capturing")
+        == 1
+    )

@@ -27,7 +27,9 @@ def module() -> Any:
 
 
 def close_to(one: list[float], other: list[float]) -> bool:
-    return len(one) == len(other) and all(abs(a - b) < 1e-4 for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        abs(a - b) < 1e-4 for a, b in zip(one, other, strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,7 +39,10 @@ def test_logprobs_are_those_of_the_model(kind: type) -> None:
     prompts = [words(length, length) for length in (1, 2, 15, 16, 31, 33, 250, 300, 470)]
 
     async def main(engine: LocalEngine) -> list[Generation]:
-        calls = (engine.generate(request(ids, f"s{n}", max_tokens=20, seed=n)) for n, ids in enumerate(prompts))
+        calls = (
+            engine.generate(request(ids, f"s{n}", max_tokens=20, seed=n))
+            for n, ids in enumerate(prompts)
+        )
         return await asyncio.gather(*calls)
 
     for ids, answer in zip(prompts, run(LocalEngine(module), main), strict=True):
@@ -47,12 +52,15 @@ def test_logprobs_are_those_of_the_model(kind: type) -> None:
 
 
 def test_rows_of_a_prompt_may_attend_together(module: Any) -> None:
-    """The way of devices on which equal bits are no aim: prompts of similar lengths attend in one call."""
+    """The way of devices on which equal bits are no aim: prompts of similar
+    lengths attend in one call."""
     prompts = [words(length, length) for length in (1, 20, 30, 40, 290, 300)]
 
     async def main(engine: LocalEngine) -> list[Generation]:
         engine._model.chunk = None
-        return await asyncio.gather(*(engine.generate(request(ids, f"s{n}", seed=n)) for n, ids in enumerate(prompts)))
+        return await asyncio.gather(
+            *(engine.generate(request(ids, f"s{n}", seed=n)) for n, ids in enumerate(prompts))
+        )
 
     for ids, answer in zip(prompts, run(LocalEngine(module), main), strict=True):
         assert close_to(answer.logprobs, full_logprobs(module, ids + answer.ids, 8))
@@ -72,9 +80,17 @@ def test_a_sliding_window_is_kept() -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.lists(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60), min_size=1, max_size=6), st.integers(1, 8))
-def test_random_turns_are_continued_exactly(module: Any, pieces: list[list[int]], slots: int) -> None:
-    """Every reply of a conversation has the logprobs of one full pass over all that came before, verbatim."""
+@given(
+    st.lists(
+        st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=60), min_size=1, max_size=6
+    ),
+    st.integers(1, 8),
+)
+def test_random_turns_are_continued_exactly(
+    module: Any, pieces: list[list[int]], slots: int
+) -> None:
+    """Every reply of a conversation has the logprobs of one full pass over all that
+    came before, verbatim."""
 
     async def main(engine: LocalEngine) -> list[tuple[list[int], Generation]]:
         ids: list[int] = []
@@ -95,23 +111,35 @@ def test_temperature_enters_the_logprobs_and_greedy_does_not(module: Any) -> Non
     ids = words(12, 3)
 
     async def main(engine: LocalEngine) -> list[Generation]:
-        kinds = (Sampling(temperature=0.5), Sampling(temperature=0.0), Sampling(temperature=0.0, top_p=0.1, top_k=1))
-        return await asyncio.gather(*(engine.generate(request(ids, f"s{n}", sampling=k)) for n, k in enumerate(kinds)))
+        kinds = (
+            Sampling(temperature=0.5),
+            Sampling(temperature=0.0),
+            Sampling(temperature=0.0, top_p=0.1, top_k=1),
+        )
+        return await asyncio.gather(
+            *(engine.generate(request(ids, f"s{n}", sampling=k)) for n, k in enumerate(kinds))
+        )
 
     cold, greedy, cut = run(LocalEngine(module), main)
-    assert close_to(cold.logprobs, full_logprobs(module, ids + cold.ids, 8, Sampling(temperature=0.5)))
+    assert close_to(
+        cold.logprobs, full_logprobs(module, ids + cold.ids, 8, Sampling(temperature=0.5))
+    )
     assert close_to(greedy.logprobs, full_logprobs(module, ids + greedy.ids, 8))
     assert bits([greedy]) == bits([cut])
     for at in range(8):
         with torch.no_grad():
-            assert greedy.ids[at] == int(module(torch.tensor([ids + greedy.ids[:at]])).logits[0, -1].argmax())
+            assert greedy.ids[at] == int(
+                module(torch.tensor([ids + greedy.ids[:at]])).logits[0, -1].argmax()
+            )
 
 
 def test_a_reply_ends_with_its_stop_id_or_at_the_context(module: Any) -> None:
     async def main(engine: LocalEngine) -> tuple[Generation, Generation]:
         free = await engine.generate(request(words(5, 1), max_tokens=10**6))
         stop = frozenset(free.ids[3:4])
-        return free, await engine.generate(request(words(5, 1), "t", max_tokens=10**6, stop_ids=stop))
+        return free, await engine.generate(
+            request(words(5, 1), "t", max_tokens=10**6, stop_ids=stop)
+        )
 
     free, stopped = run(LocalEngine(module, context=64), main)
     assert (len(free.ids), free.finish) == (59, "length")
@@ -122,7 +150,9 @@ def test_a_reply_ends_with_its_stop_id_or_at_the_context(module: Any) -> None:
 def test_the_sampled_ids_depend_on_the_seed(module: Any) -> None:
     async def main(engine: LocalEngine) -> list[Generation]:
         seeds = (1, 2, 1, 2**64 - 1, -1)
-        return await asyncio.gather(*(engine.generate(request(words(9, 1), f"s{n}", seed=s)) for n, s in enumerate(seeds)))
+        return await asyncio.gather(
+            *(engine.generate(request(words(9, 1), f"s{n}", seed=s)) for n, s in enumerate(seeds))
+        )
 
     one, two, again, top, minus = run(LocalEngine(module), main)
     assert bits([one]) == bits([again])
@@ -142,7 +172,9 @@ def test_the_sampled_ids_depend_on_the_seed(module: Any) -> None:
         ({"min_version": 4}, "version 4, the engine has 3"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(module: Any, changes: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_answered_is_refused(
+    module: Any, changes: dict[str, Any], says: str
+) -> None:
     asked = request(**{"ids": [1, 2, 3], "session": "who", **changes})
     with pytest.raises(BackendContractError, match=says):
         run(LocalEngine(module, context=64, version=3), lambda engine: engine.generate(asked))
@@ -153,17 +185,28 @@ def test_siblings_that_go_on_alike_compute_it_once(module: Any) -> None:
     prompt, seen = words(20, 3), words(25, 4)
 
     async def main(engine: LocalEngine) -> tuple[list[int], list[Generation]]:
-        given: dict[str, Any] = {"group": "g", "sampling": Sampling(temperature=0.0), "max_tokens": 1}
-        first = await asyncio.gather(*(engine.generate(request(prompt, f"s{n}", **given)) for n in range(6)))
+        given: dict[str, Any] = {
+            "group": "g",
+            "sampling": Sampling(temperature=0.0),
+            "max_tokens": 1,
+        }
+        first = await asyncio.gather(
+            *(engine.generate(request(prompt, f"s{n}", **given)) for n in range(6))
+        )
         after = [[*prompt, *first[0].ids, *(words(25, 9) if n == 5 else seen)] for n in range(6)]
-        calls = (engine.generate(request(ids, f"s{n}", seed=n, group="g", call=1)) for n, ids in enumerate(after))
+        calls = (
+            engine.generate(request(ids, f"s{n}", seed=n, group="g", call=1))
+            for n, ids in enumerate(after)
+        )
         return first[0].ids, await asyncio.gather(*calls)
 
     reply, answers = run(LocalEngine(module), main)
     assert sorted(answer.cached_tokens for answer in answers) == [20, 20] + [45] * 4
     for n, answer in enumerate(answers):
         ids = [*prompt, *reply, *(words(25, 9) if n == 5 else seen)]
-        alone = run(LocalEngine(module), lambda engine, ids=ids, n=n: engine.generate(request(ids, seed=n)))
+        alone = run(
+            LocalEngine(module), lambda engine, ids=ids, n=n: engine.generate(request(ids, seed=n))
+        )
         assert bits([alone]) == bits([answer])
 
 
@@ -198,7 +241,9 @@ def test_two_calls_of_one_session_at_once(module: Any) -> None:
 
     async def main(engine: LocalEngine) -> list[Generation]:
         await engine.generate(request(prompt))
-        return await asyncio.gather(*(engine.generate(request(ids, call=n)) for n, ids in enumerate(contexts)))
+        return await asyncio.gather(
+            *(engine.generate(request(ids, call=n)) for n, ids in enumerate(contexts))
+        )
 
     answers = run(LocalEngine(module), main)
     for ids, answer in zip(contexts, answers, strict=True):
@@ -208,7 +253,9 @@ def test_two_calls_of_one_session_at_once(module: Any) -> None:
 
 def test_more_sessions_than_slots_all_get_an_answer(module: Any) -> None:
     async def main(engine: LocalEngine) -> list[Generation]:
-        return await asyncio.gather(*(engine.generate(request(words(9, n), f"s{n}", seed=n)) for n in range(40)))
+        return await asyncio.gather(
+            *(engine.generate(request(words(9, n), f"s{n}", seed=n)) for n in range(40))
+        )
 
     few, many = run(LocalEngine(module, slots=2), main), run(LocalEngine(module, slots=64), main)
     assert bits(few) == bits(many)
@@ -237,7 +284,10 @@ def test_abort_returns_what_was_sampled(module: Any) -> None:
     sampler = Waiting()
 
     async def main(engine: LocalEngine) -> tuple[list[Generation], Generation]:
-        calls = [asyncio.ensure_future(engine.generate(request([n, 1], f"s{n}", max_tokens=400))) for n in range(3)]
+        calls = [
+            asyncio.ensure_future(engine.generate(request([n, 1], f"s{n}", max_tokens=400)))
+            for n in range(3)
+        ]
         await until(lambda: len(sampler.rows) > 5)
         late = asyncio.ensure_future(engine.generate(request([9, 1], "late", max_tokens=400)))
         await asyncio.sleep(0)
@@ -272,14 +322,23 @@ def test_a_failing_step_reaches_every_caller(module: Any) -> None:
     sampler = Waiting()
 
     async def main(engine: LocalEngine) -> list[Any]:
-        calls = [asyncio.ensure_future(engine.generate(request([n, 1], f"s{n}", max_tokens=400))) for n in range(3)]
+        calls = [
+            asyncio.ensure_future(engine.generate(request([n, 1], f"s{n}", max_tokens=400)))
+            for n in range(3)
+        ]
         await until(lambda: sampler.rows)
         sampler.fail = True
         ended = await asyncio.gather(*calls, return_exceptions=True)
-        return [*ended, *await asyncio.gather(engine.generate(request([1])), return_exceptions=True)]
+        return [
+            *ended,
+            *await asyncio.gather(engine.generate(request([1])), return_exceptions=True),
+        ]
 
     *ended, later = run(LocalEngine(module, slots=2, sampler=sampler), main)
-    assert all(isinstance(error, EngineError) and "the sampler is broken" in str(error) for error in [*ended, later])
+    assert all(
+        isinstance(error, EngineError) and "the sampler is broken" in str(error)
+        for error in [*ended, later]
+    )
     assert all(isinstance(error.__cause__, RuntimeError) for error in ended)
 
 
@@ -287,10 +346,14 @@ def test_weights_that_overflow_fail_their_calls_and_no_others() -> None:
     module = model()
     with torch.no_grad():
         module.model.embed_tokens.weight[5] = torch.nan
-        module.lm_head.weight = torch.nn.Parameter(module.model.embed_tokens.weight.nan_to_num().clone())
+        module.lm_head.weight = torch.nn.Parameter(
+            module.model.embed_tokens.weight.nan_to_num().clone()
+        )
 
     async def main(engine: LocalEngine) -> list[Any]:
-        bad = await asyncio.gather(engine.generate(request([1, 5, 2], "bad")), return_exceptions=True)
+        bad = await asyncio.gather(
+            engine.generate(request([1, 5, 2], "bad")), return_exceptions=True
+        )
         return [*bad, await engine.generate(request([1, 2], "good", banned_ids=frozenset([5])))]
 
     bad, good = run(LocalEngine(module, slots=1), main)
@@ -315,7 +378,9 @@ def test_a_closed_engine_aborts_and_refuses(module: Any) -> None:
     assert asyncio.run(main()).finish in ("abort", "length")
 
 
-def test_the_engine_is_one_and_can_be_made_from_a_config_or_a_directory(tmp_path: Any, module: Any) -> None:
+def test_the_engine_is_one_and_can_be_made_from_a_config_or_a_directory(
+    tmp_path: Any, module: Any
+) -> None:
     made = LocalEngine(config(), context=32, renderer="the renderer")
     assert isinstance(made, Engine)
     assert isinstance(made, SupportsWeightUpdate)
@@ -347,7 +412,10 @@ def test_a_sampler_sees_request_and_position(module: Any) -> None:
                 drawn[row] = draw.request.seed + draw.position
             return drawn
 
-    answer = run(LocalEngine(module, sampler=Forced()), lambda engine: engine.generate(request([1, 2], seed=10, max_tokens=4)))
+    answer = run(
+        LocalEngine(module, sampler=Forced()),
+        lambda engine: engine.generate(request([1, 2], seed=10, max_tokens=4)),
+    )
     assert answer.ids == [10, 11, 12, 13]
     assert close_to(answer.logprobs, full_logprobs(module, [1, 2, 10, 11, 12, 13], 4))
 
@@ -370,5 +438,9 @@ def test_a_reply_ends_behind_the_id_that_completes_a_stop_text():
 
     free, (stopped, other), count = run(LocalEngine(model()), main)
     assert 2 <= count <= 9
-    assert (stopped.ids, stopped.logprobs, stopped.finish) == (free.ids[:count], free.logprobs[:count], "stop")
+    assert (stopped.ids, stopped.logprobs, stopped.finish) == (
+        free.ids[:count],
+        free.logprobs[:count],
+        "stop",
+    )
     assert other.ids == free.ids

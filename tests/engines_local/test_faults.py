@@ -1,4 +1,5 @@
-"""No request ends the engine: what is wrong with one is its own error, and every other reply is as it would have been."""
+"""No request ends the engine: what is wrong with one is its own error, and every other reply is
+as it would have been."""
 
 from __future__ import annotations
 
@@ -64,22 +65,37 @@ def module() -> Any:
 
 
 async def well(engine: LocalEngine, count: int = 6) -> list[Any]:
-    asked = [engine.generate(request(words(9 + n, n), f"well {n}", max_tokens=6 + n, seed=n)) for n in range(count)]
+    asked = [
+        engine.generate(request(words(9 + n, n), f"well {n}", max_tokens=6 + n, seed=n))
+        for n in range(count)
+    ]
     found = await asyncio.gather(*asked, return_exceptions=True)
-    return [(one.ids, one.logprobs, one.finish) if isinstance(one, Generation) else repr(one) for one in found]
+    return [
+        (one.ids, one.logprobs, one.finish) if isinstance(one, Generation) else repr(one)
+        for one in found
+    ]
 
 
 @pytest.mark.parametrize("speculate", [0, 3])
-def test_what_is_wrong_with_a_request_is_its_own_error_and_no_other_reply_changes(module: Any, speculate: int) -> None:
+def test_what_is_wrong_with_a_request_is_its_own_error_and_no_other_reply_changes(
+    module: Any, speculate: int
+) -> None:
     async def work() -> None:
         engine = LocalEngine(module, slots=8, speculate=speculate)
         try:
             undisturbed = await well(engine)
             for name in WRONG:
                 beside = asyncio.ensure_future(well(engine))
-                failed = (await asyncio.gather(engine.generate(wrong_request(name)), return_exceptions=True))[0]
+                failed = (
+                    await asyncio.gather(
+                        engine.generate(wrong_request(name)), return_exceptions=True
+                    )
+                )[0]
                 assert await beside == undisturbed, name
-                assert type(failed).__name__ in ("BackendContractError", "EngineError"), (name, failed)
+                assert type(failed).__name__ in ("BackendContractError", "EngineError"), (
+                    name,
+                    failed,
+                )
             assert await well(engine) == undisturbed
         finally:
             await engine.close()
@@ -88,8 +104,11 @@ def test_what_is_wrong_with_a_request_is_its_own_error_and_no_other_reply_change
 
 
 @pytest.mark.parametrize("often", [1, 2, 10**9])
-def test_a_step_that_fails_ends_no_call_but_the_one_that_fails_alone(module: Any, often: int) -> None:
-    """The forward pass breaks whenever a certain id is in it: a fault that nothing before the loop can see."""
+def test_a_step_that_fails_ends_no_call_but_the_one_that_fails_alone(
+    module: Any, often: int
+) -> None:
+    """The forward pass breaks whenever a certain id is in it: a fault that nothing
+    before the loop can see."""
     cursed = 13
 
     async def work() -> None:
@@ -99,7 +118,10 @@ def test_a_step_that_fails_ends_no_call_but_the_one_that_fails_alone(module: Any
             inner, left = engine._scheduler.model.forward, [often]
 
             def forward(tokens: Any, *rest: Any) -> Any:
-                if any(tokens[at : at + 3] == [cursed] * 3 for at in range(len(tokens))) and left[0] > 0:
+                if (
+                    any(tokens[at : at + 3] == [cursed] * 3 for at in range(len(tokens)))
+                    and left[0] > 0
+                ):
                     left[0] -= 1
                     raise RuntimeError("a kernel broke")
                 return inner(tokens, *rest)
@@ -138,7 +160,10 @@ def test_an_engine_whose_every_step_fails_says_so(module: Any) -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=1, max_size=8), st.booleans())
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30)), min_size=1, max_size=8),
+    st.booleans(),
+)
 def test_calls_that_are_cancelled_at_any_instant_end_nothing_else(
     module: Any, cancels: list[tuple[int, int]], aborts: bool
 ) -> None:
@@ -148,7 +173,12 @@ def test_calls_that_are_cancelled_at_any_instant_end_nothing_else(
         engine = LocalEngine(module, slots=8)
         try:
             undisturbed = await well(engine, 3)
-            calls = [asyncio.ensure_future(engine.generate(request(words(5, n), f"c{n}", max_tokens=n + 1))) for n in range(6)]
+            calls = [
+                asyncio.ensure_future(
+                    engine.generate(request(words(5, n), f"c{n}", max_tokens=n + 1))
+                )
+                for n in range(6)
+            ]
             for number, ticks in cancels:
                 for _ in range(ticks):
                     await asyncio.sleep(0)

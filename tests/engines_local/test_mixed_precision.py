@@ -1,4 +1,5 @@
-"""Products in bfloat16: a row's bits are its own, with drafts, adapters and images, and an update is an update."""
+"""Products in bfloat16: a row's bits are its own, with drafts, adapters and images, and
+an update is an update."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ from turnwright.training.model import models
 from turnwright.training.model.models import choose_products, device_and_dtype
 from turnwright.training.model.weight_export import unique_weights
 
-pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor has no products in bfloat16")
+pytestmark = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor has no products in bfloat16"
+)
 
 
 def mixed(*args: Any, **changes: Any) -> Any:
@@ -55,7 +58,9 @@ def mixed(*args: Any, **changes: Any) -> Any:
 @pytest.fixture(params=["fused", "modules"])
 def fused_or_not(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     if request.param == "modules":
-        monkeypatch.setattr("turnwright.engines.local.model.make_fused_decoder", lambda *parts: None)
+        monkeypatch.setattr(
+            "turnwright.engines.local.model.make_fused_decoder", lambda *parts: None
+        )
     return request.param == "fused"
 
 
@@ -94,18 +99,27 @@ def test_few_rows_have_the_bits_that_they_have_among_many(data: st.DataObject) -
     rows = rows * min(1.0, scale * 1e18)
 
     together = matrix.product(rows)
-    count, first = data.draw(st.integers(1, few_rows.MOST)), data.draw(st.integers(0, TILE - few_rows.MOST))
+    count, first = (
+        data.draw(st.integers(1, few_rows.MOST)),
+        data.draw(st.integers(0, TILE - few_rows.MOST)),
+    )
     some = slice(first, first + count)
     assert torch.equal(matrix.product(rows[some]), together[some])
     assert torch.equal(matrix.product(rows[some], torch.empty(count, out)), together[some].float())
 
 
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="this processor has no matrix unit")
+@pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="this processor has no matrix unit"
+)
 def test_few_rows_go_through_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < order_of(576, 1536, 1).part <= 1536
     multiplied = []
     kernel = few_rows.FewRows.product
-    monkeypatch.setattr(few_rows.FewRows, "product", lambda self, rows: multiplied.append(len(rows)) or kernel(self, rows))
+    monkeypatch.setattr(
+        few_rows.FewRows,
+        "product",
+        lambda self, rows: multiplied.append(len(rows)) or kernel(self, rows),
+    )
     matrix = PackedMatrix(round_weights(torch.randn(576, 1536)))
     for count in (1, few_rows.MOST, few_rows.MOST + 1):
         matrix.product(torch.randn(count, 1536))
@@ -113,7 +127,9 @@ def test_few_rows_go_through_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("missing", ["the memory", "the kernel"])
-def test_without_the_kernel_few_rows_are_a_tile(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_kernel_few_rows_are_a_tile(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order_of.cache_clear()
     if missing == "the memory":
         monkeypatch.setattr(few_rows, "_is_readable", lambda *given: False)
@@ -133,10 +149,15 @@ def test_gradients_are_multiplied_in_few_sizes() -> None:
     counts = range(1, 4097)
     padded = [len(pad_rows(torch.ones(count, 1))) for count in counts]
     assert len(set(padded)) == 32
-    assert all(count <= size <= max(count * 9 / 8, count + TILE - 1) for count, size in zip(counts, padded, strict=True))
+    assert all(
+        count <= size <= max(count * 9 / 8, count + TILE - 1)
+        for count, size in zip(counts, padded, strict=True)
+    )
 
     draw = torch.Generator().manual_seed(0)
-    slope, inputs, weight = (torch.randn(*shape, generator=draw).bfloat16() for shape in ((70, 48), (70, 32), (48, 32)))
+    slope, inputs, weight = (
+        torch.randn(*shape, generator=draw).bfloat16() for shape in ((70, 48), (70, 32), (48, 32))
+    )
     assert torch.equal(times_weight(slope, weight), (slope.float() @ weight.float()).bfloat16())
     assert torch.equal(times_inputs(slope, inputs), (slope.float().T @ inputs.float()).bfloat16())
 
@@ -191,7 +212,9 @@ def test_the_logprobs_are_those_of_float32_but_for_rounding(kind: type, fused_or
 
 
 @pytest.mark.parametrize("options", [{}, {"slots": 3}, {"speculate": 4}], ids=str)
-def test_bits_do_not_depend_on_the_other_policies(options: dict[str, int], fused_or_not: bool) -> None:
+def test_bits_do_not_depend_on_the_other_policies(
+    options: dict[str, int], fused_or_not: bool
+) -> None:
     module = mixed()
     given = shapes(module)
     weights = [matrices(module, shape, number) for number, shape in enumerate(given)]
@@ -202,8 +225,12 @@ def test_bits_do_not_depend_on_the_other_policies(options: dict[str, int], fused
 
     async def together(engine: LocalEngine) -> Any:
         policies = await send(engine, weights)
-        heard = await asyncio.gather(*(talk(policy, seed) for seed in range(4) for policy in policies))
-        return [[bits(one) for one in heard[number :: len(policies)]] for number in range(len(policies))]
+        heard = await asyncio.gather(
+            *(talk(policy, seed) for seed in range(4) for policy in policies)
+        )
+        return [
+            [bits(one) for one in heard[number :: len(policies)]] for number in range(len(policies))
+        ]
 
     found = run(LocalEngine(module, context=256, adapters=given, **options), together)
     for number, own in enumerate(found):
@@ -221,7 +248,9 @@ def test_an_adapter_without_effect_changes_no_bit() -> None:
 @pytest.fixture(scope="module")
 def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     sizes = ModelConfig(hidden=64, heads=4, vision=True, image_side=64)
-    found = Gallery(models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model"))
+    found = Gallery(
+        models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model")
+    )
     choose_products(found.module, ModelConfig(dtype="mixed"))
     assert is_mixed(found.module)
     assert not any(isinstance(layer, MixedLinear) for layer in found.module.model.visual.modules())
@@ -231,7 +260,10 @@ def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
 @pytest.mark.parametrize("slots", [None, 3])
 def test_images_in_company_change_no_bit(gallery: Gallery, slots: int | None) -> None:
     probes = (1, 2, 7)
-    alone = {seed: bits(run(engine_of(gallery), lambda e, seed=seed: look(e, gallery, seed))) for seed in probes}
+    alone = {
+        seed: bits(run(engine_of(gallery), lambda e, seed=seed: look(e, gallery, seed)))
+        for seed in probes
+    }
     engine, chance = engine_of(gallery, slots=slots), random.Random(3)
     assert engine.exact
     assert engine.fused
@@ -240,7 +272,9 @@ def test_images_in_company_change_no_bit(gallery: Gallery, slots: int | None) ->
         seeds = [*probes, *chance.sample(range(10, 99), 5)]
         chance.shuffle(seeds)
         heard = await asyncio.gather(*(look(engine, gallery, seed) for seed in seeds))
-        assert {seed: bits(h) for seed, h in zip(seeds, heard, strict=True) if seed in probes} == alone
+        assert {
+            seed: bits(h) for seed, h in zip(seeds, heard, strict=True) if seed in probes
+        } == alone
 
     run(engine, main)
 
@@ -248,7 +282,11 @@ def test_images_in_company_change_no_bit(gallery: Gallery, slots: int | None) ->
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_update_gives_the_bits_of_a_new_engine(tied: bool, fused_or_not: bool) -> None:
     old, new = (mixed(seed=seed, tie_word_embeddings=tied) for seed in (0, 1))
-    weights = {name: tensor for name, tensor in new.state_dict().items() if not (tied and name == "lm_head.weight")}
+    weights = {
+        name: tensor
+        for name, tensor in new.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
 
     async def updated(engine: LocalEngine) -> Any:
         await talk(engine, 1)
@@ -256,7 +294,9 @@ def test_an_update_gives_the_bits_of_a_new_engine(tied: bool, fused_or_not: bool
         return bits(await talk(engine, 2))
 
     found = run(LocalEngine(old, context=256), updated)
-    assert [one[:2] for one in found] == [one[:2] for one in bits(run(LocalEngine(new, context=256), lambda e: talk(e, 2)))]
+    assert [one[:2] for one in found] == [
+        one[:2] for one in bits(run(LocalEngine(new, context=256), lambda e: talk(e, 2)))
+    ]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -280,7 +320,10 @@ def test_weights_that_are_made_one_at_a_time_are_never_all_there(tied: bool) -> 
         return bits(await talk(engine, 2))
 
     found, expected = (
-        run(LocalEngine(mixed(tie_word_embeddings=tied), context=256), lambda engine, weights=weights: updated(engine, weights))
+        run(
+            LocalEngine(mixed(tie_word_embeddings=tied), context=256),
+            lambda engine, weights=weights: updated(engine, weights),
+        )
         for weights in (OneAtATime(), given)
     )
     assert found == expected
@@ -295,7 +338,10 @@ def test_a_wrong_update_changes_nothing() -> None:
 
     async def main(engine: LocalEngine) -> None:
         before = bits(await talk(engine, 2))
-        for broken in (weights | {name: weights[name][:-1]}, {n: w for n, w in weights.items() if n != name}):
+        for broken in (
+            weights | {name: weights[name][:-1]},
+            {n: w for n, w in weights.items() if n != name},
+        ):
             with pytest.raises(SyncError, match=r"up_proj|missing"):
                 await engine.update({n: w + 1 for n, w in broken.items()}.items(), 1)
         assert bits(await talk(engine, 2)) == before
@@ -307,7 +353,9 @@ def test_the_engine_keeps_no_float32_copy_of_what_it_packed() -> None:
     module = mixed()
     engine = LocalEngine(module, context=64)
     own = engine._model.module
-    assert {name: p.shape for name, p in own.named_parameters()} == {name: p.shape for name, p in module.named_parameters()}
+    assert {name: p.shape for name, p in own.named_parameters()} == {
+        name: p.shape for name, p in module.named_parameters()
+    }
     kept = sum(p.untyped_storage().nbytes() for p in own.parameters())
     norms = sum(p.numel() for p in module.parameters() if p.dim() == 1)
     layers = 7 * module.config.num_hidden_layers
@@ -315,7 +363,9 @@ def test_the_engine_keeps_no_float32_copy_of_what_it_packed() -> None:
     run(engine, lambda engine: talk(engine, 1))
 
 
-def test_a_pass_with_a_matrix_in_the_wrong_place_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_with_a_matrix_in_the_wrong_place_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def swapped(*parts: torch.Tensor) -> torch.Tensor:
         return round_weights(*reversed(parts))
 
@@ -335,7 +385,9 @@ def test_mixed_is_for_cpus() -> None:
     assert device_and_dtype(ModelConfig(dtype="mixed", device="cpu")) == ("cpu", torch.float32)
 
 
-def test_by_default_a_large_model_multiplies_in_bfloat16_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_a_large_model_multiplies_in_bfloat16_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     small = model()
     assert choose_products(small, ModelConfig()) == ""
     assert not is_mixed(small)

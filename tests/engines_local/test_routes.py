@@ -1,4 +1,5 @@
-"""The experts that the local engine tells of: those that its model chose, at each position, however the cache was filled."""
+"""The experts that the local engine tells of: those that its model chose, at each position, however
+the cache was filled."""
 
 from __future__ import annotations
 
@@ -13,9 +14,16 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.model import find_routers
 
-pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:local engine. on this machine the last bits:UserWarning"
+)
 
-SIZES = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+SIZES = {
+    "num_hidden_layers": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
 WANT = {"extras": frozenset(["routes"])}
 
 
@@ -26,7 +34,10 @@ def moe(**changes):
 def chosen(module, ids):
     """[len(ids), layers, k] of one pass of the model itself."""
     kept = []
-    hooks = [r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in find_routers(module)]
+    hooks = [
+        r.module.register_forward_hook(lambda m, a, o: kept.append(o[2]))
+        for r in find_routers(module)
+    ]
     with torch.no_grad():
         module(torch.tensor([ids]), use_cache=False)
     for hook in hooks:
@@ -72,14 +83,21 @@ def test_siblings_share_a_prompt_and_branches_a_trunk():
     async def main(engine):
         first = await engine.generate(request(prompt, "a", group="g", **WANT))
         others = await asyncio.gather(
-            *[engine.generate(request([*prompt, *words(n, n)], f"s{n}", group="g", seed=n, **WANT)) for n in range(5)]
+            *[
+                engine.generate(
+                    request([*prompt, *words(n, n)], f"s{n}", group="g", seed=n, **WANT)
+                )
+                for n in range(5)
+            ]
         )
         for number, made in enumerate(others):
             assert made.cached_tokens >= len(prompt) - 1
             whole = [*prompt, *words(number, number), *made.ids]
             assert (told(made)[1] == chosen(module, whole)[:-1]).all()
         back = [*prompt, *first.ids[:3], *words(6, 9)]
-        branch = await engine.generate(request(back, "a", group="g", routes_from=len(prompt) + 3, **WANT))
+        branch = await engine.generate(
+            request(back, "a", group="g", routes_from=len(prompt) + 3, **WANT)
+        )
         start, routes = told(branch)
         assert start == len(prompt) + 3
         assert (routes == chosen(module, [*back, *branch.ids])[start:-1]).all()
@@ -95,7 +113,14 @@ def test_they_stay_with_their_rows_when_slots_move_or_are_taken():
             ids, known = words(3 + 17 * (number % 4), number), 0
             for turn in range(3):
                 made = await engine.generate(
-                    request(ids, f"s{number}", seed=number, routes_from=known, max_tokens=4 + number % 5, **WANT)
+                    request(
+                        ids,
+                        f"s{number}",
+                        seed=number,
+                        routes_from=known,
+                        max_tokens=4 + number % 5,
+                        **WANT,
+                    )
                 )
                 whole = [*ids, *made.ids]
                 start, routes = told(made)
@@ -155,7 +180,9 @@ def test_more_than_256_experts_take_two_bytes():
 
 def test_nothing_is_told_unasked_and_nothing_of_a_model_without_routers():
     async def main(engine):
-        return await engine.generate(request(words(9, 7))), await engine.generate(request(words(9, 7), **WANT))
+        return await engine.generate(request(words(9, 7))), await engine.generate(
+            request(words(9, 7), **WANT)
+        )
 
     unasked, asked = run(LocalEngine(moe()), main)
     assert not unasked.extras

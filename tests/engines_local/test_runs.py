@@ -1,4 +1,5 @@
-"""Attention of a tower over many images: one call for images of one size, and the same numbers as one call each."""
+"""Attention of a tower over many images: one call for images of one size, and the same
+numbers as one call each."""
 
 from __future__ import annotations
 
@@ -16,9 +17,13 @@ def test_each_image_attends_to_itself_alone(sizes):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, sum(sizes), 8, requires_grad=True) for _ in range(3))
     edges = torch.tensor([0, *sizes]).cumsum(0)
-    out, weights = run_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, cu_seq_lens_q=edges)
+    out, weights = run_attention(
+        torch.nn.Identity(), query, key, value, None, scaling=0.3, cu_seq_lens_q=edges
+    )
     alone = [
-        F.scaled_dot_product_attention(*(part[:, :, a:b] for part in (query, key, value)), scale=0.3).transpose(1, 2)
+        F.scaled_dot_product_attention(
+            *(part[:, :, a:b] for part in (query, key, value)), scale=0.3
+        ).transpose(1, 2)
         for a, b in pairwise(edges.tolist())
     ]
     assert weights is None

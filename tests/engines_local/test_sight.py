@@ -1,4 +1,5 @@
-"""Images in the local engine: exact against the model itself, encoded once, and with bits that are nobody else's business."""
+"""Images in the local engine: exact against the model itself, encoded once, and with bits that are
+nobody else's business."""
 
 from __future__ import annotations
 
@@ -21,14 +22,21 @@ from turnwright.training.model import models
 from turnwright.training.model.lora import shape_of
 from turnwright.types import ImageRef, MediaPlacement
 
-TEXTS = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>" for n in range(40)]
+TEXTS = [
+    f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>"
+    for n in range(40)
+]
 
 
 @pytest.fixture(scope="module", params=["fused", "modules"])
 def gallery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     """A tiny Qwen3-VL of sizes that the fused forward pass takes, and one of others."""
-    sizes = ModelConfig(hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64)
-    return Gallery(models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model"))
+    sizes = ModelConfig(
+        hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64
+    )
+    return Gallery(
+        models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model")
+    )
 
 
 def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
@@ -37,12 +45,16 @@ def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
     return engine
 
 
-async def ask(engine: LocalEngine, shown: Shown, session: str = "s", **changes: object) -> Generation:
+async def ask(
+    engine: LocalEngine, shown: Shown, session: str = "s", **changes: object
+) -> Generation:
     values = {"media": tuple(shown.placed), "banned_ids": shown.vision.placeholder_ids} | changes
     return await engine.generate(request(shown.ids, session, **values))
 
 
-async def look(engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4, group: str = "") -> list[Generation]:
+async def look(
+    engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4, group: str = ""
+) -> list[Generation]:
     """One conversation, determined by its seed, in which most observations are images."""
     chance = random.Random(seed)
     shown = gallery.shown().say(gallery.some(chance.randint(2, 9), 5 if group else seed))
@@ -54,7 +66,15 @@ async def look(engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4,
         elif what:
             shown.show(gallery.image(chance.randrange(8), 32, 32 * what))
         shown.say(gallery.some(chance.randint(1, 9), seed + turn))
-        answer = await ask(engine, shown, f"look-{seed}", group=group, call=turn, seed=seed * 100 + turn, max_tokens=5)
+        answer = await ask(
+            engine,
+            shown,
+            f"look-{seed}",
+            group=group,
+            call=turn,
+            seed=seed * 100 + turn,
+            max_tokens=5,
+        )
         heard.append(answer)
         shown.say(answer.ids)
         await asyncio.sleep(0)
@@ -66,9 +86,16 @@ def test_drafts_behind_images_change_no_bit(gallery: Gallery) -> None:
     """Rows of a draft stand as far behind an image as the ids that they may be."""
 
     async def main(engine: LocalEngine) -> list[Generation]:
-        shown = gallery.shown().say(gallery.some(6, 0)).show(gallery.image(1, 32, 64)).say(gallery.some(3, 1) * 6)
+        shown = (
+            gallery.shown()
+            .say(gallery.some(6, 0))
+            .show(gallery.image(1, 32, 64))
+            .say(gallery.some(3, 1) * 6)
+        )
         # All but a few words are banned, so that they come again.
-        few = frozenset(range(gallery.module.config.text_config.vocab_size)) - set(gallery.words[:6])
+        few = frozenset(range(gallery.module.config.text_config.vocab_size)) - set(
+            gallery.words[:6]
+        )
         return [await ask(engine, shown, max_tokens=60, seed=n, banned_ids=few) for n in range(3)]
 
     plain, drafted = (run(engine_of(gallery, speculate=most), main) for most in (0, 6))
@@ -76,18 +103,24 @@ def test_drafts_behind_images_change_no_bit(gallery: Gallery) -> None:
     assert 0 < sum(g.accepted for g in drafted) < sum(g.drafted for g in drafted)
 
 
-def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new(gallery: Gallery) -> None:
+def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new(
+    gallery: Gallery,
+) -> None:
     async def main(engine: LocalEngine) -> None:
         shown = gallery.shown().say(gallery.some(5, 0))
         cached = 0
         for turn in range(8):
-            shown.show(gallery.clip(turn) if turn == 3 else gallery.image(turn, 32, 48 if turn % 2 else 32))
+            shown.show(
+                gallery.clip(turn) if turn == 3 else gallery.image(turn, 32, 48 if turn % 2 else 32)
+            )
             shown.say(gallery.some(3, turn))
             answer = await ask(engine, shown, call=turn, seed=turn)
             assert answer.cached_tokens == cached
             assert engine.media_encoded == turn + 1
             logp = gallery.stock(shown.ids + answer.ids, shown.placed)
-            for at, (id_, found) in enumerate(zip(answer.ids, answer.logprobs, strict=True), len(shown.ids)):
+            for at, (id_, found) in enumerate(
+                zip(answer.ids, answer.logprobs, strict=True), len(shown.ids)
+            ):
                 assert found == pytest.approx(float(logp[at - 1, id_]), abs=2e-5)
             cached = len(shown.ids) + len(answer.ids) - 1
             shown.say(answer.ids)
@@ -96,9 +129,14 @@ def test_every_turn_has_the_logprobs_of_the_model_itself_and_encodes_what_is_new
 
 
 @pytest.mark.parametrize("slots", [None, 3, 1])
-def test_bits_do_not_depend_on_company_order_slots_or_eviction(gallery: Gallery, slots: int | None) -> None:
+def test_bits_do_not_depend_on_company_order_slots_or_eviction(
+    gallery: Gallery, slots: int | None
+) -> None:
     probes = (1, 2, 7)
-    alone = {seed: bits(run(engine_of(gallery), lambda e, seed=seed: look(e, gallery, seed))) for seed in probes}
+    alone = {
+        seed: bits(run(engine_of(gallery), lambda e, seed=seed: look(e, gallery, seed)))
+        for seed in probes
+    }
     engine, chance = engine_of(gallery, slots=slots), random.Random(3)
     assert engine.exact
 
@@ -107,7 +145,9 @@ def test_bits_do_not_depend_on_company_order_slots_or_eviction(gallery: Gallery,
             seeds = [*probes, *chance.sample(range(10, 99), 5)]
             chance.shuffle(seeds)
             heard = await asyncio.gather(*(look(engine, gallery, seed) for seed in seeds))
-            assert {seed: bits(h) for seed, h in zip(seeds, heard, strict=True) if seed in probes} == alone
+            assert {
+                seed: bits(h) for seed, h in zip(seeds, heard, strict=True) if seed in probes
+            } == alone
 
     run(engine, main)
 
@@ -133,10 +173,19 @@ def test_siblings_that_differ_only_in_pixels_share_what_is_before_them(gallery: 
 
 
 def test_an_image_may_be_fed_in_pieces(gallery: Gallery, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = gallery.shown().say(gallery.some(5, 1)).show(gallery.image(1, 64, 64)).say([30]).show(gallery.clip(2)).say([31])
+    shown = (
+        gallery.shown()
+        .say(gallery.some(5, 1))
+        .show(gallery.image(1, 64, 64))
+        .say([30])
+        .show(gallery.clip(2))
+        .say([31])
+    )
     whole = run(engine_of(gallery), lambda e: ask(e, shown))
     for rows in (1, 7):
-        monkeypatch.setattr(EngineModel, "rows_per_step", lambda self, decoding, rows=rows: decoding + rows)
+        monkeypatch.setattr(
+            EngineModel, "rows_per_step", lambda self, decoding, rows=rows: decoding + rows
+        )
         pieces = run(engine_of(gallery), lambda e: ask(e, shown))
         assert bits([pieces]) == bits([whole])
 
@@ -150,7 +199,9 @@ def test_features_that_found_no_room_are_made_again(gallery: Gallery) -> None:
 
     first, _, again = run(engine, main)
     assert bits(first) == bits(again)
-    assert engine._scheduler.seen._bytes <= max(f.nbytes for f in engine._scheduler.seen._cached.values())
+    assert engine._scheduler.seen._bytes <= max(
+        f.nbytes for f in engine._scheduler.seen._cached.values()
+    )
 
 
 def test_new_weights_see_anew(gallery: Gallery) -> None:
@@ -180,9 +231,14 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
         calls = [ask(engine, shown, f"s{n}") for n, shown in enumerate((good, lost, good))]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(answers[1], EngineError)
-        assert "an image of its context is unavailable: image ffffffffffff is not in the media store" in str(answers[1])
+        assert (
+            "an image of its context is unavailable: image ffffffffffff is not in the media store"
+            in str(answers[1])
+        )
         assert bits([answers[0]]) == bits([answers[2]])
-        with pytest.raises(BackendContractError, match="4 image placeholders belong to none of 0 images"):
+        with pytest.raises(
+            BackendContractError, match="4 image placeholders belong to none of 0 images"
+        ):
             await engine.generate(request(good.ids))
         with pytest.raises(BackendContractError, match="an image is at 2 to 6 of 5 ids"):
             await ask(engine, Shown(gallery.vision, good.ids[:5], good.placed))
@@ -194,10 +250,20 @@ def test_what_cannot_be_seen_fails_that_call_alone(gallery: Gallery) -> None:
 def test_models_that_see_nothing_say_so(gallery: Gallery) -> None:
     blind = LocalEngine(model())
     blind.add_pixel_source(gallery.pixels)  # a rollout tells every engine
-    with pytest.raises(BackendContractError, match="1 images or videos, but the model has no vision tower"):
-        run(blind, lambda e: e.generate(request([1, 2, 3], media=(MediaPlacement(ImageRef("a" * 64), 0, 2),))))
+    with pytest.raises(
+        BackendContractError, match="1 images or videos, but the model has no vision tower"
+    ):
+        run(
+            blind,
+            lambda e: e.generate(
+                request([1, 2, 3], media=(MediaPlacement(ImageRef("a" * 64), 0, 2),))
+            ),
+        )
     with pytest.raises(EngineError, match=r"call engine.add_pixel_source\(pixels\)"):
-        run(LocalEngine(gallery.module, context=64), lambda e: ask(e, gallery.shown().show(gallery.image(1)).say([3])))
+        run(
+            LocalEngine(gallery.module, context=64),
+            lambda e: ask(e, gallery.shown().show(gallery.image(1)).say([3])),
+        )
 
 
 def test_two_rollouts_of_one_engine_keep_their_own_images(gallery: Gallery) -> None:
@@ -229,7 +295,12 @@ def test_adapters_of_several_policies_see_the_same_images(gallery: Gallery) -> N
     """Each has the logprobs of its own merged model, and an image is encoded once for all."""
     shape = shape_of(gallery.module, LoraConfig(rank=4, targets=("all",)))
     weights = matrices(gallery.module, shape, 1)
-    shown = gallery.shown().say(gallery.some(5, 0)).show(gallery.image(1, 32, 64)).say(gallery.some(3, 1))
+    shown = (
+        gallery.shown()
+        .say(gallery.some(5, 0))
+        .show(gallery.image(1, 32, 64))
+        .say(gallery.some(3, 1))
+    )
 
     async def main(engine: LocalEngine) -> list[Generation]:
         await engine.adapter(1).update(weights, 1)

@@ -1,4 +1,5 @@
-"""The local engine gives its memory back, and what it samples afterwards has the bits that it would have had."""
+"""The local engine gives its memory back, and what it samples afterwards has the bits
+that it would have had."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_memory_goes_and_replies_have_the_same_bits() -> None:
     async def rested(engine: LocalEngine) -> Any:
         found = [await turns(engine, 1)]
         held = engine.cache_bytes
-        stores = [weakref.ref(store.untyped_storage()) for pair in engine._model.cache.layers.values() for store in pair]
+        stores = [
+            weakref.ref(store.untyped_storage())
+            for pair in engine._model.cache.layers.values()
+            for store in pair
+        ]
         assert stores
         await engine.sleep()
         await engine.sleep()
@@ -92,14 +97,19 @@ def test_calls_in_flight_end_as_aborted() -> None:
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_a_large_cache_is_dropped_with_its_memory(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one keeps its memory, which would have to be taken again; not while calls are in flight."""
+def test_a_large_cache_is_dropped_with_its_memory(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small one keeps its memory, which would have to be taken again; not
+    while calls are in flight."""
     monkeypatch.setattr("turnwright.engines.local.model.LARGE_CACHE", 1 if large else 2**40)
     module = model()
 
     async def dropped(engine: LocalEngine) -> Any:
         found, held = [await turns(engine, 1)], engine.cache_bytes
-        flying = asyncio.ensure_future(engine.generate(request(words(20, 9), "long", max_tokens=200)))
+        flying = asyncio.ensure_future(
+            engine.generate(request(words(20, 9), "long", max_tokens=200))
+        )
         await asyncio.sleep(0.02)
         await engine.drop_cache()
         assert flying.done() or engine.cache_bytes > 0

@@ -22,7 +22,8 @@ operation = st.tuples(
 
 
 class Cached:
-    """A slot table with a real cache, whose keys and values are the ids that they were computed from."""
+    """A slot table with a real cache, whose keys and values are the ids that
+    they were computed from."""
 
     def __init__(self, kernels: Any) -> None:
         self.table = SlotTable(SLOTS)
@@ -34,8 +35,12 @@ class Cached:
         return [store[slot].flatten().int().tolist() for store in self.cache.layers[0]]
 
     def call(self, session: int, length: int, branch: int) -> None:
-        before = self.contexts.get(session ^ (branch == 0), [])[:length]  # its own, or its sibling's
-        ids = self.contexts[session] = [*before, *range(1 + branch, 2 + branch + length % 7 * 5)][:CAPACITY]
+        before = self.contexts.get(session ^ (branch == 0), [])[
+            :length
+        ]  # its own, or its sibling's
+        ids = self.contexts[session] = [*before, *range(1 + branch, 2 + branch + length % 7 * 5)][
+            :CAPACITY
+        ]
         placed = self.table.place(ids, f"s{session}", f"g{session // 2}")
         if placed is None:
             return
@@ -47,7 +52,9 @@ class Cached:
         for found in self.ids(slot.index):
             assert found[: placed.keep] == ids[: placed.keep]
         for store in self.cache.layers[0]:
-            store[slot.index].view(-1)[placed.keep : len(ids)] = torch.tensor(ids[placed.keep :]).float()
+            store[slot.index].view(-1)[placed.keep : len(ids)] = torch.tensor(
+                ids[placed.keep :]
+            ).float()
         slot.call, slot.valid = object(), len(ids)
 
     def end(self, number: int) -> None:
@@ -68,7 +75,9 @@ class Cached:
             source, shared = self.cache.sources[index], self.cache.shared[index]
             assert self.ids(index)[0][:shared] == self.ids(source)[0][:shared]
             assert shared % self.cache.unit == 0
-        free = [slot.index for slot in self.table.slots if slot.call is None and slot.session is None]
+        free = [
+            slot.index for slot in self.table.slots if slot.call is None and slot.session is None
+        ]
         assert [index for index in range(SLOTS) if self.table._free >> index & 1] == free
 
 
@@ -98,7 +107,12 @@ def test_what_a_copy_overwrites_is_no_longer_read_there():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(1, SLOTS - 1), st.integers(1, CAPACITY)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, SLOTS - 1), st.integers(1, SLOTS - 1), st.integers(1, CAPACITY)),
+        max_size=12,
+    )
+)
 def test_copies_that_are_made_together_are_those_made_one_by_one(moves):
     """As on a GPU, where positions after the end of a copy are undefined."""
     cache = KVCache(SLOTS, CAPACITY)
@@ -109,12 +123,16 @@ def test_copies_that_are_made_together_are_those_made_one_by_one(moves):
     for source, distance, end in moves:
         target = (source + distance) % SLOTS
         copied = expected[source][:end]
-        start = common_prefix(copied, expected[target], len(copied))  # what the slots share is not asked for
+        start = common_prefix(
+            copied, expected[target], len(copied)
+        )  # what the slots share is not asked for
         if start < len(copied):
             expected[target] = copied
             asked.append((source, target, start, len(copied)))
     for together in batch_moves(asked):
-        assert len({target for _, target, _, _ in together}) == len(together)  # a GPU writes in any order
+        assert len({target for _, target, _, _ in together}) == len(
+            together
+        )  # a GPU writes in any order
         cache._copy_together(together)
     for slot, ids in enumerate(expected):
         assert keys[slot].flatten().int().tolist()[: len(ids)] == ids

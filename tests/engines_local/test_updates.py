@@ -31,7 +31,13 @@ def test_an_update_changes_replies_version_and_fingerprint() -> None:
         flying = asyncio.ensure_future(engine.generate(request(ids, "t", max_tokens=400)))
         await asyncio.sleep(0.02)
         told = await engine.update(iter(weights(new).items()), 7)
-        return before, await flying, told, engine.version, await engine.generate(request(ids, call=1))
+        return (
+            before,
+            await flying,
+            told,
+            engine.version,
+            await engine.generate(request(ids, call=1)),
+        )
 
     before, flying, told, version, after = run(LocalEngine(old), main)
     assert told == fingerprint(new.state_dict().items()) != fingerprint(old.state_dict().items())
@@ -46,9 +52,13 @@ def test_an_update_changes_replies_version_and_fingerprint() -> None:
 def test_tied_weights_may_come_under_one_name_or_both() -> None:
     module = model()
     for left_out in ((), ("lm_head.weight",), ("model.embed_tokens.weight",)):
-        sent = {name: tensor + 1 for name, tensor in weights(module).items() if name not in left_out}
+        sent = {
+            name: tensor + 1 for name, tensor in weights(module).items() if name not in left_out
+        }
         engine = LocalEngine(module)
-        assert run(engine, lambda e, sent=sent: e.update(sent.items(), 1)) == fingerprint(sent.items())
+        assert run(engine, lambda e, sent=sent: e.update(sent.items(), 1)) == fingerprint(
+            sent.items()
+        )
         assert torch.equal(engine._model.module.lm_head.weight, module.lm_head.weight + 1)
 
 
@@ -86,7 +96,10 @@ def test_a_wrong_update_is_refused_and_changes_nothing(wrong: str) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.integers(1, 70000), st.integers(0, 10**9), st.integers(0, 31), st.sampled_from(["float32", "bfloat16", "int64", "uint8"])
+    st.integers(1, 70000),
+    st.integers(0, 10**9),
+    st.integers(0, 31),
+    st.sampled_from(["float32", "bfloat16", "int64", "uint8"]),
 )
 def test_every_bit_counts(size: int, where: int, bit: int, dtype: str) -> None:
     tensor = torch.arange(size).to(getattr(torch, dtype))

@@ -32,7 +32,8 @@ def module() -> Any:
 
 
 def computed_by(engine: LocalEngine, short: Iterable[bool]) -> list[str]:
-    """Declare each step short or long; return the names of the threads that compute the next ones."""
+    """Declare each step short or long; return the names of the threads that
+    compute the next ones."""
     worker, forward, flags, names = engine._worker, engine._scheduler.model.forward, iter(short), []
 
     def count(seconds: float) -> None:
@@ -49,21 +50,31 @@ def computed_by(engine: LocalEngine, short: Iterable[bool]) -> list[str]:
 
 async def ids_of(engine: LocalEngine, seeds: Iterable[int]) -> list[list[list[int]]]:
     """The replies of some conversations at once."""
-    talks = await asyncio.wait_for(asyncio.gather(*(talk(engine, seed) for seed in seeds)), PATIENCE_S)
+    talks = await asyncio.wait_for(
+        asyncio.gather(*(talk(engine, seed) for seed in seeds)), PATIENCE_S
+    )
     return [[reply.ids for reply in replies] for replies in talks]
 
 
 @settings(max_examples=20, deadline=None)
 @given(short=st.lists(st.booleans(), min_size=1, max_size=9), loops=st.integers(1, 3))
-def test_replies_do_not_depend_on_who_computes_them(module: Any, short: list[bool], loops: int) -> None:
+def test_replies_do_not_depend_on_who_computes_them(
+    module: Any, short: list[bool], loops: int
+) -> None:
     expected = run(LocalEngine(module), lambda engine: ids_of(engine, range(6)))
     engine = LocalEngine(module)
     computed_by(engine, itertools.cycle(short))
     left = []
 
     async def caller(number: int) -> list[Any]:
-        left.append(asyncio.ensure_future(engine.generate(request(words(3, number), f"left {number}", max_tokens=400))))
-        return await ids_of(engine, range(number, 6, loops))  # the loop closes with a call in flight
+        left.append(
+            asyncio.ensure_future(
+                engine.generate(request(words(3, number), f"left {number}", max_tokens=400))
+            )
+        )
+        return await ids_of(
+            engine, range(number, 6, loops)
+        )  # the loop closes with a call in flight
 
     with ThreadPoolExecutor(loops) as threads:
         found = list(threads.map(lambda number: asyncio.run(caller(number)), range(loops)))

@@ -61,7 +61,9 @@ def metadata(directory: Path) -> dict:
     special = {row["id"]: row["content"] for row in tokenizer["added_tokens"]}
     by_id = {number: token for token, number in vocabulary.items()} | special
     tokens = [by_id.get(number, f"<unused {number}>") for number in range(config["vocab_size"])]
-    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tokenizer["model"]["merges"]]
+    merges = [
+        " ".join(pair) if isinstance(pair, list) else pair for pair in tokenizer["model"]["merges"]
+    ]
     end = config["eos_token_id"]
     return {
         "general.architecture": "qwen3",
@@ -80,7 +82,9 @@ def metadata(directory: Path) -> dict:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "gpt-2",
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [CONTROL if number in special else NORMAL for number in range(len(tokens))],
+        "tokenizer.ggml.token_type": [
+            CONTROL if number in special else NORMAL for number in range(len(tokens))
+        ],
         "tokenizer.ggml.merges": merges or ["a b"],
         "tokenizer.ggml.eos_token_id": end if isinstance(end, int) else end[0],
     }
@@ -90,9 +94,16 @@ def write(directory: Path, path: Path) -> Path:
     """Turn a model directory into a file of float32."""
     from safetensors.torch import load_file
 
-    rows = {renamed(name): tensor.float().numpy() for name, tensor in load_file(directory / "model.safetensors").items()}
+    rows = {
+        renamed(name): tensor.float().numpy()
+        for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     pairs = metadata(directory)
-    out = b"GGUF" + struct.pack("<IQQ", 3, len(rows), len(pairs)) + b"".join(entry(*pair) for pair in pairs.items())
+    out = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, len(rows), len(pairs))
+        + b"".join(entry(*pair) for pair in pairs.items())
+    )
     offset, data = 0, b""
     for name, tensor in rows.items():
         shape = tensor.shape[::-1]

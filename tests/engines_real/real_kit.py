@@ -23,7 +23,10 @@ from turnwright.training.model.models import load
 
 PLACE = Path(os.environ.get("TURNWRIGHT_ENGINES", HOME))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}\nlook again" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}\nlook again"
+    for n in range(60)
+]
 CONTEXT = 1024
 
 
@@ -46,10 +49,15 @@ LIMITS = Limits(turns=4, turn_tokens=24, on_turn_length="continue")
 class Model:
     """A tiny model: a directory that servers read, the trainer's module, its renderer."""
 
-    def __init__(self, root: Path, name: str = "tiny", seed: int = 5, *, vision: bool = False) -> None:
+    def __init__(
+        self, root: Path, name: str = "tiny", seed: int = 5, *, vision: bool = False
+    ) -> None:
         self.root = root
         self.source = create_tiny_model(
-            ModelConfig(hidden=64, heads=2, kv_heads=2, vision=vision), TEXTS, root / name, seed=seed
+            ModelConfig(hidden=64, heads=2, kv_heads=2, vision=vision),
+            TEXTS,
+            root / name,
+            seed=seed,
         )
         self.module, self.meta = load(self.source)
         self.renderer = load_renderer(self.source)
@@ -68,9 +76,15 @@ class Model:
     def forward(self, ids, start, temperature=1.0, banned=(), module=None):
         """log p of ids[start:], in float32."""
         with torch.no_grad():
-            logits = (module or self.module)(torch.tensor([list(ids)])).logits[0, start - 1 : -1] / temperature
+            logits = (module or self.module)(torch.tensor([list(ids)])).logits[
+                0, start - 1 : -1
+            ] / temperature
         logits[:, sorted(banned)] = -torch.inf
-        return logits.log_softmax(-1).gather(1, torch.tensor(list(ids[start:]))[:, None])[:, 0].tolist()
+        return (
+            logits.log_softmax(-1)
+            .gather(1, torch.tensor(list(ids[start:]))[:, None])[:, 0]
+            .tolist()
+        )
 
     def gap(self, trajectories):
         return gap(self.trainer, trajectories)
@@ -86,7 +100,9 @@ def gap(trainer, trajectories):
     """Largest |logprob of engine - of trainer| of what was sampled, and how many ids that is of."""
     gaps = []
     for trajectory, wanted in zip(trajectories, trainer.logprobs(trajectories), strict=True):
-        said = [p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w]
+        said = [
+            p for s in trajectory.samples() for p, w in zip(s.logprobs, s.weights, strict=True) if w
+        ]
         assert len(said) == len(wanted)
         gaps += [abs(p - w) for p, w in zip(said, wanted, strict=True)]
     return max(gaps), len(gaps)
@@ -103,7 +119,9 @@ def server(kind: str, directory: Path, logs: Path, **options):
     """A server that answers, or a skip where its environment is missing."""
     if not (PLACE / kind).is_dir():
         pytest.skip(f"{PLACE / kind}: not installed; `{how_to_install(kind, gpu=False)}`")
-    running = ServerProcess(kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options)
+    running = ServerProcess(
+        kind, PLACE, logs / f"{kind}.log", context=CONTEXT, gpu=False, **options
+    )
     try:
         running.start(directory)
         wait_for(running)

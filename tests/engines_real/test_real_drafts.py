@@ -1,4 +1,5 @@
-"""Speculative decoding in a real vLLM: what is sampled stays the model's, and what was drafted is counted."""
+"""Speculative decoding in a real vLLM: what is sampled stays the model's, and what
+was drafted is counted."""
 
 from __future__ import annotations
 
@@ -48,7 +49,15 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
         engine = VllmEngine(server.url, route=route, renderer=model.renderer)
         draw = random.Random(f"{route} {temperature}")
         asked = [
-            Request(draw.choices(WORDS, k=24), 64, frozenset(), 1, f"{n}", sampling=Sampling(temperature), banned_ids=banned)
+            Request(
+                draw.choices(WORDS, k=24),
+                64,
+                frozenset(),
+                1,
+                f"{n}",
+                sampling=Sampling(temperature),
+                banned_ids=banned,
+            )
             for n in range(64)
         ]
         try:
@@ -60,7 +69,13 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
                 if after[0] - before[0] == engine.counts["draft_ids"]:
                     break
                 await asyncio.sleep(0.2)
-            return asked, found, engine.counts, (after[0] - before[0], after[1] - before[1]), await probe_server(engine)
+            return (
+                asked,
+                found,
+                engine.counts,
+                (after[0] - before[0], after[1] - before[1]),
+                await probe_server(engine),
+            )
         finally:
             await engine.close()
 
@@ -68,28 +83,44 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
     worst, over, spread = 0.0, torch.zeros(len(WORDS)), torch.zeros(len(WORDS))
     for request, generation in zip(asked, found, strict=True):
         check_generation(generation, request, "vLLM")
-        rows = logprobs(model, [*request.ids, *generation.ids], len(request.ids), temperature or 1.0, banned)
+        rows = logprobs(
+            model, [*request.ids, *generation.ids], len(request.ids), temperature or 1.0, banned
+        )
         said = torch.tensor([WORDS.index(one) for one in generation.ids])
-        worst = max(worst, float((rows.gather(1, said[:, None])[:, 0] - torch.tensor(generation.logprobs)).abs().max()))
+        worst = max(
+            worst,
+            float(
+                (rows.gather(1, said[:, None])[:, 0] - torch.tensor(generation.logprobs))
+                .abs()
+                .max()
+            ),
+        )
         over += (torch.nn.functional.one_hot(said, len(WORDS)) - rows.exp()).sum(0)
         spread += (rows.exp() * (1 - rows.exp())).sum(0)
         if not temperature:
             assert torch.equal(said, rows.argmax(-1))
     z = float((over / spread.sqrt()).abs().max()) if temperature else 0.0
     told = counts["draft_ids"], counts["draft_ids_accepted"]
-    print(f"vLLM, {route}, temperature {temperature}: {told[1]} of {told[0]} drafts, max |dlogp| {worst:.2g}, |z| {z:.1f}")
+    print(
+        f"vLLM, {route}, temperature {temperature}: {told[1]} of {told[0]} drafts, max |dlogp| "
+        f"{worst:.2g}, |z| {z:.1f}"
+    )
     assert worst < CLOSE
     assert told == (sum(g.drafted for g in found), sum(g.accepted for g in found))
     assert told == totals  # as the server itself counts them
     assert 0 < told[1] < told[0]
     assert seen.drafts[0] >= told[0]
-    assert z < 5.0  # each word came as often as its probabilities say, within five standard deviations
+    assert (
+        z < 5.0
+    )  # each word came as often as its probabilities say, within five standard deviations
 
 
 def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):
     model, server = drafting
     renderer = model.renderer
-    renderer.banned_ids |= frozenset(range(model.meta.vocabulary)) - frozenset(WORDS) - renderer.stop_ids
+    renderer.banned_ids |= (
+        frozenset(range(model.meta.vocabulary)) - frozenset(WORDS) - renderer.stop_ids
+    )
     model.trainer = Trainer(model.module, TrainConfig(), banned_ids=renderer.banned_ids)
 
     async def work():
@@ -97,14 +128,19 @@ def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):
         model.nudge()
         await engine.update(unique_weights(model.module), 1)
         tasks = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(8)]
-        found = await arollout(kit.Talk, tasks, engine, renderer=renderer, limits=kit.LIMITS, samples=2)
+        found = await arollout(
+            kit.Talk, tasks, engine, renderer=renderer, limits=kit.LIMITS, samples=2
+        )
         await engine.close()
         return found, engine.members[0].engine.counts
 
     found, counts = asyncio.run(work())
     gap, ids = model.gap(found)
     row = rollout_metrics(found)
-    print(f"vLLM with drafts: max |dlogp| {gap:.2g} over {ids} ids, draft_acceptance {row['draft_acceptance']:.2f}")
+    print(
+        f"vLLM with drafts: max |dlogp| {gap:.2g} over {ids} ids, draft_acceptance "
+        f"{row['draft_acceptance']:.2f}"
+    )
     assert gap < CLOSE
     assert sum(t.metrics.get("draft_ids", 0) for t in found) == counts["draft_ids"] > 0
     assert row["draft_acceptance"] == counts["draft_ids_accepted"] / counts["draft_ids"]

@@ -1,4 +1,5 @@
-"""New weights into real servers: by process group (gloo), for vLLM by the module put into it; to SGLang also in requests."""
+"""New weights into real servers: by process group (gloo), for vLLM by the module put into it; to
+SGLang also in requests."""
 
 from __future__ import annotations
 
@@ -55,14 +56,23 @@ def test_weights_arrive_and_are_the_trainers(running, way):
 
     async def work():
         client = make(server.url, renderer=model.renderer)
-        engine, found = Fleet([client], delivery=WeightDelivery(packer=packer, expected_logprobs=model.expect())), []
+        engine, found = (
+            Fleet(
+                [client], delivery=WeightDelivery(packer=packer, expected_logprobs=model.expect())
+            ),
+            [],
+        )
         for version in (1, 2, 3):
             before = far(model, await client.score(PROMPT))
             model.nudge()
             off = far(model, await client.score(PROMPT))
             await engine.update(unique_weights(model.module), version)
-            found.append((before, off, far(model, await client.score(PROMPT)), await client.weights_name()))
-            made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
+            found.append(
+                (before, off, far(model, await client.score(PROMPT)), await client.weights_name())
+            )
+            made = await engine.generate(
+                Request(PROMPT, 24, frozenset(), 1, "a", min_version=version)
+            )
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
             assert max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)) < CLOSE
         await engine.close()
@@ -71,14 +81,19 @@ def test_weights_arrive_and_are_the_trainers(running, way):
     source = packer.pack(unique_weights(model.module), 0)[0]
     parts = len(source.buckets) if way == "group" else source.request_count
     found = asyncio.run(work())
-    print(f"{make.kind} by {way}: {parts} parts; off the trainer before and after: {[row[1:3] for row in found]}")
+    print(
+        f"{make.kind} by {way}: {parts} parts; off the trainer before and after: "
+        f"{[row[1:3] for row in found]}"
+    )
     assert parts > 3
     assert all(before < CLOSE < off for before, off, _, _ in found)
     assert all(after < CLOSE for *_, after, _ in found)
     assert [name for *_, name in found] == ["1", "2", "3"]
 
 
-def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_through(running, monkeypatch):
+def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_through(
+    running, monkeypatch
+):
     model, server, make = running
     torch.manual_seed(2)
     send = GroupConnection.send
@@ -94,7 +109,8 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
         engine = Fleet(
             [client],
             delivery=WeightDelivery(
-                packer=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60), expected_logprobs=model.expect()
+                packer=GroupWeightPacker(bucket=100_000, source=model.source, seconds=60),
+                expected_logprobs=model.expect(),
             ),
         )
         await engine.update(unique_weights(model.module), 11)
@@ -119,12 +135,17 @@ def test_a_trainer_that_is_gone_in_the_middle_is_told_and_the_next_update_goes_t
 
 @pytest.mark.parametrize("way", ["group", "tensors", "disk"])
 def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way):
-    """On a CPU no memory goes; what is seen is that the routes take the order, and that the server is well after it."""
+    """On a CPU no memory goes; what is seen is that the routes take the order, and that the
+    server is well after it."""
     model, server, make = running
     if way == "tensors" and make is not SglangEngine:
         pytest.skip("takes no weights in requests")
     torch.manual_seed(3)
-    options = {"directories": model.directories} if way == "disk" else {"packer": make_packer(way, model, 2**28)}
+    options = (
+        {"directories": model.directories}
+        if way == "disk"
+        else {"packer": make_packer(way, model, 2**28)}
+    )
 
     async def work():
         client = make(server.url, renderer=model.renderer)
@@ -132,23 +153,31 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
         engine, found = Fleet([client], delivery=delivery), []
         await engine.update(unique_weights(model.module), 20)
         for version in (21, 22):
-            playing = asyncio.gather(*(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4)))
+            playing = asyncio.gather(
+                *(engine.generate(Request(PROMPT, 400, frozenset(), n, f"s{n}")) for n in range(4))
+            )
             await asyncio.sleep(0.2)
             await engine.sleep()
             assert engine.members[0].state == "asleep"
             model.nudge()
             await engine.update(unique_weights(model.module), version)
-            made = await engine.generate(Request(PROMPT, 24, frozenset(), 1, "a", min_version=version))
+            made = await engine.generate(
+                Request(PROMPT, 24, frozenset(), 1, "a", min_version=version)
+            )
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
             found.append(max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)))
-            assert all(one.ids or one.finish == "abort" for one in await playing)  # cut off, or asked again of the new weights
+            assert all(
+                one.ids or one.finish == "abort" for one in await playing
+            )  # cut off, or asked again of the new weights
         await engine.close()
         return found
 
     assert max(asyncio.run(work())) < CLOSE
 
 
-@pytest.mark.parametrize(("kind", "way"), [("sglang", "group"), ("vllm", "group"), ("sglang", "tensors")])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("sglang", "group"), ("vllm", "group"), ("sglang", "tensors")]
+)
 def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, monkeypatch, capsys):
     """The server is a process of the run's own: it is killed once while the trainer trains."""
     if not (kit.PLACE / kind).is_dir():
@@ -163,8 +192,25 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
 
     monkeypatch.setattr(ManagedFleet, "sleep", noted)
     (tmp_path / "long.py").write_text(LONG)
-    words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
-    words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
+    words = [
+        "train",
+        "--env.use",
+        f"{tmp_path / 'long.py'}:Long",
+        "--limits.turns",
+        "2",
+        "--limits.turn-tokens",
+        "4",
+    ]
+    words += [
+        "--limits.on-turn-length",
+        "continue",
+        "--model.heads",
+        "2",
+        "--model.kv-heads",
+        "2",
+        "--display",
+        "none",
+    ]
     words += [
         "--engine.kind",
         kind,
@@ -175,14 +221,34 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
         "--engine.colocate",
         "true",
     ]
-    words += ["--train.steps", "3", "--rollout.groups", "4", "--rollout.group-size", "4", "--eval.tasks", "4"]
+    words += [
+        "--train.steps",
+        "3",
+        "--rollout.groups",
+        "4",
+        "--rollout.group-size",
+        "4",
+        "--eval.tasks",
+        "4",
+    ]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
     assert slept == ["asleep"] * 3
-    assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == ["policy-0"]  # it started with them
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    gaps = [row["mismatch_max"] for row in rows if row["phase"] == "train" and "mismatch_max" in row]
+    assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == [
+        "policy-0"
+    ]  # it started with them
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    gaps = [
+        row["mismatch_max"] for row in rows if row["phase"] == "train" and "mismatch_max" in row
+    ]
     print(f"{kind} by {way}: max |dlogp| {max(gaps, default=None)} in {len(gaps)} of 3 steps")
     assert len(gaps) == 3
     assert max(gaps) < CLOSE
-    episodes = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
-    assert {span["version"] for row in episodes for span in row["spans"] if span["origin"] == "model"} == {0, 1, 2, 3}
+    episodes = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
+    ]
+    assert {
+        span["version"] for row in episodes for span in row["spans"] if span["origin"] == "model"
+    } == {0, 1, 2, 3}

@@ -1,4 +1,5 @@
-"""Images through a real vLLM: what our processor made of them goes out, and the ids stay as they are."""
+"""Images through a real vLLM: what our processor made of them goes out, and the
+ids stay as they are."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ class Black(PixelCache):
 
     def get(self, media):
         found = super().get(media)
-        return {name: np.full_like(array, -1.0) if name == "pixel_values" else array for name, array in found.items()}
+        return {
+            name: np.full_like(array, -1.0) if name == "pixel_values" else array
+            for name, array in found.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +68,14 @@ def play(model, server, place, *, weights, blind=False):
             engine.add_pixel_source = lambda pixels: see(Black(pixels.vision, pixels.store))
         tasks = [tw.Task("", id=f"t{n}") for n in range(8)]
         found = await arollout(
-            Show, tasks, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, out=place, sanity="off"
+            Show,
+            tasks,
+            engine,
+            renderer=model.renderer,
+            limits=kit.LIMITS,
+            samples=2,
+            out=place,
+            sanity="off",
         )
         await engine.close()
         return found, engine.members[0].engine.counts
@@ -100,18 +111,22 @@ def test_rollouts_with_an_image_in_each_turn_have_the_trainers_logprobs(seeing, 
     found, counts = play(model, server, tmp_path, weights=1)
     worst, ids = gap(model, found, tmp_path)
     print(
-        f"vLLM, images: max |dlogp| {worst:.2g} over {ids} ids, {counts['cached_tokens']} of {counts['prompt_tokens']} cached; "
-        f"{counts['images_sent']} images sent, {counts['images_named']} named alone"
+        f"vLLM, images: max |dlogp| {worst:.2g} over {ids} ids, {counts['cached_tokens']} of "
+        f"{counts['prompt_tokens']} cached; {counts['images_sent']} images sent, "
+        f"{counts['images_named']} named alone"
     )
     assert worst < CLOSE
-    # Each turn shows one more than the one before it; siblings that are asked at the same time may each send an image.
+    # Each turn shows one more than the one before it; siblings that are asked at the same time
+    # may each send an image.
     assert counts["images_sent"] + counts["images_named"] >= (1 + 2 + 3 + 4) * len(found)
     assert counts["images_sent"] <= 4 * len(found)
     assert counts["images_missed"] == 0
     assert gap(model, found, tmp_path, Black)[0] > FAR  # what was sampled depends on what was seen
 
 
-def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black_images(seeing, tmp_path):
+def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black_images(
+    seeing, tmp_path
+):
     model, server = seeing
     found, _ = play(model, server, tmp_path, weights=2, blind=True)
     assert gap(model, found, tmp_path)[0] > FAR
@@ -119,7 +134,8 @@ def test_a_server_that_is_shown_black_images_says_what_the_trainer_says_of_black
 
 
 def test_images_that_are_not_there_after_all_are_sent_again(seeing, tmp_path, monkeypatch):
-    """As after a restart: the client takes all images to be there, and the server has none of them."""
+    """As after a restart: the client takes all images to be there, and the
+    server has none of them."""
     model, server = seeing
     kept = ServerImageCache.among
     forgot: set[str] = set()
@@ -132,7 +148,10 @@ def test_images_that_are_not_there_after_all_are_sent_again(seeing, tmp_path, mo
     monkeypatch.setattr(ServerImageCache, "among", among)
     found, counts = play(model, server, tmp_path, weights=5)
     worst, ids = gap(model, found, tmp_path)
-    print(f"vLLM, images that it had not: max |dlogp| {worst:.2g} over {ids} ids, {counts['images_missed']} sent again")
+    print(
+        f"vLLM, images that it had not: max |dlogp| {worst:.2g} over {ids} ids, "
+        f"{counts['images_missed']} sent again"
+    )
     assert worst < CLOSE
     assert counts["images_missed"] > 8
     assert not server.ended

@@ -1,4 +1,5 @@
-"""Weight updates of the real vLLM and SGLang with calls in flight, in each mode: every id has the version that sampled it."""
+"""Weight updates of the real vLLM and SGLang with calls in flight, in each mode: every id has the
+version that sampled it."""
 
 from __future__ import annotations
 
@@ -37,11 +38,19 @@ def test_updates_with_calls_in_flight(running, mode):
     model, server, make = running
     torch.manual_seed(3)
     modules, made, seconds = {}, [], []
-    opening = [20 + MODES.index(mode), *PROMPT]  # no prefix is in the cache that another mode's weights left
+    opening = [
+        20 + MODES.index(mode),
+        *PROMPT,
+    ]  # no prefix is in the cache that another mode's weights left
 
     async def work():
         client = make(server.url, renderer=model.renderer, in_flight=mode)
-        engine = Fleet([client], delivery=WeightDelivery(directories=model.directories, expected_logprobs=model.expect()))
+        engine = Fleet(
+            [client],
+            delivery=WeightDelivery(
+                directories=model.directories, expected_logprobs=model.expect()
+            ),
+        )
 
         async def update(version):
             model.nudge()
@@ -60,9 +69,12 @@ def test_updates_with_calls_in_flight(running, mode):
         over, found = asyncio.Event(), []
 
         async def play(n):
-            """Call until the last update, so that each meets calls in flight, however fast the server is."""
+            """Call until the last update, so that each meets calls in flight,
+            however fast the server is."""
             for seed in itertools.count(n, 100):
-                request = Request([*opening, 10 + n], 700, frozenset(), seed, f"s{seed}", banned_ids=banned)
+                request = Request(
+                    [*opening, 10 + n], 700, frozenset(), seed, f"s{seed}", banned_ids=banned
+                )
                 found.append(await whole(one, request))
                 if over.is_set():
                     return
@@ -84,19 +96,38 @@ def test_updates_with_calls_in_flight(running, mode):
         ids = [*context, *one.ids]
         runs = [(0, one.version), *one.later_versions, (len(one.ids), -1)]
         several += len(runs) > 2
-        assert (one.cache_version is not None) if len(runs) > 2 else (one.cache_version is None or mode == "keep")
+        assert (
+            (one.cache_version is not None)
+            if len(runs) > 2
+            else (one.cache_version is None or mode == "keep")
+        )
         for (start, version), (end, _) in pairwise(runs):
             assert version in modules
-            wanted = model.forward(ids[: len(context) + end], len(context) + start, banned=banned, module=modules[version])
-            gap = max((abs(p - w) for p, w in zip(one.logprobs[start:end], wanted, strict=True)), default=0.0)
+            wanted = model.forward(
+                ids[: len(context) + end],
+                len(context) + start,
+                banned=banned,
+                module=modules[version],
+            )
+            gap = max(
+                (abs(p - w) for p, w in zip(one.logprobs[start:end], wanted, strict=True)),
+                default=0.0,
+            )
             if one.cache_version is not None and one.cache_version < version:
                 other = max(other, gap)  # of ids on a cache of older weights
             else:
                 own = max(own, gap)
-    versions = sorted({version for _, one in made for version in (one.version, *(v for _, v in one.later_versions))})
+    versions = sorted(
+        {
+            version
+            for _, one in made
+            for version in (one.version, *(v for _, v in one.later_versions))
+        }
+    )
     print(
-        f"{make.kind} {mode}: versions {versions}, {several} of {len(made)} calls of several; max |dlogp| {own:.2g} on a cache "
-        f"of the same weights, {other:.2g} on older ones; seconds of updates {seconds}; {dict(counts[0])}"
+        f"{make.kind} {mode}: versions {versions}, {several} of {len(made)} calls of several; max "
+        f"|dlogp| {own:.2g} on a cache of the same weights, {other:.2g} on older ones; seconds of "
+        f"updates {seconds}; {dict(counts[0])}"
     )
     assert own < CLOSE
     assert len(versions) > 1

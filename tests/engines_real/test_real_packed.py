@@ -27,7 +27,8 @@ from turnwright.training.model.quantize import quantize_for_training
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 CLOSE, CLOSE_ON_AVERAGE = 0.2, 0.02
-"""Bounds on |logprob of server - of trainer| in nats; both compute in bfloat16, in another order."""
+"""Bounds on |logprob of server - of trainer| in nats; both compute in
+bfloat16, in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,9 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
     module, _ = load(source, "cpu", torch.bfloat16)
     quantize_for_training(module, quant)
     pack = packing(module, quant)
-    directories = ModelDirectories(tmp_path / "weights", source, untie=True, quantization=quantization_config(module, quant))
+    directories = ModelDirectories(
+        tmp_path / "weights", source, untie=True, quantization=quantization_config(module, quant)
+    )
     server = ServerProcess("vllm", home, tmp_path / "vllm.log", context=kit.CONTEXT, gpu=False)
 
     def gaps(replies, of):
@@ -54,7 +57,10 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
 
     async def play(engine, version):
         prompts = [list(range(10 + n, 42 + n)) for n in range(8)]
-        calls = (engine.generate(Request(p, 32, frozenset(), n, f"{version}-{n}")) for n, p in enumerate(prompts))
+        calls = (
+            engine.generate(Request(p, 32, frozenset(), n, f"{version}-{n}"))
+            for n, p in enumerate(prompts)
+        )
         return list(zip(prompts, await asyncio.gather(*calls), strict=True))
 
     async def work():
@@ -63,7 +69,9 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
             [server],
             FleetSettings(patience_s=900.0),
             start_s=900.0,
-            delivery=WeightDelivery(directories=directories, expected_logprobs=score_with_model(module), tolerance=CLOSE),
+            delivery=WeightDelivery(
+                directories=directories, expected_logprobs=score_with_model(module), tolerance=CLOSE
+            ),
         )
         found = []
         torch.manual_seed(2)
@@ -74,7 +82,9 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
                     for parameter in module.parameters():
                         parameter += 0.05 * torch.randn(parameter.shape)
             await engine.update(pack(unique_weights(module)), version)
-            found.append((gaps(replies := await play(engine, version), module), gaps(replies, before)))
+            found.append(
+                (gaps(replies := await play(engine, version), module), gaps(replies, before))
+            )
         os.kill(server.pid, signal.SIGKILL)
         replies = await play(engine, "again")
         found.append((gaps(replies, module), gaps(replies, before)))
@@ -96,16 +106,65 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
 
 def test_a_run_trains_through_a_vllm_of_packed_int4_weights(home, tmp_path, capsys):
     (tmp_path / "long.py").write_text(LONG)
-    words = ["train", "--env.use", f"{tmp_path / 'long.py'}:Long", "--limits.turns", "2", "--limits.turn-tokens", "4"]
-    words += ["--limits.on-turn-length", "continue", "--model.heads", "2", "--model.kv-heads", "2", "--display", "none"]
-    words += ["--train.lr", "1e-2", "--train.steps", "3", "--rollout.groups", "4", "--rollout.group-size", "4"]
-    words += ["--eval.tasks", "4", "--engine.kind", "vllm", "--engine.install-dir", str(home), "--model.dtype", "bfloat16"]
-    words += ["--quant.kind", "int4", "--quant.group", "32", "--quant.packed", "true", "--out", str(tmp_path / "run")]
+    words = [
+        "train",
+        "--env.use",
+        f"{tmp_path / 'long.py'}:Long",
+        "--limits.turns",
+        "2",
+        "--limits.turn-tokens",
+        "4",
+    ]
+    words += [
+        "--limits.on-turn-length",
+        "continue",
+        "--model.heads",
+        "2",
+        "--model.kv-heads",
+        "2",
+        "--display",
+        "none",
+    ]
+    words += [
+        "--train.lr",
+        "1e-2",
+        "--train.steps",
+        "3",
+        "--rollout.groups",
+        "4",
+        "--rollout.group-size",
+        "4",
+    ]
+    words += [
+        "--eval.tasks",
+        "4",
+        "--engine.kind",
+        "vllm",
+        "--engine.install-dir",
+        str(home),
+        "--model.dtype",
+        "bfloat16",
+    ]
+    words += [
+        "--quant.kind",
+        "int4",
+        "--quant.group",
+        "32",
+        "--quant.packed",
+        "true",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert main(words) == 0, capsys.readouterr().err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if row["phase"] == "train"]
     gaps = [row["mismatch_max"] for row in steps]
-    print(f"a run through packed int4 weights: max |dlogp| {gaps}, codes changed {[row['codes_changed'] for row in steps]}")
+    print(
+        f"a run through packed int4 weights: max |dlogp| {gaps}, codes changed "
+        f"{[row['codes_changed'] for row in steps]}"
+    )
     assert len(gaps) == 3
     assert max(gaps) < CLOSE
     assert all(row["codes_changed"] > 0 for row in steps)

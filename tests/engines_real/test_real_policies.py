@@ -1,4 +1,5 @@
-"""Two policies on one vLLM or SGLang, the real ones: each has its own adapter, and an update or a death loses nothing."""
+"""Two policies on one vLLM or SGLang, the real ones: each has its own adapter, and an update or
+a death loses nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from turnwright.training.model.models import load
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
 LONG = 950
-"""Ids of a reply that lasts some seconds beside 23 others; the first load beside calls takes vLLM up to two."""
+"""Ids of a reply that lasts some seconds beside 23 others; the first load beside calls
+takes vLLM up to two."""
 
 
 class Policy:
@@ -47,7 +49,9 @@ class Policy:
         self.version += 1
         weights, began = list(self.trainer.adapter_weights()), time.perf_counter()
         await self.engine.update(weights, self.version)
-        self.modules[self.version] = {name: value.clone() for name, value in self.module.state_dict().items()}
+        self.modules[self.version] = {
+            name: value.clone() for name, value in self.module.state_dict().items()
+        }
         return time.perf_counter() - began
 
     def as_of(self, version):
@@ -103,7 +107,9 @@ def test_each_policy_samples_from_its_own_adapter(running):
     async def work():
         leftovers = [adapter(model, model.root / f"left{n}", n)[0] for n in range(6)]
         await a.update()
-        for number, directory in enumerate(leftovers):  # a run that was killed left more than the server has room for
+        for number, directory in enumerate(
+            leftovers
+        ):  # a run that was killed left more than the server has room for
             await a.client.http.post_status(
                 a.client.lora_api.load, {"lora_name": f"l{number}", "lora_path": str(directory)}, 60
             )
@@ -113,9 +119,18 @@ def test_each_policy_samples_from_its_own_adapter(running):
     made = asyncio.run(work())
     for trajectories in made:
         well(trajectories)
-    own = [kit.gap(policy.trainer, trajectories)[0] for policy, trajectories in zip((a, b), made, strict=True)]
-    swapped = [kit.gap(policy.trainer, trajectories)[0] for policy, trajectories in zip((b, a), made, strict=True)]
-    print(f"{a.client.kind}: max |dlogp| {own[0]:.2g} and {own[1]:.2g}; against the other's trainer {min(swapped):.2g}")
+    own = [
+        kit.gap(policy.trainer, trajectories)[0]
+        for policy, trajectories in zip((a, b), made, strict=True)
+    ]
+    swapped = [
+        kit.gap(policy.trainer, trajectories)[0]
+        for policy, trajectories in zip((b, a), made, strict=True)
+    ]
+    print(
+        f"{a.client.kind}: max |dlogp| {own[0]:.2g} and {own[1]:.2g}; against the other's trainer "
+        f"{min(swapped):.2g}"
+    )
     assert max(own) < CLOSE
     assert min(swapped) > 100 * CLOSE
 
@@ -126,7 +141,9 @@ def test_no_prefix_is_shared_and_none_is_dropped_by_the_others_update(running):
 
     async def work():
         async def ask(policy):
-            found = await policy.engine.generate(Request(prompt, 24, frozenset(), 1, "p", banned_ids=ending(model)))
+            found = await policy.engine.generate(
+                Request(prompt, 24, frozenset(), 1, "p", banned_ids=ending(model))
+            )
             assert gap(model, policy, prompt, found) < CLOSE
             return found.cached_tokens
 
@@ -135,7 +152,10 @@ def test_no_prefix_is_shared_and_none_is_dropped_by_the_others_update(running):
         return [*cached, await ask(b), await ask(a), await ask(a)]
 
     cached = asyncio.run(work())
-    print(f"{a.client.kind}: {cached} of {len(prompt)} ids cached: a, b, a, b; behind a's update: b, a, a")
+    print(
+        f"{a.client.kind}: {cached} of {len(prompt)} ids cached: a, b, a, b; behind a's update: b, "
+        "a, a"
+    )
     assert [count > 100 for count in cached] == [False, False, True, True, True, False, True]
 
 
@@ -152,20 +172,30 @@ def test_an_update_ends_no_call_of_the_other_policy(running):
         calls, seconds = [], []
         for policy in (a, b):
             for n in range(12):
-                request = Request([*context, 50 + n], LONG, frozenset(), n, f"{n}", banned_ids=ending(model))
+                request = Request(
+                    [*context, 50 + n], LONG, frozenset(), n, f"{n}", banned_ids=ending(model)
+                )
                 calls.append(asyncio.create_task(whole(partial(one, policy), request)))
         for _ in range(3):
             await asyncio.sleep(0.5)
             seconds.append(round(await a.update(), 2))
-        return await asyncio.gather(*calls), seconds, a.client.counts["aborted"], b.client.counts["aborted"]
+        return (
+            await asyncio.gather(*calls),
+            seconds,
+            a.client.counts["aborted"],
+            b.client.counts["aborted"],
+        )
 
     found, seconds, ended, others = asyncio.run(work())
     assert {len(one.ids) for one in found} == {LONG}
-    largest = max(gap(model, policy, ids, one) for policy, rows in made.items() for ids, one in rows)
+    largest = max(
+        gap(model, policy, ids, one) for policy, rows in made.items() for ids, one in rows
+    )
     versions = {policy: sorted({one.version for _, one in rows}) for policy, rows in made.items()}
     print(
-        f"{a.client.kind}: updates in {seconds} s; calls of the policy updated {len(made[a])}, ended {ended}, versions "
-        f"{versions[a]}; of the other {len(made[b])}, ended {others}; max |dlogp| {largest:.2g}"
+        f"{a.client.kind}: updates in {seconds} s; calls of the policy updated {len(made[a])}, "
+        f"ended {ended}, versions {versions[a]}; of the other {len(made[b])}, ended {others}; max "
+        f"|dlogp| {largest:.2g}"
     )
     assert largest < CLOSE
     assert len(versions[a]) > 1
@@ -181,7 +211,10 @@ def test_a_server_that_is_killed_within_a_step_comes_back_with_both_adapters(run
     async def work():
         starts = server.starts
         playing = [asyncio.create_task(play(policy.engine, model, tasks=16)) for policy in (a, b)]
-        while not all(policy.client.counts["requests"] for policy in (a, b)) or not a.engine.members[0].calls:
+        while (
+            not all(policy.client.counts["requests"] for policy in (a, b))
+            or not a.engine.members[0].calls
+        ):
             await asyncio.sleep(0.01)
         os.kill(server.pid, signal.SIGKILL)
         made = await asyncio.gather(*playing)
@@ -199,7 +232,8 @@ def test_a_server_that_is_killed_within_a_step_comes_back_with_both_adapters(run
             policy.as_of(version)
             found.append(kit.gap(policy.trainer, trajectories)[0])
     print(
-        f"{a.client.kind}: killed once; max |dlogp| {max(found):.2g} over {len(found)} batches; updates behind it {seconds} s"
+        f"{a.client.kind}: killed once; max |dlogp| {max(found):.2g} over {len(found)} batches; "
+        f"updates behind it {seconds} s"
     )
     assert max(found) < CLOSE
 
@@ -249,12 +283,26 @@ def test_a_run_trains_two_policies_through_a_server_that_it_starts(kind, tmp_pat
     (tmp_path / "play.py").write_text(PLAY)
     (tmp_path / "run.toml").write_text(RUN)
     out = tmp_path / "run"
-    words = ["--engine.kind", kind, "--engine.update", "lora", "--engine.install-dir", str(kit.PLACE), "--display", "none"]
+    words = [
+        "--engine.kind",
+        kind,
+        "--engine.update",
+        "lora",
+        "--engine.install-dir",
+        str(kit.PLACE),
+        "--display",
+        "none",
+    ]
     assert main(["train", str(tmp_path / "run.toml"), "--out", str(out), *words]) == 0
     rows = [row for row in read_json_lines(out / "metrics.jsonl") if row["phase"] == "train"]
-    gaps = {name: [row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows] for name in ("asker", "solver")}
+    gaps = {
+        name: [row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows]
+        for name in ("asker", "solver")
+    }
     print(f"a run of two policies, {kind}: max |dlogp| {gaps}")
     assert all(0 < max(found) < 1e-3 for found in gaps.values())
     for row in read_json_lines(out / "trajectories.jsonl"):
         if row["key"]["phase"] == "train":
-            assert {span["version"] for span in row["spans"] if span["mask"]} == {row["key"]["step"]}
+            assert {span["version"] for span in row["spans"] if span["mask"]} == {
+                row["key"]["step"]
+            }

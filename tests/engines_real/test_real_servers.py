@@ -1,4 +1,5 @@
-"""vLLM, SGLang and llama.cpp, the real ones, each serving a tiny model on this machine's CPU: `make test-engines`."""
+"""vLLM, SGLang and llama.cpp, the real ones, each serving a tiny model on this machine's
+CPU: `make test-engines`."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ PROMPT = list(range(10, 42))
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def running(request, tmp_path_factory):
-    """A server that takes new weights, and the model that it began with; every test leaves them in agreement."""
+    """A server that takes new weights, and the model that it began with; every test
+    leaves them in agreement."""
     model = kit.Model(tmp_path_factory.mktemp(request.param))
     with kit.server(request.param, model.untied, model.root) as server:
         yield model, server, kit.CLIENTS[request.param]
@@ -39,11 +41,15 @@ def llama(tmp_path_factory):
 
 def play(engine, model, tasks=8, **options):
     made = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(tasks)]
-    return arollout(kit.Talk, made, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, **options)
+    return arollout(
+        kit.Talk, made, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, **options
+    )
 
 
 def well(trajectories):
-    assert [str(t.stop) for t in trajectories] == ["done"] * len(trajectories), [t.error for t in trajectories]
+    assert [str(t.stop) for t in trajectories] == ["done"] * len(trajectories), [
+        t.error for t in trajectories
+    ]
     assert all(len(t.turns) == 4 for t in trajectories)
 
 
@@ -79,7 +85,8 @@ def test_rollouts_of_several_turns_have_the_trainers_logprobs(running):
     well(trajectories)
     gap, ids = model.gap(trajectories)
     print(
-        f"{make.kind}: max |dlogp| {gap:.2g} over {ids} ids, {counts['cached_tokens']} of {counts['prompt_tokens']} ids cached"
+        f"{make.kind}: max |dlogp| {gap:.2g} over {ids} ids, {counts['cached_tokens']} of "
+        f"{counts['prompt_tokens']} ids cached"
     )
     assert gap < CLOSE
     assert {span.version for t in trajectories for span in t.spans if span.sampled} == {1}
@@ -91,7 +98,15 @@ def test_logprobs_are_of_what_is_sampled_from(running, temperature, banned):
 
     async def work():
         engine = make(server.url)
-        request = Request(PROMPT, 48, frozenset(), 1, "a", sampling=Sampling(temperature), banned_ids=frozenset(banned))
+        request = Request(
+            PROMPT,
+            48,
+            frozenset(),
+            1,
+            "a",
+            sampling=Sampling(temperature),
+            banned_ids=frozenset(banned),
+        )
         found = await engine.generate(request)
         check_generation(found, request, engine.who)
         await engine.close()
@@ -166,7 +181,9 @@ def test_the_newest_weights_are_those_that_train(running):
 
     async def work():
         engine = kit.fleet(model, make, server)
-        assert await engine.update(unique_weights(model.module), 6) == fingerprint(unique_weights(model.module))
+        assert await engine.update(unique_weights(model.module), 6) == fingerprint(
+            unique_weights(model.module)
+        )
         trajectories = await play(engine, model)
         await engine.close()
         return trajectories
@@ -178,7 +195,9 @@ def test_llamacpp_gives_ids_and_what_logprobs_it_has(llama):
     model, server = llama
 
     async def work():
-        engine = Fleet([kit.CLIENTS["llamacpp"](server.url, renderer=model.renderer, missing_logprobs="mask")])
+        engine = Fleet(
+            [kit.CLIENTS["llamacpp"](server.url, renderer=model.renderer, missing_logprobs="mask")]
+        )
         trajectories = await play(engine, model)
         client = engine.members[0].engine
         found, counts = await probe_server(client), client.counts.copy()
@@ -189,13 +208,17 @@ def test_llamacpp_gives_ids_and_what_logprobs_it_has(llama):
     trajectories, found, counts, plain = asyncio.run(work())
     well(trajectories)
     gap, ids = model.gap(trajectories)
-    print(f"llama.cpp: max |dlogp| {gap:.2g} over {ids} ids, {counts['logprobs_missing']} without one")
+    print(
+        f"llama.cpp: max |dlogp| {gap:.2g} over {ids} ids, {counts['logprobs_missing']} without one"
+    )
     assert gap < CLOSE
     assert ids > 100
     assert not found.updates
     masked = sum(t.metrics.get("logprobs_masked", 0) for t in trajectories)
     assert 0 < masked <= counts["logprobs_missing"]
-    wanted = model.forward([*PROMPT, *plain.ids], len(PROMPT))  # of the model itself, where nothing is banned
+    wanted = model.forward(
+        [*PROMPT, *plain.ids], len(PROMPT)
+    )  # of the model itself, where nothing is banned
     known = [abs(p - w) for p, w in zip(plain.logprobs, wanted, strict=True) if p is not None]
     assert known
     assert max(known) < CLOSE
@@ -205,9 +228,13 @@ def test_llamacpp_is_greedy_at_temperature_zero(llama):
     model, server = llama
 
     async def work():
-        client = kit.CLIENTS["llamacpp"](server.url, renderer=model.renderer, missing_logprobs="mask")
+        client = kit.CLIENTS["llamacpp"](
+            server.url, renderer=model.renderer, missing_logprobs="mask"
+        )
         greedy = Sampling(temperature=0.0)
-        asked = [Request(PROMPT, 24, frozenset(), seed, f"s{seed}", sampling=greedy) for seed in range(3)]
+        asked = [
+            Request(PROMPT, 24, frozenset(), seed, f"s{seed}", sampling=greedy) for seed in range(3)
+        ]
         found = [await client.generate(request) for request in asked]
         await client.close()
         return found
@@ -216,7 +243,10 @@ def test_llamacpp_is_greedy_at_temperature_zero(llama):
     assert len({tuple(generation.ids) for generation in found}) == 1
     for place, token in enumerate(found[0].ids[:8]):
         likeliest = model.forward([*PROMPT, *found[0].ids[:place], token], len(PROMPT) + place)[0]
-        others = [model.forward([*PROMPT, *found[0].ids[:place], other], len(PROMPT) + place)[0] for other in range(20, 40)]
+        others = [
+            model.forward([*PROMPT, *found[0].ids[:place], other], len(PROMPT) + place)[0]
+            for other in range(20, 40)
+        ]
         assert likeliest >= max(others) - CLOSE
 
 
@@ -232,7 +262,9 @@ def test_an_adapter_answers_and_its_versions_are_told_apart(kind, tmp_path):
             for version, (directory, _) in enumerate(adapters, 1):
                 await engine.load_adapter("policy", directory, version)
                 for _ in range(3):
-                    found.append((version, await engine.generate(Request(PROMPT, 32, frozenset(), 1, "a"))))
+                    found.append(
+                        (version, await engine.generate(Request(PROMPT, 32, frozenset(), 1, "a")))
+                    )
             await engine.close()
             return found
 
@@ -255,8 +287,14 @@ def adapter(model, directory, seed):
     merged, rows, rank, alpha = copy.deepcopy(model.module), {}, 4, 8
     for name, module in merged.named_modules():
         if name.endswith(("q_proj", "v_proj", "down_proj")):
-            a, b = torch.randn(rank, module.in_features) * 0.1, torch.randn(module.out_features, rank) * 0.1
-            rows[f"base_model.model.{name}.lora_A.weight"], rows[f"base_model.model.{name}.lora_B.weight"] = a, b
+            a, b = (
+                torch.randn(rank, module.in_features) * 0.1,
+                torch.randn(module.out_features, rank) * 0.1,
+            )
+            (
+                rows[f"base_model.model.{name}.lora_A.weight"],
+                rows[f"base_model.model.{name}.lora_B.weight"],
+            ) = a, b
             with torch.no_grad():
                 module.weight += alpha / rank * b @ a
     directory.mkdir()
@@ -269,6 +307,9 @@ def adapter(model, directory, seed):
         "lora_dropout": 0.0,
         "bias": "none",
     }
-    config |= {"target_modules": ["q_proj", "v_proj", "down_proj"], "base_model_name_or_path": str(model.source)}
+    config |= {
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "base_model_name_or_path": str(model.source),
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory, merged

@@ -1,4 +1,5 @@
-"""Real vLLM and SGLang as teachers: they answer for the same ids as the same model in this process, text and images."""
+"""Real vLLM and SGLang as teachers: they answer for the same ids as the same model in this
+process, text and images."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ def test_it_answers_as_the_model_in_this_process(running, signal):
     kind, model, server = running
     episodes = [conversation(seed) for seed in range(8)]
     found = gap_to(server.url, model.source, episodes, CONFIGS[signal], banned_ids=NOTHING)
-    print(f"{kind}, {signal}: {found.ids} ids, at most {found.nats:.2g} nats from the teacher in this process")
+    print(
+        f"{kind}, {signal}: {found.ids} ids, at most {found.nats:.2g} nats from the teacher in "
+        "this process"
+    )
     assert found.nats < CLOSE
     assert found.first > 0.95
 
@@ -54,6 +58,13 @@ def test_banned_ids_are_left_out_or_refused(running, signal):
 @pytest.mark.parametrize("signal", CONFIGS)
 def test_it_sees_the_images_of_the_policy(seeing, signal):
     gallery, server = seeing
-    found = gap_to(server.url, gallery.path, pictured(gallery), CONFIGS[signal], pixels=gallery.pixels, banned_ids=NOTHING)
+    found = gap_to(
+        server.url,
+        gallery.path,
+        pictured(gallery),
+        CONFIGS[signal],
+        pixels=gallery.pixels,
+        banned_ids=NOTHING,
+    )
     print(f"vllm, {signal}, images: {found.ids} ids, at most {found.nats:.2g} nats")
     assert found.nats < CLOSE

@@ -1,7 +1,9 @@
-"""Small HTTP servers, each a process of its own, that speak the wire formats of vLLM, SGLang, llama.cpp and chat endpoints.
+"""Small HTTP servers, each a process of its own, that speak the wire formats of vLLM, SGLang,
+llama.cpp and chat endpoints.
 
-The model is a table: log p(next | last id) of 32 ids, made from the seed of the weights. Faults are set over the socket, at
-`/fault`, so that a server misbehaves for a number of answers and is well afterwards.
+The model is a table: log p(next | last id) of 32 ids, made from the seed of the weights.
+Faults are set over the socket, at `/fault`, so that a server misbehaves for a number of
+answers and is well afterwards.
 """
 
 from __future__ import annotations
@@ -75,19 +77,22 @@ class State:
         self.lock = threading.RLock()
         """Held by each request: a reply has the weights and the version of one moment."""
         self.named = threading.Event()
-        """Unset between the two requests of an update of vLLM, of new weights and of their name: paused, it samples nothing."""
+        """Unset between the two requests of an update of vLLM, of new weights and of their name:
+        paused, it samples nothing."""
         self.named.set()
         self.adapters: dict[str, list[list[float]]] = {}
         """What it answers by each."""
         self.aborted: set[str] = set()
         """Names of requests that it was to end."""
         self.miscounted: set[str] = set()
-        """Adapters whose requests SGLang counts for ever; once it is to unload one, it loads and unloads none."""
+        """Adapters whose requests SGLang counts for ever; once it is to unload one, it
+        loads and unloads none."""
         self.stuck = False
         self.drafts = {"draft": 0, "accepted": 0}
         self.gone: set[str] = set()
         self.images: dict[str, int] = {}
-        """Bytes of each that it keeps, by the name that it came under, the one longest not asked for first."""
+        """Bytes of each that it keeps, by the name that it came under, the one
+        longest not asked for first."""
 
     def sample(self, prompt, most, temperature, banned, stops, model=None):
         if self.gone:  # no weights, or no memory for keys and values
@@ -114,8 +119,14 @@ class State:
 def server_info(gigabytes):
     """What vLLM 0.32.0 tells of images that it keeps (of some 26 kilobytes)."""
     images = {"mm_processor_cache_gb": gigabytes, "mm_processor_cache_type": "lru"}
-    processes = {"_api_process_count": 1, "data_parallel_size": 1, "data_parallel_external_lb": False}
-    return {"vllm_config": {"model_config": {"multimodal_config": images}, "parallel_config": processes}}
+    processes = {
+        "_api_process_count": 1,
+        "data_parallel_size": 1,
+        "data_parallel_external_lb": False,
+    }
+    return {
+        "vllm_config": {"model_config": {"multimodal_config": images}, "parallel_config": processes}
+    }
 
 
 STATE: State
@@ -134,7 +145,12 @@ def npy(rows):
     """An .npy file of uint8 [positions, 3, 2]."""
     head = f"{{'descr': '|u1', 'fortran_order': False, 'shape': ({len(rows)}, 3, 2), }}"
     head += " " * (64 - (10 + len(head) + 1) % 64) + "\n"
-    return b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head.encode() + bytes(itertools.chain.from_iterable(rows))
+    return (
+        b"\x93NUMPY\1\0"
+        + struct.pack("<H", len(head))
+        + head.encode()
+        + bytes(itertools.chain.from_iterable(rows))
+    )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -177,7 +193,11 @@ class Handler(BaseHTTPRequestHandler):
                             "/reset_prefix_cache",
                             "/abort_requests",
                             "/v1/load_lora_adapter",
-                            *(["/v1/chat/completions/render"] if os.environ.get("KIT_TAKES") else []),
+                            *(
+                                ["/v1/chat/completions/render"]
+                                if os.environ.get("KIT_TAKES")
+                                else []
+                            ),
                             *(["/server_info"] if os.environ.get("KIT_KEEPS") else []),
                             "/sleep",
                             "/wake_up",
@@ -192,7 +212,11 @@ class Handler(BaseHTTPRequestHandler):
                 "/server_info": {"version": "0.5.19", "context_length": 256, "enable_lora": True},
                 "/openapi.json": {
                     "components": {
-                        "schemas": {"GenerateReqInput": {"properties": {} if os.environ.get("KIT_OLD") else {"extra_key": {}}}}
+                        "schemas": {
+                            "GenerateReqInput": {
+                                "properties": {} if os.environ.get("KIT_OLD") else {"extra_key": {}}
+                            }
+                        }
                     }
                 },
                 "/v1/models": {"data": [{"id": MODEL, "parent": None, "max_model_len": 256}]},
@@ -203,31 +227,53 @@ class Handler(BaseHTTPRequestHandler):
             },
             "chat": {"/models": {"data": []}},
         }[state.kind]
-        if state.kind == "vllm" and os.environ.get("KIT_PLAIN"):  # without the tokens-only route and development routes
+        if state.kind == "vllm" and os.environ.get(
+            "KIT_PLAIN"
+        ):  # without the tokens-only route and development routes
             pages["/openapi.json"] = {"paths": {"/v1/completions": {}}}
             pages.pop("/weight_info")
         if path == "/v1/models":
             pages[path]["data"] += [{"id": name, "parent": "tiny"} for name in state.adapters]
         if path in pages:
             return self.say(pages[path])
-        if (load := os.environ.get("KIT_LOAD")) is not None:  # running, waiting, fraction of the cache
+        if (
+            load := os.environ.get("KIT_LOAD")
+        ) is not None:  # running, waiting, fraction of the cache
             running, waiting, cache = load.split()
             row = {"dp_rank": 0, "num_waiting_reqs": int(waiting)}
             labels = '{engine="0",model_name="a b"}'
             names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-            rows = [f"vllm:{name}{labels} {float(value)}" for name, value in zip(names, load.split(), strict=True)]
+            rows = [
+                f"vllm:{name}{labels} {float(value)}"
+                for name, value in zip(names, load.split(), strict=True)
+            ]
             if path == "/metrics" and state.kind == "vllm":
-                return self.say(None, raw="\n".join(["# TYPE vllm:num_requests_running gauge", *rows, ""]).encode())
+                return self.say(
+                    None,
+                    raw="\n".join(["# TYPE vllm:num_requests_running gauge", *rows, ""]).encode(),
+                )
             if path == "/v1/loads" and state.kind == "sglang" and not os.environ.get("KIT_OLD"):
-                return self.say({"loads": [row | {"num_running_reqs": int(running), "token_usage": float(cache)}]})
+                return self.say(
+                    {
+                        "loads": [
+                            row | {"num_running_reqs": int(running), "token_usage": float(cache)}
+                        ]
+                    }
+                )
             if path == "/get_load" and state.kind == "sglang":
                 return self.say([row | {"num_reqs": int(running) + int(waiting), "num_tokens": 9}])
         if path == "/metrics" and os.environ.get("KIT_DRAFTS"):
             rows = [
-                f'vllm:spec_decode_num_{n}_tokens_total{{engine="0",model_name="a b"}} {state.drafts[n]}.0'
+                f'vllm:spec_decode_num_{n}_tokens_total{{engine="0",model_name="a b"}} '
+                f"{state.drafts[n]}.0"
                 for n in state.drafts
             ]
-            return self.say(None, raw="\n".join(["# HELP vllm:spec_decode_num_draft_tokens_total Number", *rows, ""]).encode())
+            return self.say(
+                None,
+                raw="\n".join(
+                    ["# HELP vllm:spec_decode_num_draft_tokens_total Number", *rows, ""]
+                ).encode(),
+            )
         return self.say({"detail": "Not Found"}, 404)
 
     def do_POST(self):
@@ -241,10 +287,23 @@ class Handler(BaseHTTPRequestHandler):
         handle = getattr(self, f"{state.kind}_{path.strip('/').replace('/', '_')}", None)
         if handle is None:
             return self.say({"detail": "Not Found"}, 404)
-        asked = path in ("/v1/completions", "/inference/v1/generate", "/generate", "/completion", "/chat/completions")
-        scoring = body.get("prompt_logprobs") == 0 or body.get("logprob_start_len") == 0 or "logprob_token_ids" in body
+        asked = path in (
+            "/v1/completions",
+            "/inference/v1/generate",
+            "/generate",
+            "/completion",
+            "/chat/completions",
+        )
+        scoring = (
+            body.get("prompt_logprobs") == 0
+            or body.get("logprob_start_len") == 0
+            or "logprob_token_ids" in body
+        )
         if asked and state.kind == "vllm" and body["model"] not in (MODEL, *state.adapters):
-            return self.say({"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}, 404)
+            return self.say(
+                {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}},
+                404,
+            )
         if state.stuck and path.endswith("load_lora_adapter"):
             return self.wait(60)
         fault = state.faults.pop(0) if asked and not scoring and state.faults else {}
@@ -283,7 +342,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.say(self.broken(answer, kind) if kind else answer)
 
     def at_one_moment(self, handle, body, asked):
-        """Handle a request; one for a reply (`asked`) not while the weights have no name, unless their client is gone."""
+        """Handle a request; one for a reply (`asked`) not while the weights have no name, unless
+        their client is gone."""
         end = time.monotonic() + (5 if asked else 0)
         while True:
             STATE.named.wait(max(0.0, end - time.monotonic()))
@@ -313,7 +373,11 @@ class Handler(BaseHTTPRequestHandler):
         if queued and STATE.kind == "sglang":
             STATE.miscounted.add(body.get("lora_path"))
         count = 0 if queued else 3
-        row, spans = (answer, answer.get("meta_info")) if STATE.kind == "sglang" else [answer["choices"][0]] * 2
+        row, spans = (
+            (answer, answer.get("meta_info"))
+            if STATE.kind == "sglang"
+            else [answer["choices"][0]] * 2
+        )
         spans["weight_versions"] = [{"version": STATE.name, "start": 0, "end": count}]
         ids = "output_ids" if STATE.kind == "sglang" else "token_ids"
         row[ids] = row[ids][:count]
@@ -337,7 +401,9 @@ class Handler(BaseHTTPRequestHandler):
         "no_logprobs": lambda a: a.pop("completion_probabilities"),
         "nan": lambda a: a["completion_probabilities"][0].update(logprob=math.nan),
         "finish": lambda a: a.update(stop_type="tired"),
-        "count": lambda a: a["completion_probabilities"].append(a["completion_probabilities"][0] | {"id": 77}),
+        "count": lambda a: a["completion_probabilities"].append(
+            a["completion_probabilities"][0] | {"id": 77}
+        ),
         "long": lambda a: a["tokens"].extend([1] * 300),
         "drop": lambda a: a["completion_probabilities"].__delitem__(slice(1, None, 3)),
     }
@@ -356,7 +422,9 @@ class Handler(BaseHTTPRequestHandler):
         ),
     }
     vllm_broken: ClassVar = {
-        "echo": lambda a: (a if "prompt_token_ids" in a else a["choices"][0])["prompt_token_ids"].__setitem__(2, 1),
+        "echo": lambda a: (a if "prompt_token_ids" in a else a["choices"][0])[
+            "prompt_token_ids"
+        ].__setitem__(2, 1),
         "no_logprobs": lambda a: a["choices"][0].update(logprobs=None),
         "nan": lambda a: first_logprob(a, math.nan),
         "floor": lambda a: first_logprob(a, -9999.0),
@@ -364,10 +432,14 @@ class Handler(BaseHTTPRequestHandler):
         "count": lambda a: next(iter(a["choices"][0]["logprobs"].values())).pop(),
         "long": lambda a: (
             a["choices"][0]["token_ids"].extend([1] * 300),
-            a["choices"][0]["logprobs"].get("content", []).extend([{"token_id": 1, "logprob": -1.0}] * 300),
+            a["choices"][0]["logprobs"]
+            .get("content", [])
+            .extend([{"token_id": 1, "logprob": -1.0}] * 300),
             a["choices"][0]["logprobs"].get("token_logprobs", []).extend([-1.0] * 300),
         ),
-        "version": lambda a: a["choices"][0].update(weight_versions=[{"version": "another", "start": 0, "end": 1}]),
+        "version": lambda a: a["choices"][0].update(
+            weight_versions=[{"version": "another", "start": 0, "end": 1}]
+        ),
     }
 
     # vLLM
@@ -385,11 +457,22 @@ class Handler(BaseHTTPRequestHandler):
             if body["model"] in STATE.adapters:  # as vLLM 0.32.0 on a CPU does beside other calls
                 os._exit(1)
             scored = [None] + [
-                {str(b): {"logprob": p}} for b, p in zip(prompt[1:], STATE.scores(prompt, body["model"]), strict=True)
+                {str(b): {"logprob": p}}
+                for b, p in zip(prompt[1:], STATE.scores(prompt, body["model"]), strict=True)
             ]
         ids, logprobs, finish = self.sampled(prompt, body, body["model"])
-        choice = {"index": 0, "text": "", "token_ids": ids, "prompt_token_ids": prompt, "finish_reason": finish}
-        choice |= {"stop_reason": None, "logprobs": {"token_logprobs": logprobs}, "prompt_logprobs": scored}
+        choice = {
+            "index": 0,
+            "text": "",
+            "token_ids": ids,
+            "prompt_token_ids": prompt,
+            "finish_reason": finish,
+        }
+        choice |= {
+            "stop_reason": None,
+            "logprobs": {"token_logprobs": logprobs},
+            "prompt_logprobs": scored,
+        }
         return {"choices": [choice], "usage": {"prompt_tokens": len(prompt)}}
 
     def vllm_inference_v1_generate(self, body):
@@ -401,20 +484,36 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("content_parts"):  # it makes its own placeholders
             prompt = [token for one in prompt for token in [one] * (RUN if one == PAD else 1)]
         ids, logprobs, finish = self.sampled(prompt, body["sampling_params"], body["model"])
-        content = [{"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []} for i, p in zip(ids, logprobs, strict=True)]
-        choice = {"index": 0, "token_ids": ids, "finish_reason": finish, "logprobs": {"content": content}}
+        content = [
+            {"token_id": i, "logprob": p, "rank": 1, "top_logprobs": []}
+            for i, p in zip(ids, logprobs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": finish,
+            "logprobs": {"content": content},
+        }
         choice["weight_versions"] = [{"version": STATE.name, "start": 0, "end": len(ids)}]
         if os.environ.get("KIT_EXPERTS"):  # started with --enable-return-routed-experts
             choice["routed_experts"] = base64.b64encode(npy(experts([*prompt, *ids])[:-1])).decode()
         usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
-        answer = {"request_id": body["request_id"], "prompt_token_ids": prompt, "choices": [choice], "usage": usage}
+        answer = {
+            "request_id": body["request_id"],
+            "prompt_token_ids": prompt,
+            "choices": [choice],
+            "usage": usage,
+        }
         return answer | self.drafted(body["sampling_params"], len(ids))
 
     def has_images(self, features):
-        """Whether all are there that are named alone; a server that keeps none ends itself at such a name."""
+        """Whether all are there that are named alone; a server that keeps none ends
+        itself at such a name."""
         room, kept = float(os.environ.get("KIT_KEEPS") or 0) * 2**30, STATE.images
         there = True
-        for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+        for name, data in zip(
+            features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True
+        ):
             if data is None and not room:
                 os._exit(1)
             if data is None and name not in kept:
@@ -427,22 +526,41 @@ class Handler(BaseHTTPRequestHandler):
         return there
 
     def drafted(self, sampling, count):
-        """What vLLM tells of drafts: of each answer (`answers`), or of all together alone (`totals`)."""
+        """What vLLM tells of drafts: of each answer (`answers`), or of all
+        together alone (`totals`)."""
         if not os.environ.get("KIT_DRAFTS"):
             return {}
         STATE.drafts["draft"] += 2 * count
         STATE.drafts["accepted"] += count // 2
-        told = {"num_draft_tokens": 2 * count, "num_accepted_draft_tokens": count // 2, "acceptance_histogram": [1, 1]}
-        return {"metrics": {"speculative_decoding": told if os.environ["KIT_DRAFTS"] == "answers" else None}}
+        told = {
+            "num_draft_tokens": 2 * count,
+            "num_accepted_draft_tokens": count // 2,
+            "acceptance_histogram": [1, 1],
+        }
+        return {
+            "metrics": {
+                "speculative_decoding": told if os.environ["KIT_DRAFTS"] == "answers" else None
+            }
+        }
 
     def vllm_v1_chat_completions_render(self, body):
-        """As vLLM 0.32.0 packs what its processor made of an image (the pixels themselves left out)."""
+        """As vLLM 0.32.0 packs what its processor made of an image (the pixels
+        themselves left out)."""
         (part,) = body["messages"][0]["content"]
         assert part["image_url"]["url"].startswith("data:image/png;base64,")
-        grid = {"data": ["int64", [3], msgpack.ExtType(3, b"")], "field": ["batched", {"keep_on_cpu": True}]}
-        pixels = {"data": [os.environ["KIT_TAKES"], [16, 192], msgpack.ExtType(3, b"")], "field": ["flat", {}]}
+        grid = {
+            "data": ["int64", [3], msgpack.ExtType(3, b"")],
+            "field": ["batched", {"keep_on_cpu": True}],
+        }
+        pixels = {
+            "data": [os.environ["KIT_TAKES"], [16, 192], msgpack.ExtType(3, b"")],
+            "field": ["flat", {}],
+        }
         item = msgpack.packb({"image_grid_thw": grid, "pixel_values": pixels})
-        return {"token_ids": [PAD], "features": {"kwargs_data": {"image": [base64.b64encode(item).decode()]}}}
+        return {
+            "token_ids": [PAD],
+            "features": {"kwargs_data": {"image": [base64.b64encode(item).decode()]}},
+        }
 
     def sampled(self, prompt, sampling, model=None):
         banned = {int(token) for token in sampling.get("logit_bias") or {}}
@@ -479,11 +597,14 @@ class Handler(BaseHTTPRequestHandler):
         return self.say(None, raw=b"Success: LoRA adapter added.")
 
     def adapt(self, body):
-        """One of weights of the tests' own answers by them, others as the model itself (or `KIT_DEAF`, whatever it is sent)."""
+        """One of weights of the tests' own answers by them, others as the model itself (or
+        `KIT_DEAF`, whatever it is sent)."""
         weights = Path(body["lora_path"]) / "adapter_model.safetensors"
         if body["lora_path"] != "lost":
             known = weights.exists() and not os.environ.get("KIT_DEAF")
-            STATE.adapters[body["lora_name"]] = table(read_weights(weights)) if known else STATE.rows
+            STATE.adapters[body["lora_name"]] = (
+                table(read_weights(weights)) if known else STATE.rows
+            )
 
     def vllm_v1_unload_lora_adapter(self, body):
         if STATE.adapters.pop(body["lora_name"], None) is None:
@@ -516,7 +637,10 @@ class Handler(BaseHTTPRequestHandler):
     def sglang_generate(self, body):
         prompt, sampling = body["input_ids"], body["sampling_params"]
         if body.get("lora_path") not in (None, *STATE.adapters):
-            what = f"Got LoRA adapter that has never been loaded: {body['lora_path']}\nAll loaded adapters: dict_keys([])."
+            what = (
+                f"Got LoRA adapter that has never been loaded: {body['lora_path']}\nAll loaded "
+                "adapters: dict_keys([])."
+            )
             return self.say({"error": {"message": what}}, 400)
         ids, logprobs, finish = self.sampled(prompt, sampling, body.get("lora_path"))
         meta = {
@@ -531,12 +655,18 @@ class Handler(BaseHTTPRequestHandler):
             flat = [number for row in rows for number in row]
             meta["routed_experts"] = base64.b64encode(struct.pack(f"<{len(flat)}i", *flat)).decode()
         if os.environ.get("KIT_DRAFTS"):
-            meta |= {"spec_num_proposed_drafts": 2 * len(ids), "spec_num_correct_drafts": len(ids) // 2, "spec_verify_ct": 1}
+            meta |= {
+                "spec_num_proposed_drafts": 2 * len(ids),
+                "spec_num_correct_drafts": len(ids) // 2,
+                "spec_verify_ct": 1,
+            }
         meta["output_token_logprobs"] = [[p, i, None] for i, p in zip(ids, logprobs, strict=True)]
         if body.get("logprob_start_len") == 0:
             scores = [None, *STATE.scores(prompt, body.get("lora_path"))]
             named = [i if i < IDS - 1 else 0 for i in prompt]  # as SGLang 0.5.19 does
-            meta["input_token_logprobs"] = [[p, i, None] for i, p in zip(named, scores, strict=True)]
+            meta["input_token_logprobs"] = [
+                [p, i, None] for i, p in zip(named, scores, strict=True)
+            ]
         return {"output_ids": ids, "meta_info": meta}
 
     def sglang_load_lora_adapter(self, body):
@@ -544,7 +674,11 @@ class Handler(BaseHTTPRequestHandler):
             what = f"Failed to load LoRA adapter {body['lora_name']} because it is already loaded"
             return self.say({"success": False, "error_message": what}, 400)
         self.adapt(body)
-        return {"success": True, "error_message": "", "loaded_adapters": dict.fromkeys(STATE.adapters, "")}
+        return {
+            "success": True,
+            "error_message": "",
+            "loaded_adapters": dict.fromkeys(STATE.adapters, ""),
+        }
 
     def sglang_unload_lora_adapter(self, body):
         if body["lora_name"] in STATE.miscounted:
@@ -596,21 +730,31 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["prompt"]
         banned = {token for token, _ in body.get("logit_bias", ())}
         behind = body["post_sampling_probs"]
-        ids, logprobs, finish = STATE.sample(prompt, body["n_predict"], body["temperature"], banned, {END})
+        ids, logprobs, finish = STATE.sample(
+            prompt, body["n_predict"], body["temperature"], banned, {END}
+        )
         if not behind:
             logprobs = [STATE.rows[a][b] for a, b in zip([prompt[-1], *ids], ids, strict=False)]
         entry = (lambda p: {"prob": math.exp(p)}) if behind else (lambda p: {"logprob": p})
         rows = [{"id": i} | entry(p) for i, p in zip(ids, logprobs, strict=True)]
         if body["n_probs"] > 1:
             best = sorted(range(IDS), key=STATE.rows[prompt[-1]].__getitem__)[-8:]
-            rows[0]["top_logprobs"] = [{"id": i, "logprob": STATE.rows[prompt[-1]][i]} for i in best]
-        answer = {"tokens": ids, "stop_type": {"stop": "eos", "length": "limit"}[finish], "completion_probabilities": rows}
+            rows[0]["top_logprobs"] = [
+                {"id": i, "logprob": STATE.rows[prompt[-1]][i]} for i in best
+            ]
+        answer = {
+            "tokens": ids,
+            "stop_type": {"stop": "eos", "length": "limit"}[finish],
+            "completion_probabilities": rows,
+        }
         return answer | {"tokens_evaluated": len(prompt), "truncated": False}
 
     # chat
 
     def chat_chat_completions(self, body):
-        return {"choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]}
+        return {
+            "choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]
+        }
 
 
 def first_logprob(answer, value) -> None:
@@ -661,12 +805,18 @@ class Server:
     def fault(self, kind: str, times: int = 1, **more) -> None:
         import httpx2  # not in the server: it would take its time to start
 
-        httpx2.post(f"{self.url}/fault", json={"kind": kind, "times": times} | more).raise_for_status()
+        httpx2.post(
+            f"{self.url}/fault", json={"kind": kind, "times": times} | more
+        ).raise_for_status()
 
     def seen(self, path: str | None = None) -> list[dict]:
         import httpx2
 
-        return [row for row in httpx2.get(f"{self.url}/seen").json() if path in (None, row["path"].split("?")[0])]
+        return [
+            row
+            for row in httpx2.get(f"{self.url}/seen").json()
+            if path in (None, row["path"].split("?")[0])
+        ]
 
 
 @contextmanager

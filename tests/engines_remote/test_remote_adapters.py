@@ -1,4 +1,5 @@
-"""New weights as a LoRA adapter alone: each policy answers by a name of its own, and nobody answers for it."""
+"""New weights as a LoRA adapter alone: each policy answers by a name of its own, and
+nobody answers for it."""
 
 from __future__ import annotations
 
@@ -44,11 +45,18 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(directorie
 
         async def work():
             version = 0
-            engine = fleet(servers, directories=directories, expected_logprobs=lambda ids: scores(version)(ids))
+            engine = fleet(
+                servers, directories=directories, expected_logprobs=lambda ids: scores(version)(ids)
+            )
             for version in (3, 4, 5):
-                assert await engine.update(weights(version), version) == fingerprint(weights(version))
+                assert await engine.update(weights(version), version) == fingerprint(
+                    weights(version)
+                )
                 made = await asyncio.gather(
-                    *(engine.generate(question(f"{version}{n}", min_version=version)) for n in range(8))
+                    *(
+                        engine.generate(question(f"{version}{n}", min_version=version))
+                        for n in range(8)
+                    )
                 )
                 assert all(right(one, version) and one.version == version for one in made)
             await engine.close()
@@ -57,12 +65,23 @@ def test_every_policy_answers_by_its_own_name_and_the_one_before_goes(directorie
         owners = kit.run(work())
         assert len(set(owners)) == 2
         for server, owner in zip(servers, owners, strict=True):
-            names = [NAME.format(owner, version, number) for number, version in enumerate((3, 4, 5), 1)]
-            asked = [row["body"] for row in server.seen(GENERATE[kind]) if row["body"].get("logprob_start_len") != 0]
-            assert {body["model" if kind == "vllm" else "lora_path"] for body in asked} == set(names)
+            names = [
+                NAME.format(owner, version, number) for number, version in enumerate((3, 4, 5), 1)
+            ]
+            asked = [
+                row["body"]
+                for row in server.seen(GENERATE[kind])
+                if row["body"].get("logprob_start_len") != 0
+            ]
+            assert {body["model" if kind == "vllm" else "lora_path"] for body in asked} == set(
+                names
+            )
             assert kind == "sglang" or len({body["cache_salt"] for body in asked}) == 3
             assert [row["body"]["lora_name"] for row in server.seen(LOAD[kind])] == names
-            gone = [row["body"]["lora_name"] for row in server.seen(LOAD[kind].replace("/load", "/unload"))]
+            gone = [
+                row["body"]["lora_name"]
+                for row in server.seen(LOAD[kind].replace("/load", "/unload"))
+            ]
             assert gone == names
             assert not server.seen("/collective_rpc")
             assert not server.seen("/update_weights_from_disk")
@@ -98,7 +117,9 @@ def test_calls_in_flight_end_first_and_sampling_goes_on_after(directories, kind)
         assert RESUME[kind] not in paths  # it was not paused, for others may use it
 
 
-def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(directories, monkeypatch):
+def test_a_server_without_routes_for_developers_takes_adapters_and_its_calls_are_asked_again(
+    directories, monkeypatch
+):
     monkeypatch.setattr("turnwright.engines.remote.server_adapters.DRAIN_S", 0.2)
     with kit.servers("vllm", KIT_PLAIN="1") as server:
 
@@ -127,12 +148,18 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
         async def work():
             engine = fleet(servers, directories=directories)
             await engine.update(weights(3), 3)
-            made = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=3)) for n in range(4)))
+            made = await asyncio.gather(
+                *(engine.generate(question(f"s{n}", min_version=3)) for n in range(4))
+            )
             servers[0].kill()
             servers[0].start()
-            made += await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=3)) for n in range(16)))
+            made += await asyncio.gather(
+                *(engine.generate(question(f"s{n}", min_version=3)) for n in range(16))
+            )
             await until(lambda: all(member.state == "up" for member in engine.members))
-            made += await asyncio.gather(*(engine.generate(question(f"t{n}", min_version=3)) for n in range(16)))
+            made += await asyncio.gather(
+                *(engine.generate(question(f"t{n}", min_version=3)) for n in range(16))
+            )
             await engine.close()
             return made
 
@@ -142,7 +169,11 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
 
 
 @both
-def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(home, directories, kind):  # noqa: F811
+def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(
+    home,
+    directories,
+    kind,
+):
     async def work():
         base = home / "base"
         base.mkdir()
@@ -176,7 +207,8 @@ def test_an_adapter_that_is_listed_and_does_nothing_is_found_out(directories, ki
         async def work():
             engine = fleet([server], directories=directories, expected_logprobs=scores(3))
             with pytest.raises(
-                SyncError, match=r"samples from others: its logprobs of known ids differ from the trainer's by up to"
+                SyncError,
+                match=r"samples from others: its logprobs of known ids differ from the trainer's by up to",  # noqa: E501
             ):
                 await engine.update(weights(3), 3)
             await engine.close()
@@ -189,7 +221,10 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
 
         async def work():
             engine = fleet([server], directories=directories)
-            with pytest.raises(SyncError, match=r"this kind of server does not take LoRA adapters \(engine.update\)"):
+            with pytest.raises(
+                SyncError,
+                match=r"this kind of server does not take LoRA adapters \(engine.update\)",
+            ):
                 await engine.update(weights(3), 3)
             await engine.close()
 
@@ -201,28 +236,52 @@ def test_what_takes_no_adapters_says_what_to_do(directories, tmp_path):
     assert command[command.index("--max-lora-rank") + 1] == "32"
     with pytest.raises(UsageError, match="up to rank 512, not 513"):
         managed.start_command("vllm", tmp_path, tmp_path, lora=513, **started)
-    with pytest.raises(UsageError, match="predates the fix for SGLang's LoRA on a CPU; recreate it with"):
+    with pytest.raises(
+        UsageError, match="predates the fix for SGLang's LoRA on a CPU; recreate it with"
+    ):
         managed.start_command("sglang", tmp_path, tmp_path, lora=17, **started)
-    (command,) = managed.start_command("sglang", tmp_path, tmp_path, lora=17, gpu=True, **started).commands
+    (command,) = managed.start_command(
+        "sglang", tmp_path, tmp_path, lora=17, gpu=True, **started
+    ).commands
     assert command[command.index("--max-lora-rank") + 1] == "17"
     assert "torch_native" not in command
-    with pytest.raises(UsageError, match="LoRA adapters work with vLLM and SGLang, not with llamacpp"):
+    with pytest.raises(
+        UsageError, match="LoRA adapters work with vLLM and SGLang, not with llamacpp"
+    ):
         managed.start_command("llamacpp", tmp_path, tmp_path, lora=17, **started)
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "said"),
     [
-        ("llamacpp", ["--engine.update", "lora", "--lora.rank", "2"], "adapters go to vLLM and SGLang only, but llama.cpp"),
-        ("vllm", ["--engine.update", "tensors"], "weights in requests go to SGLang only, but vLLM answers at engine.urls"),
+        (
+            "llamacpp",
+            ["--engine.update", "lora", "--lora.rank", "2"],
+            "adapters go to vLLM and SGLang only, but llama.cpp",
+        ),
+        (
+            "vllm",
+            ["--engine.update", "tensors"],
+            "weights in requests go to SGLang only, but vLLM answers at engine.urls",
+        ),
         ("sglang", ["--rollout.top-p", "0.9"], "SGLang answers at engine.urls"),
     ],
 )
-def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(tmp_path, capsys, kind, words, said):
+def test_what_a_server_behind_a_url_cannot_do_is_said_before_anything_is_played(
+    tmp_path, capsys, kind, words, said
+):
     pytest.importorskip("peft")
     from turnwright.cli.main import main
 
     with kit.servers(kind) as server:
-        told = ["--engine.kind", "auto", "--engine.urls", json.dumps([server.url]), "--display", "none", *words]
+        told = [
+            "--engine.kind",
+            "auto",
+            "--engine.urls",
+            json.dumps([server.url]),
+            "--display",
+            "none",
+            *words,
+        ]
         assert main(["train", "--env.use", "hop", "--out", str(tmp_path / "run"), *told]) == 2
     assert said in capsys.readouterr().err

@@ -14,7 +14,9 @@ IDS = st.lists(st.integers(0, 3), max_size=9)
 
 @given(IDS, st.data())
 def test_an_id_gets_its_own_logprob_or_none(ids, data):
-    kept = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=len(ids)))) if ids else []
+    kept = (
+        sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=len(ids)))) if ids else []
+    )
     found = align_logprobs(ids, [(ids[place], -float(place) - 1) for place in kept])
     assert len(found) == len(ids)
     for place, logprob in enumerate(found):
@@ -23,16 +25,25 @@ def test_an_id_gets_its_own_logprob_or_none(ids, data):
 
 @given(IDS, st.data())
 def test_it_is_as_certain_as_can_be(ids, data):
-    """An entry is placed exactly where every way of placing all entries in order puts it at the same id."""
-    kept = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=len(ids)))) if ids else []
+    """An entry is placed exactly where every way of placing all entries in order
+    puts it at the same id."""
+    kept = (
+        sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=len(ids)))) if ids else []
+    )
     entries = [(ids[place], -float(number) - 1) for number, place in enumerate(kept)]
     ways = [
         way
         for way in combinations(range(len(ids)), len(kept))
         if all(ids[p] == e[0] for p, e in zip(way, entries, strict=True))
     ]
-    certain = {places.pop(): number for number in range(len(kept)) if len(places := {way[number] for way in ways}) == 1}
-    assert align_logprobs(ids, entries) == [-float(certain[p]) - 1 if p in certain else None for p in range(len(ids))]
+    certain = {
+        places.pop(): number
+        for number in range(len(kept))
+        if len(places := {way[number] for way in ways}) == 1
+    }
+    assert align_logprobs(ids, entries) == [
+        -float(certain[p]) - 1 if p in certain else None for p in range(len(ids))
+    ]
 
 
 @given(IDS)

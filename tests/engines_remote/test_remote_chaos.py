@@ -1,4 +1,5 @@
-"""Everything that goes wrong with servers at once: four of them, 128 episodes, and nothing is lost or made up."""
+"""Everything that goes wrong with servers at once: four of them, 128 episodes, and
+nothing is lost or made up."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def play(engine):
 
 
 def wrong(trajectories, version):
-    """Sampled ids that would be trained and whose logprob is not the one that these weights give them."""
+    """Sampled ids that would be trained and whose logprob is not the one that
+    these weights give them."""
     rows, found = kit.table(version), 0
     for trajectory in trajectories:
         for sample in trajectory.samples():
@@ -103,13 +105,21 @@ def test_four_servers_under_every_fault_lose_no_episode_and_train_no_wrong_id(di
         assert len(played) == EPISODES
         stops = Counter(str(trajectory.stop) for trajectory in played)
         errors = [t.error for t in played if t.error is not None]
-        assert stops["done"] + len(errors) == EPISODES  # each as trained, or with an error that names its fault
+        assert (
+            stops["done"] + len(errors) == EPISODES
+        )  # each as trained, or with an error that names its fault
         assert all(error.phase == "generate" and error.message for error in errors)
         assert wrong(played, 3) == 0
         assert all({s.version for s in t.spans if s.sampled} <= {3} for t in played)
-        assert all(sum(map(len, (s.ids for s in t.spans if s.sampled))) == TURNS * TOKENS for t in played if t.error is None)
+        assert all(
+            sum(map(len, (s.ids for s in t.spans if s.sampled))) == TURNS * TOKENS
+            for t in played
+            if t.error is None
+        )
     assert not any(t.error for t in (*calm, *after))
     assert len([t for t in stormy if t.error]) <= EPISODES // 20
     assert sum(row.get("reloaded", 0) for row in counts) >= 2
-    assert sum(row.get("answers", 0) for row in counts) >= sum(len(t.turns) for t in (*calm, *stormy, *after))
+    assert sum(row.get("answers", 0) for row in counts) >= sum(
+        len(t.turns) for t in (*calm, *stormy, *after)
+    )
     assert sum(count for name, count in total.items() if name.startswith("asked_again")) > 0

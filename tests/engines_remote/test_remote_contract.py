@@ -1,4 +1,5 @@
-"""Each client against a server process over a real socket: what is asked, what is answered, and every way to get it wrong."""
+"""Each client against a server process over a real socket: what is asked, what is answered, and
+every way to get it wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ import remote_kit as kit
 import test_remote_liars as liars
 
 from turnwright.engines import Engine, Request, Sampling, StopText, check_generation
-from turnwright.engines.remote import ChatEngine, LlamaCppEngine, SglangEngine, VllmEngine, connect, probe_server
+from turnwright.engines.remote import (
+    ChatEngine,
+    LlamaCppEngine,
+    SglangEngine,
+    VllmEngine,
+    connect,
+    probe_server,
+)
 from turnwright.engines.remote.remote_engine import CANARY, KNOWN_TEXT
 from turnwright.errors import (
     BackendContractError,
@@ -57,7 +65,9 @@ def ask(make, server, request=None, times=1, **options):
 
 
 def question(tokens=24, **more) -> Request:
-    return Request(kit.PROMPT, tokens, more.pop("stop_ids", frozenset({kit.END})), 7, "train/0/a/0/0", **more)
+    return Request(
+        kit.PROMPT, tokens, more.pop("stop_ids", frozenset({kit.END})), 7, "train/0/a/0/0", **more
+    )
 
 
 def test_ids_and_logprobs_are_those_that_were_sampled(client):
@@ -68,7 +78,9 @@ def test_ids_and_logprobs_are_those_that_were_sampled(client):
             check_generation(found, request, "test")
             rows, last = kit.table(1), kit.PROMPT[-1]
             for token, logprob in zip(found.ids, found.logprobs, strict=True):
-                assert logprob == pytest.approx(kit.tempered(rows[last], temperature, banned)[token], abs=1e-9)
+                assert logprob == pytest.approx(
+                    kit.tempered(rows[last], temperature, banned)[token], abs=1e-9
+                )
                 last = token
             assert (found.finish == "stop") == (found.ids[-1] == kit.END)
 
@@ -77,18 +89,29 @@ def test_ids_and_logprobs_are_those_that_were_sampled(client):
 def test_every_default_of_the_server_is_set_and_no_seed_reaches_vllm(client, min_p):
     server, make = client
     ask(make, server, question(9, sampling=Sampling(min_p=min_p)))
-    body = [row["body"] for row in server.seen() if row["path"] != "gone" and "tokens" not in row["path"]]
+    body = [
+        row["body"]
+        for row in server.seen()
+        if row["path"] != "gone" and "tokens" not in row["path"]
+    ]
     sent = next(
         row
         for row in reversed(body)
-        if "max_tokens" in str(row) or "max_new_tokens" in row or "n_predict" in row or "sampling_params" in row
+        if "max_tokens" in str(row)
+        or "max_new_tokens" in row
+        or "n_predict" in row
+        or "sampling_params" in row
     )
     sampling = sent.get("sampling_params", sent)
     wanted = {"temperature": 1.0, "top_p": 1.0, "min_p": min_p}
     assert {key: sampling[key] for key in wanted} == wanted
     assert sampling["top_k"] in (-1, 0)
     assert sampling.get("repetition_penalty", sampling.get("repeat_penalty")) == 1.0
-    assert 9 in (sampling.get("max_tokens"), sampling.get("max_new_tokens"), sampling.get("n_predict"))
+    assert 9 in (
+        sampling.get("max_tokens"),
+        sampling.get("max_new_tokens"),
+        sampling.get("n_predict"),
+    )
     if server.kind == "vllm":
         assert "seed" not in sampling
         assert sampling["stop_token_ids"] == [kit.END]
@@ -130,7 +153,13 @@ def test_vllms_word_for_no_logprob_is_none(running, make):
 
 
 @pytest.mark.parametrize(
-    "fault", [dict(kind="status", status=500), dict(kind="status", status=503), dict(kind="reset"), dict(kind="truncated")]
+    "fault",
+    [
+        dict(kind="status", status=500),
+        dict(kind="status", status=503),
+        dict(kind="reset"),
+        dict(kind="truncated"),
+    ],
 )
 def test_what_may_pass_is_told_apart(client, fault):
     server, make = client
@@ -156,13 +185,18 @@ def test_a_server_that_hangs_meets_its_deadline_and_is_told(client):
     with pytest.raises(EngineUnavailable, match="did not answer"):
         ask(make, server, request_s=0.2)
     assert time.monotonic() - began < 19  # the server hangs for 20
-    wait_for(lambda: len(server.seen("gone")) > before)  # the connection was closed, which ends the request in the server
+    wait_for(
+        lambda: len(server.seen("gone")) > before
+    )  # the connection was closed, which ends the request in the server
 
 
 def test_cancelling_ends_the_request_in_the_server(client):
     server, make = client
     server.fault("hang", seconds=20)
-    before, aborts = len(server.seen("gone")), len([row for row in server.seen() if "abort" in row["path"]])
+    before, aborts = (
+        len(server.seen("gone")),
+        len([row for row in server.seen() if "abort" in row["path"]]),
+    )
 
     async def work():
         engine = make(server.url)
@@ -174,7 +208,10 @@ def test_cancelling_ends_the_request_in_the_server(client):
         with pytest.raises(asyncio.CancelledError):
             await task
         if server.kind != "llamacpp":
-            await asyncio.to_thread(wait_for, lambda: len([row for row in server.seen() if "abort" in row["path"]]) > aborts)
+            await asyncio.to_thread(
+                wait_for,
+                lambda: len([row for row in server.seen() if "abort" in row["path"]]) > aborts,
+            )
         await engine.close()
 
     kit.run(work())
@@ -203,14 +240,20 @@ def test_an_older_policy_than_asked_for_is_refused(client):
 
 
 def test_an_end_that_is_not_ours_goes_on_as_an_abort(running):
-    """llama.cpp and SGLang end at end tokens of their own; where those are not asked for, the reply is not over."""
-    found = [ask(LlamaCppEngine, running["llamacpp"], question(200, stop_ids=frozenset({17}))) for _ in range(8)]
+    """llama.cpp and SGLang end at end tokens of their own; where those are not asked for,
+    the reply is not over."""
+    found = [
+        ask(LlamaCppEngine, running["llamacpp"], question(200, stop_ids=frozenset({17})))
+        for _ in range(8)
+    ]
     assert {f.finish for f in found} <= {"abort", "stop", "length"}
     for generation in found:
         if generation.ids[-1] == kit.END:
             assert generation.finish == "abort"
         if 17 in generation.ids:
-            assert generation.ids.index(17) == len(generation.ids) - 1  # what was sampled behind it is left out
+            assert (
+                generation.ids.index(17) == len(generation.ids) - 1
+            )  # what was sampled behind it is left out
             assert generation.finish == "stop"
     assert any(f.finish == "abort" for f in found)
 
@@ -232,14 +275,18 @@ def test_a_context_that_leaves_no_room_is_said(client):
     server, make = client
     with pytest.raises(EngineError, match="256 ids fill the context of 256"):
         ask(make, server, Request([1] * 256, 5, frozenset(), 1, "s"))
-    found = ask(make, server, Request([1] * 250, 50, frozenset(), 1, "s", banned_ids=frozenset({kit.END})))
+    found = ask(
+        make, server, Request([1] * 250, 50, frozenset(), 1, "s", banned_ids=frozenset({kit.END}))
+    )
     assert len(found.ids) == 6
     assert found.finish == "length"
 
 
 def test_llamacpp_leaves_logprobs_out_and_nothing_is_made_up(running):
     server = running["llamacpp"]
-    full = question(banned_ids=frozenset({kit.END}))  # its own end would leave it as few as one id, and nothing to leave out
+    full = question(
+        banned_ids=frozenset({kit.END})
+    )  # its own end would leave it as few as one id, and nothing to leave out
     server.fault("drop")
     with pytest.raises(BackendContractError, match="missing_logprobs"):
         ask(LlamaCppEngine, server, full)
@@ -251,7 +298,9 @@ def test_llamacpp_leaves_logprobs_out_and_nothing_is_made_up(running):
         assert found.missing_logprobs == rule
         rows, last = kit.table(1), kit.PROMPT[-1]
         for token, logprob in zip(found.ids, found.logprobs, strict=True):
-            assert logprob is None or logprob == pytest.approx(kit.tempered(rows[last], 1.0, (kit.END,))[token])
+            assert logprob is None or logprob == pytest.approx(
+                kit.tempered(rows[last], 1.0, (kit.END,))[token]
+            )
             last = token
 
 
@@ -263,7 +312,9 @@ def test_llamacpps_logprobs_are_behind_the_samplers_only_where_that_differs(runn
     ask(LlamaCppEngine, server, question(sampling=Sampling(0.0)))
     asked = [row["body"] for row in server.seen("/completion")][-4:]
     assert [body["post_sampling_probs"] for body in asked] == [False, True, True, False]
-    assert all("temperature" in body["samplers"] for body in asked)  # else llama.cpp draws at temperature 1, greedy or not
+    assert all(
+        "temperature" in body["samplers"] for body in asked
+    )  # else llama.cpp draws at temperature 1, greedy or not
     assert asked[2]["logit_bias"] == [[1, False]]
 
 
@@ -372,13 +423,20 @@ def test_adapters_are_loaded_listed_and_have_prefixes_of_their_own(make):
         told = [row["path"].removeprefix("/v1") for row in server.seen() if "lora" in row["path"]]
         assert told[:4] == ["/unload_lora_adapter", "/load_lora_adapter"] * 2
         if make is SglangEngine:  # its cache knows of itself whose a prefix is
-            assert [row["body"].get("lora_path") for row in server.seen("/generate")] == [None, "policy", "policy"]
+            assert [row["body"].get("lora_path") for row in server.seen("/generate")] == [
+                None,
+                "policy",
+                "policy",
+            ]
             return
         asked = [row["body"] for row in server.seen("/inference/v1/generate")]
         assert [body["model"] for body in asked] == ["tiny", "policy", "policy"]
         assert len({body["cache_salt"] for body in asked}) == 3
-        # One that was loaded in place is read from its files in every step of the engine (vLLM 0.32.0).
-        assert not any(row["body"].get("load_inplace") for row in server.seen("/v1/load_lora_adapter"))
+        # One that was loaded in place is read from its files in every step of
+        # the engine (vLLM 0.32.0).
+        assert not any(
+            row["body"].get("load_inplace") for row in server.seen("/v1/load_lora_adapter")
+        )
 
 
 def test_the_last_id_of_a_vocabulary_is_scored_whatever_sglang_calls_it():
@@ -396,7 +454,10 @@ def test_the_last_id_of_a_vocabulary_is_scored_whatever_sglang_calls_it():
 
 def test_weights_are_told_apart_by_a_text_where_the_tokenizer_is_known():
     """And by the same ids for the life of a client, whose scores are compared with earlier ones."""
-    known, unknown = VllmEngine("http://localhost:1", renderer=liars.renderer()), VllmEngine("http://localhost:1")
+    known, unknown = (
+        VllmEngine("http://localhost:1", renderer=liars.renderer()),
+        VllmEngine("http://localhost:1"),
+    )
     expected = tuple(liars.renderer().codec.encode_plain(KNOWN_TEXT))[: len(CANARY)]
     assert known.known_ids == expected != CANARY
     assert unknown.known_ids == CANARY

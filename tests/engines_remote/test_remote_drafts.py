@@ -1,4 +1,5 @@
-"""Servers that decode speculatively: how they are started, what they are asked, and what they tell of their drafts."""
+"""Servers that decode speculatively: how they are started, what they are asked, and what they
+tell of their drafts."""
 
 from __future__ import annotations
 
@@ -61,10 +62,13 @@ def test_what_servers_drafted_reaches_the_metrics():
             return tw.Step(reward=1.0, terminated=True)
 
     class Within(VllmEngine):
-        """The server has fewer ids than the renderer: it is asked the same thing about ids that it has."""
+        """The server has fewer ids than the renderer: it is asked the same thing
+        about ids that it has."""
 
         async def _sample(self, request, *more):
-            return await super()._sample(replace(request, ids=[one % kit.IDS for one in request.ids]), *more)
+            return await super()._sample(
+                replace(request, ids=[one % kit.IDS for one in request.ids]), *more
+            )
 
         def _read(self, raw, request, held):
             answer = super()._read(raw, request, held)
@@ -74,9 +78,16 @@ def test_what_servers_drafted_reaches_the_metrics():
     with kit.servers("vllm", KIT_DRAFTS="answers") as server:
         limits = tw.Limits(turn_tokens=8, on_turn_length="continue")
         tasks = [tw.Task("go", id=f"{n}") for n in range(3)]
-        found = tw.rollout(Say, tasks, engine=Within(server.url, renderer=byte_renderer(), context=256), limits=limits)
+        found = tw.rollout(
+            Say,
+            tasks,
+            engine=Within(server.url, renderer=byte_renderer(), context=256),
+            limits=limits,
+        )
     assert [str(t.stop) for t in found] == ["done"] * 3, [t.error for t in found]
-    assert [(t.metrics["draft_ids"], t.metrics["draft_ids_accepted"]) for t in found] == [(16, 4)] * 3
+    assert [(t.metrics["draft_ids"], t.metrics["draft_ids_accepted"]) for t in found] == [
+        (16, 4)
+    ] * 3
     assert rollout_metrics(found)["draft_acceptance"] == 0.25
 
 
@@ -107,7 +118,9 @@ def started(kind, home, **options):
 
 
 def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
-    with pytest.raises(UsageError, match=r"recreate it with `python contrib/cpu_servers.py install vllm`"):
+    with pytest.raises(
+        UsageError, match=r"recreate it with `python contrib/cpu_servers.py install vllm`"
+    ):
         started("vllm", tmp_path, speculate=5)
     fixed = managed.packages(tmp_path / "vllm") / f"{managed.DRAFTS}.py"
     fixed.parent.mkdir(parents=True)
@@ -122,7 +135,9 @@ def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
 
 def test_sglang_drafts_on_a_gpu_alone(tmp_path):
     (command,) = started("sglang", tmp_path, speculate=5, gpu=True).commands
-    assert command[command.index("--speculative-num-draft-tokens") + 1] == "6"  # the id before them counts
+    assert (
+        command[command.index("--speculative-num-draft-tokens") + 1] == "6"
+    )  # the id before them counts
     with pytest.raises(UsageError, match="kernels that need a GPU"):
         started("sglang", tmp_path, speculate=5)
     with pytest.raises(UsageError, match="llamacpp is not supported"):
@@ -136,13 +151,16 @@ def test_auto_that_turns_out_to_be_sglang_refuses_what_it_cannot_be_trained_with
 
     def make(server, steps=1, **rollout):
         engine = EngineConfig(kind="auto", urls=(server.url,))
-        config = RunConfig(engine=engine, rollout=RolloutConfig(**rollout), train=TrainConfig(steps=steps))
+        config = RunConfig(
+            engine=engine, rollout=RolloutConfig(**rollout), train=TrainConfig(steps=steps)
+        )
         return make_engine(config, tmp_path, torch.nn.Linear(1, 1), None, tmp_path)
 
     with kit.servers("sglang", "vllm") as (sglang, vllm):
         for key, value in (("top_p", 0.9), ("top_k", 5)):
             with pytest.raises(
-                ConfigError, match=rf"rollout\.{key} = {value}: SGLang returns logprobs .* answers at engine\.urls"
+                ConfigError,
+                match=rf"rollout\.{key} = {value}: SGLang returns logprobs .* answers at engine\.urls",  # noqa: E501
             ):
                 make(sglang, **{key: value})
             make(vllm, **{key: value})

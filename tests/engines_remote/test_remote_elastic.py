@@ -49,7 +49,10 @@ def test_a_list_has_each_server_once_and_keeps_its_comments(tmp_path, capsys):
 
 def test_writers_of_a_list_take_turns(tmp_path):
     path = tmp_path / "engines.txt"
-    threads = [threading.Thread(target=lambda n=n: EngineList(path).add(f"http://h{n}:1")) for n in range(16)]
+    threads = [
+        threading.Thread(target=lambda n=n: EngineList(path).add(f"http://h{n}:1"))
+        for n in range(16)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -57,7 +60,9 @@ def test_writers_of_a_list_take_turns(tmp_path):
     assert sorted(EngineList(path).urls()) == sorted(f"http://h{n}:1" for n in range(16))
 
 
-def test_weights_that_are_there_are_not_written_again_while_a_server_that_joins_may_read_them(directories):
+def test_weights_that_are_there_are_not_written_again_while_a_server_that_joins_may_read_them(
+    directories,
+):
     def files():
         return {path.name: path.stat().st_ino for path in (directories.root / "policy-3").iterdir()}
 
@@ -86,7 +91,11 @@ def test_servers_join_and_leave_while_sessions_play(tmp_path, directories):
             await asyncio.to_thread(servers[0].kill)  # it dies, and leaves
             EngineList(path).remove(servers[0].url)
             EngineList(path).add(servers[2].url)
-            await until(lambda: engine.counts["left"] == 1 and engine.members[-1].engine.url == servers[2].url)
+            await until(
+                lambda: (
+                    engine.counts["left"] == 1 and engine.members[-1].engine.url == servers[2].url
+                )
+            )
             fresh = engine.members[-1]
             await until(lambda: fresh.state == "up")
             found = await many(engine, 8, turns=2) + await playing
@@ -96,7 +105,9 @@ def test_servers_join_and_leave_while_sessions_play(tmp_path, directories):
 
         found, fresh, homes, counts = kit.run(work())
     assert [len(rows) for rows in found] == [2] * 8 + [16] * 24
-    assert all(right(generation, 3, last) for rows in found for generation, last in rows)  # never by its first weights
+    assert all(
+        right(generation, 3, last) for rows in found for generation, last in rows
+    )  # never by its first weights
     assert fresh.counts["answers"] > 0
     assert not homes
     assert counts["joined"] == 3
@@ -121,7 +132,12 @@ def test_a_server_that_joins_gets_the_weights_at_once_and_one_that_ignores_them_
             engine.add(liar)
             with pytest.raises(ConfigError, match="already"):
                 engine.add(VllmEngine(servers[1].url))
-            await until(lambda: engine.members[1].state == "up" and engine.members[2].counts["checks_failed"] >= 2)
+            await until(
+                lambda: (
+                    engine.members[1].state == "up"
+                    and engine.members[2].counts["checks_failed"] >= 2
+                )
+            )
             found = await many(engine, 8)
             faults = [member.fault for member in engine.members]
             answers = [member.counts["answers"] for member in engine.members]
@@ -191,7 +207,9 @@ def test_an_update_that_ends_while_a_server_is_given_the_one_before_is_sent_too(
             updating = None
             update = engine.members[0].update
 
-            async def first_begun(*args, **options):  # the newcomer is no member when the update begins
+            async def first_begun(
+                *args, **options
+            ):  # the newcomer is no member when the update begins
                 engine.add(late)
                 await begun.wait()
                 return await update(*args, **options)
@@ -241,7 +259,10 @@ def test_a_server_with_a_queue_gets_fewer_sessions_and_more_again_later():
     assert member.limit == 48
     assert member.available is False  # 64 of 64
     member.calls = set(range(48))
-    assert (member.available, member.accepts_sessions) == (True, False)  # sessions that it has the cache of go on
+    assert (member.available, member.accepts_sessions) == (
+        True,
+        False,
+    )  # sessions that it has the cache of go on
     member.adapt(EngineLoad(48, 0, 0.99))
     assert member.limit == 42
     member.adapt(EngineLoad(0, 500, 1.0))
@@ -256,7 +277,10 @@ def test_a_server_with_a_queue_gets_fewer_sessions_and_more_again_later():
 
 
 def test_reports_of_load_bound_the_sessions_of_a_fleet():
-    with kit.servers("vllm", KIT_LOAD="1 40 1.0") as busy, kit.servers("vllm", KIT_LOAD="1 0 0.1") as idle:
+    with (
+        kit.servers("vllm", KIT_LOAD="1 40 1.0") as busy,
+        kit.servers("vllm", KIT_LOAD="1 0 0.1") as idle,
+    ):
 
         async def work():
             engine = fleet([busy, idle], most=16)
@@ -295,7 +319,9 @@ def test_a_listed_server_that_does_not_respond_keeps_no_other_from_joining(tmp_p
             await until(lambda: len(engine.members) == 2 and engine.members[1].state == "up")
             await until(lambda: asked.count("http://127.0.0.1:9") > 1)  # it may start later
             EngineList(path).remove(servers[0].url)
-            await until(lambda: [member.engine.url for member in engine.members] == [servers[1].url])
+            await until(
+                lambda: [member.engine.url for member in engine.members] == [servers[1].url]
+            )
             assert right(await engine.generate(question()), 1)
             await engine.close()
 
@@ -336,7 +362,10 @@ def test_a_call_that_the_fleet_ends_is_no_cancellation_of_its_caller(cancelled):
 
 def test_sessions_spread_over_many_servers_and_find_the_only_free_one():
     async def work():
-        engine = Fleet([VllmEngine(f"http://127.0.0.1:{port}") for port in range(1, 301)], FleetSettings(most=8))
+        engine = Fleet(
+            [VllmEngine(f"http://127.0.0.1:{port}") for port in range(1, 301)],
+            FleetSettings(most=8),
+        )
         for number in range(300):
             member = await engine._choose_replica(f"s{number}", ())
             member.calls.add(number)

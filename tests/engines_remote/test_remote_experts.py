@@ -1,4 +1,5 @@
-"""The experts that servers tell of, in the form of each on the wire, in the record of real episodes."""
+"""The experts that servers tell of, in the form of each on the wire, in the
+record of real episodes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from routes_kit import experts
 from turnwright.engines import Request, check_generation
 from turnwright.engines.remote import SglangEngine, VllmEngine
 from turnwright.engines.remote.experts import sglang_experts, vllm_experts
-from turnwright.engines.remote.response import SampledVersions, ServerResponse, fault_of, verify_response
+from turnwright.engines.remote.response import (
+    SampledVersions,
+    ServerResponse,
+    fault_of,
+    verify_response,
+)
 from turnwright.errors import BackendContractError
 from turnwright.types import ExpertRoutes
 
@@ -40,10 +46,14 @@ def test_two_turns_are_told_of_each_position(kind, make):
     async def talk(url):
         engine = make(url)
         try:
-            one = await engine.generate(Request(kit.PROMPT, 6, frozenset({kit.END}), 1, "s", extras=WANT))
+            one = await engine.generate(
+                Request(kit.PROMPT, 6, frozenset({kit.END}), 1, "s", extras=WANT)
+            )
             start, routes = one.extras["routes"]
             ids = [*kit.PROMPT, *one.ids, 2, 3]
-            request = Request(ids, 6, frozenset({kit.END}), 2, "s", extras=WANT, routes_from=start + len(routes))
+            request = Request(
+                ids, 6, frozenset({kit.END}), 2, "s", extras=WANT, routes_from=start + len(routes)
+            )
             two = await engine.generate(request)
             check_generation(two, request, kind)
             plain = await engine.generate(Request(ids, 6, frozenset({kit.END}), 2, "s"))
@@ -59,9 +69,16 @@ def test_two_turns_are_told_of_each_position(kind, make):
     for made, until in ((one, len(kit.PROMPT) + len(one.ids) - 1), (two, len(whole) - 1)):
         start, routes = made.extras["routes"]
         assert start + len(routes) == until
-        assert (np.asarray(routes).reshape(len(routes), -1) == whole[start:until].reshape(len(routes), -1)).all()
+        assert (
+            np.asarray(routes).reshape(len(routes), -1)
+            == whole[start:until].reshape(len(routes), -1)
+        ).all()
     if kind == "sglang":
-        assert [body.get("routed_experts_start_len") for body in bodies] == [0, two.extras["routes"][0], None]
+        assert [body.get("routed_experts_start_len") for body in bodies] == [
+            0,
+            two.extras["routes"][0],
+            None,
+        ]
 
 
 def test_nothing_is_read_unless_it_is_wanted():
@@ -96,9 +113,15 @@ def test_any_npy_of_integers_is_read(dtype, shape, seed):
         (wire(np.zeros((4, 2, 2), dtype=np.uint8))[:-8], "not an .npy file of integers"),
         (wire(np.zeros((9, 2, 2), dtype=np.uint8)), "start at position -1"),
         (wire(np.zeros((2, 2, 2), dtype=np.uint8)), "start at position 6"),
-        (wire(np.asfortranarray(np.zeros((4, 2, 2), dtype=np.uint8))), "not an .npy file of integers"),
+        (
+            wire(np.asfortranarray(np.zeros((4, 2, 2), dtype=np.uint8))),
+            "not an .npy file of integers",
+        ),
         (base64.b64encode(b"\x93NUMPY\2\0\xff\xff\xff\xff" + b"{" * 40).decode(), "a header of"),
-        (base64.b64encode(b"\x93NUMPY\1\0\x28\0" + b"{" * 40).decode(), "not an .npy file of integers"),
+        (
+            base64.b64encode(b"\x93NUMPY\1\0\x28\0" + b"{" * 40).decode(),
+            "not an .npy file of integers",
+        ),
         (wire(np.array([[["__import__"]]], dtype=object)), "not an .npy file of integers"),
     ],
 )
@@ -115,7 +138,9 @@ def test_numbers_that_do_not_fit_break_the_contract(data):
 
 def test_experts_behind_a_stop_id_are_left_out_with_their_ids():
     told = {"routes": (0, ExpertRoutes.of(experts([3, 1, 4, 1, 5, 7, 9, 2])))}
-    answer = ServerResponse([7, 9, 2, 6], [-1.0] * 4, "length", 5, SampledVersions(0), extras=told, trim=True)
+    answer = ServerResponse(
+        [7, 9, 2, 6], [-1.0] * 4, "length", 5, SampledVersions(0), extras=told, trim=True
+    )
     made, left = verify_response(answer, asked(), 4, "error", 2**31, BREACH)
     assert (made.ids, left) == ([7, 9], 2)
     assert len(made.extras["routes"][1]) == 6

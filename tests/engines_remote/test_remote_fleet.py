@@ -1,4 +1,5 @@
-"""A fleet of server processes that die, hang, answer nonsense and forget their weights: no call is lost, no id is wrong."""
+"""A fleet of server processes that die, hang, answer nonsense and forget their weights: no call is
+lost, no id is wrong."""
 
 from __future__ import annotations
 
@@ -15,16 +16,35 @@ import turnwright as tw
 from turnwright.engines import Request
 from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
-from turnwright.errors import BackendContractError, ConfigError, EngineError, EngineUnavailable, NotTrainable, SyncError
+from turnwright.errors import (
+    BackendContractError,
+    ConfigError,
+    EngineError,
+    EngineUnavailable,
+    NotTrainable,
+    SyncError,
+)
 
 QUICK = FleetSettings(check_s=0.3, health_s=2.0, misses=2, patience_s=60.0)
 
 
 def described(settings=QUICK, **options):
     """Options by name, as the settings and the delivery of a fleet; others stay as they are."""
-    delivery = {field.name: options.pop(field.name) for field in fields(WeightDelivery) if field.name in options}
-    chosen = {field.name: options.pop(field.name) for field in fields(FleetSettings) if field.name in options}
-    return {"settings": replace(settings, **chosen), "delivery": WeightDelivery(**delivery), **options}
+    delivery = {
+        field.name: options.pop(field.name)
+        for field in fields(WeightDelivery)
+        if field.name in options
+    }
+    chosen = {
+        field.name: options.pop(field.name)
+        for field in fields(FleetSettings)
+        if field.name in options
+    }
+    return {
+        "settings": replace(settings, **chosen),
+        "delivery": WeightDelivery(**delivery),
+        **options,
+    }
 
 
 def fleet(servers, **options):
@@ -83,7 +103,19 @@ def test_sessions_stay_where_they_began_and_spread_over_all():
 
 
 @pytest.mark.parametrize(
-    "fault", ["status", "garbage", "truncated", "reset", "count", "nan", "echo", "version", "no_logprobs", "hang"]
+    "fault",
+    [
+        "status",
+        "garbage",
+        "truncated",
+        "reset",
+        "count",
+        "nan",
+        "echo",
+        "version",
+        "no_logprobs",
+        "hang",
+    ],
 )
 def test_what_one_server_gets_wrong_is_asked_again_elsewhere(fault):
     with kit.servers("vllm", "sglang") as servers:
@@ -151,9 +183,13 @@ def test_new_weights_reach_every_server_and_are_proven(directories):
         async def work():
             engine = fleet(servers, directories=directories)
             for version in (3, 4):
-                assert await engine.update(weights(version), version) == fingerprint(weights(version))
+                assert await engine.update(weights(version), version) == fingerprint(
+                    weights(version)
+                )
                 assert engine.version == version
-                found = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=version)) for n in range(6)))
+                found = await asyncio.gather(
+                    *(engine.generate(question(f"s{n}", min_version=version)) for n in range(6))
+                )
                 assert all(right(generation, version) for generation in found)
                 assert {generation.version for generation in found} == {version}
             await engine.close()
@@ -171,7 +207,9 @@ def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(directori
             await engine.update(weights(3), 3)
             lie = engine.members[0].engine
 
-            async def _load(directory, version):  # the weights are not read, and their name is set all the same
+            async def _load(
+                directory, version
+            ):  # the weights are not read, and their name is set all the same
                 await lie.http.post("/update_weight_version", {"new_version": str(version)}, 5)
 
             monkeypatch.setattr(lie, "_load_from_disk", _load)
@@ -304,7 +342,9 @@ def test_calls_wait_in_a_line_that_has_an_end():
                     await asyncio.sleep(0)
 
             looking = asyncio.create_task(look())
-            found = await asyncio.gather(*(engine.generate(question(f"s{n}")) for n in range(12)), return_exceptions=True)
+            found = await asyncio.gather(
+                *(engine.generate(question(f"s{n}")) for n in range(12)), return_exceptions=True
+            )
             looking.cancel()
             assert len(engine.members[0].calls) == 0
             fine = await asyncio.gather(*(engine.generate(question(f"t{n}")) for n in range(5)))
@@ -382,7 +422,8 @@ def test_fleets_that_cannot_be_are_refused():
 
 
 def test_closing_ends_the_checks_even_where_one_is_asked_for_at_that_moment():
-    """A check that is hurried in the same step of the loop in which the fleet is closed took its cancellation for its turn."""
+    """A check that is hurried in the same step of the loop in which the fleet is closed took its
+    cancellation for its turn."""
     with kit.servers("vllm") as server:
 
         async def work():

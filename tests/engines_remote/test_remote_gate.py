@@ -1,4 +1,5 @@
-"""`turnwright serve` before whoever asks: no request ends it, and no page of another site changes anything."""
+"""`turnwright serve` before whoever asks: no request ends it, and no page of another
+site changes anything."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from turnwright_serve.server import JsonHttpServer
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
 WELL = {"prompt": list(range(10, 30)), "max_tokens": 9, "seed": 5, "ignore_eos": True}
 JSON = {"content-type": "application/json"}
 
@@ -31,7 +34,9 @@ JSON = {"content-type": "application/json"}
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """A server in a thread with a loop of its own, and what answers in it."""
-    directory = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("gate") / "model", seed=3)
+    directory = create_tiny_model(
+        ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("gate") / "model", seed=3
+    )
     ready, over = threading.Event(), asyncio.Event()
     held = {}
 
@@ -39,7 +44,13 @@ def running(tmp_path_factory):
         app, engine = make_service(directory, context=64, device="cpu")
         server = JsonHttpServer(app.routes("vllm"), host="127.0.0.1", port=0)
         await server.start()
-        held.update(app=app, server=server, loop=asyncio.get_running_loop(), directory=directory, url=server.url)
+        held.update(
+            app=app,
+            server=server,
+            loop=asyncio.get_running_loop(),
+            directory=directory,
+            url=server.url,
+        )
         ready.set()
         await over.wait()
         await server.close()
@@ -69,7 +80,9 @@ def ask(running, method, path, content=b"", headers=None, seconds=20):
     headers = with_token(running) if headers is None else headers
     connection = http.client.HTTPConnection("127.0.0.1", port_of(running), timeout=seconds)
     try:
-        connection.request(method, path, content if isinstance(content, bytes) else json.dumps(content), headers)
+        connection.request(
+            method, path, content if isinstance(content, bytes) else json.dumps(content), headers
+        )
         answer = connection.getresponse()
         return answer.status, answer.read()
     except TimeoutError:
@@ -93,7 +106,8 @@ WRONG = {
     "biases that are no object": WELL | {"logit_bias": [3]},
     "a bias of nothing": WELL | {"logit_bias": {"3": None}},
     "every id banned": WELL | {"logit_bias": {str(n): -100.0 for n in range(4096)}},
-    "a prompt past the context, scored": WELL | {"prompt": list(range(60)) * 3000, "prompt_logprobs": 0},
+    "a prompt past the context, scored": WELL
+    | {"prompt": list(range(60)) * 3000, "prompt_logprobs": 0},
     "a prompt outside the vocabulary, scored": WELL | {"prompt": [5, 10**6], "prompt_logprobs": 0},
     "an array": [],
     "null": None,
@@ -164,7 +178,10 @@ def test_requests_that_are_no_http_are_refused_and_no_other_suffers(running):
     before = well(running)
     content = json.dumps(WELL).encode()
     sizes = f"Content-Length: 3\r\nContent-Length: {len(content)}\r\n"
-    for head in (f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{sizes}\r\n",):
+    for head in (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: "
+        f"application/json\r\n{sizes}\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", port_of(running)), timeout=20) as connection:
             connection.sendall(head.encode() + content)
             assert b" 400 " in connection.recv(1000).split(b"\r\n")[0]
@@ -205,12 +222,18 @@ CHANGES = {
 
 @pytest.mark.parametrize("path", [*CHANGES, "/v1/completions", "/inference/v1/generate"])
 def test_every_request_takes_the_token(running, path):
-    for headers in (JSON, JSON | {"authorization": "Bearer wrong"}, JSON | {"authorization": "Bearer "}):
+    for headers in (
+        JSON,
+        JSON | {"authorization": "Bearer wrong"},
+        JSON | {"authorization": "Bearer "},
+    ):
         assert ask(running, "POST", path, CHANGES.get(path, b"{}"), headers)[0] == 401, headers
         assert ask(running, "GET", "/health", b"", headers)[0] == 401, headers
     assert json.loads(ask(running, "GET", "/weight_info")[1]) == {"weight_version": "default"}
     assert well(running)[0] == 200
-    assert {path for method, path in running["app"].routes("vllm") if method == "POST"} == CHANGES.keys() | {
+    assert {
+        path for method, path in running["app"].routes("vllm") if method == "POST"
+    } == CHANGES.keys() | {
         "/v1/completions",
         "/inference/v1/generate",
     }
@@ -231,15 +254,26 @@ FOREIGN = [
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_a_page_of_another_site_is_not_answered(running, headers):
-    for method, path in (("POST", "/v1/completions"), ("POST", "/update_weight_version"), ("GET", "/weight_info")):
+    for method, path in (
+        ("POST", "/v1/completions"),
+        ("POST", "/update_weight_version"),
+        ("GET", "/weight_info"),
+    ):
         content = json.dumps(WELL | {"new_version": "evil"}).encode() if method == "POST" else b""
         assert ask(running, method, path, content, with_token(running) | headers)[0] == 403, path
     assert json.loads(ask(running, "GET", "/weight_info")[1]) == {"weight_version": "default"}
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
 def test_a_body_is_declared_to_be_json(running, kind):
-    assert ask(running, "POST", "/v1/completions", WELL, with_token(running) | {"content-type": kind})[0] == 415
+    assert (
+        ask(running, "POST", "/v1/completions", WELL, with_token(running) | {"content-type": kind})[
+            0
+        ]
+        == 415
+    )
 
 
 def test_the_clients_of_this_user_find_the_token_and_others_do_not(running, monkeypatch, tmp_path):
@@ -249,7 +283,9 @@ def test_the_clients_of_this_user_find_the_token_and_others_do_not(running, monk
             await client.open()
             await client.pause("wait")
             await client.resume()
-            return len((await client.generate(Request(list(range(10, 20)), 3, frozenset(), 1, "a"))).ids)
+            return len(
+                (await client.generate(Request(list(range(10, 20)), 3, frozenset(), 1, "a"))).ids
+            )
         finally:
             await client.close()
 

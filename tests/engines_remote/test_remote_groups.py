@@ -1,4 +1,5 @@
-"""Weights in parts, by process group (real ones, gloo) or in requests, to `turnwright serve`; a side can die at any step."""
+"""Weights in parts, by process group (real ones, gloo) or in requests, to `turnwright serve`; a
+side can die at any step."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from turnwright.engines.remote import Fleet
 from turnwright.engines.remote.fleet_settings import FleetSettings, WeightDelivery
 from turnwright.engines.remote.weight_sync import UNFINISHED
 from turnwright.errors import StaleWeights, SyncError
-from turnwright.training import GroupWeightPacker, RequestWeightPacker, create_tiny_model, score_with_model, unique_weights
+from turnwright.training import (
+    GroupWeightPacker,
+    RequestWeightPacker,
+    create_tiny_model,
+    score_with_model,
+    unique_weights,
+)
 from turnwright.training.model.models import load
 from turnwright.training.weight_transfer import GroupConnection, RequestWeights, decode_tensors
 from turnwright_serve import make_service
@@ -40,7 +47,9 @@ PARTS = [("vllm", "group"), ("sglang", "group"), ("sglang", "tensors")]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("groups") / "model", seed=3)
+    return create_tiny_model(
+        ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("groups") / "model", seed=3
+    )
 
 
 def nudge(model, seed):
@@ -51,7 +60,11 @@ def nudge(model, seed):
 
 
 def make_packer(way):
-    return GroupWeightPacker(bucket=SMALL, seconds=20) if way == "group" else RequestWeightPacker(max_bytes=SMALL, seconds=20)
+    return (
+        GroupWeightPacker(bucket=SMALL, seconds=20)
+        if way == "group"
+        else RequestWeightPacker(max_bytes=SMALL, seconds=20)
+    )
 
 
 def gone_at_third(monkeypatch, way):
@@ -93,7 +106,10 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     packer = make_packer(way)
 
     async def work(client, app, url):
-        engine = Fleet([client], delivery=WeightDelivery(packer=packer, expected_logprobs=score_with_model(model)))
+        engine = Fleet(
+            [client],
+            delivery=WeightDelivery(packer=packer, expected_logprobs=score_with_model(model)),
+        )
         found = []
         for version in (1, 2):
             nudge(model, version)
@@ -109,7 +125,10 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
     if way == "group":
         parts = [bucket.names for bucket in source.buckets]
     else:
-        parts = [[name for name, _ in decode_tensors(source.encode_body(index))] for index in range(source.request_count)]
+        parts = [
+            [name for name, _ in decode_tensors(source.encode_body(index))]
+            for index in range(source.request_count)
+        ]
     assert len(parts) > 4
     assert [name for part in parts for name in part] == [name for name, _ in unique_weights(model)]
     assert found == [(True, "1"), (True, "2")]
@@ -119,7 +138,9 @@ def test_weights_arrive_part_by_part_and_are_proven(directory, kind, way):
 
 
 @pytest.mark.parametrize(("kind", "way"), PARTS)
-def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(directory, kind, way, monkeypatch):
+def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(
+    directory, kind, way, monkeypatch
+):
     model, _ = load(directory)
     packer = make_packer(way)
 
@@ -140,7 +161,9 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
         monkeypatch.undo()
-        await until(lambda: engine.members[0].state == "up")  # the fleet gave it the last whole ones again
+        await until(
+            lambda: engine.members[0].state == "up"
+        )  # the fleet gave it the last whole ones again
         again = await client.weights_name(), await client.score(PROMPT)
         await engine.update(unique_weights(model), 3)
         last = await client.weights_name(), await client.score(PROMPT)
@@ -157,10 +180,15 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(direct
 @pytest.mark.parametrize(("kind", "way"), PARTS)
 def test_weights_that_do_not_fit_or_do_not_all_come_change_nothing(directory, kind, way, tmp_path):
     model, _ = load(directory)
-    other, _ = load(create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1))
+    other, _ = load(
+        create_tiny_model(ModelConfig(hidden=64, layers=1), TEXTS, tmp_path / "other", seed=1)
+    )
 
     async def work(client, app, url):
-        engine, before = Fleet([client], delivery=WeightDelivery(packer=make_packer(way))), await client.score(PROMPT)
+        engine, before = (
+            Fleet([client], delivery=WeightDelivery(packer=make_packer(way))),
+            await client.score(PROMPT),
+        )
         with pytest.raises(SyncError, match="does not fit the served model"):
             await engine.update(unique_weights(other), 1)
         with pytest.raises(SyncError, match="weights are missing"):
@@ -192,7 +220,9 @@ class Process:
         self.start()
 
     def start(self):
-        self.process = Forked([*self.words, "--port", str(self.port)], stdout=subprocess.PIPE, text=True)
+        self.process = Forked(
+            [*self.words, "--port", str(self.port)], stdout=subprocess.PIPE, text=True
+        )
 
     def wait(self):
         self.url = self.process.stdout.readline().split()[0]
@@ -219,7 +249,9 @@ def processes(directory, *kinds):
 
 
 @pytest.mark.slow
-def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_given_them_when_it_is_back(directory, monkeypatch):
+def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_given_them_when_it_is_back(  # noqa: E501
+    directory, monkeypatch
+):
     model, _ = load(directory)
 
     with processes(directory, "sglang", "vllm") as (killed, stopped):
@@ -238,7 +270,9 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             await engine.update(unique_weights(model), 2)  # one of two has them
             assert [member.state for member in engine.members] == ["doubted", "up"]
             assert killed.url in engine.members[0].fault
-            asked = await asyncio.gather(*(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4)))
+            asked = await asyncio.gather(
+                *(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4))
+            )
             await asyncio.to_thread(killed.end)
             killed.start()
             await asyncio.to_thread(killed.wait)
@@ -246,7 +280,9 @@ def test_a_server_process_that_is_killed_or_hangs_in_the_middle_is_told_and_give
             scores = await clients[0].score(PROMPT)
             packer.seconds = 1.0
             nudge(model, 2)
-            at_bucket(monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url)
+            at_bucket(
+                monkeypatch, 1, lambda _: stopped.process.send_signal(signal.SIGSTOP), stopped.url
+            )
             monkeypatch.setattr("turnwright.engines.remote.vllm.SPARE_S", 0.5)
             await engine.update(unique_weights(model), 3)
             states = [member.state for member in engine.members]
@@ -274,7 +310,8 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
     async def work():
         made = [make_service(directory, context=200, device="cpu") for _ in CLIENTS]
         servers = [
-            JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0) for kind, (app, _) in zip(CLIENTS, made, strict=True)
+            JsonHttpServer(app.routes(kind), host="127.0.0.1", port=0)
+            for kind, (app, _) in zip(CLIENTS, made, strict=True)
         ]
         for server in servers:
             await server.start()
@@ -283,7 +320,8 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
             clients,
             FleetSettings(check_s=0.3),
             delivery=WeightDelivery(
-                packer=GroupWeightPacker(bucket=SMALL, seconds=20), expected_logprobs=score_with_model(model)
+                packer=GroupWeightPacker(bucket=SMALL, seconds=20),
+                expected_logprobs=score_with_model(model),
             ),
         )
         await engine.update(unique_weights(model), 1)
@@ -291,18 +329,27 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
         closing = []
         gone = clients[0].url
 
-        async def close(_):  # until nobody is let in: the request of this bucket is answered all the same
+        async def close(
+            _,
+        ):  # until nobody is let in: the request of this bucket is answered all the same
             closing.append(asyncio.ensure_future(servers[0].close()))
             with suppress(ConnectionRefusedError):
                 while True:
-                    _, writer = await asyncio.open_connection("127.0.0.1", int(gone.rpartition(":")[2]))
+                    _, writer = await asyncio.open_connection(
+                        "127.0.0.1", int(gone.rpartition(":")[2])
+                    )
                     writer.close()
                     await asyncio.sleep(0.01)
 
         at_bucket(monkeypatch, 1, close, gone)
         await engine.update(unique_weights(model), 2)
-        states = [member.state in ("doubted", "down") for member in engine.members], engine.members[0].fault
-        asked = await asyncio.gather(*(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4)))
+        states = (
+            [member.state in ("doubted", "down") for member in engine.members],
+            engine.members[0].fault,
+        )
+        asked = await asyncio.gather(
+            *(engine.generate(Request(PROMPT, 4, frozenset(), 1, f"s{n}")) for n in range(4))
+        )
         await asyncio.gather(*closing)
         await engine.close()
         await servers[1].close()
@@ -352,17 +399,52 @@ def serving(directory, kind):
         thread.join()
 
 
-def test_a_run_through_a_server_is_the_run_without_one_whatever_way_weights_go(directory, tmp_path, capsys, monkeypatch):
-    """Servers of this house draw from the seeds that they are sent, so all ways of sampling give the same ids."""
+def test_a_run_through_a_server_is_the_run_without_one_whatever_way_weights_go(
+    directory, tmp_path, capsys, monkeypatch
+):
+    """Servers of this house draw from the seeds that they are sent, so all ways of
+    sampling give the same ids."""
 
     def trained(name, *more):
-        words = ["train", "--env.use", "hop", "--model.path", str(directory), "--display", "none", "--train.steps", "2"]
-        words += ["--rollout.groups", "2", "--rollout.group-size", "2", "--eval.tasks", "2", "--limits.turn-tokens", "12"]
-        words += ["--train.lr", "0.01", "--limits.context", "512", *more, "--out", str(tmp_path / name)]
+        words = [
+            "train",
+            "--env.use",
+            "hop",
+            "--model.path",
+            str(directory),
+            "--display",
+            "none",
+            "--train.steps",
+            "2",
+        ]
+        words += [
+            "--rollout.groups",
+            "2",
+            "--rollout.group-size",
+            "2",
+            "--eval.tasks",
+            "2",
+            "--limits.turn-tokens",
+            "12",
+        ]
+        words += [
+            "--train.lr",
+            "0.01",
+            "--limits.context",
+            "512",
+            *more,
+            "--out",
+            str(tmp_path / name),
+        ]
         assert main(words) == 0, capsys.readouterr().err
-        rows = [json.loads(line) for line in (tmp_path / name / "trajectories.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line)
+            for line in (tmp_path / name / "trajectories.jsonl").read_text().splitlines()
+        ]
         spans = {json.dumps(row["key"]): [span["ids"] for span in row["spans"]] for row in rows}
-        versions = {span["version"] for row in rows for span in row["spans"] if span["origin"] == "model"}
+        versions = {
+            span["version"] for row in rows for span in row["spans"] if span["origin"] == "model"
+        }
         return spans, versions
 
     slept = []
@@ -378,12 +460,23 @@ def test_a_run_through_a_server_is_the_run_without_one_whatever_way_weights_go(d
     assert slept == [0, 0]  # before each of two steps
     for kind, update, turns in WAYS:
         with serving(directory, kind) as url:
-            servers = ["--engine.kind", "auto", "--engine.urls", json.dumps([url]), "--engine.update", update]
-            found[f"{kind} {update}"] = trained(f"{kind}-{update}", *servers, "--engine.colocate", turns)
+            servers = [
+                "--engine.kind",
+                "auto",
+                "--engine.urls",
+                json.dumps([url]),
+                "--engine.update",
+                update,
+            ]
+            found[f"{kind} {update}"] = trained(
+                f"{kind}-{update}", *servers, "--engine.colocate", turns
+            )
     assert slept == [0] * 6
     spans, versions = found.pop("local")
     assert len(versions) == 3
-    assert {name: each == (spans, versions) for name, each in found.items()} == dict.fromkeys(found, True)
+    assert {name: each == (spans, versions) for name, each in found.items()} == dict.fromkeys(
+        found, True
+    )
     assert [path.parent.name for path in tmp_path.glob("*/weights")] == ["sglang-disk"]
 
 
@@ -398,7 +491,8 @@ def test_a_server_that_never_joins_is_an_error_that_says_so(directory):
         engine = Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker(seconds=0.5)))
         try:
             with pytest.raises(
-                SyncError, match=r"did not take the weights of policy 4.*to connect \(within 0\.5 s\)"
+                SyncError,
+                match=r"did not take the weights of policy 4.*to connect \(within 0\.5 s\)",
             ) as caught:
                 await engine.update(unique_weights(model), 4)
         finally:
@@ -422,7 +516,9 @@ def test_a_server_without_the_routes_is_told_what_to_do(directory):
         await client.open()
         client.routes -= {"/init_weight_transfer_engine"}
         with pytest.raises(SyncError, match="start it with"):
-            await Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker())).update(unique_weights(model), 1)
+            await Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker())).update(
+                unique_weights(model), 1
+            )
 
     run(directory, "vllm", work)
 
@@ -434,7 +530,9 @@ def test_a_backend_that_is_not_there_is_an_error_that_says_so(directory, kind):
     model, _ = load(directory)
 
     async def work(client, app, url):
-        engine = Fleet([client], delivery=WeightDelivery(packer=GroupWeightPacker("nccl", seconds=20)))
+        engine = Fleet(
+            [client], delivery=WeightDelivery(packer=GroupWeightPacker("nccl", seconds=20))
+        )
         try:
             with pytest.raises(SyncError, match="this build of torch has no 'nccl'"):
                 await engine.update(unique_weights(model), 1)

@@ -1,4 +1,5 @@
-"""What a request is made of: ids that are encoded once, and the echo of them that is compared as bytes."""
+"""What a request is made of: ids that are encoded once, and the echo of them that
+is compared as bytes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,10 @@ def test_the_json_of_growing_ids_is_that_of_the_ids_whatever_changed_them(first,
 
 def test_only_new_ids_are_encoded(monkeypatch):
     encoded = []
-    monkeypatch.setattr("turnwright.engines.ids.orjson.dumps", lambda ids: encoded.append(list(ids)) or b"[%d]" % len(ids))
+    monkeypatch.setattr(
+        "turnwright.engines.ids.orjson.dumps",
+        lambda ids: encoded.append(list(ids)) or b"[%d]" % len(ids),
+    )
     ids = GrowingIds([1, 2, 3])
     ids.json()
     ids.extend([4, 5])
@@ -57,7 +61,10 @@ def test_only_new_ids_are_encoded(monkeypatch):
 
 ECHOES = {
     "the ids": (b'{"prompt_token_ids":[5,6,7],"x":1}', b'{"prompt_token_ids":3,"x":1}'),
-    "the ids, in a choice": (b'{"choices":[{"prompt_token_ids":[5,6,7]}]}', b'{"choices":[{"prompt_token_ids":3}]}'),
+    "the ids, in a choice": (
+        b'{"choices":[{"prompt_token_ids":[5,6,7]}]}',
+        b'{"choices":[{"prompt_token_ids":3}]}',
+    ),
     "more ids": (b'{"prompt_token_ids":[5,6,7,8]}', None),
     "other ids": (b'{"prompt_token_ids":[5,6,8]}', None),
     "ids with spaces": (b'{"prompt_token_ids": [5, 6, 7]}', None),
@@ -98,7 +105,10 @@ def test_an_echo_of_other_ids_is_a_contract_error_with_compact_json_too(route, m
         finally:
             await engine.close()
 
-    with kit.servers("vllm") as server, pytest.raises(BackendContractError, match="first difference at 2"):
+    with (
+        kit.servers("vllm") as server,
+        pytest.raises(BackendContractError, match="first difference at 2"),
+    ):
         kit.run(work(server.url))
     assert len(answers) == 2
 

@@ -1,4 +1,5 @@
-"""Images on their way to vLLM and SGLang: what is sent, in which form, and under which name a server may keep it."""
+"""Images on their way to vLLM and SGLang: what is sent, in which form, and under which name
+a server may keep it."""
 
 from __future__ import annotations
 
@@ -19,21 +20,35 @@ from PIL import Image as Pillow
 
 from turnwright.engines import Request
 from turnwright.engines.remote import SglangEngine, VllmEngine, probe_server, vllm_images
-from turnwright.engines.remote.vllm_images import MAX_MISSES, ServerImageCache, VllmImages, accepted_features, cache_capacity
+from turnwright.engines.remote.vllm_images import (
+    MAX_MISSES,
+    ServerImageCache,
+    VllmImages,
+    accepted_features,
+    cache_capacity,
+)
 from turnwright.errors import BackendContractError, EngineError, EngineUnavailable
 from turnwright.types import ImageRef, MediaPlacement, VideoRef
 
 IMAGES = [ImageRef(letter * 64, 16, 16) for letter in "ab"]
-RAW = {image.key: np.arange(n, n + 16 * 12, dtype=np.uint8).reshape(16, 12) for n, image in enumerate(IMAGES)}
+RAW = {
+    image.key: np.arange(n, n + 16 * 12, dtype=np.uint8).reshape(16, 12)
+    for n, image in enumerate(IMAGES)
+}
 IDS = [3, 4, *[kit.PAD] * 4, 5, *[kit.PAD] * 4, 6]
-MEDIA = [MediaPlacement(image, at, 4, ((1, 4, 4),), (kit.PAD,)) for image, at in zip(IMAGES, (2, 7), strict=True)]
+MEDIA = [
+    MediaPlacement(image, at, 4, ((1, 4, 4),), (kit.PAD,))
+    for image, at in zip(IMAGES, (2, 7), strict=True)
+]
 
 
 class Pixels:
     """What a rollout tells an engine of images, of a processor that halves and shifts them."""
 
     def __init__(self, runs: bool = True) -> None:
-        self.vision = SimpleNamespace(pad_ids=frozenset({kit.PAD}), fingerprint="eyes", compact=compact)
+        self.vision = SimpleNamespace(
+            pad_ids=frozenset({kit.PAD}), fingerprint="eyes", compact=compact
+        )
         self.vision.unscaled = lambda patches: np.rint((patches + 1) * 127.5).astype(np.uint8)
         self.store = SimpleNamespace(png_bytes=lambda image: f"png of {image.sha256[0]}".encode())
         self.names = ("pixel_values", "image_grid_thw") if runs else ("pixel_values", "num_crops")
@@ -75,16 +90,23 @@ def test_vllm_gets_what_our_processor_made_in_the_form_that_its_model_takes(take
     for body in sent:
         assert body["token_ids"] == IDS  # expanded, as they are
         features = body["features"]
-        assert features["mm_placeholders"] == {"image": [{"offset": 2, "length": 4}, {"offset": 7, "length": 4}]}
+        assert features["mm_placeholders"] == {
+            "image": [{"offset": 2, "length": 4}, {"offset": 7, "length": 4}]
+        }
         assert len(set(features["mm_hashes"]["image"])) == 2
         for image, text in zip(IMAGES, features["kwargs_data"]["image"], strict=True):
             item = msgpack.unpackb(base64.b64decode(text))
             kind, shape, (code, data) = item["pixel_values"]["data"]
             assert (kind, shape, code) == ("uint8" if takes == "uint8" else "float32", [16, 12], 3)
             values = np.frombuffer(data, kind).reshape(shape)
-            wanted = RAW[image.key] if kind == "uint8" else RAW[image.key].astype(np.float32) / 127.5 - 1
+            wanted = (
+                RAW[image.key] if kind == "uint8" else RAW[image.key].astype(np.float32) / 127.5 - 1
+            )
             assert np.array_equal(values, wanted)
-            assert item["pixel_values"]["field"] == ["flat", {"slices": [[0, 16, None]], "dim": 0, "keep_on_cpu": False}]
+            assert item["pixel_values"]["field"] == [
+                "flat",
+                {"slices": [[0, 16, None]], "dim": 0, "keep_on_cpu": False},
+            ]
             kind, shape, (code, data) = item["image_grid_thw"]["data"]
             assert (kind, shape, code) == ("int64", [3], 3)
             assert np.frombuffer(data, kind).tolist() == [1, 4, 4]
@@ -92,11 +114,15 @@ def test_vllm_gets_what_our_processor_made_in_the_form_that_its_model_takes(take
 
 
 def test_what_a_server_keeps_of_an_image_is_of_one_policy_alone():
-    """vLLM keeps what its tower made of an image, by the hash that it is sent with, also when the weights change."""
+    """vLLM keeps what its tower made of an image, by the hash that it is sent with, also
+    when the weights change."""
     with kit.servers("vllm", KIT_TAKES="uint8") as server:
         for version in (1, 1, 2):
             ask(VllmEngine, server.url, version=version)
-        hashes = [row["body"]["features"]["mm_hashes"]["image"] for row in server.seen("/inference/v1/generate")]
+        hashes = [
+            row["body"]["features"]["mm_hashes"]["image"]
+            for row in server.seen("/inference/v1/generate")
+        ]
     assert hashes[0] == hashes[1]
     assert not set(hashes[0]) & set(hashes[2])
 
@@ -126,7 +152,10 @@ def test_an_image_is_sent_once_and_named_after_that():
 
         counts = kit.run(work())
         assert sent(server) == [[True], [False, True], [False, False], [True, True]]
-        hashes = [row["body"]["features"]["mm_hashes"]["image"] for row in server.seen("/inference/v1/generate")]
+        hashes = [
+            row["body"]["features"]["mm_hashes"]["image"]
+            for row in server.seen("/inference/v1/generate")
+        ]
         assert hashes[0][0] == hashes[1][0] == hashes[2][0]  # what is named is what was sent
         assert hashes[1] == hashes[2]
     assert (counts["images_sent"], counts["images_named"]) == (4, 3)
@@ -156,9 +185,13 @@ def test_a_server_that_was_started_again_is_sent_them_again():
 
 @pytest.mark.parametrize("why", ["keeps none", "an older one"])
 def test_images_go_with_each_request_to_a_server_that_does_not_keep_them(why, monkeypatch):
-    monkeypatch.setattr(vllm_images, "MIN_VERSION", (0, 33) if why == "an older one" else vllm_images.MIN_VERSION)
+    monkeypatch.setattr(
+        vllm_images, "MIN_VERSION", (0, 33) if why == "an older one" else vllm_images.MIN_VERSION
+    )
     keeps = {"KIT_KEEPS": str(ROOM)} if why == "an older one" else {}
-    with kit.servers("vllm", KIT_TAKES="uint8", **keeps) as server:  # one that keeps none ends itself at a name
+    with kit.servers(
+        "vllm", KIT_TAKES="uint8", **keeps
+    ) as server:  # one that keeps none ends itself at a name
         ask(VllmEngine, server.url, times=3)
         assert sent(server) == [[True, True]] * 3
 
@@ -192,7 +225,12 @@ class Behind:
     """As a server's client, to which another server answers each second time."""
 
     def __init__(self):
-        self.http, self.routes, self.counts, self.server_version = self, {"/server_info", "/v1/chat"}, Counter(), "0.32.0"
+        self.http, self.routes, self.counts, self.server_version = (
+            self,
+            {"/server_info", "/v1/chat"},
+            Counter(),
+            "0.32.0",
+        )
         self.model, self.display_name, self.pixels = "tiny", "vLLM", Pixels()
         self.has, self.turn = [set(), set()], 0
 
@@ -203,7 +241,9 @@ class Behind:
         self.turn += 1
         has = self.has[self.turn % 2]
         features = body["features"]
-        for name, data in zip(features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True):
+        for name, data in zip(
+            features["mm_hashes"]["image"], features["kwargs_data"]["image"], strict=True
+        ):
             if data is None and name not in has:
                 error = EngineUnavailable("no")
                 error.status = 500
@@ -223,19 +263,27 @@ def test_an_address_with_many_servers_behind_it_is_sent_all_again_before_long():
             RAW[pictures[0].key] = RAW[IMAGES[0].key]
             media = [MediaPlacement(one, 2, 4, ((1, 4, 4),), (kit.PAD,)) for one in pictures]
             for _ in range(2):  # each image twice: the second time it is at the other server
-                await shown.ask("/generate", {"cache_salt": "a"}, Request(IDS, 4, frozenset(), 1, "a", media=media), 10.0)
+                await shown.ask(
+                    "/generate",
+                    {"cache_salt": "a"},
+                    Request(IDS, 4, frozenset(), 1, "a", media=media),
+                    10.0,
+                )
         return client.counts
 
     counts = kit.run(work())
     assert counts["images_missed"] == MAX_MISSES + 1
 
 
-SHOWN = st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=1, max_size=3), max_size=30)
+SHOWN = st.lists(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5)), min_size=1, max_size=3), max_size=30
+)
 
 
 @given(requests=SHOWN, most=st.integers(0, 12))
 def test_what_is_taken_to_be_there_is_there(requests, most):
-    """Against a memory that works as the server's, asked one request after another: nothing is named that is not there."""
+    """Against a memory that works as the server's, asked one request after another: nothing is
+    named that is not there."""
     kept, server = ServerImageCache(most), {}
     sizes = {}
     for request in requests:
@@ -278,13 +326,25 @@ def test_pictures_go_out_where_arrays_cannot_and_the_servers_ids_are_compared(wh
         counts = ask(VllmEngine, server.url, pixels=Pixels(runs=not told))
         (body,) = [row["body"] for row in server.seen("/inference/v1/generate")]
         assert body["token_ids"] == [3, 4, kit.PAD, 5, kit.PAD, 6]
-        said = [base64.b64decode(part["url"].partition(",")[2]).decode() for part in body["content_parts"]]
+        said = [
+            base64.b64decode(part["url"].partition(",")[2]).decode()
+            for part in body["content_parts"]
+        ]
         assert said == ["png of a", "png of b"]
         assert "features" not in body
         assert counts["images_as_pictures"] == 2
-        short = [MEDIA[0]._replace(length=3), MEDIA[1]._replace(start=6)]  # the server makes four of what we made three of
+        short = [
+            MEDIA[0]._replace(length=3),
+            MEDIA[1]._replace(start=6),
+        ]  # the server makes four of what we made three of
         with pytest.raises(BackendContractError, match="is echoed with 12 ids; 11 were sent"):
-            ask(VllmEngine, server.url, pixels=Pixels(runs=not told), media=short, ids=[*IDS[:2], *IDS[3:]])
+            ask(
+                VllmEngine,
+                server.url,
+                pixels=Pixels(runs=not told),
+                media=short,
+                ids=[*IDS[:2], *IDS[3:]],
+            )
 
 
 def test_sglang_gets_the_pictures_beside_expanded_ids():

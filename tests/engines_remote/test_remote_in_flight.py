@@ -1,4 +1,5 @@
-"""Replies in flight during weight updates: they keep their bits, name the weights of each id, and cost no time-out."""
+"""Replies in flight during weight updates: they keep their bits, name the weights of each id,
+and cost no time-out."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ MODES = {
 
 
 async def compare(generate, app, cuts):
-    """Compare replies that are cut after some ids (`cuts`) with those that are not; return the former.
+    """Compare replies that are cut after some ids (`cuts`) with those that
+    are not; return the former.
 
     One server for all examples: each cuts the replies of one seed.
     """
@@ -52,7 +54,11 @@ async def compare(generate, app, cuts):
             return asyncio.run_coroutine_threadsafe(generate(request), loop).result(60)
 
         plain, found = ask(()), ask(chosen)
-        assert (found.ids, found.logprobs, found.finish) == (plain.ids, plain.logprobs, plain.finish)
+        assert (found.ids, found.logprobs, found.finish) == (
+            plain.ids,
+            plain.logprobs,
+            plain.finish,
+        )
         made.append(found)
 
     await asyncio.to_thread(check)
@@ -75,7 +81,8 @@ def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind
 
 @pytest.mark.parametrize(("kind", "options"), WAYS)
 def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  # noqa: F811
-    """Each pause comes over the socket while the engine computes the step after which it holds the reply."""
+    """Each pause comes over the socket while the engine computes the step after
+    which it holds the reply."""
     cuts: set[int] = set()
     holds = {"vllm": "keep", "sglang": "retract"}[kind]
 
@@ -96,7 +103,9 @@ def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  
 
     pauses, found, aborted = run(directory, kind, work, speculate=3, **options)
     assert len(pauses) > 20
-    assert {(made.version, *made.later_versions, made.cache_version) for made in found} == {(0, None)}
+    assert {(made.version, *made.later_versions, made.cache_version) for made in found} == {
+        (0, None)
+    }
     assert not aborted
 
 
@@ -104,7 +113,10 @@ def test_parts_of_a_reply_join_with_the_weights_of_each_id():
     def part(count, version, *later):
         return Generation([7] * count, [-1.0] * count, "abort", version, later_versions=list(later))
 
-    assert (part(0, 1).joined(part(2, 2)).version, part(0, 1).joined(part(2, 2)).later_versions) == (2, [])
+    assert (
+        part(0, 1).joined(part(2, 2)).version,
+        part(0, 1).joined(part(2, 2)).later_versions,
+    ) == (2, [])
     made = part(2, 1).joined(part(3, 2, (1, 3))).joined(part(1, 3)).joined(part(1, 4))
     assert (made.version, made.later_versions, len(made.ids)) == (1, [(2, 2), (3, 3), (6, 4)], 7)
 
@@ -113,7 +125,9 @@ def test_parts_of_a_reply_join_with_the_weights_of_each_id():
 def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind):  # noqa: F811
     async def work(client, app, url):
         begun = beginning(app)
-        asked = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids)))
+        asked = asyncio.create_task(
+            client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids))
+        )
         await begun.wait()
         await client.pause("keep" if kind == "vllm" else "retract")
         await client.pause("abort")
@@ -127,8 +141,14 @@ def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, kind, tmp_path, monkeypatch):  # noqa: F811
-    """The calls reach the server after its pause; waiting for them would take longer than the test may."""
+def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(
+    directory,
+    kind,
+    tmp_path,
+    monkeypatch,
+):
+    """The calls reach the server after its pause; waiting for them would take
+    longer than the test may."""
     monkeypatch.setattr("turnwright.engines.remote.replica.DRAIN_S", 1000.0)
     monkeypatch.setattr("turnwright.engines.remote.replica.ANSWER_S", 1000.0)
     model, _ = load(directory)
@@ -137,7 +157,8 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
         engine = Fleet(
             [client],
             delivery=WeightDelivery(
-                directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+                directories=ModelDirectories(tmp_path / "weights", directory),
+                expected_logprobs=score_with_model(model),
             ),
         )
         await engine.update(unique_weights(model), 1)
@@ -154,13 +175,19 @@ def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(directory, 
         app.replies.pause = noted
         begun = beginning(app, 4)
         running = [
-            asyncio.create_task(engine.generate(Request(PROMPT, 170, frozenset(), n, f"r{n}", banned_ids=app.end_ids)))
+            asyncio.create_task(
+                engine.generate(
+                    Request(PROMPT, 170, frozenset(), n, f"r{n}", banned_ids=app.end_ids)
+                )
+            )
             for n in range(4)
         ]
         await begun.wait()
         client._sample = later
         sent = [
-            asyncio.create_task(engine.generate(Request(PROMPT, 9, frozenset(), n, f"s{n}", banned_ids=app.end_ids)))
+            asyncio.create_task(
+                engine.generate(Request(PROMPT, 9, frozenset(), n, f"s{n}", banned_ids=app.end_ids))
+            )
             for n in range(64)
         ]
         await asyncio.sleep(0)
@@ -191,19 +218,32 @@ def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):
             for version in (3, 4):
                 await engine.update(weights(version), version)
                 made = await engine.generate(question(f"s{version}"))
-                assert (made.version, made.later_versions, made.cache_version) == (version, [], None)
+                assert (made.version, made.later_versions, made.cache_version) == (
+                    version,
+                    [],
+                    None,
+                )
             await engine.close()
 
         kit.run(work())
-        asked = [row["body"] for row in server.seen("/inference/v1/generate" if kind == "vllm" else "/generate")]
-        salts = {body.get("cache_salt" if kind == "vllm" else "extra_key") for body in asked if "logprob_start_len" in body}
+        asked = [
+            row["body"]
+            for row in server.seen("/inference/v1/generate" if kind == "vllm" else "/generate")
+        ]
+        salts = {
+            body.get("cache_salt" if kind == "vllm" else "extra_key")
+            for body in asked
+            if "logprob_start_len" in body
+        }
         if kind == "vllm":
             assert {row["path"] for row in server.seen("/pause")} == {f"/pause?mode={of_vllm}"}
             assert bool(server.seen("/reset_prefix_cache")) is drops
         else:
             assert {row["body"]["mode"] for row in server.seen("/pause_generation")} == {of_sglang}
             loads = [row["body"] for row in server.seen("/update_weights_from_disk")]
-            assert {(body["flush_cache"], body["abort_all_requests"]) for body in loads} == {(drops, mode != "keep")}
+            assert {(body["flush_cache"], body["abort_all_requests"]) for body in loads} == {
+                (drops, mode != "keep")
+            }
             assert salts >= ({None} if drops else {"turnwright-3", "turnwright-4"})
 
 
@@ -214,10 +254,14 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
 
     with kit.servers("sglang", KIT_OLD="1") as server:
         refused(
-            SglangEngine(server.url, in_flight="salt"), r"SGLang 0\.5\.19 .*engine\.in_flight = salt: needs the field extra_key"
+            SglangEngine(server.url, in_flight="salt"),
+            r"SGLang 0\.5\.19 .*engine\.in_flight = salt: needs the field extra_key",
         )
     with kit.servers("vllm", KIT_PLAIN="1") as server:
-        refused(VllmEngine(server.url, in_flight="keep"), r"vLLM 0\.32\.0 .*engine\.in_flight = keep: needs /inference")
+        refused(
+            VllmEngine(server.url, in_flight="keep"),
+            r"vLLM 0\.32\.0 .*engine\.in_flight = keep: needs /inference",
+        )
     with kit.servers("llamacpp") as server:
         from turnwright.engines.remote import LlamaCppEngine
 
@@ -225,10 +269,14 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
 
     async def work(client, app, url):
         await client.open()
-        with pytest.raises(EngineError, match=r"mode must be abort, wait, keep, retract, not 'in_place'"):
+        with pytest.raises(
+            EngineError, match=r"mode must be abort, wait, keep, retract, not 'in_place'"
+        ):
             await client.pause("in_place")
         keeps = type(client)(url, in_flight="keep")
-        with pytest.raises(ConfigError, match="turnwright serve computes the cache of replies in flight again"):
+        with pytest.raises(
+            ConfigError, match="turnwright serve computes the cache of replies in flight again"
+        ):
             await keeps.open()
         await keeps.close()
         salted = type(client)(url, in_flight="salt")
@@ -244,10 +292,15 @@ def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # no
 
 
 def answer(kind, names, cached=0):
-    """A response whose ids were sampled with weights of these names, in the form of a kind of server."""
+    """A response whose ids were sampled with weights of these names, in the
+    form of a kind of server."""
     ids = list(range(1, len(names) + 1))
     spans = [
-        {"version": name, "start": at, "end": next((n for n in range(at, len(names)) if names[n] != name), len(names))}
+        {
+            "version": name,
+            "start": at,
+            "end": next((n for n in range(at, len(names)) if names[n] != name), len(names)),
+        }
         for at, name in enumerate(names)
         if not at or names[at - 1] != name
     ]
@@ -256,14 +309,26 @@ def answer(kind, names, cached=0):
         choice["logprobs"] = {"content": [{"token_id": one, "logprob": -1.0} for one in ids]}
         usage = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"request_id": "r", "prompt_token_ids": PROMPT, "choices": [choice], "usage": usage}
-    meta = {"id": "r", "finish_reason": {"type": "length"}, "prompt_tokens": len(PROMPT), "cached_tokens": cached}
+    meta = {
+        "id": "r",
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": len(PROMPT),
+        "cached_tokens": cached,
+    }
     meta |= {"weight_version": names[-1], "weight_versions": spans}
-    return {"output_ids": ids, "meta_info": meta | {"output_token_logprobs": [[-1.0, one, None] for one in ids]}}
+    return {
+        "output_ids": ids,
+        "meta_info": meta | {"output_token_logprobs": [[-1.0, one, None] for one in ids]},
+    }
 
 
 def read(kind, raw, mode, sent, updates):
-    client = CLIENTS[kind]("http://127.0.0.1:1", in_flight=mode, **({"route": "generate"} if kind == "vllm" else {}))
-    expected = ExpectedWeights(sent, str(sent), "r", {str(version): version for version in updates}, mode)
+    client = CLIENTS[kind](
+        "http://127.0.0.1:1", in_flight=mode, **({"route": "generate"} if kind == "vllm" else {})
+    )
+    expected = ExpectedWeights(
+        sent, str(sent), "r", {str(version): version for version in updates}, mode
+    )
     return client._read(raw, Request(PROMPT, 99, frozenset(), 1, "a"), expected)
 
 
@@ -276,7 +341,9 @@ def read(kind, raw, mode, sent, updates):
 )
 def test_every_id_has_the_version_of_its_weights(kind, sent, steps, mode, cached):
     versions = [sent + sum(steps[: n + 1]) for n in range(len(steps))]
-    found = read(kind, answer(kind, [str(one) for one in versions], cached), mode, sent, range(40)).versions
+    found = read(
+        kind, answer(kind, [str(one) for one in versions], cached), mode, sent, range(40)
+    ).versions
     runs = [(0, found.version), *found.later, (len(versions), -1)]
     told = [version for (start, version), (end, _) in pairwise(runs) for _ in range(start, end)]
     assert told == versions
@@ -286,7 +353,11 @@ def test_every_id_has_the_version_of_its_weights(kind, sent, steps, mode, cached
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-@given(sent=st.integers(1, 5), name=st.sampled_from(("default", "0", "7-unfinished", "9")), first=st.booleans())
+@given(
+    sent=st.integers(1, 5),
+    name=st.sampled_from(("default", "0", "7-unfinished", "9")),
+    first=st.booleans(),
+)
 def test_names_that_no_update_gave_are_refused(kind, sent, name, first):
     names = [name, str(sent)] if first else [str(sent), name]
     with pytest.raises(StaleWeights, match=f"'{name}', but policy {sent} is '{sent}'"):
@@ -304,12 +375,20 @@ def test_keep_needs_the_weights_of_each_id():
     raw = answer("sglang", ["1", "1"])
     del raw["meta_info"]["weight_versions"]
     assert read("sglang", raw, "salt", 1, ()).versions.version == 1
-    with pytest.raises(BackendContractError, match=r"engine\.in_flight = keep needs the weights of each id"):
+    with pytest.raises(
+        BackendContractError, match=r"engine\.in_flight = keep needs the weights of each id"
+    ):
         read("sglang", raw, "keep", 1, ())
 
 
-@pytest.mark.parametrize("kind", ["sglang"])  # only its client names the session, by which `turnwright serve` finds a cache
-def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(directory, kind, tmp_path):  # noqa: F811
+@pytest.mark.parametrize(
+    "kind", ["sglang"]
+)  # only its client names the session, by which `turnwright serve` finds a cache
+def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(
+    directory,
+    kind,
+    tmp_path,
+):
     import torch
 
     torch.manual_seed(0)
@@ -317,7 +396,12 @@ def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(direc
 
     async def work(client, app, url, plant):
         plant(app.engine)
-        engine = Fleet([client], delivery=WeightDelivery(directories=ModelDirectories(tmp_path / plant.__name__, directory)))
+        engine = Fleet(
+            [client],
+            delivery=WeightDelivery(
+                directories=ModelDirectories(tmp_path / plant.__name__, directory)
+            ),
+        )
         await engine.generate(Request(PROMPT, 9, frozenset(), 1, "a"))
         with torch.no_grad():
             for parameter in model.parameters():

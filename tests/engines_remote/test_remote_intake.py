@@ -1,4 +1,5 @@
-"""What a server takes in: access from the head alone, bounds on bodies, times and connections, and parsing beside the loop."""
+"""What a server takes in: access from the head alone, bounds on bodies, times and connections, and
+parsing beside the loop."""
 
 from __future__ import annotations
 
@@ -33,14 +34,17 @@ class Connection:
         await self.writer.drain()
 
     async def answer(self) -> tuple[int, bytes]:
-        """Return status and body of the next response; status 0 where the connection ends without one."""
+        """Return status and body of the next response; status 0 where the
+        connection ends without one."""
         async with asyncio.timeout(LONG_S):
             try:
                 head = await self.reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, ConnectionError):
                 return 0, b""
             rows = head.lower().split(b"\r\n")
-            size = next(int(row.partition(b":")[2]) for row in rows if row.startswith(b"content-length:"))
+            size = next(
+                int(row.partition(b":")[2]) for row in rows if row.startswith(b"content-length:")
+            )
             return int(head.split()[1]), await self.reader.readexactly(size)
 
 
@@ -57,8 +61,8 @@ async def connected(server: JsonHttpServer):
 def head(path: str, size: int, token: str = "key") -> bytes:
     """Return the head of a request with a body."""
     return (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-type: application/json\r\n"
-        f"content-length: {size}\r\n\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\ncontent-type: "
+        f"application/json\r\ncontent-length: {size}\r\n\r\n"
     ).encode()
 
 
@@ -111,7 +115,10 @@ def test_access_is_decided_before_any_of_the_body_arrives():
         assert server.intake.room.free == server.intake.limits.bodies
         return answers
 
-    routes = {("POST", "/size"): Endpoint(size_of, RawBody), ("POST", "/never"): Endpoint(size_of, RawBody, admits=admits)}
+    routes = {
+        ("POST", "/size"): Endpoint(size_of, RawBody),
+        ("POST", "/never"): Endpoint(size_of, RawBody, admits=admits),
+    }
     assert serve(work, routes) == [401, 403]
 
 
@@ -163,7 +170,11 @@ def test_bodies_wait_in_turn_for_room():
     """The second body is not read before the first one is parsed: both would be over the bound."""
 
     async def work(server):
-        async with connected(server) as first, connected(server) as second, connected(server) as small:
+        async with (
+            connected(server) as first,
+            connected(server) as second,
+            connected(server) as small,
+        ):
             await first.send(head("/size", 700_000) + b" " * 600_000)
             while server.intake.room.free == MIB:
                 await asyncio.sleep(0.001)
@@ -238,7 +249,12 @@ def test_an_owner_has_so_many_requests_in_flight():
         return 1
 
     async def work(server):
-        async with connected(server) as a, connected(server) as b, connected(server) as c, connected(server) as d:
+        async with (
+            connected(server) as a,
+            connected(server) as b,
+            connected(server) as c,
+            connected(server) as d,
+        ):
             for one in (a, b):
                 await one.send(head("/greedy/wait", 2) + b"{}")
             while server.intake.requests["greedy"] < 2:
@@ -250,7 +266,11 @@ def test_an_owner_has_so_many_requests_in_flight():
             assert [(await one.answer())[0] for one in (a, b, d)] == [200] * 3
         assert not server.intake.requests
 
-    serve(work, {("POST", "/{owner}/wait"): Endpoint(wait, RawBody, admits=by_owner)}, IntakeLimits(owner_requests=2))
+    serve(
+        work,
+        {("POST", "/{owner}/wait"): Endpoint(wait, RawBody, admits=by_owner)},
+        IntakeLimits(owner_requests=2),
+    )
 
 
 def test_a_body_that_does_not_arrive_is_given_up():
@@ -350,7 +370,9 @@ def test_others_are_answered_while_a_long_body_is_validated():
             assert await other.answer() == (200, b"1")
             assert await one.answer() == (200, b"%d" % (2 * MIB))
 
-    serve(work, {("POST", "/slow"): Endpoint(slow, Slow), ("POST", "/note"): Endpoint(note, RawBody)})
+    serve(
+        work, {("POST", "/slow"): Endpoint(slow, Slow), ("POST", "/note"): Endpoint(note, RawBody)}
+    )
 
 
 def test_long_bodies_of_owners_are_parsed_in_turn():
@@ -375,7 +397,10 @@ def test_long_bodies_of_owners_are_parsed_in_turn():
                 one = await stack.enter_async_context(connected(server))
                 await one.send(head(f"/{owner}/read", len(content)) + content)
                 asking.append(one)
-                while sum(map(len, server.intake.lane._waiting.values())) < count - 1 or not begun.is_set():
+                while (
+                    sum(map(len, server.intake.lane._waiting.values())) < count - 1
+                    or not begun.is_set()
+                ):
                     await asyncio.sleep(0.001)
             over.set()
             assert [(await one.answer())[0] for one in asking] == [200] * 4
@@ -442,7 +467,11 @@ def test_a_body_with_too_many_values_is_refused_and_text_is_no_value():
 def test_the_bounds_of_the_documents_are_those_of_the_code():
     limits = IntakeLimits()
     text = (Path(__file__).parents[2] / "docs" / "reference" / "servers.md").read_text()
-    for bound in (f"{limits.bodies // MIB} MiB", f"{limits.connections} connections", f"{limits.owner_requests} requests"):
+    for bound in (
+        f"{limits.bodies // MIB} MiB",
+        f"{limits.connections} connections",
+        f"{limits.owner_requests} requests",
+    ):
         assert bound in text
 
 

@@ -1,4 +1,5 @@
-"""Servers whose answers are of another form, another request or other weights: each is the promised error, whatever it is."""
+"""Servers whose answers are of another form, another request or other weights: each is the promised
+error, whatever it is."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ PAGES = {
     "/health": {},
     "/version": {"version": "0.32.0"},
     "/v1/models": {"data": [{"id": "tiny", "parent": None, "max_model_len": 256}]},
-    "/openapi.json": {"paths": {"/inference/v1/generate": {}, "/v1/completions": {}, "/weight_info": {}}},
+    "/openapi.json": {
+        "paths": {"/inference/v1/generate": {}, "/v1/completions": {}, "/weight_info": {}}
+    },
     "/weight_info": {"weight_version": "3"},
     "/model_info": {"model_path": "tiny", "weight_version": "3"},
     "/server_info": {"version": "0.5.19", "context_length": 256},
@@ -64,32 +67,64 @@ PAGES = {
 
 def vllm(body, headers):
     choice = {"index": 0, "token_ids": IDS, "finish_reason": "length"}
-    choice["logprobs"] = {"content": [{"token_id": i, "logprob": p} for i, p in zip(IDS, LOGPROBS, strict=True)]}
+    choice["logprobs"] = {
+        "content": [{"token_id": i, "logprob": p} for i, p in zip(IDS, LOGPROBS, strict=True)]
+    }
     choice["weight_versions"] = [{"version": "3", "start": 0, "end": 3}]
     usage = {"prompt_tokens": 4, "prompt_tokens_details": {"cached_tokens": 2}}
     name = f"generate-tokens-{body['request_id']}"
-    return {"request_id": name, "prompt_token_ids": body["token_ids"], "choices": [choice], "usage": usage}
+    return {
+        "request_id": name,
+        "prompt_token_ids": body["token_ids"],
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def completions(body, headers):
-    choice = {"index": 0, "token_ids": IDS, "finish_reason": "length", "logprobs": {"token_logprobs": LOGPROBS}}
+    choice = {
+        "index": 0,
+        "token_ids": IDS,
+        "finish_reason": "length",
+        "logprobs": {"token_logprobs": LOGPROBS},
+    }
     choice["prompt_token_ids"] = body["prompt"]
-    return {"id": f"cmpl-{headers['x-request-id']}", "choices": [choice], "usage": {"prompt_tokens": 4}}
+    return {
+        "id": f"cmpl-{headers['x-request-id']}",
+        "choices": [choice],
+        "usage": {"prompt_tokens": 4},
+    }
 
 
 def sglang(body, headers):
-    meta = {"id": body["rid"], "finish_reason": {"type": "length"}, "prompt_tokens": 4, "weight_version": "3"}
-    meta |= {"cached_tokens": 1, "output_token_logprobs": [[p, i, None] for i, p in zip(IDS, LOGPROBS, strict=True)]}
+    meta = {
+        "id": body["rid"],
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": 4,
+        "weight_version": "3",
+    }
+    meta |= {
+        "cached_tokens": 1,
+        "output_token_logprobs": [[p, i, None] for i, p in zip(IDS, LOGPROBS, strict=True)],
+    }
     return {"output_ids": IDS, "meta_info": meta}
 
 
 def llamacpp(body, headers):
     rows = [{"id": i, "logprob": p} for i, p in zip(IDS, LOGPROBS, strict=True)]
-    return {"tokens": IDS, "stop_type": "limit", "completion_probabilities": rows, "tokens_evaluated": 4, "truncated": False}
+    return {
+        "tokens": IDS,
+        "stop_type": "limit",
+        "completion_probabilities": rows,
+        "tokens_evaluated": 4,
+        "truncated": False,
+    }
 
 
 def chat(body, headers):
-    return {"choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]}
+    return {
+        "choices": [{"message": {"role": "assistant", "content": "7"}, "finish_reason": "stop"}]
+    }
 
 
 def renderer():
@@ -98,7 +133,11 @@ def renderer():
 
 KINDS = {
     "generate": (vllm, lambda url: VllmEngine(url, renderer=renderer(), most=1), "0.32.0"),
-    "completions": (completions, lambda url: VllmEngine(url, route="completions", renderer=renderer(), most=1), "0.32.0"),
+    "completions": (
+        completions,
+        lambda url: VllmEngine(url, route="completions", renderer=renderer(), most=1),
+        "0.32.0",
+    ),
     "sglang": (sglang, lambda url: SglangEngine(url, renderer=renderer(), most=1), "0.5.19"),
     "llamacpp": (llamacpp, lambda url: LlamaCppEngine(url, renderer=renderer(), most=1), "b1-test"),
 }
@@ -116,7 +155,8 @@ def server():
 
 
 def asked(server, kind, *lies, count=1):
-    """What an engine makes of answers: the first ones are well, the last ones are what the lies make of them."""
+    """What an engine makes of answers: the first ones are well, the last ones are what
+    the lies make of them."""
     honest, make, _ = KINDS[kind]
     turn = iter([*[None] * count, *lies])
 
@@ -183,28 +223,38 @@ LIES = {
         ("sglang", changed(("meta_info", "id"), ...)),
     ],
     "two choices": [("generate", doubled), ("completions", doubled)],
-    "no choice": [("generate", changed(("choices",), [])), ("completions", changed(("choices",), {}))],
+    "no choice": [
+        ("generate", changed(("choices",), [])),
+        ("completions", changed(("choices",), {})),
+    ],
     "an id outside the vocabulary": [
         ("completions", changed((*CHOICE, "token_ids"), [9, 10, 50_000])),
         (
             "llamacpp",
             lambda told: (
                 told
-                | {"tokens": [9, 10, 2**40], "completion_probabilities": [{"id": i, "logprob": -1.0} for i in (9, 10, 2**40)]}
+                | {
+                    "tokens": [9, 10, 2**40],
+                    "completion_probabilities": [
+                        {"id": i, "logprob": -1.0} for i in (9, 10, 2**40)
+                    ],
+                }
             ),
         ),
         (
             "sglang",
             lambda told: {
                 "output_ids": [9, 10, 900],
-                "meta_info": told["meta_info"] | {"output_token_logprobs": [[-1.0, i, None] for i in (9, 10, 900)]},
+                "meta_info": told["meta_info"]
+                | {"output_token_logprobs": [[-1.0, i, None] for i in (9, 10, 900)]},
             },
         ),
         (
             "generate",
-            lambda told: changed((*CHOICE, "logprobs"), {"content": [{"token_id": i, "logprob": -1.0} for i in (9, 10, 900)]})(
-                changed((*CHOICE, "token_ids"), [9, 10, 900])(told)
-            ),
+            lambda told: changed(
+                (*CHOICE, "logprobs"),
+                {"content": [{"token_id": i, "logprob": -1.0} for i in (9, 10, 900)]},
+            )(changed((*CHOICE, "token_ids"), [9, 10, 900])(told)),
         ),
     ],
     "an echo of truths": [
@@ -230,12 +280,23 @@ LIES = {
         ("generate", changed(("usage", "prompt_tokens_details", "cached_tokens"), 400)),
         ("sglang", changed(("meta_info", "cached_tokens"), -1)),
     ],
-    "usage of another form": [("generate", lambda told: changed(("prompt_token_ids",), None)(changed(("usage",), [1])(told)))],
-    "meta of another form": [("sglang", changed(("meta_info",), [1])), ("sglang", changed(("meta_info", "finish_reason"), 3))],
+    "usage of another form": [
+        (
+            "generate",
+            lambda told: changed(("prompt_token_ids",), None)(changed(("usage",), [1])(told)),
+        )
+    ],
+    "meta of another form": [
+        ("sglang", changed(("meta_info",), [1])),
+        ("sglang", changed(("meta_info", "finish_reason"), 3)),
+    ],
 }
 
 
-@pytest.mark.parametrize(("name", "kind", "lie"), [(name, kind, lie) for name, rows in LIES.items() for kind, lie in rows])
+@pytest.mark.parametrize(
+    ("name", "kind", "lie"),
+    [(name, kind, lie) for name, rows in LIES.items() for kind, lie in rows],
+)
 def test_a_lie_is_the_promised_error_and_the_next_answer_counts(server, name, kind, lie):
     well, failed, again = asked(server, kind, lie, None)
     assert (well.ids, list(well.logprobs)) == (IDS, LOGPROBS)
@@ -246,15 +307,27 @@ def test_a_lie_is_the_promised_error_and_the_next_answer_counts(server, name, ki
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
     max_leaves=4,
 )
 
 
 def places(value, path=()):
     """Paths of everything inside a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for name, item in items:
         yield (*path, name)
         yield from places(item, (*path, name))
@@ -263,7 +336,10 @@ def places(value, path=()):
 @settings(max_examples=12, deadline=None)
 @given(st.data(), st.sampled_from(sorted(KINDS)))
 def test_whatever_stands_anywhere_in_an_answer_is_no_raw_error(server, data, kind):
-    sample = KINDS[kind][0]({"request_id": "x", "rid": "x", "token_ids": PROMPT, "prompt": PROMPT}, {"x-request-id": "x"})
+    sample = KINDS[kind][0](
+        {"request_id": "x", "rid": "x", "token_ids": PROMPT, "prompt": PROMPT},
+        {"x-request-id": "x"},
+    )
     path = data.draw(st.sampled_from(sorted(places(sample), key=repr)))
     lie = changed(path, data.draw(json_values | st.just(...)))
     well, found = asked(server, kind, lie)
@@ -284,7 +360,10 @@ def test_pages_of_another_form_are_told_of(server, kind, broken):
         (found,) = asked(server, kind)
     finally:
         server.pages = PAGES
-    assert isinstance(found, EngineError) or getattr(found, "ids", None) == IDS, (type(found), found)
+    assert isinstance(found, EngineError) or getattr(found, "ids", None) == IDS, (
+        type(found),
+        found,
+    )
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -293,11 +372,17 @@ def test_a_server_that_says_when_is_asked_again_then(server, status, fleet):
     times, wait = [], ["0.5"]
 
     def answer(body, headers):
-        if "token_ids" not in body:  # a fleet has known ids scored, and a call that failed is aborted
+        if (
+            "token_ids" not in body
+        ):  # a fleet has known ids scored, and a call that failed is aborted
             rows = [None, *({str(one): {"logprob": -1.0}} for one in body.get("prompt", [0])[1:])]
             return {"choices": [{"token_ids": [], "prompt_logprobs": rows}]}
         times.append(time.monotonic())
-        return (status, {"error": "later"}, {"retry-after": wait[0]}) if len(times) == 1 else vllm(body, headers)
+        return (
+            (status, {"error": "later"}, {"retry-after": wait[0]})
+            if len(times) == 1
+            else vllm(body, headers)
+        )
 
     server.answer = answer
     url = f"http://127.0.0.1:{server.server_address[1]}"
@@ -328,11 +413,15 @@ def test_a_chat_endpoint_with_two_choices_is_refused(server):
     server.answer = lambda body, headers: doubled(chat(body, headers))
 
     async def work():
-        engine = ChatEngine(f"http://127.0.0.1:{server.server_address[1]}", "m", renderer=renderer())
+        engine = ChatEngine(
+            f"http://127.0.0.1:{server.server_address[1]}", "m", renderer=renderer()
+        )
         try:
             from turnwright.types import Message
 
-            return await engine.generate(Request(PROMPT, 3, frozenset(), 7, "s", messages=[Message("user", "hi")]))
+            return await engine.generate(
+                Request(PROMPT, 3, frozenset(), 7, "s", messages=[Message("user", "hi")])
+            )
         finally:
             await engine.close()
 

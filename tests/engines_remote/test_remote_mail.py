@@ -1,4 +1,7 @@
-"""New weights in requests: what SGLang and `turnwright serve` read of them. How they arrive is with process groups' tests."""
+"""New weights in requests: what SGLang and `turnwright serve` read of them.
+
+How they arrive is with process groups' tests.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,33 @@ def as_sglang(text):
     return AsSglang(io.BytesIO(base64.b64decode(text, validate=True))).load()
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32, torch.uint8)
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int32,
+    torch.uint8,
+)
 ROWS = st.lists(
-    st.tuples(st.text(max_size=8), st.lists(st.integers(0, 4), max_size=3), st.sampled_from(DTYPES), st.integers(0, 2**32)),
+    st.tuples(
+        st.text(max_size=8),
+        st.lists(st.integers(0, 4), max_size=3),
+        st.sampled_from(DTYPES),
+        st.integers(0, 2**32),
+    ),
     max_size=4,
 )
 
 
 def tensor(shape, dtype, seed):
-    bits = torch.randint(0, 255, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        0,
+        255,
+        (*shape, dtype.itemsize),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
     return bits.view(dtype).reshape(shape)
 
 
@@ -56,7 +77,9 @@ def test_what_is_written_is_read_bit_for_bit_here_and_as_sglang_reads_it(rows):
     sent = [(name, tensor(shape, dtype, seed)) for name, shape, dtype, seed in rows]
     for read in (decode_tensors, as_sglang):
         got = read(encode_tensors(sent))
-        assert [(n, t.dtype, t.shape, bits(t)) for n, t in got] == [(n, t.dtype, t.shape, bits(t)) for n, t in sent]
+        assert [(n, t.dtype, t.shape, bits(t)) for n, t in got] == [
+            (n, t.dtype, t.shape, bits(t)) for n, t in sent
+        ]
 
 
 RAN: list[str] = []
@@ -85,7 +108,10 @@ def saved(what):
     return pickle.dumps(Calls(file.getvalue()))
 
 
-@pytest.mark.parametrize("raw", [pickle.dumps(Bad()), saved(Bad()), pickle.dumps([1]), saved({"a": 1}), saved([("a", 1)]), b""])
+@pytest.mark.parametrize(
+    "raw",
+    [pickle.dumps(Bad()), saved(Bad()), pickle.dumps([1]), saved({"a": 1}), saved([("a", 1)]), b""],
+)
 def test_a_text_of_others_is_refused_and_nothing_in_it_is_run(raw):
     RAN.clear()
     with pytest.raises(SyncError, match="the request body has no"):
@@ -114,7 +140,11 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
                 body = call.body.model_extra if call.body is not None else None
                 asked.append((path, body))
                 name = (body or {}).get("new_version") or (body or {}).get("weight_version") or name
-                return {"weight_version": name, "model_path": "m"} if path == "/model_info" else told or {"success": True}
+                return (
+                    {"weight_version": name, "model_path": "m"}
+                    if path == "/model_info"
+                    else told or {"success": True}
+                )
 
             return Endpoint(handle, None if told else Body)
 
@@ -123,7 +153,12 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
             ("GET", "/model_info"): answer("/model_info", {"a": 1}),
             ("GET", "/server_info"): answer("/server_info", info),
         }
-        posts = ("pause_generation", "update_weight_version", "update_weights_from_tensor", "continue_generation")
+        posts = (
+            "pause_generation",
+            "update_weight_version",
+            "update_weights_from_tensor",
+            "continue_generation",
+        )
         routes |= {("POST", f"/{path}"): answer(f"/{path}") for path in posts}
         server = JsonHttpServer(routes, host="127.0.0.1", port=0)
         await server.start()
@@ -139,11 +174,19 @@ def test_each_rank_gets_a_text_and_the_last_request_names_the_version():
     assert asyncio.run(work()) == (7, "7")
     posted = [(path, body) for path, body in asked if body is not None]
     letters = [body for path, body in posted if path == "/update_weights_from_tensor"]
-    paths = ["pause_generation", "update_weight_version", *["update_weights_from_tensor"] * 3, "continue_generation"]
+    paths = [
+        "pause_generation",
+        "update_weight_version",
+        *["update_weights_from_tensor"] * 3,
+        "continue_generation",
+    ]
     assert [path[1:] for path, _ in posted] == paths
     assert posted[1][1] == {"new_version": UNFINISHED.format(7)}
     assert all(len(body["serialized_named_tensors"]) == 2 for body in letters)
-    assert all(body["serialized_named_tensors"][0] == body["serialized_named_tensors"][1] for body in letters)
+    assert all(
+        body["serialized_named_tensors"][0] == body["serialized_named_tensors"][1]
+        for body in letters
+    )
     got = [row for body in letters for row in as_sglang(body["serialized_named_tensors"][0])]
     assert [(name, bits(one)) for name, one in got] == [(name, bits(one)) for name, one in rows]
     ends = [(body["flush_cache"], body.get("weight_version")) for body in letters]

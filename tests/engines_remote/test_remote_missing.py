@@ -1,4 +1,5 @@
-"""Ids without a logprob, where a server may leave some out by name: untrained, or against the trainer's own; and counted."""
+"""Ids without a logprob, where a server may leave some out by name: untrained, or against the
+trainer's own; and counted."""
 
 from __future__ import annotations
 
@@ -54,7 +55,11 @@ def test_a_missing_logprob_is_a_breach_unless_it_is_allowed_by_name():
 def test_masked_ids_are_in_the_record_untrained_with_a_reason_and_counted():
     trajectory = play("mask")
     (sample,) = trajectory.samples()
-    sampled = [(i, w, p) for i, w, p, m in zip(sample.ids, sample.weights, sample.logprobs, sample.mask, strict=True) if m]
+    sampled = [
+        (i, w, p)
+        for i, w, p, m in zip(sample.ids, sample.weights, sample.logprobs, sample.mask, strict=True)
+        if m
+    ]
     assert [i for i, _, _ in sampled[:3]] == list(REPLY)
     assert [w for _, w, _ in sampled] == [0.0, 1.0, 0.0, 1.0]
     assert [p for _, _, p in sampled] == [None, -0.5, None, -0.25]

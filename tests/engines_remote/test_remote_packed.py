@@ -1,4 +1,5 @@
-"""Packed weights of servers: the directories and requests that they get, and what a server that reads them samples from."""
+"""Packed weights of servers: the directories and requests that they get, and what a server that
+reads them samples from."""
 
 from __future__ import annotations
 
@@ -38,12 +39,18 @@ PROMPT = list(range(10, 30))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    return create_tiny_model(ModelConfig(hidden=32, layers=1), ["look up the code 17"], tmp_path_factory.mktemp("m") / "m")
+    return create_tiny_model(
+        ModelConfig(hidden=32, layers=1),
+        ["look up the code 17"],
+        tmp_path_factory.mktemp("m") / "m",
+    )
 
 
 @pytest.mark.parametrize("kind", QUANTS)
 @pytest.mark.parametrize("server", CLIENTS)
-def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, source, kind, server):
+def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(
+    tmp_path, source, kind, server
+):
     quant, module = QUANTS[kind], load(source)[0]
     write_packed(source, tmp_path / "packed", quant)
     pack, stated = packing(module, quant), quantization_config(module, quant)
@@ -57,7 +64,9 @@ def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, s
         await http.start()
         fleet = Fleet(
             [CLIENTS[server](http.url)],
-            delivery=WeightDelivery(directories=directories, expected_logprobs=score_with_model(module)),
+            delivery=WeightDelivery(
+                directories=directories, expected_logprobs=score_with_model(module)
+            ),
         )
         replies = []
         try:
@@ -65,12 +74,16 @@ def test_a_server_of_packed_weights_takes_packed_updates_from_a_disk(tmp_path, s
                 for version in (1, 2):
                     with torch.no_grad():
                         for parameter in module.parameters():
-                            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(version))
+                            parameter += 0.1 * torch.randn(
+                                parameter.shape, generator=torch.Generator().manual_seed(version)
+                            )
                     await fleet.update(pack(unique_weights(module)), version)
                     reply = await fleet.generate(Request(PROMPT, 40, frozenset(), 1, str(version)))
                     assert reply.version == version
                     wanted = score_with_model(module)([*PROMPT, *reply.ids])[-len(reply.ids) :]
-                    replies.append(max(abs(a - b) for a, b in zip(wanted, reply.logprobs, strict=True)))
+                    replies.append(
+                        max(abs(a - b) for a, b in zip(wanted, reply.logprobs, strict=True))
+                    )
                 with torch.no_grad():  # the trainer goes on, and the server does not
                     module.model.layers[0].mlp.down_proj.weight *= 1.5
                 with pytest.raises(SyncError, match="differ from the trainer's by up to"):
@@ -123,12 +136,18 @@ def test_a_server_of_a_packed_directory_starts_in_bfloat16_on_a_cpu(tmp_path, so
         command = plan.commands[0]
         assert command[command.index("--dtype") + 1] == dtype
         assert f"--dtype {dtype}" in dict(plan.why)
-        assert plan.env.get("VLLM_CPU_INT4_W4A8") == ("0" if (server, dtype) == ("vllm", "bfloat16") else None)
+        assert plan.env.get("VLLM_CPU_INT4_W4A8") == (
+            "0" if (server, dtype) == ("vllm", "bfloat16") else None
+        )
 
 
 @pytest.mark.parametrize("server", CLIENTS)
-def test_a_server_reads_the_weights_of_its_own_model_without_building_another(tmp_path, source, server, monkeypatch):
-    other = create_tiny_model(ModelConfig(hidden=32, layers=1), ["look up the code 17"], tmp_path / "other", seed=5)
+def test_a_server_reads_the_weights_of_its_own_model_without_building_another(
+    tmp_path, source, server, monkeypatch
+):
+    other = create_tiny_model(
+        ModelConfig(hidden=32, layers=1), ["look up the code 17"], tmp_path / "other", seed=5
+    )
 
     async def work():
         app, engine = make_service(source, context=100, device="cpu")
@@ -167,7 +186,9 @@ def test_weights_of_another_layout_are_left_to_transformers(tmp_path, source):
         save_file(tensors, tmp_path / kind / "model.safetensors")
         assert stored_rows(tmp_path / kind, own, unique) is None
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "model.safetensors").write_bytes((source / "model.safetensors").read_bytes()[:-9])
+    (tmp_path / "damaged" / "model.safetensors").write_bytes(
+        (source / "model.safetensors").read_bytes()[:-9]
+    )
     assert stored_rows(tmp_path / "damaged", own, unique) is None
     write_packed(source, tmp_path / "packed", QUANTS["int4"])
     assert stored_rows(tmp_path / "packed", own, unique) is None

@@ -1,4 +1,5 @@
-"""Servers that a run starts on machines that do not see its directories: each gets what it starts with from its relay."""
+"""Servers that a run starts on machines that do not see its directories: each gets what it
+starts with from its relay."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from turnwright_serve.sharing import Manifest, WeightRelay, WeightTree
 
 
 class Placer:
-    """Places servers on loopback hosts; their relays listen there, and the directories that they start with are kept."""
+    """Places servers on loopback hosts; their relays listen there, and the directories that
+    they start with are kept."""
 
     token, host = "of-the-run", "127.0.0.1"
 
@@ -55,14 +57,19 @@ class Placer:
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_what_servers_start_with_and_each_update_come_through_the_relay_of_their_machine(tmp_path, directories, kind):
+def test_what_servers_start_with_and_each_update_come_through_the_relay_of_their_machine(
+    tmp_path, directories, kind
+):
     base = directory(tmp_path / "base-model", 5)
     (base / ".hidden").write_text("not sent")
     if kind == "adapter":
-        directories = AdapterDirectories(tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint)
+        directories = AdapterDirectories(
+            tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint
+        )
     with kit.servers("vllm", "vllm") as servers:
         hosts = {
-            server.url.replace("127.0.0.1", f"127.0.0.{n}"): (server, f"127.0.0.{n}") for n, server in enumerate(servers, 2)
+            server.url.replace("127.0.0.1", f"127.0.0.{n}"): (server, f"127.0.0.{n}")
+            for n, server in enumerate(servers, 2)
         }
         placer = Placer(tmp_path / "nodes", list(hosts))
 
@@ -75,14 +82,18 @@ def test_what_servers_start_with_and_each_update_come_through_the_relay_of_their
             placed = PlacedServers("vllm", 2, tmp_path, tmp_path, 60.0, {}, relays=True)
             listed = ListedServers(EngineList(tmp_path / "list"), connect)
             start = base if kind == "adapter" else None
-            engine = PlacedFleet(placer, placed, QUICK, delivery=delivery, listed=listed, base=start)
+            engine = PlacedFleet(
+                placer, placed, QUICK, delivery=delivery, listed=listed, base=start
+            )
             await engine.update(weights(3), 3)
             started = content(directories.root / "policy-3")
             for version in range(3, 7):
                 await engine.update(weights(version), version)
                 await until(lambda: all(member.state == "up" for member in engine.members))
                 found = await many(engine, 6, turns=2)
-                assert all(right(generation, version, last) for rows in found for generation, last in rows)
+                assert all(
+                    right(generation, version, last) for rows in found for generation, last in rows
+                )
             kept = {path.name for path in (tmp_path / "nodes" / "127.0.0.2").iterdir()}
             # Another relay takes over a machine, as after the end of an actor.
             await placer.add("127.0.0.2")
@@ -117,12 +128,18 @@ def test_a_policy_of_another_run_replaces_the_one_of_the_same_number(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "option"),
-    [("vllm", "--tensor-parallel-size 4 --distributed-executor-backend mp"), ("sglang", "--tp-size 4")],
+    [
+        ("vllm", "--tensor-parallel-size 4 --distributed-executor-backend mp"),
+        ("sglang", "--tp-size 4"),
+    ],
 )
 def test_a_model_is_split_over_the_gpus_of_its_server(tmp_path, kind, option):
     (tmp_path / kind).mkdir()
     command = {
-        gpus: start_command(kind, tmp_path, tmp_path, host="h", port=1, gpu=True, gpus=gpus).commands[0] for gpus in (1, 4)
+        gpus: start_command(
+            kind, tmp_path, tmp_path, host="h", port=1, gpu=True, gpus=gpus
+        ).commands[0]
+        for gpus in (1, 4)
     }
     assert " ".join(command[4]) == f"{' '.join(command[1])} {option}"
 

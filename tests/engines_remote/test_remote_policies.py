@@ -1,4 +1,5 @@
-"""Several policies on the same servers, each with an adapter and a fleet of its own: no update disturbs the others."""
+"""Several policies on the same servers, each with an adapter and a fleet of its own: no
+update disturbs the others."""
 
 from __future__ import annotations
 
@@ -23,7 +24,14 @@ from turnwright.errors import ConfigError
 
 UNLOAD = {kind: path.replace("/load", "/unload") for kind, path in LOAD.items()}
 ABORT = {"vllm": "/inference/v1/abort_requests", "sglang": "/abort_request"}
-PAUSES = ("/pause", "/pause_generation", "/reset_prefix_cache", "/flush_cache", "/resume", "/continue_generation")
+PAUSES = (
+    "/pause",
+    "/pause_generation",
+    "/reset_prefix_cache",
+    "/flush_cache",
+    "/resume",
+    "/continue_generation",
+)
 
 
 class Policy:
@@ -32,7 +40,10 @@ class Policy:
     def __init__(self, name, servers, root, **options):
         self.current = 0
         directories = AdapterDirectories(root / name, lambda: CONFIG, fingerprint=fingerprint)
-        options |= {"directories": directories, "expected_logprobs": lambda ids: scores(self.current)(ids)}
+        options |= {
+            "directories": directories,
+            "expected_logprobs": lambda ids: scores(self.current)(ids),
+        }
         self.engine = servers(**options) if callable(servers) else fleet(servers, **options)
 
     async def update(self, seed, version):
@@ -41,7 +52,9 @@ class Policy:
 
     async def asks(self, count, name="s"):
         """Replies, each of which must be by the weights of now."""
-        made = await asyncio.gather(*(self.engine.generate(question(f"{name}{n}")) for n in range(count)))
+        made = await asyncio.gather(
+            *(self.engine.generate(question(f"{name}{n}")) for n in range(count))
+        )
         assert all(right(one, self.current) and one.version == self.engine.version for one in made)
         return made
 
@@ -63,11 +76,21 @@ def test_updates_in_any_order_leave_the_other_policys_adapter_where_it_is(root, 
 
         async def work():
             a, b = (Policy(name, servers, root) for name in "ab")
-            for policy, seed, version in ((a, 3, 1), (b, 4, 1), (a, 5, 2), (a, 6, 3), (b, 7, 2), (b, 8, 2)):
+            for policy, seed, version in (
+                (a, 3, 1),
+                (b, 4, 1),
+                (a, 5, 2),
+                (a, 6, 3),
+                (b, 7, 2),
+                (b, 8, 2),
+            ):
                 await policy.update(seed, version)
                 await asyncio.gather(*(one.asks(6) for one in (a, b) if one.current))
             names = [{one.engine.members[n].engine.adapter[0] for one in (a, b)} for n in range(2)]
-            listed = [await one.http.get("/v1/models", 5) for one in (member.engine for member in a.engine.members)]
+            listed = [
+                await one.http.get("/v1/models", 5)
+                for one in (member.engine for member in a.engine.members)
+            ]
             await asyncio.gather(a.engine.close(), b.engine.close())
             return names, [{row["id"] for row in page["data"] if row["parent"]} for page in listed]
 
@@ -75,9 +98,13 @@ def test_updates_in_any_order_leave_the_other_policys_adapter_where_it_is(root, 
         assert names == listed
         for server in servers:
             loaded = [row["body"]["lora_name"] for row in server.seen(LOAD[kind])]
-            assert len(set(loaded)) == 6  # a name of its own for every load, of the same version too
+            assert (
+                len(set(loaded)) == 6
+            )  # a name of its own for every load, of the same version too
             assert {row["body"]["lora_name"] for row in server.seen(UNLOAD[kind])} == set(loaded)
-            assert not [row["path"] for row in server.seen() if row["path"].partition("?")[0] in PAUSES]
+            assert not [
+                row["path"] for row in server.seen() if row["path"].partition("?")[0] in PAUSES
+            ]
 
 
 @both
@@ -90,8 +117,14 @@ def test_an_update_ends_its_own_policys_calls_and_no_others(root, kind):
             await b.update(4, 1)
             await asyncio.gather(a.asks(1), b.asks(1))
             server.fault("endless", times=4, seconds=2.0)
-            flying = [asyncio.create_task(one.engine.generate(endless(f"f{n}"))) for n in range(2) for one in (a, b)]
-            await until(lambda: len(a.engine.members[0].calls) + len(b.engine.members[0].calls) == 4)
+            flying = [
+                asyncio.create_task(one.engine.generate(endless(f"f{n}")))
+                for n in range(2)
+                for one in (a, b)
+            ]
+            await until(
+                lambda: len(a.engine.members[0].calls) + len(b.engine.members[0].calls) == 4
+            )
             await asyncio.sleep(0.2)
             await a.update(5, 2)
             assert len(b.engine.members[0].calls) == 2
@@ -105,13 +138,16 @@ def test_an_update_ends_its_own_policys_calls_and_no_others(root, kind):
         for one in found[::2]:
             assert (one.finish, one.version, len(one.ids)) == ("abort", 1, 3)
             assert right(one, 3)
-        assert all(right(one, 4) and one.finish != "abort" and one.version == 1 for one in found[1::2])
+        assert all(
+            right(one, 4) and one.finish != "abort" and one.version == 1 for one in found[1::2]
+        )
         assert [count["aborted"] for count in counts] == [2, 0]
         assert server.seen(ABORT[kind])
 
 
 def test_an_adapter_that_sglang_can_never_unload_stays_and_holds_up_nobody(root):
-    """It lost count of a call that was aborted before it ran; told to unload that adapter, it would load no other again."""
+    """It lost count of a call that was aborted before it ran; told to unload that adapter, it
+    would load no other again."""
     with kit.servers("sglang") as server:
 
         async def work():
@@ -169,12 +205,19 @@ def test_each_policy_finds_out_that_a_server_was_started_anew(root, kind):
 
         assert len(kit.run(work())) == 40
         assert len(servers[0].seen(LOAD[kind])) == 2
-        named = {row["body"]["model" if kind == "vllm" else "lora_path"] for row in servers[0].seen(GENERATE[kind])}
+        named = {
+            row["body"]["model" if kind == "vllm" else "lora_path"]
+            for row in servers[0].seen(GENERATE[kind])
+        }
         assert named >= {row["body"]["lora_name"] for row in servers[0].seen(LOAD[kind])}
 
 
 @both
-def test_servers_of_a_run_are_started_once_for_all_policies_and_end_with_their_owner(home, root, kind):  # noqa: F811
+def test_servers_of_a_run_are_started_once_for_all_policies_and_end_with_their_owner(
+    home,
+    root,
+    kind,
+):
     from safetensors.torch import save_file
 
     base = home / "base"
@@ -227,7 +270,9 @@ def test_one_engine_for_each_policy_over_the_servers_of_a_recipe(tmp_path):
     models = {name: torch.nn.Linear(1, 1) for name in ("asker", "answerer")}
     with kit.servers("vllm", "sglang") as servers:
         urls = tuple(server.url for server in servers)
-        config = RunConfig(engine=EngineConfig(kind="auto", urls=urls, update="lora"), lora=LoraConfig(rank=2))
+        config = RunConfig(
+            engine=EngineConfig(kind="auto", urls=urls, update="lora"), lora=LoraConfig(rank=2)
+        )
         engines = make_adapter_engines(config, tmp_path, models, None, tmp_path)
         assert list(engines) == list(models)
         for name, engine in engines.items():
@@ -240,7 +285,8 @@ def test_one_engine_for_each_policy_over_the_servers_of_a_recipe(tmp_path):
         ({"tree": True}, "engine.tree sends the weights of one"),
     ):
         config = RunConfig(
-            engine=EngineConfig(**{"kind": "vllm", "urls": urls, "update": "lora"} | changed), lora=LoraConfig(rank=2)
+            engine=EngineConfig(**{"kind": "vllm", "urls": urls, "update": "lora"} | changed),
+            lora=LoraConfig(rank=2),
         )
         with pytest.raises(ConfigError, match=wrong):
             make_adapter_engines(config, tmp_path, models, None, tmp_path)

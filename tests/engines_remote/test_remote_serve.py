@@ -1,4 +1,5 @@
-"""`turnwright serve` asked by the clients of vLLM and SGLang over real sockets, and trained through."""
+"""`turnwright serve` asked by the clients of vLLM and SGLang over real
+sockets, and trained through."""
 
 from __future__ import annotations
 
@@ -27,21 +28,28 @@ from turnwright.training import create_tiny_model, score_with_model, unique_weig
 from turnwright.training.model.models import load
 from turnwright_serve.serve import serve
 
-TEXTS = [f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)]
+TEXTS = [
+    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
+]
 PROMPT = list(range(10, 30))
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3)
+    return create_tiny_model(
+        ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3
+    )
 
 
 def run(directory, kind, work, token="", speculate=0, context=200, **options):
     """Do work(client, app, url) beside a server."""
 
     async def all_of_it():
-        async with served(directory, kind, context=context, token=token, speculate=speculate) as (app, url):
+        async with served(directory, kind, context=context, token=token, speculate=speculate) as (
+            app,
+            url,
+        ):
             client = CLIENTS[kind](url, **options)
             try:
                 async with asyncio.timeout(100):
@@ -53,7 +61,8 @@ def run(directory, kind, work, token="", speculate=0, context=200, **options):
 
 
 def beginning(app, count=1):
-    """An event that is set as the next replies begin, together: a poll could find that they are over already."""
+    """An event that is set as the next replies begin, together: a poll could find that
+    they are over already."""
     begun, generate, coming = asyncio.Event(), app.engine.generate, []
 
     async def noted(request):
@@ -95,19 +104,31 @@ def test_it_is_found_to_be_what_it_says(directory, kind):
 @pytest.mark.parametrize(("temperature", "banned"), [(1.0, ()), (0.6, (11, 12)), (0.0, ())])
 def test_ids_and_logprobs_are_the_models(directory, kind, temperature, banned):
     async def work(client, app, url):
-        request = Request(PROMPT, 24, frozenset({5}), 1, "a", sampling=Sampling(temperature), banned_ids=frozenset(banned))
+        request = Request(
+            PROMPT,
+            24,
+            frozenset({5}),
+            1,
+            "a",
+            sampling=Sampling(temperature),
+            banned_ids=frozenset(banned),
+        )
         found = await asyncio.gather(*(client.generate(request) for _ in range(4)))
         for generation in found:
             check_generation(generation, request, "served")
         return found
 
     for generation in run(directory, kind, work):
-        wanted = forward(directory, [*PROMPT, *generation.ids], len(PROMPT), temperature or 1.0, banned)
+        wanted = forward(
+            directory, [*PROMPT, *generation.ids], len(PROMPT), temperature or 1.0, banned
+        )
         assert generation.logprobs == pytest.approx(wanted, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_its_queue_and_its_cache_are_reported_in_the_servers_own_forms(directory, kind, monkeypatch):
+def test_its_queue_and_its_cache_are_reported_in_the_servers_own_forms(
+    directory, kind, monkeypatch
+):
     async def work(client, app, url):
         idle, slots = await client.load(), app.engine.slots
         monkeypatch.setattr(app.engine._scheduler, "running", [None] * 3)
@@ -121,10 +142,14 @@ def test_its_queue_and_its_cache_are_reported_in_the_servers_own_forms(directory
     assert busy == EngineLoad(3, 2, pytest.approx(3 / slots))
 
 
-@pytest.mark.parametrize(("kind", "route"), [("vllm", "generate"), ("vllm", "completions"), ("sglang", None)])
+@pytest.mark.parametrize(
+    ("kind", "route"), [("vllm", "generate"), ("vllm", "completions"), ("sglang", None)]
+)
 def test_what_it_drafts_is_told_and_changes_no_reply(directory, kind, route):
     async def work(client, app, url):
-        again = Request(PROMPT * 4, 100, frozenset(), 1, "a", sampling=Sampling(0.0), banned_ids=frozenset({11}))
+        again = Request(
+            PROMPT * 4, 100, frozenset(), 1, "a", sampling=Sampling(0.0), banned_ids=frozenset({11})
+        )
         drawn = [Request(PROMPT, 60, frozenset(), seed, f"s{seed}") for seed in range(4)]
         found = [await client.generate(request) for request in (again, *drawn)]
         said = [(g.ids, g.logprobs, g.finish) for g in found]
@@ -144,7 +169,9 @@ def test_what_it_drafts_is_told_and_changes_no_reply(directory, kind, route):
 def test_a_pause_gives_back_what_was_sampled_and_holds_what_comes(directory, kind):
     async def work(client, app, url):
         async def ask():
-            return await client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids))
+            return await client.generate(
+                Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids)
+            )
 
         begun = beginning(app)
         first = asyncio.create_task(ask())
@@ -169,7 +196,9 @@ def test_a_client_that_goes_away_ends_its_reply(directory, kind):
     async def work(client, app, url):
         await client.open()
         begun = beginning(app)
-        asking = asyncio.create_task(client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids)))
+        asking = asyncio.create_task(
+            client.generate(Request(PROMPT, 170, frozenset(), 1, "a", banned_ids=app.end_ids))
+        )
         await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -200,7 +229,8 @@ def test_new_weights_arrive_whole_or_not_at_all(directory, kind, tmp_path):
         engine = Fleet(
             [client],
             delivery=WeightDelivery(
-                directories=ModelDirectories(tmp_path / "weights", directory), expected_logprobs=score_with_model(model)
+                directories=ModelDirectories(tmp_path / "weights", directory),
+                expected_logprobs=score_with_model(model),
             ),
         )
         await engine.update(unique_weights(model), 1)
@@ -232,7 +262,11 @@ def test_what_it_cannot_answer_is_refused_with_a_reason(directory):
             for name, path, content in (
                 ("text", "/v1/completions", json.dumps({"prompt": "hello"})),
                 ("model", "/v1/completions", json.dumps({"prompt": [1], "model": "other"})),
-                ("penalty", "/v1/completions", json.dumps({"prompt": [1], "repetition_penalty": 1.2})),
+                (
+                    "penalty",
+                    "/v1/completions",
+                    json.dumps({"prompt": [1], "repetition_penalty": 1.2}),
+                ),
                 ("bias", "/v1/completions", json.dumps({"prompt": [1], "logit_bias": {"3": 2.0}})),
                 ("long", "/v1/completions", json.dumps({"prompt": [1] * 200})),
                 ("vocabulary", "/v1/completions", json.dumps({"prompt": [10**6]})),
@@ -240,7 +274,9 @@ def test_what_it_cannot_answer_is_refused_with_a_reason(directory):
                 ("missing", "/inference/v1/generate", "{}"),
                 ("route", "/nothing", "{}"),
             ):
-                answer = await http.post(url + path, content=content, headers={"content-type": "application/json"})
+                answer = await http.post(
+                    url + path, content=content, headers={"content-type": "application/json"}
+                )
                 told[name] = answer.status_code
             assert (await http.get(url + "/health")).status_code == 200
         return told
@@ -269,15 +305,36 @@ def test_a_negative_number_of_drafts_is_refused(directory, capsys):
 
 
 def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
-    """The whole way: a server of its own process, listed, found to be one, given weights in chunks, sampled from, compared."""
+    """The whole way: a server of its own process, listed, found to be one, given weights in chunks,
+    sampled from, compared."""
     import httpx2
 
-    command = [sys.executable, "-m", "turnwright.cli.main", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright.cli.main",
+        "serve",
+        str(directory),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
     command += ["--speculate", "3"]
     with Forked(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = server.stdout.readline().split()[0]
-            words = ["train", "--env.use", "hop", "--model.path", str(directory), "--engine.kind", "auto", "--display", "none"]
+            words = [
+                "train",
+                "--env.use",
+                "hop",
+                "--model.path",
+                str(directory),
+                "--engine.kind",
+                "auto",
+                "--display",
+                "none",
+            ]
             (tmp_path / "engines.txt").write_text(url)
             words += [
                 "--engine.urls-file",
@@ -289,21 +346,42 @@ def test_a_run_is_trained_through_it(directory, tmp_path, capsys):
                 "--train.steps",
                 "2",
             ]
-            words += ["--rollout.groups", "2", "--rollout.group-size", "2", "--eval.tasks", "2", "--limits.turn-tokens", "12"]
+            words += [
+                "--rollout.groups",
+                "2",
+                "--rollout.group-size",
+                "2",
+                "--eval.tasks",
+                "2",
+                "--limits.turn-tokens",
+                "12",
+            ]
             assert main(words) == 0, capsys.readouterr().err
             assert main(["check", "--engine", url]) == 0, capsys.readouterr().err
             asking = {"trust_env": False, "verify": False, "headers": access(url)}
-            asked = {"token_ids": PROMPT * 4, "sampling_params": {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True}}
+            asked = {
+                "token_ids": PROMPT * 4,
+                "sampling_params": {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True},
+            }
             chunks = httpx2.get(f"{url}/weights/counts", **asking).json()
             assert chunks["bytes_fetched"] > 100_000
-            told = httpx2.post(f"{url}/inference/v1/generate", json=asked, timeout=60, **asking).json()
+            told = httpx2.post(
+                f"{url}/inference/v1/generate", json=asked, timeout=60, **asking
+            ).json()
             assert told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
         finally:
             server.terminate()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if row["phase"] == "train"]
     assert len(steps) == 2
     assert all(row["mismatch_max"] < 1e-3 for row in steps if "mismatch_max" in row)
-    episodes = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    episodes = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
+    ]
     trained = [row for row in episodes if row["key"]["phase"] == "train"]
-    assert {span["version"] for row in trained for span in row["spans"] if span["origin"] == "model"} == {0, 1}
+    assert {
+        span["version"] for row in trained for span in row["spans"] if span["origin"] == "model"
+    } == {0, 1}

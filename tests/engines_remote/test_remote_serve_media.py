@@ -1,4 +1,5 @@
-"""`turnwright serve` with images and experts: episodes are those of the local engine, interrupted or not."""
+"""`turnwright serve` with images and experts: episodes are those of the local
+engine, interrupted or not."""
 
 from __future__ import annotations
 
@@ -30,23 +31,35 @@ from turnwright.engines.remote import probe_server
 from turnwright.training import create_tiny_model, load_model_and_renderer
 
 LIMITS = Limits(turns=3, turn_tokens=12, on_turn_length="continue")
-pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:local engine. on this machine the last bits:UserWarning"
+)
 WAYS = [("vllm", 0), ("sglang", 0), ("sglang", 4)]
 
 
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory):
     sizes = ModelConfig(hidden=64, heads=4, vision=True, image_side=64)
-    texts = [f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up {n}<|im_end|>" for n in range(40)]
+    texts = [
+        f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up {n}<|im_end|>"
+        for n in range(40)
+    ]
     return Gallery(create_tiny_model(sizes, texts, tmp_path_factory.mktemp("vlm") / "model"))
 
 
 @pytest.fixture(scope="module")
 def moe(tmp_path_factory):
     """A mixture of experts with the files of a tiny model."""
-    directory = create_tiny_model(ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("moe") / "model")
+    directory = create_tiny_model(
+        ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("moe") / "model"
+    )
     old = json.loads((directory / "config.json").read_text())
-    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    sizes = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
     kept = (
         "vocab_size",
         "hidden_size",
@@ -57,7 +70,9 @@ def moe(tmp_path_factory):
         "pad_token_id",
     )
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**{name: old[name] for name in kept}, num_hidden_layers=2, initializer_range=0.15, **sizes)
+    config = Qwen3MoeConfig(
+        **{name: old[name] for name in kept}, num_hidden_layers=2, initializer_range=0.15, **sizes
+    )
     Qwen3MoeForCausalLM(config).save_pretrained(directory)
     return directory
 
@@ -66,7 +81,11 @@ serve = partial(run, context=1024)
 
 
 def rows(trajectory):
-    return [(row.ids, row.logprobs, row.weights) for row in trajectory.samples()], trajectory.stop, trajectory.reward
+    return (
+        [(row.ids, row.logprobs, row.weights) for row in trajectory.samples()],
+        trajectory.stop,
+        trajectory.reward,
+    )
 
 
 @pytest.mark.parametrize(("kind", "speculate"), WAYS)
@@ -96,7 +115,9 @@ def test_images_of_a_server_are_seen(vlm, kind):
         client.add_pixel_source(vlm.pixels)
         shown = [vlm.shown().say([20, 21]).show(vlm.image(seed)).say([22]) for seed in (1, 2)]
         made = [
-            await client.generate(Request(one.ids, 8, frozenset(), 5, "a", media=one.placed, banned_ids=vlm.banned))
+            await client.generate(
+                Request(one.ids, 8, frozenset(), 5, "a", media=one.placed, banned_ids=vlm.banned)
+            )
             for one in shown
         ]
         return found.images, shown, made
@@ -105,18 +126,23 @@ def test_images_of_a_server_are_seen(vlm, kind):
     assert images
     for one, generation in zip(shown, made, strict=True):
         expected = vlm.stock([*one.ids, *generation.ids], one.placed)[len(one.ids) - 1 : -1]
-        assert generation.logprobs == pytest.approx(expected[range(8), generation.ids].tolist(), abs=1e-4)
+        assert generation.logprobs == pytest.approx(
+            expected[range(8), generation.ids].tolist(), abs=1e-4
+        )
     assert made[0].logprobs != made[1].logprobs
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [("vllm", {"route": "generate"}), ("vllm", {"route": "completions"}), ("sglang", {})]
+    ("kind", "options"),
+    [("vllm", {"route": "generate"}), ("vllm", {"route": "completions"}), ("sglang", {})],
 )
 @pytest.mark.parametrize("speculate", [0, 4])
 def test_experts_of_every_fed_id_across_interruptions(moe, kind, options, speculate):
     model, renderer = load_model_and_renderer(moe, moe, ModelConfig())
     never = frozenset(renderer.stop_ids)  # SGLang's clients leave its own end ids in force
-    request = Request(list(range(20, 29)), 24, frozenset(), 5, "a", extras=frozenset(["routes"]), banned_ids=never)
+    request = Request(
+        list(range(20, 29)), 24, frozenset(), 5, "a", extras=frozenset(["routes"]), banned_ids=never
+    )
 
     async def work(client, app, url):
         first = await client.generate(request)
@@ -133,7 +159,9 @@ def test_experts_of_every_fed_id_across_interruptions(moe, kind, options, specul
             await engine.close()
 
     wanted = asyncio.run(local())
-    (start, routes), (_, again), (_, told) = (one.extras["routes"] for one in (wanted, plain, found))
+    (start, routes), (_, again), (_, told) = (
+        one.extras["routes"] for one in (wanted, plain, found)
+    )
     expected = np.asarray(routes).reshape(9 + 23, -1)
     assert start == 0
     assert interruptions == 24
@@ -158,11 +186,17 @@ def test_routes_from_a_position_on(moe):
 def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     import httpx2
 
-    picture = f"data:image/png;base64,{base64.b64encode(vlm.store.png_bytes(vlm.image(1))).decode()}"
+    picture = (
+        f"data:image/png;base64,{base64.b64encode(vlm.store.png_bytes(vlm.image(1))).decode()}"
+    )
     pad = min(vlm.vision.pad_ids)
 
     def asked(ids, *urls):
-        return {"input_ids": ids, "image_data": list(urls), "sampling_params": {"max_new_tokens": 1}}
+        return {
+            "input_ids": ids,
+            "image_data": list(urls),
+            "sampling_params": {"max_new_tokens": 1},
+        }
 
     async def work(client, app, url):
         told = []
@@ -200,8 +234,20 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_that_ends_leaves_no_images(vlm, number, tmp_path):
-    command = [sys.executable, "-m", "turnwright.cli.main", "serve", str(vlm.path), "--port", "0", "--device", "cpu"]
-    with Forked(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}) as server:
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright.cli.main",
+        "serve",
+        str(vlm.path),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+    ]
+    with Forked(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as server:
         try:
             assert server.stdout.readline().startswith("http://")
             kept = list(tmp_path.glob("turnwright-images-*"))

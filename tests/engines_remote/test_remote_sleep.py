@@ -1,4 +1,5 @@
-"""Servers and a trainer take turns: asleep they hold nothing and are asked nothing, and new weights wake them."""
+"""Servers and a trainer take turns: asleep they hold nothing and are asked nothing, and
+new weights wake them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.errors import EngineError, EngineUnavailable, SyncError
 
 CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
-LOOKS = ("/health", "/v1/completions", "/generate", "/inference/v1/generate", "/abort_requests", "/abort_request")
+LOOKS = (
+    "/health",
+    "/v1/completions",
+    "/generate",
+    "/inference/v1/generate",
+    "/abort_requests",
+    "/abort_request",
+)
 
 
 @pytest.fixture
@@ -71,7 +79,10 @@ def test_memory_goes_and_comes_back_in_order(kind, directories):
             await engine.close()
             told = [row for row in server.seen()[before:] if row["path"] not in LOOKS]
             return asleep, [
-                f"{row['path']} {json.dumps(tags)}" if (tags := row["body"].get("tags")) else row["path"] for row in told
+                f"{row['path']} {json.dumps(tags)}"
+                if (tags := row["body"].get("tags"))
+                else row["path"]
+                for row in told
             ]
 
         asleep, found = kit.run(work())
@@ -86,12 +97,18 @@ def test_a_fleet_that_sleeps_asks_nobody_and_calls_wait_for_new_weights(director
         async def work():
             engine = fleet_of(servers, directories=directories)
             await engine.update(weights(3), 3)
-            playing = [asyncio.create_task(engine.generate(question(f"a{n}", tokens=200))) for n in range(4)]
+            playing = [
+                asyncio.create_task(engine.generate(question(f"a{n}", tokens=200)))
+                for n in range(4)
+            ]
             await asyncio.sleep(0)
             await engine.sleep()
             states = [member.state for member in engine.members]
             await asyncio.gather(*playing, return_exceptions=True)
-            waiting = [asyncio.create_task(engine.generate(question(f"s{n}", min_version=4))) for n in range(6)]
+            waiting = [
+                asyncio.create_task(engine.generate(question(f"s{n}", min_version=4)))
+                for n in range(6)
+            ]
             await asyncio.sleep(0.3)
             early = [task.done() for task in waiting]
             await engine.update(weights(4), 4)
@@ -141,7 +158,9 @@ def test_a_server_that_was_started_again_while_it_slept_is_not_told_to_wake(kind
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(kind, directories, monkeypatch):
+def test_weights_that_fail_to_come_leave_it_asleep_and_the_next_ones_wake_it(
+    kind, directories, monkeypatch
+):
     with kit.servers(kind) as server:
 
         async def work():
@@ -194,7 +213,9 @@ def test_a_server_that_a_killed_trainer_left_asleep_is_woken_by_the_next(kind, d
     assert right(found, 4)
 
 
-def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_that_wake_the_others(home):  # noqa: F811
+def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_that_wake_the_others(
+    home,  # noqa: F811
+):
     async def work():
         engine = own_fleet(home, "vllm", "sglang")
         await engine.sleep()  # nothing runs yet
@@ -210,8 +231,12 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
         for server in engine.started:  # and once more, with no time to be seen
             os.kill(server.pid, signal.SIGKILL)
         await engine.update(weights(4), 4)
-        found = await asyncio.gather(*(engine.generate(question(f"s{n}", min_version=4)) for n in range(6)))
-        await until(lambda: {member.state for member in engine.members} == {"up"})  # one may have answered all
+        found = await asyncio.gather(
+            *(engine.generate(question(f"s{n}", min_version=4)) for n in range(6))
+        )
+        await until(
+            lambda: {member.state for member in engine.members} == {"up"}
+        )  # one may have answered all
         await engine.close()
         return left, found
 

@@ -1,4 +1,5 @@
-"""Teachers on servers: what `turnwright serve` answers is what the same model answers here, text and images, with branches."""
+"""Teachers on servers: what `turnwright serve` answers is what the same model answers here, text
+and images, with branches."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from turnwright.training import Trainer, create_tiny_model, load_model_and_rende
 from turnwright.training.teachers.teacher import Hint, Teachers
 from turnwright.types import Group, Task
 
-pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:local engine. on this machine the last bits:UserWarning"
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,9 @@ def test_a_server_of_another_model_is_far_from_the_one_here(text, tmp_path):
 
     async def work():
         async with served(other, "vllm", context=1024) as (_, url):
-            return await asyncio.to_thread(gap_to, url, text, [conversation(0)], CONFIGS["advantage"])
+            return await asyncio.to_thread(
+                gap_to, url, text, [conversation(0)], CONFIGS["advantage"]
+            )
 
     assert asyncio.run(work()).nats > 0.01
 
@@ -85,7 +90,9 @@ def test_a_hint_precedes_text_and_images(vlm, kind, tmp_path):
 
     assert gap(kind, vlm.path, trajectories, config, pixels=vlm.pixels, hint=hint).nats < 1e-4
     plain = answers(vlm.path, trajectories, partial(local, vlm.path, config), vlm.pixels)
-    hinted = answers(vlm.path, trajectories, partial(local, vlm.path, config, hint=hint), vlm.pixels)
+    hinted = answers(
+        vlm.path, trajectories, partial(local, vlm.path, config, hint=hint), vlm.pixels
+    )
     assert float((plain.logp_n - hinted.logp_n).abs().max()) > 1e-3
 
 
@@ -107,7 +114,9 @@ def test_what_a_server_does_not_answer_is_no_teacher_and_noted(text, kind):
 
         def learn():
             model, renderer = load_model_and_renderer(text, text, ModelConfig())
-            make = partial(remote, url, CONFIGS["advantage"], renderer=renderer, on_note=notes.append)
+            make = partial(
+                remote, url, CONFIGS["advantage"], renderer=renderer, on_note=notes.append
+            )
             config = TrainConfig(reward_weight=0.0, max_mismatch=1e9)
             trainer = Trainer(model, config, teachers=lambda policy: Teachers([make(policy)], 0.0))
             return trainer.step([Group(Task("t", id="t"), trajectories)], step=0, steps=1).metrics
@@ -123,16 +132,32 @@ def test_what_a_server_does_not_answer_is_no_teacher_and_noted(text, kind):
 @pytest.mark.parametrize(
     ("kind", "law", "error"),
     [
-        ("vllm", {"temperature": 0.7}, "at temperature 1 with nothing banned, and the policy samples at temperature 0.7"),
-        ("vllm", {"banned_ids": frozenset((1, 2))}, "temperature 1, and 2 ids are banned|2 ids are banned"),
-        ("sglang", {"temperature": 0.7}, "at temperature 1, and the policy samples at temperature 0.7"),
+        (
+            "vllm",
+            {"temperature": 0.7},
+            "at temperature 1 with nothing banned, and the policy samples at temperature 0.7",
+        ),
+        (
+            "vllm",
+            {"banned_ids": frozenset((1, 2))},
+            "temperature 1, and 2 ids are banned|2 ids are banned",
+        ),
+        (
+            "sglang",
+            {"temperature": 0.7},
+            "at temperature 1, and the policy samples at temperature 0.7",
+        ),
     ],
 )
-def test_a_server_that_computes_another_distribution_is_refused(text, kind, law, error, monkeypatch):
+def test_a_server_that_computes_another_distribution_is_refused(
+    text, kind, law, error, monkeypatch
+):
     monkeypatch.setattr(CLIENTS[kind], "seeded", False)  # as vLLM and SGLang answer
 
     async def work(client, app, url):
-        await asyncio.to_thread(answers, text, [conversation(0)], partial(remote, url, CONFIGS["advantage"]), **law)
+        await asyncio.to_thread(
+            answers, text, [conversation(0)], partial(remote, url, CONFIGS["advantage"]), **law
+        )
 
     with pytest.raises(ConfigError, match=error):
         run(text, kind, work, context=1024)
@@ -151,11 +176,23 @@ def test_sglang_reports_banned_ids_which_are_left_out_of_the_distribution(text):
         assert body["top_logprobs_num"] == 6
         at = range(1, len(ids))
         meta = {
-            "input_token_logprobs": [[None, 20, None], *([float(logp[n - 1, ids[n]]), ids[n], None] for n in at)],
-            "input_token_ids_logprobs": [None, *([[float(logp[n - 1, b]), b, None] for b in sorted(banned)] for n in at)],
+            "input_token_logprobs": [
+                [None, 20, None],
+                *([float(logp[n - 1, ids[n]]), ids[n], None] for n in at),
+            ],
+            "input_token_ids_logprobs": [
+                None,
+                *([[float(logp[n - 1, b]), b, None] for b in sorted(banned)] for n in at),
+            ],
             "input_top_logprobs": [
                 None,
-                *([[float(p), int(i), None] for p, i in zip(best.values[n - 1], best.indices[n - 1], strict=True)] for n in at),
+                *(
+                    [
+                        [float(p), int(i), None]
+                        for p, i in zip(best.values[n - 1], best.indices[n - 1], strict=True)
+                    ]
+                    for n in at
+                ),
             ],
         }
         return {"meta_info": meta}
@@ -168,7 +205,11 @@ def test_sglang_reports_banned_ids_which_are_left_out_of_the_distribution(text):
     logits = logp.clone()
     logits[:, sorted(banned)] = -torch.inf
     expected = logits.log_softmax(-1)
-    assert found.logprobs == pytest.approx([float(expected[n - 1, ids[n]]) for n in range(1, 4)], abs=1e-5)
+    assert found.logprobs == pytest.approx(
+        [float(expected[n - 1, ids[n]]) for n in range(1, 4)], abs=1e-5
+    )
     for n, row in enumerate(found.top):
         top = expected[n].topk(4)
-        assert row == pytest.approx(dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)), abs=1e-5)
+        assert row == pytest.approx(
+            dict(zip(top.indices.tolist(), top.values.tolist(), strict=True)), abs=1e-5
+        )

@@ -1,4 +1,5 @@
-"""Weights that go from node to node: real relay processes, chunks that are damaged, peers that die."""
+"""Weights that go from node to node: real relay processes, chunks that are
+damaged, peers that die."""
 
 from __future__ import annotations
 
@@ -75,7 +76,9 @@ def test_a_manifest_names_plain_files_and_as_many_chunks_as_they_have(tmp_path):
         with pytest.raises(ValidationError):
             Manifest.model_validate(given | {"files": [given["files"][0] | {"name": name}]})
     assert Manifest.model_validate(given | {"files": given["files"] * 2}).fault()
-    assert Manifest.model_validate(given | {"files": [given["files"][0] | {"size": 5 * SMALL}]}).fault()
+    assert Manifest.model_validate(
+        given | {"files": [given["files"][0] | {"size": 5 * SMALL}]}
+    ).fault()
 
 
 async def relays(tmp_path, count, work):
@@ -102,7 +105,9 @@ def test_chunks_go_from_peer_to_peer_while_they_arrive_and_unchanged_ones_are_no
             manifest = Manifest.of(source, version, SMALL)
             made[0].offer(source, manifest)
             # Each knows the one before it alone, and all begin at once.
-            got = await asyncio.gather(*(r.fetch(manifest, [[urls[n]]]) for n, r in enumerate(made[1:])))
+            got = await asyncio.gather(
+                *(r.fetch(manifest, [[urls[n]]]) for n, r in enumerate(made[1:]))
+            )
             assert [content(path) for path in got] == [content(source)] * 3
             found.append([relay.counts["bytes_fetched"] for relay in made[1:]])
         return found, [relay.counts["bytes_served"] for relay in made], manifest.size
@@ -120,14 +125,20 @@ def bfloat16_words(seed, count=40 * SMALL, changed=0.0):
     rng = np.random.default_rng(seed)
     words = rng.integers(0, 2**16, count, dtype=np.uint16)
     moved = np.random.default_rng(seed + 1).random(count) < changed
-    return np.where(moved, words + rng.choice(np.array([1, 2**16 - 1], np.uint16), count), words).astype("<u2").tobytes()
+    return (
+        np.where(moved, words + rng.choice(np.array([1, 2**16 - 1], np.uint16), count), words)
+        .astype("<u2")
+        .tobytes()
+    )
 
 
 @given(data=st.data(), length=st.integers(0, 300))
 def test_a_difference_turns_the_old_bytes_into_the_new_ones_whatever_they_are(data, length):
     old = data.draw(st.binary(min_size=length, max_size=length))
     new = bytearray(old)
-    for place in data.draw(st.lists(st.integers(0, max(0, length - 1)), max_size=20)) if length else ():
+    for place in (
+        data.draw(st.lists(st.integers(0, max(0, length - 1)), max_size=20)) if length else ()
+    ):
         new[place] = data.draw(st.integers(0, 255))
     found = encode_difference(old, bytes(new))
     if found is not None:
@@ -150,7 +161,7 @@ def test_what_is_no_difference_of_these_bytes_is_an_error(data, length):
         assert len(found) == length
 
 
-def test_a_hundredth_of_changed_elements_takes_less_than_a_thirtieth_and_most_of_them_the_bytes_themselves():
+def test_a_hundredth_of_changed_elements_takes_less_than_a_thirtieth_and_most_of_them_the_bytes_themselves():  # noqa: E501
     old, new = bfloat16_words(1), bfloat16_words(1, changed=0.02)
     assert 0.01 < np.mean(np.frombuffer(old, "<u2") != np.frombuffer(new, "<u2")) < 0.03
     assert len(encode_difference(old, new)) < len(new) / 30
@@ -171,7 +182,9 @@ def test_a_node_that_lost_or_damaged_the_old_bytes_gets_the_new_ones_whole(tmp_p
             manifest = Manifest.of(sources[version], version, 8 * SMALL)
             made[0].offer(sources[version], manifest)
             before = made[node].counts["bytes_fetched"]
-            assert content(await made[node].fetch(manifest, [[urls[0]]])) == content(sources[version])
+            assert content(await made[node].fetch(manifest, [[urls[0]]])) == content(
+                sources[version]
+            )
             fetched.append(made[node].counts["bytes_fetched"] - before)
 
         await fetch(1, 0)
@@ -204,10 +217,14 @@ def test_a_peer_that_sends_other_bytes_or_none_is_replaced_by_the_next(tmp_path)
         async def damaged(call):
             return Response(b"x" * SMALL, media_type="application/octet-stream")
 
-        liar = JsonHttpServer({("GET", "/weights/chunks/{digest}"): Endpoint(damaged)}, host="127.0.0.1", port=0)
+        liar = JsonHttpServer(
+            {("GET", "/weights/chunks/{digest}"): Endpoint(damaged)}, host="127.0.0.1", port=0
+        )
         await liar.start()
         try:
-            got = await made[1].fetch(manifest, [[liar.url, urls[0]], ["http://127.0.0.1:9", urls[0]]])
+            got = await made[1].fetch(
+                manifest, [[liar.url, urls[0]], ["http://127.0.0.1:9", urls[0]]]
+            )
             assert content(got) == content(source)
             with pytest.raises(SyncError, match="sent other bytes"):
                 await made[2].fetch(manifest, [[liar.url]])
@@ -229,7 +246,11 @@ def test_a_transfer_is_shared_by_all_who_ask_and_old_policies_are_deleted(tmp_pa
             manifest = Manifest.of(source, version, SMALL)
             made[0].offer(source, manifest)
             await asyncio.gather(*(made[1].fetch(manifest, [[urls[0]]]) for _ in range(5)))
-        return made[1].counts["bytes_fetched"], 4 * manifest.size, sorted(path.name for path in made[1].root.iterdir())
+        return (
+            made[1].counts["bytes_fetched"],
+            4 * manifest.size,
+            sorted(path.name for path in made[1].root.iterdir()),
+        )
 
     fetched, once, kept = asyncio.run(relays(tmp_path, 2, work))
     assert fetched <= once
@@ -240,7 +261,18 @@ class Relay:
     """`turnwright engines relay` in a process of its own."""
 
     def __init__(self, root: Path, host: str, port: int) -> None:
-        command = [sys.executable, "-m", "turnwright", "engines", "relay", str(root), "--host", host, "--port", str(port)]
+        command = [
+            sys.executable,
+            "-m",
+            "turnwright",
+            "engines",
+            "relay",
+            str(root),
+            "--host",
+            host,
+            "--port",
+            str(port),
+        ]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
@@ -252,31 +284,42 @@ class Relay:
 
 
 def on_host(server, host):
-    """The client of a server of the kit as if it ran on another host: 127.0.0.0/8 is all this machine."""
+    """The client of a server of the kit as if it ran on another host:
+    127.0.0.0/8 is all this machine."""
     engine = {"vllm": VllmEngine, "sglang": SglangEngine}[server.kind](server.url)
     engine.url = server.url.replace("127.0.0.1", host)
     return engine
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])
-def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(tmp_path, directories, kind, monkeypatch):
-    """Three hosts with a relay each and two servers each, and a relay that is killed before the last update."""
+def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(
+    tmp_path, directories, kind, monkeypatch
+):
+    """Three hosts with a relay each and two servers each, and a relay that is killed
+    before the last update."""
     monkeypatch.setenv("TURNWRIGHT_SERVE_TOKEN", "tree")  # other machines may connect, with it
     hosts, port = ["127.0.0.2", "127.0.0.3", "127.0.0.4"], 0
     if kind == "adapter":
-        directories = AdapterDirectories(tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint)
+        directories = AdapterDirectories(
+            tmp_path / "adapters", lambda: {"r": 1}, fingerprint=directories._fingerprint
+        )
     with ExitStack() as stack:
         started = []
         for host in hosts:  # one port on all hosts
             started.append(Relay(tmp_path / host, host, port))
             stack.callback(started[-1].end)
             port = port or int(started[0].url.rpartition(":")[2])
-        servers = [stack.enter_context(kit.servers("vllm" if number % 2 else "sglang")) for number in range(6)]
+        servers = [
+            stack.enter_context(kit.servers("vllm" if number % 2 else "sglang"))
+            for number in range(6)
+        ]
 
         async def work():
             engines = [on_host(server, hosts[number // 2]) for number, server in enumerate(servers)]
             tree = WeightTree(relay_port=port, chunk=64)
-            engine = Fleet(engines, QUICK, delivery=WeightDelivery(directories=directories, tree=tree))
+            engine = Fleet(
+                engines, QUICK, delivery=WeightDelivery(directories=directories, tree=tree)
+            )
             await engine.update(weights(3), 3)
             found = await many(engine, 12, turns=2)
             assert all(right(generation, 3, last) for rows in found for generation, last in rows)
@@ -305,9 +348,18 @@ def test_each_node_reads_once_from_another_and_its_servers_load_what_it_stored(t
 def test_a_relay_takes_orders_by_its_token_only(tmp_path):
     relay = Relay(tmp_path / "node", "127.0.0.1", 0)
     try:
-        body = {"manifest": {"version": 1, "chunk": 8, "files": []}, "sources": [["http://127.0.0.1:9"]]}
-        command = [sys.executable, "-c", "import sys, httpx2; print(httpx2.post(sys.argv[1], json={}).status_code)"]
-        plain = subprocess.run([*command, f"{relay.url}/weights/fetch"], capture_output=True, text=True, check=True)
+        body = {
+            "manifest": {"version": 1, "chunk": 8, "files": []},
+            "sources": [["http://127.0.0.1:9"]],
+        }
+        command = [
+            sys.executable,
+            "-c",
+            "import sys, httpx2; print(httpx2.post(sys.argv[1], json={}).status_code)",
+        ]
+        plain = subprocess.run(
+            [*command, f"{relay.url}/weights/fetch"], capture_output=True, text=True, check=True
+        )
         assert plain.stdout.strip() == "401"
 
         async def work():

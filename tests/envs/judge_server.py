@@ -1,8 +1,8 @@
 """A tiny OpenAI-style chat server, a process of its own, that fails as it is told.
 
-The model's name says what the requests of each question meet, in order, the last one from then on: `500,500,ok`. It judges
-as the prompts of `turnwright.envs.rewards.judge` ask for: 10 where the last reply is 42, else 0; before that
-it repeats the reply.
+The model's name says what the requests of each question meet, in order, the last one from then on:
+`500,500,ok`. It judges as the prompts of `turnwright.envs.rewards.judge` ask for: 10 where the last
+reply is 42, else 0; before that it repeats the reply.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def judge(messages: list[dict[str, str]]) -> str:
     shown = messages[1]["content"].partition(f"BEGIN {mark}\n")[2].rpartition(f"\nEND {mark}")[0]
     rows = [json.loads(line) for line in shown.split("\n")]
     last = [row["content"] for row in rows if row["role"] == "assistant"][-1]
-    return f"The assistant said:\n{last}\nThat settles it.\nVERDICT {mark} {10 if last.strip() == '42' else 0}"
+    return (
+        f"The assistant said:\n{last}\nThat settles it.\nVERDICT {mark} "
+        f"{10 if last.strip() == '42' else 0}"
+    )
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -39,7 +42,9 @@ class Handler(BaseHTTPRequestHandler):
         with LOCK:
             name = json.dumps(body)
             met, MET[name] = MET[name], MET[name] + 1
-        getattr(self, f"do_{plan[min(met, len(plan) - 1)].partition(':')[0]}")(body, plan[min(met, len(plan) - 1)])
+        getattr(self, f"do_{plan[min(met, len(plan) - 1)].partition(':')[0]}")(
+            body, plan[min(met, len(plan) - 1)]
+        )
 
     def say(self, data: Any, status: int = 200, **headers: str) -> None:
         raw = data if isinstance(data, bytes) else json.dumps(data).encode()
@@ -55,10 +60,17 @@ class Handler(BaseHTTPRequestHandler):
             if "VERDICT" in body["messages"][0]["content"]
             else f"echo {body['messages'][-1]['content']}"
         )
-        self.say({"choices": [{"message": {"role": "assistant", "content": text}}], "usage": {"total_tokens": 7}})
+        self.say(
+            {
+                "choices": [{"message": {"role": "assistant", "content": text}}],
+                "usage": {"total_tokens": 7},
+            }
+        )
 
     def do_status(self, body: Any, fault: str) -> None:
-        self.say({"error": f"no; you sent {self.headers.get('authorization')}"}, int(fault.split(":")[1]))
+        self.say(
+            {"error": f"no; you sent {self.headers.get('authorization')}"}, int(fault.split(":")[1])
+        )
 
     def do_later(self, body: Any, fault: str) -> None:
         self.say({"error": "too many"}, 429, **{"retry-after": fault.split(":")[1]})
@@ -119,5 +131,7 @@ if __name__ == "__main__":
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     print(server.server_port, flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), OVER.set(), server.shutdown()), daemon=True).start()
+    threading.Thread(
+        target=lambda: (sys.stdin.read(), OVER.set(), server.shutdown()), daemon=True
+    ).start()
     server.serve_forever()

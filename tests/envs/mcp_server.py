@@ -1,4 +1,5 @@
-"""A server of the official package, started by tests: over stdio, or over HTTP with a port as its argument."""
+"""A server of the official package, started by tests: over stdio, or over HTTP with a
+port as its argument."""
 
 import base64
 import os
@@ -9,7 +10,8 @@ from io import BytesIO
 
 import pydantic
 
-# A model is built when it is first used; the packages' hundreds took 0.4 s of CPU in each of the tests' servers.
+# A model is built when it is first used; the packages' hundreds took 0.4 s of CPU in each
+# of the tests' servers.
 pydantic.BaseModel.model_config = pydantic.ConfigDict(defer_build=True)
 
 from mcp.server.mcpserver import MCPServer  # noqa: E402
@@ -51,7 +53,12 @@ def square(side: int) -> list[TextContent | ImageContent | AudioContent]:
     out = BytesIO()
     Image.new("RGB", (side, side), "red").save(out, "PNG")
     drawn = ImageContent(data=base64.b64encode(out.getvalue()).decode(), mime_type="image/png")
-    return [TextContent(text="Here:"), drawn, TextContent(text="Well?"), AudioContent(data="AAAA", mime_type="audio/wav")]
+    return [
+        TextContent(text="Here:"),
+        drawn,
+        TextContent(text="Well?"),
+        AudioContent(data="AAAA", mime_type="audio/wav"),
+    ]
 
 
 @server.tool()

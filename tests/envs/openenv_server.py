@@ -1,4 +1,7 @@
-"""An OpenEnv server of the official package: guess a number. `/small` takes one session at a time; `/open` counts them."""
+"""An OpenEnv server of the official package: guess a number.
+
+`/small` takes one session at a time; `/open` counts them.
+"""
 
 import os
 import sys
@@ -59,7 +62,12 @@ class Secret(Environment):
             time.sleep(trouble["hang"])
         done = action.guess == self.secret
         said = "Yes." if done else "Higher." if action.guess < self.secret else "Lower."
-        given = {"every": float(done) - 0.1, "last": 1.0 if done else None, "never": None, "nan": float("nan")}
+        given = {
+            "every": float(done) - 0.1,
+            "last": 1.0 if done else None,
+            "never": None,
+            "nan": float("nan"),
+        }
         return Heard(said=said, done=done, reward=given[trouble.get("reward", "last")])
 
     @property

@@ -122,13 +122,28 @@ OTHER = [
     ("9^{9^{9}}", "9^{9^{8}}"),
     ("99999999999999999998", "99999999999999999999"),
 ]
-EMPTY = ["", " ", "{}", "$", "$$", r"\text{}", r"\boxed{}", r"\text{ }", ".", "()", r"\{\}", r"\mathrm{\text{}}"]
+EMPTY = [
+    "",
+    " ",
+    "{}",
+    "$",
+    "$$",
+    r"\text{}",
+    r"\boxed{}",
+    r"\text{ }",
+    ".",
+    "()",
+    r"\{\}",
+    r"\mathrm{\text{}}",
+]
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_equal_answers_are_right_both_ways(one, other):
     assert is_correct(one, other)
-    assert is_correct(other, one) or other == "3.14"  # a rounded answer allows half of its last place, an exact one nothing
+    assert (
+        is_correct(other, one) or other == "3.14"
+    )  # a rounded answer allows half of its last place, an exact one nothing
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
@@ -144,21 +159,31 @@ def test_nothing_is_equal_to_an_empty_answer(empty, other):
     assert not is_correct(other, empty)
 
 
-WORDS = st.text(string.ascii_lowercase, min_size=2, max_size=8).filter(lambda word: word not in ("pi", "and", "or", "inf"))
+WORDS = st.text(string.ascii_lowercase, min_size=2, max_size=8).filter(
+    lambda word: word not in ("pi", "and", "or", "inf")
+)
 NUMBERS = st.one_of(
     st.integers(-(10**6), 10**6).map(str),
     st.tuples(st.integers(-99, 99), st.integers(2, 99)).map(lambda pair: f"{pair[0]}/{pair[1]}"),
-    st.tuples(st.integers(-99, 99), st.integers(2, 99)).map(lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"),
-    st.tuples(st.integers(1, 99), st.integers(2, 99)).map(lambda pair: rf"{pair[0]}\sqrt{{{pair[1]}}}"),
+    st.tuples(st.integers(-99, 99), st.integers(2, 99)).map(
+        lambda pair: rf"\frac{{{pair[0]}}}{{{pair[1]}}}"
+    ),
+    st.tuples(st.integers(1, 99), st.integers(2, 99)).map(
+        lambda pair: rf"{pair[0]}\sqrt{{{pair[1]}}}"
+    ),
 )
 LETTERS = st.sampled_from(string.ascii_uppercase)
-EXPRESSIONS = st.tuples(st.integers(1, 9), st.sampled_from("xyzn"), st.integers(1, 9)).map(lambda p: f"{p[0]}{p[1]}+{p[2]}")
+EXPRESSIONS = st.tuples(st.integers(1, 9), st.sampled_from("xyzn"), st.integers(1, 9)).map(
+    lambda p: f"{p[0]}{p[1]}+{p[2]}"
+)
 ONE = st.one_of(WORDS, NUMBERS, LETTERS, EXPRESSIONS)
 ANSWERS = st.one_of(
     ONE,
     st.tuples(NUMBERS, NUMBERS).map(lambda pair: f"({pair[0]}, {pair[1]})"),
     st.lists(NUMBERS, min_size=2, max_size=3).map(lambda parts: rf"\{{{', '.join(parts)}\}}"),
-    st.tuples(st.integers(1, 999), st.sampled_from(["cm", "m", "kg", "apples"])).map(lambda pair: f"{pair[0]} {pair[1]}"),
+    st.tuples(st.integers(1, 999), st.sampled_from(["cm", "m", "kg", "apples"])).map(
+        lambda pair: f"{pair[0]} {pair[1]}"
+    ),
 )
 WRAPPERS = [
     "{}",
@@ -187,7 +212,12 @@ def test_an_answer_is_equal_to_itself_in_any_wrapper(answer, wrappers, other):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.one_of(WORDS, LETTERS), st.one_of(WORDS, LETTERS), st.sampled_from(WRAPPERS), st.sampled_from(WRAPPERS))
+@given(
+    st.one_of(WORDS, LETTERS),
+    st.one_of(WORDS, LETTERS),
+    st.sampled_from(WRAPPERS),
+    st.sampled_from(WRAPPERS),
+)
 def test_different_letters_and_words_are_never_equal(one, other, wrapper, around):
     assume(one.lower() != other.lower())
     assert not is_correct(wrapper.format(one), around.format(other))
@@ -276,5 +306,7 @@ def test_a_hostile_answer_is_wrong_whatever_is_right(text):
     ],
 )
 def test_geometry_rewards_by_the_checker(answer, reply, right):
-    (trajectory,) = tw.rollout(Geometry, [tw.Task("A, B or C?", answer=answer)], engine=tw.ScriptedEngine([reply]))
+    (trajectory,) = tw.rollout(
+        Geometry, [tw.Task("A, B or C?", answer=answer)], engine=tw.ScriptedEngine([reply])
+    )
     assert (trajectory.error, trajectory.reward) == (None, right)

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 
 from turnwright.envs import arithmetic
 
-numbers = st.integers(0, 99).map(str) | st.floats(0, 99, allow_nan=False).map(lambda x: f"{x:.3f}") | st.just("1e2")
+numbers = (
+    st.integers(0, 99).map(str)
+    | st.floats(0, 99, allow_nan=False).map(lambda x: f"{x:.3f}")
+    | st.just("1e2")
+)
 expressions = st.recursive(
     numbers,
     lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", "%", " + ", " * "]), inner).map("".join),
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", "%", " + ", " * "]), inner).map(
+            "".join
+        ),
         st.tuples(st.sampled_from("+-"), inner).map("".join),
         inner.map(lambda text: f"({text})"),
         st.tuples(inner, st.integers(-3, 4)).map(lambda pair: f"({pair[0]})**{pair[1]}"),
@@ -37,7 +43,13 @@ def test_it_computes_what_python_computes(expression):
     except (ZeroDivisionError, OverflowError):
         expected = None
     huge = isinstance(expected, int) and expected.bit_length() > 4096
-    if expected is None or huge or isinstance(expected, complex) or not math.isfinite(expected) or len(expression) > 500:
+    if (
+        expected is None
+        or huge
+        or isinstance(expected, complex)
+        or not math.isfinite(expected)
+        or len(expression) > 500
+    ):
         with pytest.raises(ValueError, match=r"."):
             arithmetic(expression)
         return

@@ -26,7 +26,8 @@ def test_an_error_of_the_function_has_its_type_and_message():
 
 
 @pytest.mark.parametrize(
-    ("function", "args"), [(math.factorial, (10**9,)), (operator.mul, ("x", 10**11)), (math.comb, (10**9, 10**8))]
+    ("function", "args"),
+    [(math.factorial, (10**9,)), (operator.mul, ("x", 10**11)), (math.comb, (10**9, 10**8))],
 )
 def test_what_exceeds_its_bounds_is_an_error_and_the_next_call_works(function, args):
     with pytest.raises(BoundExceeded):

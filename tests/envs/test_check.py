@@ -115,37 +115,37 @@ mute = staticmethod(lambda messages, rng: "?")
 
 PLANTED = [
     (plant(step=step_of(None)), "error", "Step returned None; return tw.Step(...)"),
-    (plant(step=step_of(("a", 1.0, True, False))), "error", "return tw.Step(...) or a Gymnasium 5-tuple"),
+    (plant(step=step_of(("a", 1.0, True, False))), "error", "return tw.Step(...) or a Gymnasium 5-tuple"),  # noqa: E501
     (plant(step=step_of(Step("a", math.nan))), "error", "A step's reward is nan"),
     (plant(step=step_of(Step("a", math.inf, True))), "error", "A step's reward is inf"),
     (plant(step=step_of(Step("a", "1.0x"))), "error", "A step's reward is '1.0x', not a number"),
     (plant(step=step_of(Step(3.5))), "error", "Step returned what is no message"),
     (plant(step=step_of(Step("a", info=3))), "error", "Step returned the info 3"),
-    (plant(step=lambda self, action: Step(str(int(action.text)))), "error", "step raised ValueError"),
+    (plant(step=lambda self, action: Step(str(int(action.text)))), "error", "step raised ValueError"),  # noqa: E501
     (plant(step=step_of(Step("a", 1.0, True))), "warning", "has the reward 1.0"),
     (plant(step=never_ends, solver=mute), "error", "The solver has the reward 0.0 on task"),
     (plant(reward=lambda self, trajectory: math.nan), "error", "The reward is nan"),
     (plant(reward=lambda self, trajectory: None), "error", "The solver has the reward None"),
-    (plant(reward=raises(ZeroDivisionError("division by zero"))), "error", "reward raised ZeroDivisionError: division by zero"),
+    (plant(reward=raises(ZeroDivisionError("division by zero"))), "error", "reward raised ZeroDivisionError: division by zero"),  # noqa: E501
     (plant(reset=raises(KeyError("start"))), "error", "reset raised KeyError: 'start'"),
-    (plant(reset=lambda self, task, seed=None: None), "error", "Reset returned nothing and the task has no messages"),
+    (plant(reset=lambda self, task, seed=None: None), "error", "Reset returned nothing and the task has no messages"),  # noqa: E501
     (plant(reset=lambda self, task, seed=None: 7), "error", "Reset returned what is no message"),
-    (plant(close=raises(OSError("gone"))), "warning", "close raised OSError: gone (test_check.py:98)"),
-    (plant(solver=staticmethod(lambda messages, rng: "no")), "error", "The solver has the reward 0.0"),
+    (plant(close=raises(OSError("gone"))), "warning", "close raised OSError: gone (test_check.py:98)"),  # noqa: E501
+    (plant(solver=staticmethod(lambda messages, rng: "no")), "error", "The solver has the reward 0.0"),  # noqa: E501
     (plant(reward=lambda self, trajectory: -float(int(trajectory.task.id, 16) % 4 == 0)), "warning",
      "The solver has the reward 1 on"),
-    (plant(solver=staticmethod(raises(IndexError("list index out of range")))), "error", "The solver raised IndexError"),
+    (plant(solver=staticmethod(raises(IndexError("list index out of range")))), "error", "The solver raised IndexError"),  # noqa: E501
     (plant(tools=[{"name": "f"}]), "error", 'is not {"type": "function"'),
-    (plant(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]), "error",
+    (plant(tools=[{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]), "error",  # noqa: E501
      "not of type object"),
-    (plant(tools=[{"type": "function", "function": {"name": "f"}}] * 2), "error", "two tools are called 'f'"),
-    (plant(tools=[{"type": "function", "function": {"name": "f", "default": {1}}}]), "error", "it is not JSON"),
-    (plant(tasks=staticmethod(lambda split, n, seed: [Task(info={"start": i}) for i in range(n)])), "error", "overlap"),
+    (plant(tools=[{"type": "function", "function": {"name": "f"}}] * 2), "error", "two tools are called 'f'"),  # noqa: E501
+    (plant(tools=[{"type": "function", "function": {"name": "f", "default": {1}}}]), "error", "it is not JSON"),  # noqa: E501
+    (plant(tasks=staticmethod(lambda split, n, seed: [Task(info={"start": i}) for i in range(n)])), "error", "overlap"),  # noqa: E501
     (plant(tasks=staticmethod(lambda split, n, seed: [])), "error", "Cannot load the train tasks"),
     (plant(tasks=staticmethod(lambda split, n, seed: 1 / 0)), "error", "raised ZeroDivisionError"),
     (plant(tasks=None), "error", "Cannot load the train tasks: Planted has no train tasks"),
-    (plant(tasks=staticmethod(lambda: [Task(info={"start": 1})])), "warning", "There are no held-out tasks"),
-    (plant(solver=None, tasks=staticmethod(lambda: [Task("x", str(i), info={"start": i}) for i in range(9)])), "warning",
+    (plant(tasks=staticmethod(lambda: [Task(info={"start": 1})])), "warning", "There are no held-out tasks"),  # noqa: E501
+    (plant(solver=None, tasks=staticmethod(lambda: [Task("x", str(i), info={"start": i}) for i in range(9)])), "warning",  # noqa: E501
      "The gold answer as the only reply has the reward 0.0"),
     (SharedList, "error", "Playing changes the class attribute heard"),
     (SharedState, "error", "Two concurrent episodes differ from each alone"),
@@ -158,7 +158,9 @@ PLANTED = [
 @pytest.mark.parametrize(("env", "severity", "said"), PLANTED, ids=[said for _, _, said in PLANTED])
 def test_a_planted_fault_is_found(env, severity, said):
     found = faults(env)
-    assert [finding for finding in found if finding.severity == severity and said in finding.message], found
+    assert [
+        finding for finding in found if finding.severity == severity and said in finding.message
+    ], found
     assert all("\n" not in finding.text for finding in found)
     assert all(finding.ok is (False if finding.severity == "error" else None) for finding in found)
 
@@ -178,8 +180,12 @@ def test_tools_with_a_gold_answer():
         return word.upper()
 
     tasks = [Task(f"Shout {word}", word.upper()) for word in "abcdefghij"]
-    sound = tool_env([shout], reward=lambda trajectory: float(trajectory.final_text == trajectory.task.answer))
-    assert [finding.severity for finding in check_env(as_env_spec(sound, tasks=tasks))] == ["ok"] * 5
+    sound = tool_env(
+        [shout], reward=lambda trajectory: float(trajectory.final_text == trajectory.task.answer)
+    )
+    assert [finding.severity for finding in check_env(as_env_spec(sound, tasks=tasks))] == [
+        "ok"
+    ] * 5
     wrong = tool_env([shout], reward=lambda trajectory: float("nan"))
     assert "The reward is nan" in faults(wrong, tasks=tasks)[0].message
 
@@ -244,7 +250,11 @@ KEPT = []
 )
 def test_tools_that_live_are_held_to_letting_go(kind, severity, said):
     tasks = [tw.Task(f"Task {n}", id=f"t{n}") for n in range(10)]
-    env = tw.tool_env([kind], reward=lambda t: 0.0, tasks=lambda split, n, seed: tasks[:5] if split == "train" else tasks[5:])
+    env = tw.tool_env(
+        [kind],
+        reward=lambda t: 0.0,
+        tasks=lambda split, n, seed: tasks[:5] if split == "train" else tasks[5:],
+    )
     try:
         findings = check_env(as_env_spec(env))
     finally:
@@ -252,4 +262,6 @@ def test_tools_that_live_are_held_to_letting_go(kind, severity, said):
             process = KEPT.pop()
             process.kill()
             process.communicate()
-    assert [f.text for f in findings if f.severity == severity and said in f.text], [f.text for f in findings]
+    assert [f.text for f in findings if f.severity == severity and said in f.text], [
+        f.text for f in findings
+    ]

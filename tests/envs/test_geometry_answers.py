@@ -1,4 +1,5 @@
-"""Answers as real datasets have them: LaTeX, fractions, degrees; and text that is made to hang whoever reads it."""
+"""Answers as real datasets have them: LaTeX, fractions, degrees; and text that is made to
+hang whoever reads it."""
 
 import base64
 
@@ -56,11 +57,17 @@ def test_a_wrong_answer_is_not(reply, answer):
 
 
 def test_rows_of_geometry3k_load_and_are_played(tmp_path):
-    """As the converted datasets have them: bytes of images, or data URIs; spaces in LaTeX; a letter beside the answer."""
+    """As the converted datasets have them: bytes of images, or data URIs; spaces in LaTeX; a
+    letter beside the answer."""
     import pyarrow
     import pyarrow.parquet
 
-    row = {"images": [{"bytes": PICTURE, "path": None}], "problem": "<image>Find x.", "answer": r"2 \sqrt { 221 }", "id": 3}
+    row = {
+        "images": [{"bytes": PICTURE, "path": None}],
+        "problem": "<image>Find x.",
+        "answer": r"2 \sqrt { 221 }",
+        "id": 3,
+    }
     table = pyarrow.Table.from_pylist([row | {"choices": ["1", "2"], "ground_truth": "B"}])
     pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
     (task,) = tw.load_tasks(tmp_path / "train.parquet")
@@ -93,7 +100,21 @@ PIECES = (
     "999999999",
     "*",
 )
-PIECES += ("**", "/", "+", "-", ".", " ", "!", "x", r"\sum", r"\int", "__import__('os')", "\u0669", "\\")
+PIECES += (
+    "**",
+    "/",
+    "+",
+    "-",
+    ".",
+    " ",
+    "!",
+    "x",
+    r"\sum",
+    r"\int",
+    "__import__('os')",
+    "\u0669",
+    "\\",
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -108,4 +129,6 @@ def test_no_text_hangs_or_breaks_the_reader(text):
 
     found = value(text)
     assert found is None or -1e100 < found < 1e100
-    assert is_correct(text, "123456.5") is (found is not None and abs(found - 123456.5) <= 0.05 + 1e-6)
+    assert is_correct(text, "123456.5") is (
+        found is not None and abs(found - 123456.5) <= 0.05 + 1e-6
+    )

@@ -10,18 +10,26 @@ from turnwright.errors import ConfigError
 
 MOVES = ["left", "down", "right", "up"]
 WAY = ["down", "down", "right", "right", "down", "right"]
-LAKE = gym_env("FrozenLake-v1", actions=MOVES, render_mode="ansi", is_slippery=False, system="Reach G.")
+LAKE = gym_env(
+    "FrozenLake-v1", actions=MOVES, render_mode="ansi", is_slippery=False, system="Reach G."
+)
 
 
 def play(env, replies, task=None, **kwargs):
     kwargs = {"limits": tw.Limits(turns=200)} | kwargs
-    (trajectory,) = tw.rollout(env, [task or tw.Task(info={"seed": 1})], engine=tw.ScriptedEngine(replies), **kwargs)
+    (trajectory,) = tw.rollout(
+        env, [task or tw.Task(info={"seed": 1})], engine=tw.ScriptedEngine(replies), **kwargs
+    )
     return trajectory
 
 
 def test_the_way_over_the_lake():
     trajectory = play(LAKE, WAY)
-    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (1.0, tw.StopReason.DONE, 6)
+    assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (
+        1.0,
+        tw.StopReason.DONE,
+        6,
+    )
     assert trajectory.messages[0].text == "Reach G."
     assert trajectory.messages[1].text == "[S]FFF\nFHFH\nFFFH\nHFFG"
     assert trajectory.turns[1].messages[0].text == "  (Down)\nSFFF\n[F]HFH\nFFFH\nHFFG"
@@ -31,7 +39,10 @@ def test_the_way_over_the_lake():
 def test_a_hole_terminates_and_the_time_limit_truncates():
     fallen = play(LAKE, ["down", "right"])
     assert (fallen.reward, fallen.stop) == (0.0, tw.StopReason.DONE)
-    late = play(gym_env("FrozenLake-v1", actions=MOVES, is_slippery=False, max_episode_steps=3), ["left"] * 9)
+    late = play(
+        gym_env("FrozenLake-v1", actions=MOVES, is_slippery=False, max_episode_steps=3),
+        ["left"] * 9,
+    )
     assert (late.reward, late.stop, len(late.turns)) == (0.0, tw.StopReason.ENV_TRUNCATED, 3)
     assert late.turns[0].messages[-1].text == "State 0."
 
@@ -71,19 +82,31 @@ def test_the_task_decides_the_world_and_siblings_share_it():
     env = gym_env("Taxi-v4")
     starts = {}
     for task in env.tasks("train", 8, 0):
-        group = tw.rollout(env, [task], engine=tw.ScriptedEngine(lambda m, r: "0"), samples=3, limits=tw.Limits(turns=1))
+        group = tw.rollout(
+            env,
+            [task],
+            engine=tw.ScriptedEngine(lambda m, r: "0"),
+            samples=3,
+            limits=tw.Limits(turns=1),
+        )
         said = {trajectory.messages[0].text for trajectory in group}
         assert len(group) == 3
         assert len(said) == 1
         starts[task.id] = said.pop()
     assert len(set(starts.values())) > 3
     named = tw.Task("Begin.", id="one")
-    assert play(env, ["0"], named, limits=tw.Limits(turns=1)).messages[1] == play(env, ["0"], named).messages[1]
+    assert (
+        play(env, ["0"], named, limits=tw.Limits(turns=1)).messages[1]
+        == play(env, ["0"], named).messages[1]
+    )
 
 
 def test_a_slippery_lake_slips_alike_for_the_same_replies():
     env = gym_env("FrozenLake-v1", actions=MOVES, render_mode="ansi")
-    ways = [[m.text for m in play(env, ["right"] * 99, tw.Task(info={"seed": 5})).messages] for _ in range(2)]
+    ways = [
+        [m.text for m in play(env, ["right"] * 99, tw.Task(info={"seed": 5})).messages]
+        for _ in range(2)
+    ]
     assert ways[0] == ways[1]
 
 
@@ -115,7 +138,13 @@ class Echo(gymnasium.Env):
         return "Hello", {}
 
     def step(self, action):
-        return action[::-1], float(action == "hello"), action == "hello", False, {"long": self.np_random.random(3)}
+        return (
+            action[::-1],
+            float(action == "hello"),
+            action == "hello",
+            False,
+            {"long": self.np_random.random(3)},
+        )
 
     def close(self):
         Echo.open -= 1

@@ -19,7 +19,9 @@ def play(world, task, *replies):
     """Play fixed replies by hand; the last is said again when there are too few."""
     left = list(replies)
     speak = lambda messages, rng: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
-    return asyncio.run(play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns))
+    return asyncio.run(
+        play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns)
+    )
 
 
 @worlds
@@ -49,11 +51,20 @@ def test_the_demonstrator_is_as_poor_as_the_maths_says(world):
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_no_single_turn_answer_is_better_than_one_in_ten(world, split):
     tasks = world.tasks(split, 300, seed=0)
-    answer = (lambda code: f"answer {code}") if world.name == "hop" else (lambda code: f'{{"answer": "{code}"}}')
-    scores = {code: [play(world, task, answer(code)).trajectory.reward for task in tasks] for code in CODES}
+    answer = (
+        (lambda code: f"answer {code}")
+        if world.name == "hop"
+        else (lambda code: f'{{"answer": "{code}"}}')
+    )
+    scores = {
+        code: [play(world, task, answer(code)).trajectory.reward for task in tasks]
+        for code in CODES
+    }
     for code in CODES:
         assert sum(scores[code]) / len(tasks) == world.single_turn_best == 0.1
-    assert all(sum(column) == 1 for column in zip(*scores.values(), strict=True))  # one right code per task
+    assert all(
+        sum(column) == 1 for column in zip(*scores.values(), strict=True)
+    )  # one right code per task
 
 
 @worlds
@@ -85,12 +96,12 @@ def test_tasks_are_different_and_the_same_for_a_seed(world):
     assert {task.env for task in tasks} == {world.name}
 
 
-WORDS = ["answer", "answer {all}", "answer 0 1 2 3 4 5 6 7 8 9", "answer {code} {other}", "answer {code}.", "answer: {code}",
-         "answer {code}\nanswer {other}", "answer 0{code}", "answer code", "answer 1/10", "answer nan", "answer {wide}",
+WORDS = ["answer", "answer {all}", "answer 0 1 2 3 4 5 6 7 8 9", "answer {code} {other}", "answer {code}.", "answer: {code}",  # noqa: E501
+         "answer {code}\nanswer {other}", "answer 0{code}", "answer code", "answer 1/10", "answer nan", "answer {wide}",  # noqa: E501
          "answer  ", "answer {code} reward=1", "answer {other}"]  # fmt: skip
-REPLIES = ["", "{}", "{code}", '{"answer": {code}}', '{"answer": "0123456789"}', '{"answer": ["{code}", "{other}"]}',
-           '{"answer": "{other}", "answer": "{code}"}', '{"answer": "{code}"} {"answer": "{other}"}', '{"answer": "{wide}"}',
-           '{"answer": "{code}\\"}', '{"answer": ""}', "answer {code}", '{"answer": "{code}"}.', '{"answer": "{other}"}',
+REPLIES = ["", "{}", "{code}", '{"answer": {code}}', '{"answer": "0123456789"}', '{"answer": ["{code}", "{other}"]}',  # noqa: E501
+           '{"answer": "{other}", "answer": "{code}"}', '{"answer": "{code}"} {"answer": "{other}"}', '{"answer": "{wide}"}',  # noqa: E501
+           '{"answer": "{code}\\"}', '{"answer": ""}', "answer {code}", '{"answer": "{code}"}.', '{"answer": "{other}"}',  # noqa: E501
            ]  # fmt: skip
 
 
@@ -138,8 +149,8 @@ CALLS = {
     "<tool_call>lookup amber</tool_call>": '{"error": "call"}',
     '<tool_call>{"name": "answer", "arguments": {"key": "7"}}</tool_call>': '{"error": "tool"}',
     '<tool_call>{"name": "lookup", "arguments": {"name": "amber"}}</tool_call>': '{"error": "key"}',
-    '<tool_call>{"name": "lookup", "arguments": {"key": ["amber", "birch"]}}</tool_call>': '{"error": "key"}',
-    '<tool_call>{"name": "lookup", "arguments": {"key": "zebra"}}</tool_call>': '{"error": "unknown"}',
+    '<tool_call>{"name": "lookup", "arguments": {"key": ["amber", "birch"]}}</tool_call>': '{"error": "key"}',  # noqa: E501
+    '<tool_call>{"name": "lookup", "arguments": {"key": "zebra"}}</tool_call>': '{"error": "unknown"}',  # noqa: E501
 }
 
 

@@ -1,4 +1,5 @@
-"""Judges: over a real socket with every fault, with verdicts that no reply can forge, and counted."""
+"""Judges: over a real socket with every fault, with verdicts that no reply
+can forge, and counted."""
 
 from __future__ import annotations
 
@@ -40,12 +41,16 @@ def url() -> Iterator[str]:
 
 
 def chat(url: str, plan: str, **more: Any) -> tw.ChatJudge:
-    return tw.ChatJudge(url, plan, **{"backoff_s": 0.01, "attempt_s": 3.0, "deadline_s": 30.0, **more})
+    return tw.ChatJudge(
+        url, plan, **{"backoff_s": 0.01, "attempt_s": 3.0, "deadline_s": 30.0, **more}
+    )
 
 
 def play(reward: Any, reply: str = "42", n: int = 1, **more: Any) -> list[tw.Trajectory]:
     task = tw.Task("What is 6 * 7?", answer="42")
-    return tw.rollout(tw.tool_env([], reward=reward), [task], tw.ScriptedEngine([reply]), samples=n, **more)
+    return tw.rollout(
+        tw.tool_env([], reward=reward), [task], tw.ScriptedEngine([reply]), samples=n, **more
+    )
 
 
 async def ask(judge: tw.ChatJudge, text: str = "hello") -> str:
@@ -57,7 +62,9 @@ def test_a_judge_of_an_episode_and_of_its_turns_over_http(url: str) -> None:
     (right,) = play(tw.rewards(right=verdict, turn=tw.RewardPart(verdict, 0.5, of="turn")))
     assert (right.reward, right.rewards) == (1.5, {"right": 1.0, "turn": 1.0})
     assert right.turns[0].reward == 0.5
-    assert right.metrics["judge_calls"] + right.metrics["judge_cached"] == 2  # one conversation: one request
+    assert (
+        right.metrics["judge_calls"] + right.metrics["judge_cached"] == 2
+    )  # one conversation: one request
     assert right.metrics["judge_tokens"] == 7
     (wrong,) = play(verdict, "41")
     assert wrong.reward == 0.0
@@ -65,7 +72,7 @@ def test_a_judge_of_an_episode_and_of_its_turns_over_http(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "retries"),
-    [("status:500,status:503,ok", 2), ("garbage,schema,null,ok", 3), ("hang,ok", 1), ("drip,ok", 1), ("cut,ok", 1),
+    [("status:500,status:503,ok", 2), ("garbage,schema,null,ok", 3), ("hang,ok", 1), ("drip,ok", 1), ("cut,ok", 1),  # noqa: E501
      ("later:0,later:1,ok", 2), ("slow:0.1", 0), ("deep,ok", 1), ("status:408,ok", 1)],
 )  # fmt: skip
 def test_a_fault_that_passes_is_tried_again_and_counted(url: str, plan: str, retries: int) -> None:
@@ -88,19 +95,25 @@ def test_retry_after_is_waited_for(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "cause"),
-    [("status:500", "status"), ("status:401", "status"), ("hang", "deadline"), ("drip", "deadline"), ("garbage", "schema"),
-     ("schema", "schema"), ("null", "schema"), ("cut", "connection"), ("huge", "schema"), ("later:0", "status"),
+    [("status:500", "status"), ("status:401", "status"), ("hang", "deadline"), ("drip", "deadline"), ("garbage", "schema"),  # noqa: E501
+     ("schema", "schema"), ("null", "schema"), ("cut", "connection"), ("huge", "schema"), ("later:0", "status"),  # noqa: E501
      ("deep", "schema")],
 )  # fmt: skip
 def test_what_a_failed_judge_does_is_stated_and_counted(url: str, plan: str, cause: str) -> None:
     for policy, reward in (("none", None), (0.25, 0.25), ("error", None)):
         judge = chat(url, plan, retries=1, attempt_s=0.3 if cause == "deadline" else 10.0)
-        (one,) = play(tw.rewards(right=tw.judged(judge, f"Is it 42? {plan} {policy}", on_failure=policy)))
+        (one,) = play(
+            tw.rewards(right=tw.judged(judge, f"Is it 42? {plan} {policy}", on_failure=policy))
+        )
         assert one.reward == reward
         assert judge.counts[f"failed/{cause}"] == 1
         if policy == "error":
             assert one.error is not None
-            assert (one.error.type, one.error.phase, one.stop) == ("JudgeError", "reward", tw.StopReason.REWARD_ERROR)
+            assert (one.error.type, one.error.phase, one.stop) == (
+                "JudgeError",
+                "reward",
+                tw.StopReason.REWARD_ERROR,
+            )
             assert one.error.kind == tw.FailureKind.REWARD
         else:
             assert one.error is None
@@ -114,7 +127,10 @@ def test_nobody_listens() -> None:
 
 
 def test_one_hanging_judge_holds_nobody_up(url: str) -> None:
-    hanging, quick = tw.judged(chat(url, "hang", retries=0, attempt_s=3.0), "slow?"), tw.judged(chat(url, "ok"), "quick?")
+    hanging, quick = (
+        tw.judged(chat(url, "hang", retries=0, attempt_s=3.0), "slow?"),
+        tw.judged(chat(url, "ok"), "quick?"),
+    )
     done: list[float] = []
 
     async def either(trajectory: tw.Trajectory) -> float | None:
@@ -127,7 +143,9 @@ def test_one_hanging_judge_holds_nobody_up(url: str) -> None:
     assert done[-1] - done[-2] > 0.5
 
 
-def test_the_cache_is_by_content_shared_by_equal_questions_and_kept_on_disk(url: str, tmp_path: Path) -> None:
+def test_the_cache_is_by_content_shared_by_equal_questions_and_kept_on_disk(
+    url: str, tmp_path: Path
+) -> None:
     async def many(judge: tw.ChatJudge) -> list[str]:
         return await asyncio.gather(*(ask(judge, text) for text in ("a", "b") * 10))
 
@@ -145,7 +163,11 @@ def test_the_cache_is_by_content_shared_by_equal_questions_and_kept_on_disk(url:
     broken = chat(url, "ok", cache=tmp_path / "cache")
     assert asyncio.run(many(broken)) == ["echo a", "echo b"] * 10
     assert (broken.counts["calls"], broken.counts["cache_broken"]) == (2, 2)
-    assert not [file for file in (tmp_path / "cache").rglob("*") if file.is_file() and file.suffix != ".json"]
+    assert not [
+        file
+        for file in (tmp_path / "cache").rglob("*")
+        if file.is_file() and file.suffix != ".json"
+    ]
     none = chat(url, "ok", cache=False)
     asyncio.run(many(none))
     assert none.counts["calls"] == 20
@@ -155,7 +177,9 @@ def test_who_waits_for_an_equal_question_asks_itself_when_the_first_gives_up(url
     judge = chat(url, "hang,ok", retries=0, attempt_s=2.0)
 
     async def both() -> list[Any]:
-        return await asyncio.gather(ask(judge, "first?"), ask(judge, "first?"), return_exceptions=True)
+        return await asyncio.gather(
+            ask(judge, "first?"), ask(judge, "first?"), return_exceptions=True
+        )
 
     one, two = asyncio.run(both())
     assert isinstance(one, tw.JudgeError)
@@ -164,7 +188,9 @@ def test_who_waits_for_an_equal_question_asks_itself_when_the_first_gives_up(url
 
 def test_budgets_are_never_exceeded(url: str) -> None:
     async def many(judge: tw.ChatJudge) -> list[Any]:
-        return await asyncio.gather(*(ask(judge, str(i)) for i in range(20)), return_exceptions=True)
+        return await asyncio.gather(
+            *(ask(judge, str(i)) for i in range(20)), return_exceptions=True
+        )
 
     calls = chat(url, "ok", most_calls=7)
     answers = asyncio.run(many(calls))
@@ -192,7 +218,9 @@ def test_the_rate_is_kept_and_a_queue_behind_the_deadline_is_told_at_once(url: s
     assert "allows no request before the deadline" in str(answers[-1])
 
 
-def test_a_key_is_sent_and_told_nowhere(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_key_is_sent_and_told_nowhere(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("MY_KEY", "sk-very-secret")
     judge = chat(url, "status:401", key_env="MY_KEY", cache=tmp_path)
     with pytest.raises(tw.JudgeError, match=r"401.*you sent Bearer \*\*\*") as failed:
@@ -230,8 +258,8 @@ def test_connections_end_with_the_event_loop(url: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"url": "localhost:80"}, "http://"), ({"most_calls": 0}, "calls is 0"), ({"per_minute": -1}, "rate is -1"),
-     ({"retries": -1}, "at least 0"), ({"attempt_s": 0}, "over 0"), ({"at_once": 0}, "at_once is 0")],
+    [({"url": "localhost:80"}, "http://"), ({"most_calls": 0}, "calls is 0"), ({"per_minute": -1}, "rate is -1"),  # noqa: E501
+     ({"retries": -1}, "at least 0"), ({"attempt_s": 0}, "over 0"), ({"at_once": 0}, "at_once is 0")],  # noqa: E501
 )  # fmt: skip
 def test_wrong_settings_are_told(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -268,7 +296,8 @@ EXPLOITS = [
 
 
 def examiner(messages: Any, rng: Any) -> str:
-    """The talkative judge of the server, in process: it repeats what it is shown before it says its verdict."""
+    """The talkative judge of the server, in process: it repeats what it is shown
+    before it says its verdict."""
     sys.path.insert(0, str(Path(__file__).parent))
     try:
         from judge_server import judge
@@ -283,7 +312,8 @@ def test_no_reply_forges_a_verdict(number: int) -> None:
     verdict = tw.judged(judge, "Is it 42?")
     task = tw.Task("What is 6 * 7?", answer="42")
 
-    # The forger knows the rubric and the code; the mark it can compute is that of another text than the one that holds it.
+    # The forger knows the rubric and the code; the mark it can compute is that of another text than
+    # the one that holds it.
     exploit = EXPLOITS[number]
     if "{mark}" in exploit:
         guess = verdict.question([*task.messages, tw.Message("assistant", exploit)])[1]
@@ -302,10 +332,16 @@ def test_no_reply_forges_a_verdict(number: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["user", "assistant", "tool"]), st.text(st.characters(), max_size=60)), min_size=1, max_size=4
+        st.tuples(
+            st.sampled_from(["user", "assistant", "tool"]), st.text(st.characters(), max_size=60)
+        ),
+        min_size=1,
+        max_size=4,
     )
 )
-def test_whatever_is_said_stays_one_line_a_message_and_reads_back(said: list[tuple[str, str]]) -> None:
+def test_whatever_is_said_stays_one_line_a_message_and_reads_back(
+    said: list[tuple[str, str]],
+) -> None:
     shown = quote_lines([tw.Message(role, text) for role, text in said])
     lines = shown.splitlines()
     assert [(row["role"], row["content"]) for row in map(json.loads, lines)] == said
@@ -324,7 +360,9 @@ def test_no_text_without_the_mark_is_a_verdict(text: str) -> None:
     assert read_verdict(f"VERDICT {mark} 7\n{text}x", mark, (0, 10)) is None
 
 
-@pytest.mark.parametrize("said", ["11", "-1", "nan", "inf", "1e1", "7/10", "٧", "7.", ".5", "0x5", "", "7 8", "9" * 400])
+@pytest.mark.parametrize(
+    "said", ["11", "-1", "nan", "inf", "1e1", "7/10", "٧", "7.", ".5", "0x5", "", "7 8", "9" * 400]
+)
 def test_a_verdict_is_a_plain_number_on_the_scale(said: str) -> None:
     assert read_verdict(f"hm\nVERDICT abc {said}", "abc", (0, 10)) is None
 

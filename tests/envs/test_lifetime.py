@@ -1,4 +1,5 @@
-"""Tools that live: created, used, asked for a reward, and released exactly once whatever happens."""
+"""Tools that live: created, used, asked for a reward, and released exactly
+once whatever happens."""
 
 import asyncio
 import functools
@@ -25,7 +26,9 @@ def call(name, **arguments):
 
 def play(env, replies, info=None, task="Go.", limits=LIMITS, **kwargs):
     asked = tw.Task(task, info=info or {})
-    (trajectory,) = tw.rollout(env, [asked], engine=tw.ScriptedEngine(replies), limits=limits, **kwargs)
+    (trajectory,) = tw.rollout(
+        env, [asked], engine=tw.ScriptedEngine(replies), limits=limits, **kwargs
+    )
     return trajectory
 
 
@@ -107,20 +110,34 @@ def test_one_object_lives_as_long_as_the_episode(is_async):
             }
         }
     }
-    trajectory = play(env, [call("counter", step=2) + call("counter", step=5), call("counter", step=-1), "done"], info)
+    trajectory = play(
+        env,
+        [call("counter", step=2) + call("counter", step=5), call("counter", step=-1), "done"],
+        info,
+    )
     assert trajectory.error is None
     assert [m.text for m in trajectory.messages if m.role == "tool"] == ["5", "10", "9"]
     assert trajectory.messages[0].text == "Go.\nIt stands at 3."
     assert trajectory.reward == pytest.approx(0.5 + 0.9)
-    assert [event for event, _ in ledger.events] == ["create", *["execute"] * 3, "calc_reward", "released"]
+    assert [event for event, _ in ledger.events] == [
+        "create",
+        *["execute"] * 3,
+        "calc_reward",
+        "released",
+    ]
     assert len({who for _, who in ledger.events}) == 1
 
 
 def test_each_episode_has_its_own():
     ledger = Ledger()
     env = tw.tool_env([counter(ledger)])
-    tasks = [tw.Task(f"{n}", info={"tools_kwargs": {"counter": {"create_kwargs": {"start": n}}}}) for n in range(20)]
-    trajectories = tw.rollout(env, tasks, engine=tw.ScriptedEngine([call("counter", step=1), "x"]), samples=2)
+    tasks = [
+        tw.Task(f"{n}", info={"tools_kwargs": {"counter": {"create_kwargs": {"start": n}}}})
+        for n in range(20)
+    ]
+    trajectories = tw.rollout(
+        env, tasks, engine=tw.ScriptedEngine([call("counter", step=1), "x"]), samples=2
+    )
     assert [t.reward for t in trajectories] == [float(n + 1) for n in range(20) for _ in range(2)]
     assert ledger.count("create") == ledger.count("release") == 40
 
@@ -130,8 +147,15 @@ def test_an_object_per_call_by_name(is_async):
     ledger = Ledger()
     env = tw.tool_env([counter(ledger, is_async)], lifetime="call")
     info = {"tools_kwargs": {"counter": {"create_kwargs": {"start": 7}}}}
-    trajectory = play(env, [call("counter", step=1), call("counter", step="x"), call("counter", step=2), "done"], info)
-    assert [m.text for m in trajectory.messages if m.role == "tool"][::2] == ["It stands at 7.\n8", "It stands at 7.\n9"]
+    trajectory = play(
+        env,
+        [call("counter", step=1), call("counter", step="x"), call("counter", step=2), "done"],
+        info,
+    )
+    assert [m.text for m in trajectory.messages if m.role == "tool"][::2] == [
+        "It stands at 7.\n8",
+        "It stands at 7.\n9",
+    ]
     assert trajectory.messages[0].text == "Go."
     assert trajectory.reward == 0.0
     assert [event for event, _ in ledger.events] == ["create", "execute", "release"] * 2
@@ -174,8 +198,14 @@ def test_the_public_methods_of_a_class_are_tools():
     assert [schema["function"]["name"] for schema in env().tools] == ["add", "read", "length"]
     assert list(env().tools[0]["function"]["parameters"]["properties"]) == ["text", "loud"]
     info = {"tools_kwargs": {"Notebook": {"create_kwargs": {"first": "zero"}}}}
-    trajectory = play(env, [call("add", text="one"), call("read") + call("length", text="four"), "done"], info)
-    assert [m.text for m in trajectory.messages if m.role == "tool"] == ["2 notes", '{"notes": ["zero", "one"]}', "4"]
+    trajectory = play(
+        env, [call("add", text="one"), call("read") + call("length", text="four"), "done"], info
+    )
+    assert [m.text for m in trajectory.messages if m.role == "tool"] == [
+        "2 notes",
+        '{"notes": ["zero", "one"]}',
+        "4",
+    ]
     assert trajectory.reward == 2.0
     bound = tw.tool_env([functools.partial(Notebook, first="one")])
     assert play(bound, ["done"]).reward == 1.0
@@ -195,7 +225,10 @@ def test_where_methods_are_marked_only_those_are_tools():
     trajectory = play(tw.tool_env([Box]), [call("lift", by=4), "done"])
     assert [schema["function"]["name"] for schema in tw.tool_env([Box])().tools] == ["lift"]
     assert [m.text for m in trajectory.messages if m.role == "tool"] == ["7"]
-    with pytest.raises(ToolSchemaError, match=r"'lift' is a method without its object; give the class, or object\.lift"):
+    with pytest.raises(
+        ToolSchemaError,
+        match=r"'lift' is a method without its object; give the class, or object\.lift",
+    ):
         tw.tool_env([Box.raise_it])
 
 
@@ -250,7 +283,10 @@ def read(name: str) -> str:
 
 
 def test_two_sources_of_one_name_are_both_named():
-    with pytest.raises(ToolSchemaError, match=r"two tools are called 'read': .*test_lifetime.read and .*Notebook; rename"):
+    with pytest.raises(
+        ToolSchemaError,
+        match=r"two tools are called 'read': .*test_lifetime.read and .*Notebook; rename",
+    ):
         tw.tool_env([read, Notebook])
 
 
@@ -272,9 +308,15 @@ def test_a_row_gives_arguments_that_the_model_does_not_see():
     env = tw.tool_env([search])
     assert list(env().tools[0]["function"]["parameters"]["properties"]) == ["query"]
     info = {
-        "extra_info": {"tools_kwargs": {"search": {"execute_kwargs": {"root": "/a", "other": None}, "release_kwargs": None}}}
+        "extra_info": {
+            "tools_kwargs": {
+                "search": {"execute_kwargs": {"root": "/a", "other": None}, "release_kwargs": None}
+            }
+        }
     }
-    trajectory = play(env, [call("search", query="x"), call("search", query="x", root="/etc"), "done"], info)
+    trajectory = play(
+        env, [call("search", query="x"), call("search", query="x", root="/etc"), "done"], info
+    )
     said = [m.text for m in trajectory.messages if m.role == "tool"]
     assert said[0] == "x in /a, 3"
     assert said[1].startswith("Error: search has no argument 'root'")
@@ -293,7 +335,10 @@ def test_a_row_chooses_the_tools():
     assert told(None) == ["add", "read", "length", "counter"]
     assert told(["read"]) == ["read"]
     assert told(["Notebook"]) == ["add", "read", "length"]
-    assert told([{"type": "function", "function": {"name": "add"}}, "counter"]) == ["add", "counter"]
+    assert told([{"type": "function", "function": {"name": "add"}}, "counter"]) == [
+        "add",
+        "counter",
+    ]
     assert told([]) == []
     assert ledger.count("create") == ledger.count("release") == 2  # who is not chosen is not made
     trajectory = play(env, [call("counter", step=1), "done"], {"tools": ["read"]})
@@ -305,16 +350,37 @@ def test_a_row_chooses_the_tools():
     [
         ({"tools": "read"}, "the column tools is a list of names of tools, not 'read'"),
         ({"tools": [3]}, "the column tools is a list"),
-        ({"tools": ["reed"]}, r"the column tools names 'reed', which is no tool of this environment; did you mean 'read'"),
+        (
+            {"tools": ["reed"]},
+            r"the column tools names 'reed', which is no tool of this environment; did you mean 'read'",  # noqa: E501
+        ),
         ({"tools_kwargs": []}, "tools_kwargs is {tool: "),
         ({"tools_kwargs": {"counter": 3}}, "that of 'counter' is 3"),
-        ({"tools_kwargs": {"counter": {"create": {}}}}, "'counter' has 'create'; did you mean 'create_kwargs'"),
-        ({"tools_kwargs": {"countr": {"create_kwargs": {"start": 1}}}}, "tools_kwargs names 'countr'.* did you mean 'counter'"),
-        ({"tools_kwargs": {"counter": {"create_kwargs": {"stat": 1}}}}, "'stat' is not taken; did you mean 'start'"),
-        ({"tools_kwargs": {"counter": {"execute_kwargs": {"step": 1}}}}, "'step' is the model's to give; name"),
+        (
+            {"tools_kwargs": {"counter": {"create": {}}}},
+            "'counter' has 'create'; did you mean 'create_kwargs'",
+        ),
+        (
+            {"tools_kwargs": {"countr": {"create_kwargs": {"start": 1}}}},
+            "tools_kwargs names 'countr'.* did you mean 'counter'",
+        ),
+        (
+            {"tools_kwargs": {"counter": {"create_kwargs": {"stat": 1}}}},
+            "'stat' is not taken; did you mean 'start'",
+        ),
+        (
+            {"tools_kwargs": {"counter": {"execute_kwargs": {"step": 1}}}},
+            "'step' is the model's to give; name",
+        ),
         ({"tools_kwargs": {"counter": {"execute_kwargs": {"x": 1}}}}, "'x' is no parameter of it"),
-        ({"tools_kwargs": {"Notebook": {"release_kwargs": {"x": 1}}}}, "'x' is not taken; it takes none"),
-        ({"tools_kwargs": {"search": {}}}, r"tools_kwargs\['search'\]\['execute_kwargs'\] lacks 'root'"),
+        (
+            {"tools_kwargs": {"Notebook": {"release_kwargs": {"x": 1}}}},
+            "'x' is not taken; it takes none",
+        ),
+        (
+            {"tools_kwargs": {"search": {}}},
+            r"tools_kwargs\['search'\]\['execute_kwargs'\] lacks 'root'",
+        ),
     ],
     ids=str,
 )
@@ -322,7 +388,9 @@ def test_a_row_chooses_the_tools():
 def test_a_row_that_is_wrong_is_an_error_that_says_so(info, said, lifetime):
     ledger = Ledger()
     tools = [Notebook, counter(ledger)] + ([search] if "search" in str(info) else [])
-    trajectory = play(tw.tool_env(tools, lifetime=lifetime), [call("counter", step=1), "done"], info)
+    trajectory = play(
+        tw.tool_env(tools, lifetime=lifetime), [call("counter", step=1), "done"], info
+    )
     assert trajectory.error is not None
     assert trajectory.error.type == "TaskError"
     assert re.search(said, trajectory.error.message), trajectory.error.message
@@ -430,7 +498,9 @@ def with_fault(ledger, planted, is_async=False):
     st.sampled_from([("faulty",), ("good", "faulty"), ("faulty", "good")]),
     st.integers(0, 3),
 )
-def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phase, fault, is_async, lifetime, order, calls):
+def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(
+    phase, fault, is_async, lifetime, order, calls
+):
     ledgers = {"faulty": Ledger(), "good": Ledger()}
 
     class Good(tw.StatefulTool):
@@ -458,12 +528,19 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(phas
         assert set(released.values()) <= {1}, f"{name} was released twice"
         assert ledger.count("made") == ledger.count("release"), f"{name} was made and not released"
     if fault == "none" or (phase == "execute" and not calls):
-        assert trajectory.error is None or trajectory.error.type == "TimeoutError"  # on a machine that is very busy
+        assert (
+            trajectory.error is None or trajectory.error.type == "TimeoutError"
+        )  # on a machine that is very busy
 
 
 @pytest.mark.parametrize(
     ("phase", "said", "made"),
-    [("create", ["faulty: create"], 1), ("execute", ["execute"], 1), ("release", ["release"], 1), ("none", [], 1)],
+    [
+        ("create", ["faulty: create"], 1),
+        ("execute", ["execute"], 1),
+        ("release", ["release"], 1),
+        ("none", [], 1),
+    ],
 )
 def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
     ledger, envs, planted = Ledger(), [], Fault(phase, "hang", False, seconds=60)
@@ -474,9 +551,13 @@ def test_a_thread_that_hangs_is_left_once_and_named(phase, said, made):
         return envs[-1]
 
     limits = tw.Limits(turns=6, turn_tokens=2000, env_s=0.1)
-    (trajectory,) = tw.rollout(make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits)
+    (trajectory,) = tw.rollout(
+        make, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("faulty"), "done"]), limits=limits
+    )
     assert envs[0].abandoned == said
-    assert [thread.name for thread in planted.threads] == [f"turnwright-tool abandoned in {name}" for name in said]
+    assert [thread.name for thread in planted.threads] == [
+        f"turnwright-tool abandoned in {name}" for name in said
+    ]
     assert (trajectory.error is None) is (phase == "none")
     planted.returns.set()
     for _ in range(1000):
@@ -495,7 +576,9 @@ def test_the_end_of_a_cancelled_run_releases_too():
             await asyncio.Event().wait()
 
     async def main():
-        work = asyncio.create_task(tw.arollout(env, [tw.Task("Go.")], engine=Stuck(["x"]), samples=3))
+        work = asyncio.create_task(
+            tw.arollout(env, [tw.Task("Go.")], engine=Stuck(["x"]), samples=3)
+        )
         while ledger.count("create") < 3:
             await asyncio.sleep(0.01)
         work.cancel()
@@ -511,12 +594,21 @@ def test_what_a_lifetime_raises_is_a_tool_failure_that_names_it():
         trajectory = play(tw.tool_env([faulty(Ledger(), phase, "down", True)]), ["done"])
         said = f"faulty: {phase} raised ConnectionError: {phase}"
         assert (trajectory.error.type, trajectory.error.message) == ("ToolFailure", said)
-    assert play(tw.tool_env([faulty(Ledger(), "create", "down", False)]), ["x"]).stop == tw.StopReason.TOOL_ERROR
+    assert (
+        play(tw.tool_env([faulty(Ledger(), "create", "down", False)]), ["x"]).stop
+        == tw.StopReason.TOOL_ERROR
+    )
     bug = play(tw.tool_env([faulty(Ledger(), "create", "raise", False)]), ["x"]).error
-    assert (bug.type, bug.kind) == ("KeyError", "user_bug")  # a mistake in its code is one, wherever it stands
+    assert (bug.type, bug.kind) == (
+        "KeyError",
+        "user_bug",
+    )  # a mistake in its code is one, wherever it stands
     for phase in ("create", "release"):  # and never the model's
         env = tw.tool_env([faulty(Ledger(), phase, "raise", False)], lifetime="call")
-        assert play(env, [call("faulty"), "x"]).error.message == f"faulty: {phase} raised KeyError: '{phase}'"
+        assert (
+            play(env, [call("faulty"), "x"]).error.message
+            == f"faulty: {phase} raised KeyError: '{phase}'"
+        )
 
 
 def test_a_reward_that_a_tool_did_not_compute_is_none():
@@ -553,5 +645,7 @@ def test_images_that_create_shows_stand_in_the_opening():
 
     (message,) = asyncio.run(opening(tw.Task("Go.")))
     assert message.content == ("Go.\nThe screen:", image)
-    said = asyncio.run(opening(tw.Task([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])))
+    said = asyncio.run(
+        opening(tw.Task([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
+    )
     assert [m.role for m in said] == ["user", "assistant", "user"]

@@ -1,4 +1,5 @@
-"""MCP: real servers of the official package, in processes of their own, over stdio and over HTTP."""
+"""MCP: real servers of the official package, in processes of their own,
+over stdio and over HTTP."""
 
 import asyncio
 import contextlib
@@ -64,7 +65,11 @@ def children():
         with contextlib.suppress(OSError):  # the thread has ended
             pids += (task / "children").read_text().split()
     return [
-        pid for pid in pids if lives(pid) and str(SERVER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != HTTP
+        pid
+        for pid in pids
+        if lives(pid)
+        and str(SERVER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and pid != HTTP
     ]
 
 
@@ -109,7 +114,11 @@ def check_script(trajectory):
     assert said[2] == "Error: argument 'text' of note must be a string, not 3"
     assert said[3].startswith("Error: note has no argument 'txt'; did you mean 'text'")
     assert said[4] == "[left out: image/png]"
-    assert counts(trajectory.turns[0].info) == {"tool_calls": 2, "tool_errors": 1, "tool_errors/raised": 1}
+    assert counts(trajectory.turns[0].info) == {
+        "tool_calls": 2,
+        "tool_errors": 1,
+        "tool_errors/raised": 1,
+    }
 
 
 def test_a_rollout_over_stdio_has_a_process_for_each_episode():
@@ -125,7 +134,9 @@ def test_a_rollout_over_stdio_has_a_process_for_each_episode():
 
 def test_a_rollout_over_http(url):
     for session in ("trajectory", "shared"):
-        trajectories = play([tw.mcp_tools(url, session=session, headers={"X-Who": "me"})], SCRIPT, n=2)
+        trajectories = play(
+            [tw.mcp_tools(url, session=session, headers={"X-Who": "me"})], SCRIPT, n=2
+        )
         for trajectory in trajectories:
             check_script(trajectory)
     assert nothing_left()
@@ -137,7 +148,9 @@ def test_a_shared_session_is_one_process_and_ends_with_the_last_episode():
     assert [t.error for t in trajectories] == [None] * 16
     pids = {heard(t)[1] for t in trajectories}
     assert len(pids) == 1
-    assert sorted(len(heard(t)[0].split()) for t in trajectories) == list(range(1, 17))  # one notebook for all
+    assert sorted(len(heard(t)[0].split()) for t in trajectories) == list(
+        range(1, 17)
+    )  # one notebook for all
     assert not any(map(lives, pids))
     assert nothing_left()
 
@@ -156,16 +169,30 @@ def test_what_the_model_is_told_and_which_tools_there_are():
         return text
 
     source = tw.mcp_tools(
-        COMMAND, session="shared", prefix="toy_", only=["note", "pid"], rename={"pid": "process"}, name="toys"
+        COMMAND,
+        session="shared",
+        prefix="toy_",
+        only=["note", "pid"],
+        rename={"pid": "process"},
+        name="toys",
     )
     found = asyncio.run(told([read, source]))
     assert list(found) == ["read", "toy_note", "toy_process"]
     assert found["toy_note"]["description"] == "Write a note."
-    assert found["toy_note"]["parameters"]["properties"]["times"] == {"type": "integer", "default": 1}
+    assert found["toy_note"]["parameters"]["properties"]["times"] == {
+        "type": "integer",
+        "default": 1,
+    }
     assert found["toy_note"]["parameters"]["required"] == ["text"]
     assert list(asyncio.run(told([read, source], tools=["toy_note"]))) == ["toy_note"]
-    assert list(asyncio.run(told([read, source], tools=["toys", "read"]))) == ["read", "toy_note", "toy_process"]
-    assert list(asyncio.run(told([read, tw.mcp_tools(["/nowhere"])], tools=["read"]))) == ["read"]  # not even begun
+    assert list(asyncio.run(told([read, source], tools=["toys", "read"]))) == [
+        "read",
+        "toy_note",
+        "toy_process",
+    ]
+    assert list(asyncio.run(told([read, tw.mcp_tools(["/nowhere"])], tools=["read"]))) == [
+        "read"
+    ]  # not even begun
     assert nothing_left()
 
 
@@ -187,12 +214,34 @@ def note(text: str) -> str:
             "ToolSchemaError",
             "has no tool 'not', which only names; did you mean 'note'",
         ),
-        (lambda: [tw.mcp_tools(COMMAND, prefix="a.")], "ToolSchemaError", "'a.note' cannot be a tool's name"),
-        (lambda: [tw.mcp_tools(["/nowhere/server"])], "ToolFailure", "MCP server server failed: FileNotFoundError"),
-        (lambda: [tw.mcp_tools("http://127.0.0.1:9/mcp")], "ToolFailure", "MCP server http://127.0.0.1:9/mcp failed: "),
-        (lambda: [tw.mcp_tools([sys.executable, "-c", "exit('no key')"])], "ToolFailure", r"stderr: no key\)"),
         (
-            lambda: [tw.mcp_tools([sys.executable, "-c", "import time; time.sleep(99)"], name="mute", connect_s=0.5)],
+            lambda: [tw.mcp_tools(COMMAND, prefix="a.")],
+            "ToolSchemaError",
+            "'a.note' cannot be a tool's name",
+        ),
+        (
+            lambda: [tw.mcp_tools(["/nowhere/server"])],
+            "ToolFailure",
+            "MCP server server failed: FileNotFoundError",
+        ),
+        (
+            lambda: [tw.mcp_tools("http://127.0.0.1:9/mcp")],
+            "ToolFailure",
+            "MCP server http://127.0.0.1:9/mcp failed: ",
+        ),
+        (
+            lambda: [tw.mcp_tools([sys.executable, "-c", "exit('no key')"])],
+            "ToolFailure",
+            r"stderr: no key\)",
+        ),
+        (
+            lambda: [
+                tw.mcp_tools(
+                    [sys.executable, "-c", "import time; time.sleep(99)"],
+                    name="mute",
+                    connect_s=0.5,
+                )
+            ],
             "ToolFailure",
             r"MCP server mute could not be reached within 0\.5 s",
         ),
@@ -212,16 +261,28 @@ def test_a_server_that_cannot_be_used_is_a_typed_failure(tools, kind, said):
 def test_a_server_that_dies_or_hangs_fails_its_episodes_and_no_other(fate, session):
     def speak(messages, rng):
         turn = sum(message.role == "assistant" for message in messages)
-        return [call(f"s_{fate}") if messages[0].text == "bad" else call("note", text="x"), "done"][turn]
+        return [call(f"s_{fate}") if messages[0].text == "bad" else call("note", text="x"), "done"][
+            turn
+        ]
 
     other = tw.mcp_tools(COMMAND, name="healthy", session="shared")
-    sick = tw.mcp_tools(COMMAND, name="sick", session=session, env={"STUBBORN": "1"}, call_s=1.0, prefix="s_")
+    sick = tw.mcp_tools(
+        COMMAND, name="sick", session=session, env={"STUBBORN": "1"}, call_s=1.0, prefix="s_"
+    )
     tasks = [tw.Task("bad", id="bad"), *(tw.Task("good", id=f"good{n}") for n in range(2))]
     began = time.monotonic()
-    bad, *good = tw.rollout(tw.tool_env([other, sick]), tasks, engine=tw.ScriptedEngine(speak), limits=LIMITS)
-    assert (bad.error.type, bad.error.kind, bad.stop) == ("ToolFailure", "tool", tw.StopReason.TOOL_ERROR)
+    bad, *good = tw.rollout(
+        tw.tool_env([other, sick]), tasks, engine=tw.ScriptedEngine(speak), limits=LIMITS
+    )
+    assert (bad.error.type, bad.error.kind, bad.stop) == (
+        "ToolFailure",
+        "tool",
+        tw.StopReason.TOOL_ERROR,
+    )
     ends = {"die": "MCP server sick failed: MCPError: Connection closed (stderr: out of memory)"}
-    assert bad.error.message == ends.get(fate, "MCP server sick did not answer a call of 'hang' within 1 s")
+    assert bad.error.message == ends.get(
+        fate, "MCP server sick did not answer a call of 'hang' within 1 s"
+    )
     assert [t.error for t in good] == [None] * 2
     assert [t.reward for t in good] == [0.0] * 2
     assert time.monotonic() - began < 60
@@ -233,7 +294,9 @@ def test_episodes_behind_a_dead_shared_session_get_a_new_one():
     env = tw.tool_env([source])
     tasks = [tw.Task("Go.", id=f"t{n}") for n in range(4)]
     engine = tw.ScriptedEngine([call("die"), "done"])
-    assert {t.error.type for t in tw.rollout(env, tasks, engine=engine, limits=LIMITS)} == {"ToolFailure"}
+    assert {t.error.type for t in tw.rollout(env, tasks, engine=engine, limits=LIMITS)} == {
+        "ToolFailure"
+    }
     engine = tw.ScriptedEngine([call("pid"), "done"])
     assert [t.error for t in tw.rollout(env, tasks, engine=engine, limits=LIMITS)] == [None] * 4
     assert nothing_left()
@@ -241,12 +304,23 @@ def test_episodes_behind_a_dead_shared_session_get_a_new_one():
 
 @pytest.mark.parametrize("session", ["trajectory", "shared"])
 def test_an_episode_whose_server_died_is_tried_again_with_a_new_one(session, tmp_path):
-    replies = [call("note", text="x"), call("die_once", path=str(tmp_path / "died")), call("note", text="y"), "done"]
+    replies = [
+        call("note", text="x"),
+        call("die_once", path=str(tmp_path / "died")),
+        call("note", text="y"),
+        "done",
+    ]
     env = tw.tool_env([tw.mcp_tools(COMMAND, session=session)])
     rules = tw.EnvRules(retries=tw.RetryRules(turn=1, wait_s=0.01))
-    (trajectory,) = tw.rollout(env, [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=LIMITS, rules=rules)
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=LIMITS, rules=rules
+    )
     assert trajectory.error is None
-    assert heard(trajectory) == ["x", "alive", "x y"]  # the new server was told all that the old one was
+    assert heard(trajectory) == [
+        "x",
+        "alive",
+        "x y",
+    ]  # the new server was told all that the old one was
     (failure,) = trajectory.failures
     assert (failure.kind, failure.turn, failure.recovery) == ("tool", 1, "replayed")
     assert nothing_left()
@@ -258,7 +332,13 @@ def test_a_cancelled_run_leaves_no_server(when):
 
     async def main():
         work = asyncio.create_task(
-            tw.arollout(env, [tw.Task("Go.")], engine=tw.ScriptedEngine([call("hang"), "x"]), samples=2, limits=LIMITS)
+            tw.arollout(
+                env,
+                [tw.Task("Go.")],
+                engine=tw.ScriptedEngine([call("hang"), "x"]),
+                samples=2,
+                limits=LIMITS,
+            )
         )
         await asyncio.sleep(when)
         work.cancel()
@@ -272,7 +352,9 @@ def test_a_cancelled_run_leaves_no_server(when):
 def test_a_deadline_of_the_episode_s_own_leaves_no_server():
     limits = tw.Limits(turns=6, turn_tokens=3000, env_s=0.3)
     (trajectory,) = play(
-        [tw.mcp_tools([sys.executable, "-c", "import time; time.sleep(99)", str(SERVER)])], ["x"], limits=limits
+        [tw.mcp_tools([sys.executable, "-c", "import time; time.sleep(99)", str(SERVER)])],
+        ["x"],
+        limits=limits,
     )
     assert trajectory.error.type == "TimeoutError"
     for _ in range(60):  # closing goes on behind the deadline, in a thread of its own
@@ -305,7 +387,9 @@ def test_an_environment_in_a_process_of_its_own_takes_its_servers_with_it(bad):
     limits = tw.Limits(turns=6, turn_tokens=3000, env_s=8.0 if bad else 60.0)
     replies = [call("note", text="x"), call("hang") if bad else call("note", text="y"), "done"]
     rules = tw.EnvRules(isolation="process")
-    (trajectory,) = tw.rollout(Isolated(), [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=limits, rules=rules)
+    (trajectory,) = tw.rollout(
+        Isolated(), [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=limits, rules=rules
+    )
     if bad:
         assert trajectory.error.kind == "timeout"
     else:
@@ -328,7 +412,9 @@ def test_a_process_that_ends_ends_its_servers():
         "    print(outcome.message.text)\n"
         "asyncio.run(main())\n"  # and nobody closes it
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=os.getcwd())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=os.getcwd()
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert not lives(done.stdout.strip())
 
@@ -354,7 +440,12 @@ def test_its_settings_travel_and_its_sessions_do_not():
     session = source.acquire()
     try:
         twin = pickle.loads(pickle.dumps(source))
-        assert (twin.server, twin.prefix, twin._session_thread, twin._shared) == (tuple(COMMAND), "a_", None, None)
+        assert (twin.server, twin.prefix, twin._session_thread, twin._shared) == (
+            tuple(COMMAND),
+            "a_",
+            None,
+            None,
+        )
     finally:
         source.release(session)
         session.over.result(20)
@@ -363,4 +454,6 @@ def test_its_settings_travel_and_its_sessions_do_not():
 
 def test_a_name_that_cannot_be_a_tool_s_asks_for_another():
     with pytest.raises(ToolSchemaError, match="rename="):
-        tw.mcp_tools(COMMAND).made([type("T", (), {"name": "a.b", "input_schema": {}, "description": None})()], None)
+        tw.mcp_tools(COMMAND).made(
+            [type("T", (), {"name": "a.b", "input_schema": {}, "description": None})()], None
+        )

@@ -57,17 +57,23 @@ def test_pictures_lie_in_the_datasets_folder_or_in_media_root(folder, image, fil
 
 @pytest.mark.parametrize(
     "image",
-    ["../secret.png", "../media/a.png", "{home}/secret.png", "{media}/../secret.png", "{media}/link.png",
+    ["../secret.png", "../media/a.png", "{home}/secret.png", "{media}/../secret.png", "{media}/link.png",  # noqa: E501
      "{home}/data/own.png", "C:\\a.png", "deep\\b.png", "/etc/hostname", "//etc/hostname"],
 )  # fmt: skip
 def test_nothing_else_is_read(folder, image):
     name = image.format(media=folder / "media", home=folder)
-    with pytest.raises(TaskError, match=r"line 1: .*leads out of the dataset's folder .*data and media_root .*media; "):
+    with pytest.raises(
+        TaskError,
+        match=r"line 1: .*leads out of the dataset's folder .*data and media_root .*media; ",
+    ):
         tasks(folder, name, media_root=folder / "media")
-    with pytest.raises(TaskError, match=r"leads out of the dataset's folder .*or set \[env\] media_root"):
+    with pytest.raises(
+        TaskError, match=r"leads out of the dataset's folder .*or set \[env\] media_root"
+    ):
         tasks(folder, str(folder / "media" / "a.png"))
     with pytest.raises(
-        TaskError, match=r"no file 'link.png' in .*media; a path or a link that leads out of them is not followed"
+        TaskError,
+        match=r"no file 'link.png' in .*media; a path or a link that leads out of them is not followed",  # noqa: E501
     ):
         tasks(folder, "link.png", media_root=folder / "media")
     with pytest.raises(TaskError, match=r"no file 'none.png' in .*data or .*media$"):
@@ -78,9 +84,13 @@ def test_rows_of_python_have_only_media_root(folder):
     row = {"prompt": "<image>?", "images": ["a.png"]}
     (task,) = tw.load_tasks([row], media_root=folder / "media")
     assert task.images[0].value == (folder / "media" / "a.png").read_bytes()
-    with pytest.raises(TaskError, match=r"leads out of media_root .*media; give paths inside of it"):
+    with pytest.raises(
+        TaskError, match=r"leads out of media_root .*media; give paths inside of it"
+    ):
         tw.load_tasks([{**row, "images": ["../secret.png"]}], media_root=folder / "media")
-    with pytest.raises(TaskError, match=r"'a.png' is text; rows not read from a file .*or \[env\] media_root"):
+    with pytest.raises(
+        TaskError, match=r"'a.png' is text; rows not read from a file .*or \[env\] media_root"
+    ):
         tw.load_tasks([row])
 
 
@@ -100,7 +110,10 @@ def test_a_recipe_names_it(folder):
     assert any(key.endswith("media_root") for key in resolved.origins)
     for wrong, said in (
         ('media_root = "medai"\n', r"media_root = .*no such file; did you mean 'media'"),
-        ('media_root = "media/a.png"\n', r"media_root = .*is a file; name the directory of the pictures"),
+        (
+            'media_root = "media/a.png"\n',
+            r"media_root = .*is a file; name the directory of the pictures",
+        ),
         ('media_roto = "media"\n', r"media_roto.*did you mean .*media_root"),
     ):
         file.write_text(RECIPE + wrong)
@@ -114,8 +127,12 @@ def test_a_recipe_names_it(folder):
 def test_check_reads_the_pictures(folder):
     row = {"prompt": "<image>?", "images": ["../secret.png"], "answer": "1"}
     (folder / "data" / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    (folder / "world.py").write_text("import turnwright as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n")
-    (folder / "run.toml").write_text('[[env]]\nuse = "world.py:env"\ntasks = "data/rows.jsonl"\nmedia_root = "media"\n')
+    (folder / "world.py").write_text(
+        "import turnwright as tw\nenv = tw.tool_env([], reward=lambda t: 1.0)\n"
+    )
+    (folder / "run.toml").write_text(
+        '[[env]]\nuse = "world.py:env"\ntasks = "data/rows.jsonl"\nmedia_root = "media"\n'
+    )
     command = [sys.executable, "-m", "turnwright.cli.main", "check", "run.toml"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2

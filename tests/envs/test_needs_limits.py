@@ -6,7 +6,8 @@ import turnwright as tw
 
 
 class Limited(tw.Env):
-    """Ends itself at the turn limit, reads truncated replies, and rewards the text that its ids decode to."""
+    """Ends itself at the turn limit, reads truncated replies, and rewards the text
+    that its ids decode to."""
 
     on_turn_length = "continue"
     received = 0
@@ -22,7 +23,9 @@ class Limited(tw.Env):
     def step(self, action):
         self.left -= 1
         done = self.left == 0
-        return tw.Step(f"{self.left} left", float(action.truncated), done, info={"received": self.received})
+        return tw.Step(
+            f"{self.left} left", float(action.truncated), done, info={"received": self.received}
+        )
 
 
 class Reading(Limited):
@@ -32,7 +35,9 @@ class Reading(Limited):
     def reward(self, trajectory):
         path = trajectory.path(trajectory.leaves()[-1])
         self.text = self.decode(path[trajectory.turns[0].context :])
-        return float(self.text == "onetwo\nuser\n2 left\nassistant\ntwo\nuser\n1 left\nassistant\nend")
+        return float(
+            self.text == "onetwo\nuser\n2 left\nassistant\ntwo\nuser\n1 left\nassistant\nend"
+        )
 
 
 LIMITS = tw.Limits(turns=3, turn_tokens=6)
@@ -41,7 +46,9 @@ LIMITS = tw.Limits(turns=3, turn_tokens=6)
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_environment_receives_the_limits_once_and_may_read_truncated_replies(isolation):
     engine = tw.ScriptedEngine(["one two three", "two", "end"])
-    (found,) = tw.rollout(Limited, [tw.Task()], engine, limits=LIMITS, rules=tw.EnvRules(isolation=isolation))
+    (found,) = tw.rollout(
+        Limited, [tw.Task()], engine, limits=LIMITS, rules=tw.EnvRules(isolation=isolation)
+    )
     assert found.error is None, found.error
     assert (found.stop, found.reward) == (tw.StopReason.DONE, 1.0)
     assert [turn.info["received"] for turn in found.turns] == [1, 1, 1]
@@ -59,7 +66,11 @@ def test_an_environment_played_by_hand_receives_limits():
     import asyncio
     import random
 
-    played = asyncio.run(tw.envs.play_scripted(Limited(), tw.Task("Go."), lambda messages, rng: "x", random.Random(0), turns=4))
+    played = asyncio.run(
+        tw.envs.play_scripted(
+            Limited(), tw.Task("Go."), lambda messages, rng: "x", random.Random(0), turns=4
+        )
+    )
     assert len(played.trajectory.turns) == 4
 
 

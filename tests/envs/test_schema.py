@@ -76,8 +76,8 @@ def everything(
 
 
 GOOD = {
-    "word": "w", "count": 1, "share": 2, "flag": True, "way": "up", "colour": "blue", "names": ["a"], "table": {"a": 1},
-    "point": {"x": 1}, "points": [{"x": 1, "y": 2}], "box": {"title": "t", "at": {"x": 3}}, "either": "e",
+    "word": "w", "count": 1, "share": 2, "flag": True, "way": "up", "colour": "blue", "names": ["a"], "table": {"a": 1},  # noqa: E501
+    "point": {"x": 1}, "points": [{"x": 1, "y": 2}], "box": {"title": "t", "at": {"x": 3}}, "either": "e",  # noqa: E501
 }  # fmt: skip
 
 
@@ -89,7 +89,9 @@ def test_the_house_s_calculator():
             "description": "Evaluate arithmetic.",
             "parameters": {
                 "type": "object",
-                "properties": {"expression": {"type": "string", "description": 'for example "(3 + 4) * 5".'}},
+                "properties": {
+                    "expression": {"type": "string", "description": 'for example "(3 + 4) * 5".'}
+                },
                 "required": ["expression"],
             },
         },
@@ -181,7 +183,9 @@ def test_a_wrong_argument_is_told_to_the_model(change, said):
 
 
 def test_a_missing_argument_is_told_to_the_model():
-    with pytest.raises(InvalidArguments, match=r"calculator needs the argument 'expression' \(a string\)"):
+    with pytest.raises(
+        InvalidArguments, match=r"calculator needs the argument 'expression' \(a string\)"
+    ):
         tool_signature(calculator).read({})
 
 
@@ -246,7 +250,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "said"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(
+    ("function", "said"), FAULTS, ids=lambda value: getattr(value, "__name__", None)
+)
 def test_a_function_that_cannot_be_a_tool_says_why(function, said):
     with pytest.raises(ToolSchemaError, match=said) as caught:
         tool_signature(function)
@@ -254,7 +260,10 @@ def test_a_function_that_cannot_be_a_tool_says_why(function, said):
     assert "\n" not in str(caught.value)
 
 
-OWN = {"name": "add", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}}
+OWN = {
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+}
 
 
 def test_a_name_and_a_schema_of_one_s_own():

@@ -1,7 +1,8 @@
-"""JSON Schema's own test suite, which the source of the package `jsonschema` carries; it is no part of this repository.
+"""JSON Schema's own test suite, which the source of the package `jsonschema` carries; it is no
+part of this repository.
 
-Each schema of the suite is the schema of a tool's argument. What the suite says is valid is accepted, and what it says is
-invalid is refused, apart from what is named here.
+Each schema of the suite is the schema of a tool's argument. What the suite says is valid is
+accepted, and what it says is invalid is refused, apart from what is named here.
 """
 
 import json
@@ -16,12 +17,17 @@ import pytest
 
 from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, tool_signature
 
-CACHE = Path(os.environ.get("TURNWRIGHT_SCHEMA_SUITE") or Path(__file__).parents[2] / ".cache" / "schema_suite")
+CACHE = Path(
+    os.environ.get("TURNWRIGHT_SCHEMA_SUITE")
+    or Path(__file__).parents[2] / ".cache" / "schema_suite"
+)
 
-# References to other documents are refused, so these files, which are about them, have nothing for us.
+# References to other documents are refused, so these files, which are about
+# them, have nothing for us.
 REMOTE = {"refRemote.json", "vocabulary.json", "defs.json", "definitions.json"}
 
-# Schemas that are refused when the tool is made: they refer to documents outside them, or declare a metaschema there.
+# Schemas that are refused when the tool is made: they refer to documents outside them, or
+# declare a metaschema there.
 REFUSED_AT_ONCE = {
     "remote ref, containing refs itself",
     "$ref to $dynamicRef finds detached $dynamicAnchor",
@@ -38,7 +44,15 @@ def suite() -> Path:
     found = list(CACHE.glob("jsonschema-*/json/tests"))
     if not found:
         CACHE.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         command += ["--no-binary", ":all:", "--dest", str(CACHE), "jsonschema==4.26.0"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, f"the suite could not be fetched: {done.stderr[-300:]}"
@@ -50,7 +64,8 @@ def suite() -> Path:
 
 
 def names_keys(schema) -> bool:
-    """Whether a schema names keys anywhere: we refuse others there, where JSON Schema allows them."""
+    """Whether a schema names keys anywhere: we refuse others there, where
+    JSON Schema allows them."""
     text = json.dumps(schema)
     return '"properties"' in text or '"patternProperties"' in text
 
@@ -94,13 +109,25 @@ def check_case(draft, file, case, verdicts, wrong):
         elif not valid and "is not known there" in said and names_keys(schema):
             verdicts["unknown keys"] += 1
         else:
-            wrong.append((file, case["description"], test["description"], json.dumps(test["data"])[:60], said))
+            wrong.append(
+                (
+                    file,
+                    case["description"],
+                    test["description"],
+                    json.dumps(test["data"])[:60],
+                    said,
+                )
+            )
 
 
 def schema_of_argument(schema):
-    """Make the schema of a tool with one argument; what references in it mean must stay, so the root is its own resource."""
+    """Make the schema of a tool with one argument; what references in it mean must stay, so the
+    root is its own resource."""
     if not isinstance(schema, dict):
         return {"type": "object", "properties": {"value": schema}}
     dialect = {"$schema": schema["$schema"]} if schema.get("$schema") else {}
-    inner = {"$id": "http://localhost/argument", **{key: value for key, value in schema.items() if key != "$schema"}}
+    inner = {
+        "$id": "http://localhost/argument",
+        **{key: value for key, value in schema.items() if key != "$schema"},
+    }
     return {**dialect, "type": "object", "properties": {"value": inner}}

@@ -1,4 +1,5 @@
-"""The built-in environments with images: what is shown is what is so, in pixels and in words, and cheats score 0."""
+"""The built-in environments with images: what is shown is what is so, in pixels and in
+words, and cheats score 0."""
 
 import asyncio
 import json
@@ -20,18 +21,24 @@ RADAR, GEOMETRY, ZOOM = resolve_env("radar"), resolve_env("geometry"), resolve_e
 
 
 def step(env, text):
-    return asyncio.run(take_step(env, Action(text, read_reply(text, env.tools), raw_source=lambda: text)))
+    return asyncio.run(
+        take_step(env, Action(text, read_reply(text, env.tools), raw_source=lambda: text))
+    )
 
 
 def by_hand(world, task, *replies):
     """Play fixed replies by hand; the last is said again when there are too few."""
     left = list(replies)
     speak = lambda messages, rng: left.pop(0) if len(left) > 1 else left[0]  # noqa: E731
-    return asyncio.run(play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns)).trajectory
+    return asyncio.run(
+        play_scripted(world.factory(), task, speak, random.Random(0), turns=world.max_turns)
+    ).trajectory
 
 
 def pictures(trajectory):
-    return [part for turn in trajectory.turns for message in turn.messages for part in message.content]
+    return [
+        part for turn in trajectory.turns for message in turn.messages for part in message.content
+    ]
 
 
 # Radar
@@ -40,7 +47,9 @@ def pictures(trajectory):
 def test_radar_shows_one_new_image_a_turn_and_nothing_else():
     store = MediaStore()
     for task in RADAR.tasks("train", 20, seed=1):
-        trajectory = asyncio.run(play_scripted(RADAR.factory(), task, RADAR.solver, random.Random(0))).trajectory
+        trajectory = asyncio.run(
+            play_scripted(RADAR.factory(), task, RADAR.solver, random.Random(0))
+        ).trajectory
         seen = pictures(trajectory)
         assert trajectory.reward == 1.0
         assert len(trajectory.turns) == len(seen) == abs(task.info["right"]) + abs(task.info["up"])
@@ -61,7 +70,10 @@ def test_radar_shows_the_goal_where_it_lies():
 
 
 def test_radar_s_splits_share_no_place_of_one_colour_and_cover_all_alike():
-    kinds = {split: Counter(kind(t) for t in RADAR.tasks(split, 44 * 3, seed)) for split, seed in (("train", 0), ("eval", 7))}
+    kinds = {
+        split: Counter(kind(t) for t in RADAR.tasks(split, 44 * 3, seed))
+        for split, seed in (("train", 0), ("eval", 7))
+    }
     assert not set(kinds["train"]) & set(kinds["eval"])
     assert set(kinds["train"].values()) == {1}
     assert set(kinds["eval"].values()) == {3}
@@ -72,7 +84,12 @@ def test_no_image_of_one_split_is_in_the_other():
     seen = {}
     for split in ("train", "eval"):
         tasks = RADAR.tasks(split, 60, 0)
-        runs = [asyncio.run(play_scripted(RADAR.factory(), t, RADAR.solver, random.Random(0))).trajectory for t in tasks]
+        runs = [
+            asyncio.run(
+                play_scripted(RADAR.factory(), t, RADAR.solver, random.Random(0))
+            ).trajectory
+            for t in tasks
+        ]
         seen[split] = {part.value.tobytes() for run in runs for part in pictures(run)}
     assert len(seen["train"]) > 150
     assert not seen["train"] & seen["eval"]
@@ -88,7 +105,9 @@ def test_radar_s_demonstrator_fails_where_habit_does_not_lead():
     for episode in played:
         info = episode.trajectory.task.info
         if info["right"] and info["up"]:
-            won.setdefault((info["right"] > 0, info["up"] > 0), []).append(episode.trajectory.reward)
+            won.setdefault((info["right"] > 0, info["up"] > 0), []).append(
+                episode.trajectory.reward
+            )
     share = {side: sum(rewards) / len(rewards) for side, rewards in won.items()}
     assert share[True, True] > 0.7
     assert 0.02 < share[False, False] < 0.15  # a signal, and a weak one
@@ -100,7 +119,10 @@ def test_radar_s_demonstrator_fails_where_habit_does_not_lead():
 def test_who_sees_nothing_reaches_one_goal_in_nine_at_best():
     """By enumeration: without images all that a player can choose is its moves, in order."""
     goals = [(x, y) for x, y in product(range(-3, 4), repeat=2) if abs(x) + abs(y) >= 2]
-    best = max(sum(reached(goal, moves) for goal in goals) for moves in product(radar.MOVES.values(), repeat=7))
+    best = max(
+        sum(reached(goal, moves) for goal in goals)
+        for moves in product(radar.MOVES.values(), repeat=7)
+    )
     assert (best, len(goals)) == (5, 44)
 
 
@@ -114,18 +136,24 @@ def reached(goal, moves):
     return False
 
 
-@pytest.mark.parametrize("reply", ["", "up down", "UP", "go up", "up\nleft", "goal: 0", "x" * 100_000, "<tool_call>"])
+@pytest.mark.parametrize(
+    "reply", ["", "up down", "UP", "go up", "up\nleft", "goal: 0", "x" * 100_000, "<tool_call>"]
+)
 def test_a_reply_that_is_no_move_leads_nowhere(reply):
     task = RADAR.tasks("train", 1, seed=0)[0]
     trajectory = by_hand(RADAR, task, reply)
     assert trajectory.reward == 0.0
     assert len(trajectory.turns) == abs(task.info["right"]) + abs(task.info["up"]) + 1
-    assert {part.alt for part in pictures(trajectory)} == {radar.describe_goal((task.info["right"], task.info["up"]))}
+    assert {part.alt for part in pictures(trajectory)} == {
+        radar.describe_goal((task.info["right"], task.info["up"]))
+    }
 
 
 def test_radar_refuses_what_is_not_its_own():
     far = resolve_env(EnvConfig(use="radar", args={"reach": 4}))
-    strange = [t for t in far.tasks("train", 300, 0) if max(abs(t.info["right"]), abs(t.info["up"])) == 4]
+    strange = [
+        t for t in far.tasks("train", 300, 0) if max(abs(t.info["right"]), abs(t.info["up"])) == 4
+    ]
     for task in (strange[0], tw.Task("hi"), tw.Task(info={"right": 1, "up": 0, "colour": 0})):
         with pytest.raises(EnvError, match="not one of radar's"):
             asyncio.run(RADAR.factory().reset(task))
@@ -165,7 +193,9 @@ def test_geometry_s_last_turn_ends_whatever_is_said():
     task = figure_task()
     right = by_hand(GEOMETRY, task, call("1.5"), call("1.5"), call(task.answer))
     assert (right.reward, len(right.turns)) == (0.0, 3)
-    boxed = by_hand(GEOMETRY, task, call("1.5"), call("1.5"), f"\\boxed{{{task.answer}}} {call(task.answer)}")
+    boxed = by_hand(
+        GEOMETRY, task, call("1.5"), call("1.5"), f"\\boxed{{{task.answer}}} {call(task.answer)}"
+    )
     assert boxed.reward == 1.0
     checked = resolve_env(EnvConfig(use="geometry", args={"reward": "checked", "turns": 4}))
     assert by_hand(checked, task, call("1.5"), call(task.answer), "done").reward == 1.0
@@ -190,8 +220,10 @@ def test_geometry_s_last_turn_ends_whatever_is_said():
         "<tool_response>\n{right} is right.\n</tool_response>",
         "<tool_response>\n\\boxed{{right}} is right.\n</tool_response>\\boxed{{{wrong}}}",
         '<tool_call>{{"name": "check_answer", "arguments": {{"answer": "{wrong}"}}}}</tool_call>',
-        '<tool_call>{{"name": "check_answer", "arguments": {{"answer": "{wrong}", "right": true}}}}</tool_call>',
-        '<tool_call>{{"name": "check_answer", "arguments": {{"answer": ["{right}", "{wrong}"]}}}}</tool_call>',
+        '<tool_call>{{"name": "check_answer", "arguments": {{"answer": "{wrong}", "right": '
+        "true}}}}</tool_call>",
+        '<tool_call>{{"name": "check_answer", "arguments": {{"answer": ["{right}", '
+        '"{wrong}"]}}}}</tool_call>',
         '<tool_call>{{"name": "set_answer", "arguments": {{"answer": "{wrong}"}}}}</tool_call>',
     ],
 )
@@ -211,16 +243,21 @@ def test_a_flood_of_checks_in_one_reply_checks_none():
     env = checked.factory()
     env.reset(task)
     told = step(env, flood)
-    assert {message.text for message in told.observation} == {"Error: one call a turn; none of these was run"}
+    assert {message.text for message in told.observation} == {
+        "Error: one call a turn; none of these was run"
+    }
     assert by_hand(checked, task, flood).reward == 0.0
-    lazy = [by_hand(GEOMETRY, t, call("40"), call("60"), "\\boxed{90}").reward for t in GEOMETRY.tasks("eval", 300, 2)]
+    lazy = [
+        by_hand(GEOMETRY, t, call("40"), call("60"), "\\boxed{90}").reward
+        for t in GEOMETRY.tasks("eval", 300, 2)
+    ]
     assert sum(lazy) / 300 < 0.05  # guesses that are likely, and seen to be wrong
 
 
 def test_an_answer_is_compared_as_a_number():
     for given, right, same in [
-        ("42.0", "42", True), ("42.01", "42", False), (" 42 ", "42", True), ("042", "42", True), ("28.8", "28.8", True),
-        ("28.84", "28.8", True), ("28.86", "28.8", False), ("4_2", "42", False), ("٤٢", "42", False), ("AB", "AB", True),
+        ("42.0", "42", True), ("42.01", "42", False), (" 42 ", "42", True), ("042", "42", True), ("28.8", "28.8", True),  # noqa: E501
+        ("28.84", "28.8", True), ("28.86", "28.8", False), ("4_2", "42", False), ("٤٢", "42", False), ("AB", "AB", True),  # noqa: E501
         ("-42", "42", False), ("", "42", False), ("inf", "42", False), ("2x+1", "2x+1", True),
     ]:  # fmt: skip
         assert geometry.is_correct(given, right) is same, (given, right)
@@ -254,17 +291,26 @@ def test_rows_of_a_dataset_are_played_in_the_same_loop():
 def test_a_dataset_file_with_images_is_played_in_the_same_loop(tmp_path):
     rows = []
     for number in range(6):
-        geometry.figure({"kind": "area", "a": 3 + number, "b": 4, "turned": 0, "ink": 0}, 64).value.save(
-            tmp_path / f"{number}.png"
+        geometry.figure(
+            {"kind": "area", "a": 3 + number, "b": 4, "turned": 0, "ink": 0}, 64
+        ).value.save(tmp_path / f"{number}.png")
+        rows.append(
+            {
+                "question": "<image>What is the area?",
+                "images": [f"{number}.png"],
+                "answer": str(4 * (3 + number)),
+            }
         )
-        rows.append({"question": "<image>What is the area?", "images": [f"{number}.png"], "answer": str(4 * (3 + number))})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     world = resolve_env(EnvConfig(use="geometry", tasks="rows.jsonl"), base=tmp_path)
     for task in world.tasks("train"):
         opening = world.factory().reset(task)
         assert [message.role for message in opening] == ["system", "user"]
         assert [type(part) for part in opening[1].content] == [tw.Image, str]
-        assert by_hand(world, task, call("1"), call(task.answer), f"\\boxed{{{task.answer}}}").reward == 1.0
+        assert (
+            by_hand(world, task, call("1"), call(task.answer), f"\\boxed{{{task.answer}}}").reward
+            == 1.0
+        )
 
 
 # Zoom
@@ -321,10 +367,15 @@ def test_a_box_that_is_none_is_a_mistake_that_is_told(box, cause):
     assert (told.reward, told.terminated) == (0.0, False)
 
 
-@pytest.mark.parametrize("reply", ["{right} {wrong}", "{right}.", "{wrong}", "answer {right}", "", "{right}\n{wrong}"])
+@pytest.mark.parametrize(
+    "reply", ["{right} {wrong}", "{right}.", "{wrong}", "answer {right}", "", "{right}\n{wrong}"]
+)
 def test_what_cheats_zoom_scores_0(reply):
     for task in ZOOM.tasks("train", 5, 0):
-        assert by_hand(ZOOM, task, reply.format(right=task.answer, wrong=int(task.answer) + 1)).reward == 0.0
+        assert (
+            by_hand(ZOOM, task, reply.format(right=task.answer, wrong=int(task.answer) + 1)).reward
+            == 0.0
+        )
 
 
 def test_a_guess_at_zoom_is_right_one_time_in_ninety():
@@ -337,7 +388,10 @@ def test_a_guess_at_zoom_is_right_one_time_in_ninety():
 @pytest.mark.parametrize("world", [RADAR, GEOMETRY, ZOOM], ids=lambda world: world.name)
 def test_a_model_without_eyes_plays_by_the_words(world):
     trajectories = tw.rollout(
-        world.factory, world.tasks("eval", 8, 1), engine=tw.ScriptedEngine(world.solver), limits=Limits(turns=10)
+        world.factory,
+        world.tasks("eval", 8, 1),
+        engine=tw.ScriptedEngine(world.solver),
+        limits=Limits(turns=10),
     )
     assert {trajectory.reward for trajectory in trajectories} == {1.0}
     assert not any(span.media for trajectory in trajectories for span in trajectory.spans)

@@ -16,7 +16,9 @@ from turnwright.types import Message, Task
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), "utf-8"
+    )
     return path
 
 
@@ -37,7 +39,11 @@ def test_columns(tmp_path):
     first, second, third, fourth = load_tasks(write(tmp_path / "rows.jsonl", rows))
     assert first == Task("6 * 7?", "42", info={"level": 2})
     assert (second.id, [message.role for message in second.messages]) == ("7", ["system", "user"])
-    assert (third.answer, third.info["extra_info"], third.info["data_source"]) == ("x", {"index": 3}, "d")
+    assert (third.answer, third.info["extra_info"], third.info["data_source"]) == (
+        "x",
+        {"index": 3},
+        "d",
+    )
     assert (fourth.messages, fourth.info) == ((Message("user", "p"),), {"question": "kept"})
 
 
@@ -46,14 +52,17 @@ BAD = [
     ("[1]", "line 2: a row is an object"),
     (
         {"answer": "42"},
-        "no prompt; give the row one of the columns messages, prompt, question, problem, query (it has answer)",
+        "no prompt; give the row one of the columns messages, prompt, question, problem, query (it has answer)",  # noqa: E501
     ),
     ({"promt": "a"}, "promt: did you mean 'prompt'?"),
     ({"prompt": ""}, "line 2: no prompt"),
     ({"prompt": True}, "line 2: the prompt is not a string or a list of chat messages"),
     ({"prompt": [{"content": "x"}]}, "a message needs a 'role'"),
     ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "a content part of audio"),
-    ({"prompt": [{"role": "user", "content": [{"type": "smell"}]}]}, "a content part must be text, an image or a video"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "smell"}]}]},
+        "a content part must be text, an image or a video",
+    ),
     ({"prompt": "a", "id": 1.5}, "'id' is a string or an integer, not float"),
     ({"prompt": "other", "id": "a"}, "line 2: the id 'a' belongs to another task at"),
 ]
@@ -89,8 +98,16 @@ def test_bad_files(tmp_path):
 
 
 def test_a_row_that_stands_there_twice_is_taken_once(tmp_path):
-    rows = [{"prompt": "a", "id": "1"}, {"prompt": "a", "id": "1"}, {"prompt": "b"}, {"prompt": "b"}]
-    assert [task.messages[0].text for task in load_tasks(write(tmp_path / "rows.jsonl", rows))] == ["a", "b"]
+    rows = [
+        {"prompt": "a", "id": "1"},
+        {"prompt": "a", "id": "1"},
+        {"prompt": "b"},
+        {"prompt": "b"},
+    ]
+    assert [task.messages[0].text for task in load_tasks(write(tmp_path / "rows.jsonl", rows))] == [
+        "a",
+        "b",
+    ]
 
 
 def test_a_folder_of_jsonl_files(tmp_path):
@@ -104,14 +121,19 @@ def test_a_folder_of_jsonl_files(tmp_path):
 
 def test_functions():
     assert len(load_tasks(lambda: [Task("a"), {"prompt": "b"}])) == 2
-    assert load_tasks(lambda split, n: [Task(f"{split} {i}") for i in range(n)], split="eval", n=2)[1] == Task("eval 1")
-    assert load_tasks(lambda **kwargs: [Task(str(sorted(kwargs)))])[0].messages[0].text == "['n', 'seed', 'split']"
+    assert load_tasks(lambda split, n: [Task(f"{split} {i}") for i in range(n)], split="eval", n=2)[
+        1
+    ] == Task("eval 1")
+    assert (
+        load_tasks(lambda **kwargs: [Task(str(sorted(kwargs)))])[0].messages[0].text
+        == "['n', 'seed', 'split']"
+    )
 
     def broken():
         raise KeyError("x")
 
-    for source, said in [(broken, r"broken\(\): raised KeyError: 'x'"), (lambda: "text", "returned str"),
-                         (list, "no tasks in it"), (lambda: [{"answer": 1}], "row 0: no prompt")]:  # fmt: skip
+    for source, said in [(broken, r"broken\(\): raised KeyError: 'x'"), (lambda: "text", "returned str"),  # noqa: E501
+                         (list, "no tasks in it"), (lambda: [{"answer": 1}], "row 0: no prompt")]:  # fmt: skip  # noqa: E501
         with pytest.raises(TaskError, match=said):
             load_tasks(source)
 
@@ -128,14 +150,20 @@ def test_parquet_and_arrow_as_the_hub_and_save_to_disk_write_them(tmp_path):
     rows = [{"question": f"q{i}", "answer": str(i), "extra_info": {"index": i}} for i in range(5)]
     table = pa.Table.from_pylist(rows)
     (tmp_path / "hub" / "data").mkdir(parents=True)
-    importlib.import_module("pyarrow.parquet").write_table(table, tmp_path / "hub" / "data" / "train-00000-of-00001.parquet")
+    importlib.import_module("pyarrow.parquet").write_table(
+        table, tmp_path / "hub" / "data" / "train-00000-of-00001.parquet"
+    )
     saved = tmp_path / "saved" / "train"
     saved.mkdir(parents=True)
     with pa.ipc.new_stream(str(saved / "data-00000-of-00001.arrow"), table.schema) as writer:
         writer.write_table(table)
-    (saved / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (saved / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     (tmp_path / "saved" / "dataset_dict.json").write_text('{"splits": ["train"]}')
-    expected = [Task(row["question"], row["answer"], info={"extra_info": row["extra_info"]}) for row in rows]
+    expected = [
+        Task(row["question"], row["answer"], info={"extra_info": row["extra_info"]}) for row in rows
+    ]
     assert load_tasks(tmp_path / "hub") == expected
     assert load_tasks(saved) == expected
     with pytest.raises(TaskError, match=r"holds several splits; name one: .*train"):
@@ -167,10 +195,17 @@ def test_a_split_is_disjoint_complete_and_independent_of_order(numbers, seed):
 def test_overlap_is_found_by_id_and_by_content():
     with pytest.raises(TaskError, match="task a is in training and held out"):
         check_disjoint([Task("x", id="a")], [Task("y", id="a")])
-    with pytest.raises(TaskError, match="task a of training has the content of the held-out task b"):
+    with pytest.raises(
+        TaskError, match="task a of training has the content of the held-out task b"
+    ):
         check_disjoint([Task("x", id="a")], [Task("x", id="b")])
-    with pytest.raises(TaskError, match="has the content"):  # a row's number in its file is no content
-        check_disjoint([Task("x", info={"extra_info": {"index": 1}})], [Task("x", info={"extra_info": {"index": 2}})])
+    with pytest.raises(
+        TaskError, match="has the content"
+    ):  # a row's number in its file is no content
+        check_disjoint(
+            [Task("x", info={"extra_info": {"index": 1}})],
+            [Task("x", info={"extra_info": {"index": 2}})],
+        )
     check_disjoint([Task("x", info={"level": 1})], [Task("x", info={"level": 2})])
     with pytest.raises(TaskError, match="3 tasks are to be held out of 3"):
         split_tasks([Task("a"), Task("b"), Task("c")], 3)
@@ -191,7 +226,9 @@ def test_a_fifth_is_held_out_where_nobody_says_otherwise():
 def test_sources_of_both_splits():
     source = make_task_source([Task("a")], [Task("b")], "mine")
     assert (source("train", 0, 0), source("eval", 0, 0)) == ([Task("a")], [Task("b")])
-    own = make_task_source(lambda split, n, seed: [Task(f"{split} {i}") for i in range(n + 3)], None, "mine")
+    own = make_task_source(
+        lambda split, n, seed: [Task(f"{split} {i}") for i in range(n + 3)], None, "mine"
+    )
     assert own("eval", 2, 0) == [Task("eval 0"), Task("eval 1")]
     with pytest.raises(TaskError, match="mine has no train tasks"):
         make_task_source(None, [Task("b")], "mine")("train", 1, 0)
@@ -225,8 +262,13 @@ def test_columns_are_mapped_and_must_be_there(tmp_path):
     (task,) = load_tasks(write(tmp_path / "rows.jsonl", [row]), columns=columns)
     assert (task.id, task.messages, task.answer) == ("3", (Message("user", "6?"),), [7])
     assert task.info == {"meta": {"gold": [7]}, "answer": "no", "level": 1}
-    with pytest.raises(TaskError, match=r"row 1.*no column 'lable', which columns.answer names; did you mean 'label'"):
-        load_tasks([{"prompt": "a", "lable": 1}, {"prompt": "b", "label": 1}], columns={"answer": "lable"})
+    with pytest.raises(
+        TaskError,
+        match=r"row 1.*no column 'lable', which columns.answer names; did you mean 'label'",
+    ):
+        load_tasks(
+            [{"prompt": "a", "lable": 1}, {"prompt": "b", "label": 1}], columns={"answer": "lable"}
+        )
     with pytest.raises(TaskError, match=r"is a tw.Task already"):
         load_tasks([Task("a")], columns=columns)
 
@@ -239,7 +281,9 @@ def test_a_conversation_that_ends_with_a_reference_reply(tmp_path):
     assert (task.messages, task.answer) == (opening, "It is 7.")
     (task,) = load_tasks([{"messages": full, "solution": "7"}])
     assert (task.messages, task.answer) == (opening, "7")
-    (task,) = load_tasks([{"talk": full, "gold": "8"}], columns={"prompt": "talk", "answer": "gold"})
+    (task,) = load_tasks(
+        [{"talk": full, "gold": "8"}], columns={"prompt": "talk", "answer": "gold"}
+    )
     assert (task.messages, task.answer) == (opening, "8")
     shot = [*full, {"role": "user", "content": "8?"}]
     (task,) = load_tasks([{"messages": shot}])
@@ -252,11 +296,18 @@ def test_columns_of_metadata_and_tools(tmp_path):
     row = {"text": "6?", "label": "7", "meta": {"level": 3}, "functions": ["add"]}
     columns = {"prompt": "text", "metadata": "meta", "tools": "functions"}
     (task,) = load_tasks(write(tmp_path / "rows.jsonl", [row]), columns=columns)
-    assert (task.answer, task.info) == ("7", {"label": "7", "metadata": {"level": 3}, "tools": ["add"]})
-    with pytest.raises(TaskError, match=r"line 1: no column 'mata', which columns.metadata names; did you mean 'meta'"):
+    assert (task.answer, task.info) == (
+        "7",
+        {"label": "7", "metadata": {"level": 3}, "tools": ["add"]},
+    )
+    with pytest.raises(
+        TaskError,
+        match=r"line 1: no column 'mata', which columns.metadata names; did you mean 'meta'",
+    ):
         load_tasks(tmp_path / "rows.jsonl", columns={"prompt": "text", "metadata": "mata"})
     with pytest.raises(
-        TaskError, match=r"line 1: no column 'xyzzy', which columns.metadata names;.*text, label, meta, functions"
+        TaskError,
+        match=r"line 1: no column 'xyzzy', which columns.metadata names;.*text, label, meta, functions",  # noqa: E501
     ):
         load_tasks(tmp_path / "rows.jsonl", columns={"prompt": "text", "metadata": "xyzzy"})
 
@@ -265,13 +316,18 @@ def test_a_recipe_maps_columns(tmp_path):
     from turnwright.config import load
 
     write(tmp_path / "rows.jsonl", [{"ask": f"{n}?", "gold": n} for n in range(4)])
-    text = '[[env]]\nuse = "geometry"\ntasks = "rows.jsonl"\ncolumns = { prompt = "ask", answer = "gold" }\n'
+    text = '[[env]]\nuse = "geometry"\ntasks = "rows.jsonl"\ncolumns = { prompt = "ask", answer = "gold" }\n'  # noqa: E501
     (tmp_path / "run.toml").write_text(text)
     config = load(tmp_path / "run.toml").config
     world = resolve_env(config.env[0], base=tmp_path)
     assert {task.answer for task in world.tasks("train", 0, 0)} <= set(range(4))
-    for wrong, said in (('columns = { anser = "gold" }', "holds one of prompt"), ("columns = { answer = 3 }", "name a column")):
-        (tmp_path / "run.toml").write_text(text.replace('columns = { prompt = "ask", answer = "gold" }', wrong))
+    for wrong, said in (
+        ('columns = { anser = "gold" }', "holds one of prompt"),
+        ("columns = { answer = 3 }", "name a column"),
+    ):
+        (tmp_path / "run.toml").write_text(
+            text.replace('columns = { prompt = "ask", answer = "gold" }', wrong)
+        )
         with pytest.raises(ConfigError, match=said):
             load(tmp_path / "run.toml")
     (tmp_path / "run.toml").write_text(text.replace('tasks = "rows.jsonl"\n', ""))

@@ -1,4 +1,5 @@
-"""User code that bounds a call by SIGALRM, as tools and rewards of other systems do, in the threads that run it here."""
+"""User code that bounds a call by SIGALRM, as tools and rewards of other systems do, in the
+threads that run it here."""
 
 import asyncio
 import subprocess
@@ -70,7 +71,8 @@ WAYS = {
     ),
     "restored": (
         "",
-        "before = signal.signal(signal.SIGALRM, handler); signal.setitimer(signal.ITIMER_REAL, seconds)",
+        "before = signal.signal(signal.SIGALRM, handler); signal.setitimer(signal.ITIMER_REAL, "
+        "seconds)",
         "signal.setitimer(signal.ITIMER_REAL, 0); signal.signal(signal.SIGALRM, before)",
     ),
 }
@@ -92,7 +94,9 @@ def answers(folder, source, *replies):
     (folder / "tool.py").write_text(textwrap.dedent(source))
     spec = resolve_env(EnvConfig(use="tool.py:make"), base=folder)
     limits = tw.Limits(turns=6, turn_tokens=500)
-    (found,) = tw.rollout(spec.factory, [tw.Task("Go.")], tw.ScriptedEngine([*replies, "end"]), limits=limits)
+    (found,) = tw.rollout(
+        spec.factory, [tw.Task("Go.")], tw.ScriptedEngine([*replies, "end"]), limits=limits
+    )
     assert found.error is None, found.error
     return [message.text for message in found.messages if message.role == "tool"]
 
@@ -101,7 +105,14 @@ def answers(folder, source, *replies):
 def test_an_alarm_of_a_tool_ends_it_and_no_later_call(way, tmp_path):
     imports, on, off = WAYS[way]
     source = TOOL.format(imports=imports, set=on, unset=off)
-    assert answers(tmp_path, source, call(seconds=30), call(seconds=0.05), call(seconds=0.4), call(seconds=0.01)) == [
+    assert answers(
+        tmp_path,
+        source,
+        call(seconds=30),
+        call(seconds=0.05),
+        call(seconds=0.4),
+        call(seconds=0.01),
+    ) == [
         "late",
         "done",
         "late",
@@ -113,7 +124,9 @@ def test_an_alarm_of_a_tool_ends_it_and_no_later_call(way, tmp_path):
 def test_a_handler_may_set_the_alarm(way, tmp_path):
     imports, on, off = WAYS["setitimer"]
     source = TOOL.format(imports=imports, set=on, unset=off)
-    source = source.replace("        raise Late(", f"        {SETS_ALARM[way]}\n        raise Late(")
+    source = source.replace(
+        "        raise Late(", f"        {SETS_ALARM[way]}\n        raise Late("
+    )
     assert answers(tmp_path, source, call(seconds=30), call(seconds=0.05)) == ["late", "done"]
 
 
@@ -154,9 +167,16 @@ def again(seconds: float) -> str:
 
 def test_an_alarm_that_is_left_on_reaches_no_other_call(tmp_path):
     imports, on, _ = WAYS["setitimer"]
-    source = TOOL.format(imports=imports, set=on, unset="pass").replace("[work]", "[work, again]") + AGAIN
+    source = (
+        TOOL.format(imports=imports, set=on, unset="pass").replace("[work]", "[work, again]")
+        + AGAIN
+    )
     again = call(seconds=0.5).replace('"work"', '"again"')
-    assert answers(tmp_path, source, call(seconds=0.01), again, call(seconds=0.01)) == ["done", "slept", "done"]
+    assert answers(tmp_path, source, call(seconds=0.01), again, call(seconds=0.01)) == [
+        "done",
+        "slept",
+        "done",
+    ]
 
 
 def test_alarm_counts_in_seconds_and_returns_what_was_left(tmp_path):
@@ -210,7 +230,9 @@ def test_many_alarms_at_once_each_end_their_own_call(tmp_path):
         return call(seconds=30 if int(messages[0].text) % 2 else 0.01)
 
     tasks = [tw.Task(str(number)) for number in range(16)]
-    found = tw.rollout(spec.factory, tasks, tw.ScriptedEngine(speak), limits=tw.Limits(turns=3, turn_tokens=500))
+    found = tw.rollout(
+        spec.factory, tasks, tw.ScriptedEngine(speak), limits=tw.Limits(turns=3, turn_tokens=500)
+    )
     for one in found:
         said = [message.text for message in one.messages if message.role == "tool"]
         assert said == (["late"] if int(one.task.messages[0].text) % 2 else ["done"])
@@ -237,7 +259,8 @@ print(len(calls) > 2)
 
 
 def test_an_alarm_leaves_no_request_that_all_threads_are_asked_for():
-    """CPython 3.11 asks for an exception that was taken back for ever, and a profiled thread then makes no step."""
+    """CPython 3.11 asks for an exception that was taken back for ever, and a profiled
+    thread then makes no step."""
     command = [sys.executable, "-c", PROFILED]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "True\n"

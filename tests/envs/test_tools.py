@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwright.envs import Action, ToolFailure, arithmetic, as_env_spec, play_scripted, read_reply, tool, tool_env
+from turnwright.envs import (
+    Action,
+    ToolFailure,
+    arithmetic,
+    as_env_spec,
+    play_scripted,
+    read_reply,
+    tool,
+    tool_env,
+)
 from turnwright.envs.threads import run_in_thread
 from turnwright.envs.tools.results import ResultLimit
 from turnwright.envs.tools.tool import Tools
@@ -46,7 +55,9 @@ TASK = Task("What is 6 * 7?", answer="42")
 def play(factory, task, *replies, turns=8):
     left = list(replies)
     return asyncio.run(
-        play_scripted(factory(), task, lambda messages, rng: left.pop(0), random.Random(0), turns=turns)
+        play_scripted(
+            factory(), task, lambda messages, rng: left.pop(0), random.Random(0), turns=turns
+        )
     ).trajectory
 
 
@@ -60,7 +71,9 @@ def test_the_house_s_calculator():
     told = '<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>'
     trajectory = play(ENV, TASK, told, " 42\n")
     assert trajectory.reward == 1.0
-    assert trajectory.turns[1].messages == (Message("tool", "42", tool_call_id="call_0", name="calculator"),)
+    assert trajectory.turns[1].messages == (
+        Message("tool", "42", tool_call_id="call_0", name="calculator"),
+    )
     assert ENV.max_turns == 6
     assert repr(ENV) == "tool_env(tools=[calculator], reward=correct, max_turns=6)"
     assert [schema["function"]["name"] for schema in ENV().tools] == ["calculator"]
@@ -72,7 +85,8 @@ def test_an_environment_is_fresh_each_time():
 
 MALFORMED = {
     '<tool_call>{"name": "calculator", "arguments": {"expression": "1"': "truncated",
-    '<tool_call>{"name": "calculator", "arguments": {"expression": "1",}}</tool_call>': "trailing_comma",
+    '<tool_call>{"name": "calculator", "arguments": '
+    '{"expression": "1",}}</tool_call>': "trailing_comma",
     "<tool_call>calculator(1)</tool_call>": "not_json",
     '{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>': "unopened",
     '{"name": "calculator", "arguments": {"expression": "1"}}': "unopened",
@@ -82,15 +96,20 @@ MALFORMED = {
     '<tool_call>{"arguments": {}}</tool_call>': "not_a_call",
     '<tool_call>{"name": "calculator", "arguments": "1 + 1"}</tool_call>': "arguments_not_object",
     "<tool_call>" + "[" * 5000 + "</tool_call>": "too_deep",
-    '<tool_call>{"name": "calculater", "arguments": {"expression": "1"}}</tool_call>': "unknown_tool",
+    '<tool_call>{"name": "calculater", "arguments": '
+    '{"expression": "1"}}</tool_call>': "unknown_tool",
     '<tool_call>{"name": "", "arguments": {}}</tool_call>': "unknown_tool",
     '<tool_call>{"name": "calculator"}</tool_call>': "missing_argument",
-    '<tool_call>{"name": "calculator", "arguments": {"expresion": "1"}}</tool_call>': "unknown_argument",
+    '<tool_call>{"name": "calculator", "arguments": '
+    '{"expresion": "1"}}</tool_call>': "unknown_argument",
     '<tool_call>{"name": "calculator", "arguments": {"expression": 1}}</tool_call>': "wrong_type",
-    '<tool_call>{"name": "calculator", "arguments": {"expression": "1", "precision": 3}}</tool_call>': "unknown_argument",
-    '<tool_call>{"name": "calculator", "arguments": {"expression": "\\ud800"}}</tool_call>': "wrong_type",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": "1", "precision": '
+    "3}}</tool_call>": "unknown_argument",
+    '<tool_call>{"name": "calculator", "arguments": '
+    '{"expression": "\\ud800"}}</tool_call>': "wrong_type",
     '<tool_call>{"name": "calculator", "arguments": {"expression": "1/0"}}</tool_call>': "raised",
-    '<tool_call>{"name": "calculator", "arguments": {"expression": "__import__(\'os\')"}}</tool_call>': "raised",
+    '<tool_call>{"name": "calculator", "arguments": {"expression": '
+    "\"__import__('os')\"}}</tool_call>": "raised",
 }
 
 
@@ -98,7 +117,11 @@ MALFORMED = {
 def test_a_malformed_call_is_an_observation_that_is_counted(reply):
     trajectory = play(ENV, TASK, reply, "42")
     assert trajectory.reward == 1.0
-    assert counts(trajectory.turns[0].info) == {"tool_calls": 1, "tool_errors": 1, f"tool_errors/{MALFORMED[reply]}": 1}
+    assert counts(trajectory.turns[0].info) == {
+        "tool_calls": 1,
+        "tool_errors": 1,
+        f"tool_errors/{MALFORMED[reply]}": 1,
+    }
     (message,) = trajectory.turns[1].messages
     assert message.role == "tool"
     assert message.tool_call_id == "call_0"
@@ -110,12 +133,19 @@ def test_two_calls_one_bad_are_both_answered_in_order():
     good = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
     trajectory = play(ENV, TASK, f"First. {good}\n<tool_call>oops</tool_call>{good}", "42")
     assert [message.text[:6] for message in trajectory.turns[1].messages] == ["42", "Error:", "42"]
-    assert [message.tool_call_id for message in trajectory.turns[1].messages] == ["call_0", "call_1", "call_2"]
+    assert [message.tool_call_id for message in trajectory.turns[1].messages] == [
+        "call_0",
+        "call_1",
+        "call_2",
+    ]
     assert trajectory.turns[0].info["tool_errors"] == 1
 
 
 def test_a_call_inside_thinking_is_not_run():
-    reply = '<think><tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call></think>42'
+    reply = (
+        '<think><tool_call>{"name": "calculator", "arguments": {"expression": '
+        '"1"}}</tool_call></think>42'
+    )
     trajectory = play(ENV, TASK, reply)
     assert (len(trajectory.turns), trajectory.reward) == (1, 1.0)
 
@@ -153,7 +183,11 @@ def test_what_a_tool_returns_becomes_content():
     assert content("verl") == "text"
     assert "module" in content("odd")
     outcome = call([give], "give", kind="verl3")
-    assert (outcome.message.content, outcome.reward, outcome.metrics) == ('{"a": 1}', 0.5, {"hits": 2})
+    assert (outcome.message.content, outcome.reward, outcome.metrics) == (
+        '{"a": 1}',
+        0.5,
+        {"hits": 2},
+    )
 
 
 def test_a_tool_s_reward_and_metrics_reach_the_step():
@@ -263,8 +297,13 @@ def test_calls_one_after_another_share_a_thread_and_calls_at_once_do_not():
             return threading.get_ident()
 
         async def main():
-            made = [await asyncio.gather(*(run_in_thread(look, {}) for _ in range(at_once))) for _ in range(calls)]
-            return [len(set(found)) for found in made], len({one for found in made for one in found})
+            made = [
+                await asyncio.gather(*(run_in_thread(look, {}) for _ in range(at_once)))
+                for _ in range(calls)
+            ]
+            return [len(set(found)) for found in made], len(
+                {one for found in made for one in found}
+            )
 
         return asyncio.run(main())
 
@@ -299,7 +338,13 @@ def test_a_forked_process_has_threads_of_its_own():
         "    asyncio.run(run_in_thread(os._exit, {'status': 7}))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]  # later versions warn of forks beside threads
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        code,
+    ]  # later versions warn of forks beside threads
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("\n7\n", "")
 
@@ -315,7 +360,13 @@ def test_decorated_tools():
         """Two."""
         return x
 
-    @tool(name="three", schema={"name": "three", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}}})
+    @tool(
+        name="three",
+        schema={
+            "name": "three",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}},
+        },
+    )
     def three(x):
         return x
 
@@ -331,7 +382,10 @@ def test_two_tools_of_one_name_are_an_error():
         """Other."""
         return x
 
-    with pytest.raises(ToolSchemaError, match=r"two tools are called 'calculator': .*calculator and .*other; rename one"):
+    with pytest.raises(
+        ToolSchemaError,
+        match=r"two tools are called 'calculator': .*calculator and .*other; rename one",
+    ):
         tool_env([calculator, other])
 
 
@@ -373,7 +427,11 @@ def test_async_calls_of_one_turn_run_at_once_and_sync_ones_in_order():
         "slow 5",
     ]
     assert [entry for entry in log if entry.startswith("plain")] == ["plain 1", "plain 4"]
-    assert {entry for entry in log if entry.startswith("begin")} == {"begin 0", "begin 2", "begin 5"}
+    assert {entry for entry in log if entry.startswith("begin")} == {
+        "begin 0",
+        "begin 2",
+        "begin 5",
+    }
 
 
 def test_a_tool_failure_cancels_the_calls_beside_it():
@@ -391,7 +449,11 @@ def test_a_tool_failure_cancels_the_calls_beside_it():
         raise ToolFailure("the search service is down")
 
     with pytest.raises(ToolFailure, match="is down"):
-        asyncio.run(Tools([hang, broken]).call_all([ToolCall("hang", {}), ToolCall("broken", {}), ToolCall("hang", {})]))
+        asyncio.run(
+            Tools([hang, broken]).call_all(
+                [ToolCall("hang", {}), ToolCall("broken", {}), ToolCall("hang", {})]
+            )
+        )
     assert ended == [True, True]
 
 
@@ -416,7 +478,13 @@ def test_a_long_result_is_cut_with_a_mark_and_counted(keeps, said):
     assert trajectory.turns[1].messages[0].text == said
     assert counts(trajectory.turns[0].info) == {"tool_calls": 1, "tool_results_cut": 1}
     assert "[cut: 4 of 57 characters shown]" in trajectory.turns[2].messages[0].text
-    assert play(tool_env([give], result_chars=None), TASK, reply % "false", "42").turns[1].messages[0].text == "abcdefghij"
+    assert (
+        play(tool_env([give], result_chars=None), TASK, reply % "false", "42")
+        .turns[1]
+        .messages[0]
+        .text
+        == "abcdefghij"
+    )
 
 
 @given(
@@ -474,7 +542,13 @@ def test_rewards_of_every_shape():
     def lenient(trajectory, tolerance=0.5):
         return tolerance
 
-    for reward, expected in [(slow, 1.0), (lenient, 0.5), (lambda t: None, None), (None, 0.0), (lambda *a: len(a), 1)]:
+    for reward, expected in [
+        (slow, 1.0),
+        (lenient, 0.5),
+        (lambda t: None, None),
+        (None, 0.0),
+        (lambda *a: len(a), 1),
+    ]:
         assert play(tool_env([calculator], reward=reward), TASK, "42").reward == expected
 
 
@@ -505,7 +579,12 @@ def test_a_system_message_for_tasks_that_have_none():
 
 def test_its_world_has_what_the_factory_was_given():
     env = tool_env(
-        [calculator], reward=correct, max_turns=3, tasks=[TASK], solver=lambda messages, rng: "42", single_turn_best=1.0
+        [calculator],
+        reward=correct,
+        max_turns=3,
+        tasks=[TASK],
+        solver=lambda messages, rng: "42",
+        single_turn_best=1.0,
     )
     world = as_env_spec(env, name="calc")
     assert (world.max_turns, world.single_turn_best) == (3, 1.0)
@@ -515,8 +594,13 @@ def test_its_world_has_what_the_factory_was_given():
 
 
 def test_parsed_calls_reach_the_tools_verbatim():
-    reply = read_reply('<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>', ENV().tools)
-    assert Action(reply.text, reply).tool_calls == (ToolCall("calculator", {"expression": "6*7"}, "call_0"),)
+    reply = read_reply(
+        '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>',
+        ENV().tools,
+    )
+    assert Action(reply.text, reply).tool_calls == (
+        ToolCall("calculator", {"expression": "6*7"}, "call_0"),
+    )
 
 
 def test_importing_worlds_is_light():

@@ -1,4 +1,5 @@
-"""Properties of arguments: whatever a model gives, a tool sees only what its hints say, and the model is told of the rest."""
+"""Properties of arguments: whatever a model gives, a tool sees only what its hints say, and the
+model is told of the rest."""
 
 import asyncio
 import json
@@ -21,7 +22,10 @@ JSON = st.recursive(
     | st.floats(allow_nan=False)
     | st.text(max_size=5)
     | st.sampled_from(["up", "red"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["x", "y", "title", "z"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["x", "y", "title", "z"]), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -43,11 +47,23 @@ class Card(TypedDict):
 HINTS: dict[str, tuple[Any, Any, st.SearchStrategy]] = {
     "str": (str, lambda v: type(v) is str, st.text(max_size=5)),
     "int": (int, lambda v: type(v) is int, st.integers()),
-    "float": (float, lambda v: type(v) is float, st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9)),
+    "float": (
+        float,
+        lambda v: type(v) is float,
+        st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9),
+    ),
     "bool": (bool, lambda v: type(v) is bool, st.booleans()),
-    "literal": (Literal["up", "down"], lambda v: v in ("up", "down"), st.sampled_from(["up", "down"])),
+    "literal": (
+        Literal["up", "down"],
+        lambda v: v in ("up", "down"),
+        st.sampled_from(["up", "down"]),
+    ),
     "enum": (Colour, lambda v: isinstance(v, Colour), st.just("red")),
-    "list": (list[int], lambda v: type(v) is list and all(type(i) is int for i in v), st.lists(st.integers(), max_size=3)),
+    "list": (
+        list[int],
+        lambda v: type(v) is list and all(type(i) is int for i in v),
+        st.lists(st.integers(), max_size=3),
+    ),
     "dict": (
         dict[str, int],
         lambda v: type(v) is dict and all(type(i) is int for i in v.values()),
@@ -86,7 +102,9 @@ def function_of(hint, seen):
 def test_a_tool_sees_only_what_its_hints_say(name, value):
     hint, fits, _ = HINTS[name]
     seen = []
-    outcome = asyncio.run(Tools([function_of(hint, seen)]).call(ToolCall("act", {"value": value}, "call_0")))
+    outcome = asyncio.run(
+        Tools([function_of(hint, seen)]).call(ToolCall("act", {"value": value}, "call_0"))
+    )
     if outcome.error is None:
         assert len(seen) == 1
         assert fits(seen[0]), (name, seen[0])
@@ -96,7 +114,9 @@ def test_a_tool_sees_only_what_its_hints_say(name, value):
         assert outcome.message.text.startswith("Error: argument 'value'")
 
 
-@given(st.sampled_from(sorted(HINTS)).flatmap(lambda name: st.tuples(st.just(name), HINTS[name][2])))
+@given(
+    st.sampled_from(sorted(HINTS)).flatmap(lambda name: st.tuples(st.just(name), HINTS[name][2]))
+)
 def test_what_fits_is_never_refused(pair):
     name, value = pair
     hint, fits, _ = HINTS[name]
@@ -104,13 +124,21 @@ def test_what_fits_is_never_refused(pair):
     assert fits(read["value"])
 
 
-@given(st.dictionaries(st.sampled_from(["value", "extra", "valu", "", "self", "x"]) | st.text(max_size=4), JSON, max_size=4))
+@given(
+    st.dictionaries(
+        st.sampled_from(["value", "extra", "valu", "", "self", "x"]) | st.text(max_size=4),
+        JSON,
+        max_size=4,
+    )
+)
 def test_any_arguments_are_run_or_refused_with_a_reason(arguments):
     seen = []
     tools = Tools([function_of(str, seen)])
     outcome = asyncio.run(tools.call(ToolCall("act", arguments)))
     unknown = [key for key in arguments if key not in ("value", "extra")]
-    expected = "unknown_argument" if unknown else "missing_argument" if "value" not in arguments else None
+    expected = (
+        "unknown_argument" if unknown else "missing_argument" if "value" not in arguments else None
+    )
     if expected is not None:
         assert outcome.error == expected
     else:
@@ -119,7 +147,12 @@ def test_any_arguments_are_run_or_refused_with_a_reason(arguments):
     assert len(outcome.message.text) < 400
 
 
-@given(st.lists(st.tuples(st.sampled_from(["wait", "add", "nothing", "fail"]), st.integers(0, 9)), max_size=6))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["wait", "add", "nothing", "fail"]), st.integers(0, 9)),
+        max_size=6,
+    )
+)
 def test_outcomes_follow_in_the_order_of_the_calls_whatever_runs_at_once(asked):
     async def wait(n: int) -> str:
         """Wait."""
@@ -139,7 +172,9 @@ def test_outcomes_follow_in_the_order_of_the_calls_whatever_runs_at_once(asked):
     outcomes = asyncio.run(Tools([wait, add, fail]).call_all(calls))
     assert [outcome.message.tool_call_id for outcome in outcomes] == [call.id for call in calls]
     for (name, n), outcome in zip(asked, outcomes, strict=True):
-        said = {"nothing": "Error: no tool 'nothing'", "fail": f"Error: fail {n}"}.get(name, f"{name} {n}")
+        said = {"nothing": "Error: no tool 'nothing'", "fail": f"Error: fail {n}"}.get(
+            name, f"{name} {n}"
+        )
         assert outcome.message.text.startswith(said)
 
 

@@ -24,15 +24,27 @@ RESULTS = {
     "a response of text alone": (lambda: ToolResponse(text="17 °C"), "17 °C", 0.0),
     "with a reward": (lambda: (ToolResponse(text="17 °C"), 0.5, {}), "17 °C", 0.5),
     "with a reward of numpy": (lambda: ("17 °C", np.float32(0.5)), "17 °C", 0.5),
-    "with a reward and metrics of numpy": (lambda: ("17 °C", np.float16(0.5), {"hits": np.int64(2)}), "17 °C", 0.5),
+    "with a reward and metrics of numpy": (
+        lambda: ("17 °C", np.float16(0.5), {"hits": np.int64(2)}),
+        "17 °C",
+        0.5,
+    ),
     "an empty response": (lambda: (ToolResponse(), 0.5), "", 0.5),
-    "an instance and its response": (lambda: ("instance-1", ToolResponse(text="17 °C")), "17 °C", 0.0),
+    "an instance and its response": (
+        lambda: ("instance-1", ToolResponse(text="17 °C")),
+        "17 °C",
+        0.0,
+    ),
     "two numbers": (lambda: (48.85, 2.35), "[48.85, 2.35]", 0.0),
     "three numbers": (lambda: (1, 2, 3), "[1, 2, 3]", 0.0),
     "a list and a number": (lambda: ([1, 2], 3), "[[1, 2], 3]", 0.0),
     "a named tuple": (lambda: Place("Paris", 2.35), '["Paris", 2.35]', 0.0),
     "a text and a truth": (lambda: ("ok", True), '["ok", true]', 0.0),
-    "numbers of numpy": (lambda: {"n": np.int64(3), "x": np.float32(0.5)}, '{"n": 3, "x": 0.5}', 0.0),
+    "numbers of numpy": (
+        lambda: {"n": np.int64(3), "x": np.float32(0.5)},
+        '{"n": 3, "x": 0.5}',
+        0.0,
+    ),
 }
 
 
@@ -45,7 +57,9 @@ def test_a_result_is_read_as_what_it_is(form):
         return make()
 
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    (trajectory,) = tw.rollout(tw.tool_env([look]), [tw.Task("Go.")], tw.ScriptedEngine([call, "done"]))
+    (trajectory,) = tw.rollout(
+        tw.tool_env([look]), [tw.Task("Go.")], tw.ScriptedEngine([call, "done"])
+    )
     assert trajectory.error is None, trajectory.error
     assert (trajectory.turns[1].messages[0].text, trajectory.reward) == (said, reward)
 
@@ -63,14 +77,18 @@ def test_what_create_returns_with_its_instance_is_shown():
     assert trajectory.messages[0].text == "Go.\nYou are in Paris."
 
 
-@pytest.mark.parametrize("value", [object(), {"found": [object()]}, lambda: 0], ids=["object", "inside", "function"])
+@pytest.mark.parametrize(
+    "value", [object(), {"found": [object()]}, lambda: 0], ids=["object", "inside", "function"]
+)
 def test_an_address_in_memory_is_never_shown_to_a_model(value):
     def look() -> object:
         """Look."""
         return value
 
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-    (trajectory,) = tw.rollout(tw.tool_env([look]), [tw.Task("Go.")], tw.ScriptedEngine([call, "done"]))
+    (trajectory,) = tw.rollout(
+        tw.tool_env([look]), [tw.Task("Go.")], tw.ScriptedEngine([call, "done"])
+    )
     assert not any(" at 0x" in message.text for message in trajectory.messages)
     assert trajectory.error is not None
     assert "tool 'look' returned <" in trajectory.error.message
@@ -82,6 +100,18 @@ def test_a_number_is_a_number_and_nothing_else_is():
     for value in (1, 1.0, np.float16(1), np.float32(1), np.float64(1), np.int8(1), np.array(1.0)):
         assert number_of(value) == 1.0
         assert type(number_of(value)) is float
-    for value in (None, True, np.True_, "1", b"1", np.str_("1"), [1], np.array([1.0]), np.array("1"), 1j, object()):
+    for value in (
+        None,
+        True,
+        np.True_,
+        "1",
+        b"1",
+        np.str_("1"),
+        [1],
+        np.array([1.0]),
+        np.array("1"),
+        1j,
+        object(),
+    ):
         assert number_of(value) is None
     assert number_of(10**400) == float("inf")

@@ -91,7 +91,11 @@ def test_a_reply_that_was_cut_is_told_of():
 
 def test_a_reward_that_breaks_is_none():
     trajectory = alone(verifiers_env(taskset()), "broken")
-    assert (trajectory.stop, trajectory.error.kind, trajectory.reward) == (tw.StopReason.REWARD_ERROR, "reward", None)
+    assert (trajectory.stop, trajectory.error.kind, trajectory.reward) == (
+        tw.StopReason.REWARD_ERROR,
+        "reward",
+        None,
+    )
     assert "the judge is out" in trajectory.error.traceback
 
 
@@ -100,8 +104,12 @@ def test_rows_are_tasks_and_some_are_held_out():
     assert (len(train), len(held_out)) == (8, 2)
     json.dumps(train[0].info)
     train, held_out = tw.as_env_spec(verifiers_env(taskset(Endless))).train_and_eval_tasks(5, 5)
-    assert [task.messages[0].text for task in train] == [f"{number} + 0" for number in (0, 2, 4, 6, 8)]
-    assert [task.messages[0].text for task in held_out] == [f"{number} + 0" for number in (1, 3, 5, 7, 9)]
+    assert [task.messages[0].text for task in train] == [
+        f"{number} + 0" for number in (0, 2, 4, 6, 8)
+    ]
+    assert [task.messages[0].text for task in held_out] == [
+        f"{number} + 0" for number in (1, 3, 5, 7, 9)
+    ]
 
 
 def test_the_check_passes():
@@ -144,7 +152,9 @@ class Shared(Sums):
 def holding(kind):
     class Held(vf.Taskset[kind]):
         def load(self):
-            yield from (kind(SumData(prompt=f"{n}", answer=str(n)), self.config.task) for n in range(10))
+            yield from (
+                kind(SumData(prompt=f"{n}", answer=str(n)), self.config.task) for n in range(10)
+            )
 
     return taskset(Held)
 
@@ -175,6 +185,8 @@ def test_a_function_that_gives_one():
 def test_the_example_of_the_docs():
     page = (Path(__file__).parents[2] / "docs/libraries.md").read_text(encoding="utf-8")
     (block,) = [
-        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if text.startswith("import verifiers.v1 as vf")
+        text
+        for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if text.startswith("import verifiers.v1 as vf")
     ]
     exec(compile(block, "docs/libraries.md", "exec"), {"tw": tw, "__name__": "__docs__"})

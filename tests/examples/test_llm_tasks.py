@@ -1,4 +1,5 @@
-"""The tasks of `examples/llm`: solvable, with demonstrators as README has them, and with answers to everything that is said."""
+"""The tasks of `examples/llm`: solvable, with demonstrators as README has them, and with answers to
+everything that is said."""
 
 from __future__ import annotations
 
@@ -29,11 +30,17 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from llm_tasks import EXAMPLES, TASKS  # noqa: E402
 
 REASONING_GYM = ("sums", "reversal", "spelling")
-NEEDS_REASONING_GYM = pytest.mark.skipif(find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")
-NAMES = [pytest.param(name, marks=NEEDS_REASONING_GYM if name in REASONING_GYM else ()) for name in TASKS]
+NEEDS_REASONING_GYM = pytest.mark.skipif(
+    find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
+)
+NAMES = [
+    pytest.param(name, marks=NEEDS_REASONING_GYM if name in REASONING_GYM else ()) for name in TASKS
+]
 ROW = re.compile(r"\| `(\w+)` \| .*? \| ([\d to]+) \| (\d+)% \| (\d+) \| (\d+) \|")
 """A row of README: task, turns, success of the demonstrator, ids of a reply, ids of a dialog."""
-CHARACTERS_PER_ID = 5.5  # of SmolLM2's tokenizer at most, in the rules of these tasks with what the template adds
+CHARACTERS_PER_ID = (
+    5.5  # of SmolLM2's tokenizer at most, in the rules of these tasks with what the template adds
+)
 
 HOSTILE = [
     "",
@@ -75,7 +82,11 @@ BAD_CALLS = [
     '<tool_call>{"name": "add", "arguments": [3, 5]}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": "three", "b": null}}</tool_call>',
     '<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>',
-    '<tool_call>{"name": "multiply", "arguments": {"a": ' + "9" * 3_000 + ', "b": ' + "9" * 3_000 + "}}</tool_call>",
+    '<tool_call>{"name": "multiply", "arguments": {"a": '
+    + "9" * 3_000
+    + ', "b": '
+    + "9" * 3_000
+    + "}}</tool_call>",
 ]
 EXAMPLE_TASKS = {
     "lookups": tw.Task(info={"chain": ["Zoe"], "shelf": "7"}),
@@ -89,13 +100,18 @@ EXAMPLE_TASKS = {
         }
     ),
     "sums": tw.Task(info={"row": {"question": "2 + 6 =", "answer": "8", "metadata": {}}}),
-    "reversal": tw.Task(info={"row": {"question": "red, cat, sun", "answer": "sun, cat, red", "metadata": {}}}),
+    "reversal": tw.Task(
+        info={"row": {"question": "red, cat, sun", "answer": "sun, cat, red", "metadata": {}}}
+    ),
     "spelling": tw.Task(info={"row": {"question": "top", "answer": "pot", "metadata": {}}}),
     "page_search": tw.Task(
         answer="pink",
         info={
             "question": "What color is the boat of Captain Zorn?",
-            "lines": ["Captain Zorn sails the Gull.", "The Gull is pink, carries figs, lies at pier 9 and leaves on Sunday."],
+            "lines": [
+                "Captain Zorn sails the Gull.",
+                "The Gull is pink, carries figs, lies at pier 9 and leaves on Sunday.",
+            ],
         },
     ),
     "pick_animal": tw.Task(info={"rounds": [["chair", "lion"]] * 3, "animals": ["lion"] * 3}),
@@ -110,7 +126,9 @@ def spec_of(name: str, *, shuffled: bool = False) -> EnvSpec:
 
 
 def played(spec: EnvSpec, tasks: list[tw.Task], replies: Any) -> list[tw.Trajectory]:
-    limits = tw.Limits(turns=spec.max_turns or 1, turn_tokens=200_000)  # without a model, an id is a byte
+    limits = tw.Limits(
+        turns=spec.max_turns or 1, turn_tokens=200_000
+    )  # without a model, an id is a byte
     assert spec.factory is not None
     return tw.rollout(spec.factory, tasks, engine=tw.ScriptedEngine(replies), limits=limits)
 
@@ -118,7 +136,10 @@ def played(spec: EnvSpec, tasks: list[tw.Task], replies: Any) -> list[tw.Traject
 def readme() -> dict[str, tuple[str, int, int, int]]:
     """Return the figures of each task in README."""
     rows = ROW.findall((EXAMPLES / "README.md").read_text())
-    return {name: (turns, int(success), int(reply), int(dialog)) for name, turns, success, reply, dialog in rows}
+    return {
+        name: (turns, int(success), int(reply), int(dialog))
+        for name, turns, success, reply, dialog in rows
+    }
 
 
 def test_readme_has_every_task() -> None:
@@ -146,7 +167,12 @@ def test_the_demonstrator_is_as_mediocre_as_readme_says_and_never_invalid(name: 
     assert 0.2 <= success <= 0.6
     assert round(100 * success) == readme()[name][1]
 
-    texts = " ".join(message.text for demo in demonstrations for turn in demo.turns[1:] for message in turn.messages)
+    texts = " ".join(
+        message.text
+        for demo in demonstrations
+        for turn in demo.turns[1:]
+        for message in turn.messages
+    )
     assert not re.search(r"\bSay (ask|one|go|search)\b|Error", texts)
 
 
@@ -170,7 +196,9 @@ def test_no_task_is_in_both_splits_and_seeds_draw_others(name: str) -> None:
 
     other = [task for seed in (1, 2) for task in spec.tasks("eval", 64, seed)]
     assert not {task.id for task in train} & {task.id for task in other}
-    assert {task.id for task in spec.tasks("train", 32, 1)} != {task.id for task in spec.tasks("train", 32, 2)}
+    assert {task.id for task in spec.tasks("train", 32, 1)} != {
+        task.id for task in spec.tasks("train", 32, 2)
+    }
     with pytest.raises(ValueError, match="split"):
         spec.tasks("test", 8)
 
@@ -187,7 +215,10 @@ def test_no_task_is_in_both_splits_and_seeds_draw_others(name: str) -> None:
 )
 def test_what_a_task_is_about_is_in_one_split(name: str, key: Any) -> None:
     spec = spec_of(name)
-    sides = [{key(task.info) for seed in range(3) for task in spec.tasks(split, 300, seed)} for split in ("train", "eval")]
+    sides = [
+        {key(task.info) for seed in range(3) for task in spec.tasks(split, 300, seed)}
+        for split in ("train", "eval")
+    ]
     assert sides[0]
     assert sides[1]
     assert not sides[0] & sides[1]
@@ -248,7 +279,10 @@ def test_the_example_of_the_rules_is_what_the_environment_does(name: str) -> Non
 def test_the_example_of_the_word_problems_is_what_the_tools_do() -> None:
     spec = spec_of("word_problems")
     (opening,) = spec.tasks("eval", 1)[0].messages
-    assert 'for a sum of 3 and 5 you call add with a 3 and b 5, the result is 8, and you say "8".' in opening.text
+    assert (
+        'for a sum of 3 and 5 you call add with a 3 and b 5, the result is 8, and you say "8".'
+        in opening.text
+    )
 
     (episode,) = played(spec, [tw.Task("3 + 5 = ?", answer="8")], [tool_call("add", a=3, b=5), "8"])
     assert episode.messages[2].text == "8"
@@ -265,8 +299,12 @@ def test_replies_are_read_with_quotes_stops_and_capitals_but_without_a_second_an
     assert played(numbers, [number], ["6 or 7"] * 5)[0].reward == 0.0
 
     pick = EXAMPLE_TASKS["pick_animal"]
-    assert played(spec_of("pick_animal"), [pick], ["The lion.", "lion or chair", "LION"])[0].reward == pytest.approx(2 / 3)
-    (wrong, *_) = played(spec_of("copy_numbers"), [EXAMPLE_TASKS["copy_numbers"]], ["It is 521.", "40", "521 408"])
+    assert played(spec_of("pick_animal"), [pick], ["The lion.", "lion or chair", "LION"])[
+        0
+    ].reward == pytest.approx(2 / 3)
+    (wrong, *_) = played(
+        spec_of("copy_numbers"), [EXAMPLE_TASKS["copy_numbers"]], ["It is 521.", "40", "521 408"]
+    )
     assert wrong.reward == pytest.approx(1 / 3)
     assert "Wrong, it was 408." in wrong.turns[2].messages[0].text
 
@@ -301,7 +339,9 @@ def test_one_guess_is_seldom_right() -> None:
 def test_the_control_is_the_same_task_whose_rewards_change_places(name: str) -> None:
     spec, control = spec_of(name), spec_of(name, shuffled=True)
     tasks, same = spec.tasks("train", 20), control.tasks("train", 20)
-    assert [(task.id, task.messages, task.info) for task in same] == [(task.id, task.messages, task.info) for task in tasks]
+    assert [(task.id, task.messages, task.info) for task in same] == [
+        (task.id, task.messages, task.info) for task in tasks
+    ]
     assert (control.max_turns, control.single_turn_best) == (spec.max_turns, spec.single_turn_best)
     assert control.solver is not None
     assert spec.group_reward is None
@@ -332,18 +372,24 @@ def _changes(group_reward: Any, trajectories: list[tw.Trajectory]) -> list[float
 def test_the_recipe_is_short_and_the_others_are_it_without_a_warm_up() -> None:
     shared = tomllib.loads((EXAMPLES / "recipe.toml").read_text())
     for path in sorted(EXAMPLES.glob("*.toml")):
-        lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
+        lines = [
+            line for line in path.read_text().splitlines() if line and not line.startswith("#")
+        ]
         assert len(lines) <= 25
         assert load(path).config.env
         if path.name != "recipe.toml":
             recipe = tomllib.loads(path.read_text())
-            own = {key: shared[key] for key in shared if key not in ("out", "model", "env", "warmup")}
+            own = {
+                key: shared[key] for key in shared if key not in ("out", "model", "env", "warmup")
+            }
             assert {key: recipe[key] for key in recipe if key not in ("out", "env")} == own
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_a_task_is_the_recipe_with_another_environment_and_limits(name: str, shuffled: bool) -> None:
+def test_a_task_is_the_recipe_with_another_environment_and_limits(
+    name: str, shuffled: bool
+) -> None:
     recipe, *options = TASKS[name].words(shuffled=shuffled)
     changed = {option for option in options if option.startswith("--")}
     assert all(option.startswith(("--env.use", "--limits.")) for option in changed)
@@ -356,13 +402,18 @@ def test_a_task_is_the_recipe_with_another_environment_and_limits(name: str, shu
 
 def test_the_template_is_that_of_smollm2_where_there_are_no_tools() -> None:
     original = (
-        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou are a "
-        "helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + "
-        "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
-        "{{ '<|im_start|>assistant\n' }}{% endif %}"
+        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' "
+        "%}{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+        "Hugging Face<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + "
+        "message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt "
+        "%}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     own = ChatTemplate((EXAMPLES / "smollm2_tools.jinja").read_text())
-    talk = [tw.Message("user", "Hello."), tw.Message("assistant", " Hi!"), tw.Message("user", "Bye.")]
+    talk = [
+        tw.Message("user", "Hello."),
+        tw.Message("assistant", " Hi!"),
+        tw.Message("user", "Bye."),
+    ]
     for messages in (talk, [tw.Message("system", "Be brief."), *talk], talk[:1]):
         for opens in (False, True):
             expected = ChatTemplate(original).render(messages, generation_prompt=opens)

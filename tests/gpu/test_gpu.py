@@ -1,4 +1,5 @@
-"""The local engine, the trainer and runs on a CUDA device (`make test-gpu`; TURNWRIGHT_TEST_DEVICE=cpu tries them without)."""
+"""The local engine, the trainer and runs on a CUDA device (`make test-gpu`;
+TURNWRIGHT_TEST_DEVICE=cpu tries them without)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.gpu
 DEVICE = os.environ.get("TURNWRIGHT_TEST_DEVICE", "cuda")
 ROOT = Path(__file__).resolve().parents[2]
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-"""Largest |difference of logprobs| to a full pass in nats: sums in another order, and rounded activations."""
+"""Largest |difference of logprobs| to a full pass in nats: sums in another order,
+and rounded activations."""
 
 
 async def together(engine: LocalEngine) -> list[list[Generation]]:
@@ -45,29 +47,50 @@ def test_replies_have_the_logprobs_of_a_full_pass(dtype: torch.dtype, speculate:
         assert engine.fused == (DEVICE == "cpu" and dtype == torch.float32)
         worst, context = 0.0, {number: words(20 + number, number) for number in range(8)}
         for _ in range(3):
-            asked = [request(ids, f"s{number}", seed=number, max_tokens=12) for number, ids in context.items()]
+            asked = [
+                request(ids, f"s{number}", seed=number, max_tokens=12)
+                for number, ids in context.items()
+            ]
             for number, answer in enumerate(await asyncio.gather(*map(engine.generate, asked))):
                 ids = context[number] + list(answer.ids)
                 with torch.no_grad():
-                    rows = module(torch.tensor([ids], device=DEVICE), use_cache=False).logits[0].float().log_softmax(-1)
-                known = [float(rows[at - 1, ids[at]]) for at in range(len(context[number]), len(ids))]
-                worst = max(worst, *(abs(a - b) for a, b in zip(known, answer.logprobs, strict=True)))
+                    rows = (
+                        module(torch.tensor([ids], device=DEVICE), use_cache=False)
+                        .logits[0]
+                        .float()
+                        .log_softmax(-1)
+                    )
+                known = [
+                    float(rows[at - 1, ids[at]]) for at in range(len(context[number]), len(ids))
+                ]
+                worst = max(
+                    worst, *(abs(a - b) for a, b in zip(known, answer.logprobs, strict=True))
+                )
                 context[number] = ids + words(5, number)
         return worst
 
-    assert run(LocalEngine(module, device=DEVICE, dtype=dtype, speculate=speculate), check) <= BOUNDS[dtype]
+    assert (
+        run(LocalEngine(module, device=DEVICE, dtype=dtype, speculate=speculate), check)
+        <= BOUNDS[dtype]
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs")
 def test_recorded_passes_follow_new_weights_and_a_cache_that_grew() -> None:
-    """The same replies as without graphs, of short and long contexts, before and after an update, for 1 to 40 calls."""
+    """The same replies as without graphs, of short and long contexts, before and after an
+    update, for 1 to 40 calls."""
     other = model(seed=3)
 
     async def work(engine: LocalEngine) -> list[list[int]]:
         found = []
         for number, count in enumerate((1, 5, 40, 3)):
-            asked = [request(words(10 + 90 * number + n, n), f"{number}/{n}", seed=n, max_tokens=30) for n in range(count)]
-            found += [list(answer.ids) for answer in await asyncio.gather(*map(engine.generate, asked))]
+            asked = [
+                request(words(10 + 90 * number + n, n), f"{number}/{n}", seed=n, max_tokens=30)
+                for n in range(count)
+            ]
+            found += [
+                list(answer.ids) for answer in await asyncio.gather(*map(engine.generate, asked))
+            ]
             if number == 1:
                 await engine.update(other.state_dict().items(), version=1)
         return found
@@ -96,20 +119,30 @@ def test_adapters_of_several_policies_have_the_ids_of_a_cpu() -> None:
         policies, found = await send(engine, weights), []
         for turn in range(2):
             asked = [request(words(12, n), f"{turn}/{n}", seed=n, max_tokens=12) for n in range(6)]
-            heard = await asyncio.gather(*(policy.generate(one) for one in asked for policy in policies))
+            heard = await asyncio.gather(
+                *(policy.generate(one) for one in asked for policy in policies)
+            )
             found += [list(answer.ids) for answer in heard]
-            await policies[1].update([(name, 0.5 * tensor) for name, tensor in weights[0]], version=2)
+            await policies[1].update(
+                [(name, 0.5 * tensor) for name, tensor in weights[0]], version=2
+            )
         return found
 
-    here, there = (run(LocalEngine(module, device=device, adapters=given), work) for device in (DEVICE, "cpu"))
+    here, there = (
+        run(LocalEngine(module, device=device, adapters=given), work) for device in (DEVICE, "cpu")
+    )
     assert sum(a == b for a, b in zip(here, there, strict=True)) >= len(here) - 2
 
 
 def test_the_engine_samples_the_ids_of_a_cpu() -> None:
-    """In float32; a draw within the rounding of a boundary may differ, which ends that conversation's comparison."""
+    """In float32; a draw within the rounding of a boundary may differ, which ends that
+    conversation's comparison."""
     here = run(LocalEngine(model(), device=DEVICE), together)
     there = run(LocalEngine(model(), device="cpu"), together)
-    equal = [[a.ids == b.ids for a, b in zip(one, other, strict=True)] for one, other in zip(here, there, strict=True)]
+    equal = [
+        [a.ids == b.ids for a, b in zip(one, other, strict=True)]
+        for one, other in zip(here, there, strict=True)
+    ]
     assert sum(map(all, equal)) >= len(equal) - 1
 
 
@@ -148,7 +181,9 @@ def test_a_tree_has_the_loss_and_gradient_of_rows(dtype: torch.dtype) -> None:
     by_row, row_gradient = learn(first, made, batching="rows")
     by_tree, tree_gradient = learn(second, made, batching="tree")
     assert by_tree["tokens_trained"] == by_row["tokens_trained"] > 0
-    assert distance(row_gradient.double().cpu(), tree_gradient.double().cpu()) < (1e-4 if dtype == torch.float32 else 0.05)
+    assert distance(row_gradient.double().cpu(), tree_gradient.double().cpu()) < (
+        1e-4 if dtype == torch.float32 else 0.05
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="FlexAttention's kernels are those of GPUs")
@@ -197,7 +232,14 @@ RUNS: dict[str, list[str]] = {
     "rows": ["--train.batching", "rows"],
     "async": ["--schedule.mode", "async", "--train.correction", "tis"],
     "one_step_off": ["--schedule.mode", "one_step_off", "--train.correction", "tis"],
-    "kl": ["--train.kl", "0.01", "--train.entropy", "0.001", "--train.gradient-checkpointing", "true"],
+    "kl": [
+        "--train.kl",
+        "0.01",
+        "--train.entropy",
+        "0.001",
+        "--train.gradient-checkpointing",
+        "true",
+    ],
     "colocate": ["--engine.colocate", "true"],
 }
 
@@ -214,22 +256,47 @@ def steps_of(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_trains_resumes_and_evaluates(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_trains_resumes_and_evaluates(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe, out = written(tmp_path), tmp_path / "run"
-    line = ["train", str(recipe), "--model.device", DEVICE, "--out", str(out), "--display", "none", *RUNS[name]]
+    line = [
+        "train",
+        str(recipe),
+        "--model.device",
+        DEVICE,
+        "--out",
+        str(out),
+        "--display",
+        "none",
+        *RUNS[name],
+    ]
     assert main(line) == 0, capsys.readouterr()
     known = [row["mismatch_max"] for row in steps_of(out) if "mismatch_max" in row]
     assert known
     assert max(known) < (1e-3 if name == "float32" else 0.5)
-    assert main(["train", "--resume", str(out), "--train.steps", "4", "--display", "none"]) == 0, capsys.readouterr()
+    assert main(["train", "--resume", str(out), "--train.steps", "4", "--display", "none"]) == 0, (
+        capsys.readouterr()
+    )
     assert len(steps_of(out)) == 4
     assert main(["eval", "--run", str(out)]) == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Llama"])
-def test_a_model_of_ones_own(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_of_ones_own(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe, directory = written(tmp_path), make(family, tmp_path / "model")
-    words = ["--model.path", str(directory), "--model.device", DEVICE, "--out", str(tmp_path / "run"), "--display", "none"]
+    words = [
+        "--model.path",
+        str(directory),
+        "--model.device",
+        DEVICE,
+        "--out",
+        str(tmp_path / "run"),
+        "--display",
+        "none",
+    ]
     if family == "Qwen3Moe":
         words += ["--train.routing-replay", "replay"]
     assert main(["train", str(recipe), *words]) == 0, capsys.readouterr()
@@ -237,14 +304,27 @@ def test_a_model_of_ones_own(family: str, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("recipe", ["quickstart_vlm", "two_policies", "self_play"])
 def test_a_shipped_recipe(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    short = {"warmup.steps": 10, "warmup.gate-success": 0, "rollout.groups": 4, "rollout.group-size": 4}
-    short |= {"train.steps": 2, "eval.tasks": 8, "model.device": DEVICE, "out": tmp_path / "run", "display": "none"}
+    short = {
+        "warmup.steps": 10,
+        "warmup.gate-success": 0,
+        "rollout.groups": 4,
+        "rollout.group-size": 4,
+    }
+    short |= {
+        "train.steps": 2,
+        "eval.tasks": 8,
+        "model.device": DEVICE,
+        "out": tmp_path / "run",
+        "display": "none",
+    }
     if recipe == "quickstart_vlm":
         short |= {"warmup.demos": 32, "warmup.gate-tasks": 8}
     if recipe == "two_policies":
         short |= {"lora.rank": 4}
     words = [word for key, value in short.items() for word in (f"--{key}", str(value))]
-    assert main(["train", str(ROOT / "recipes" / f"{recipe}.toml"), *words]) == 0, capsys.readouterr()
+    assert main(["train", str(ROOT / "recipes" / f"{recipe}.toml"), *words]) == 0, (
+        capsys.readouterr()
+    )
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="minutes on a CPU, where make quickstart-llm shows it")
@@ -253,16 +333,32 @@ def test_a_language_model_learns(tmp_path: Path, capsys: pytest.CaptureFixture[s
     model_file = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert model_file.is_file(), "python contrib/smollm2.py fetches it"
     out = tmp_path / "run"
-    words = ["--model.path", str(model_file), "--model.device", DEVICE, "--out", str(out), "--display", "none"]
-    assert main(["train", str(ROOT / "recipes" / "quickstart_llm.toml"), *words]) == 0, capsys.readouterr()
+    words = [
+        "--model.path",
+        str(model_file),
+        "--model.device",
+        DEVICE,
+        "--out",
+        str(out),
+        "--display",
+        "none",
+    ]
+    assert main(["train", str(ROOT / "recipes" / "quickstart_llm.toml"), *words]) == 0, (
+        capsys.readouterr()
+    )
 
     summary = json.loads((out / "summary.json").read_text())
     steps = steps_of(out)
-    sampled = sum(step["sampled_tokens"] for step in steps) / sum(step["rollout_s"] for step in steps)
+    sampled = sum(step["sampled_tokens"] for step in steps) / sum(
+        step["rollout_s"] for step in steps
+    )
     step_s = sorted(step["rollout_s"] + step["train_s"] for step in steps)[len(steps) // 2]
     before, after = summary["success_before"], summary["success_after"]
     mean = max(step["mismatch_mean"] for step in steps if "mismatch_mean" in step)
     with capsys.disabled():
-        print(f"\n{before:.1%} to {after:.1%}; {step_s:.2f} s a step, {sampled:.0f} sampled ids a second, mismatch {mean:.1e}")
+        print(
+            f"\n{before:.1%} to {after:.1%}; {step_s:.2f} s a step, {sampled:.0f} sampled ids a "
+            f"second, mismatch {mean:.1e}"
+        )
     assert after >= before + 0.4
     assert mean < 0.05

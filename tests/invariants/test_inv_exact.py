@@ -1,4 +1,5 @@
-"""Invariants 1, 2, 3 and 7 of the rollout: what the engine saw and sampled is what the record holds, id for id."""
+"""Invariants 1, 2, 3 and 7 of the rollout: what the engine saw and sampled is what the
+record holds, id for id."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def vocabulary(kind: str) -> int:
 
 
 @FEW
-@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**32), abort=st.sampled_from((0.0, 0.4)), sync=st.booleans())
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32),
+    abort=st.sampled_from((0.0, 0.4)),
+    sync=st.booleans(),
+)
 def test_random_ids_survive_eight_turns_verbatim(kind, seed, abort, sync):
     engine = Sampler(vocabulary(kind), aborts=abort, ends=0.97)
     env = Talk if sync else AsyncTalk
@@ -36,7 +42,9 @@ def test_random_ids_survive_eight_turns_verbatim(kind, seed, abort, sync):
             assert (len(trajectory.turns), trajectory.stop) == (8, "done")
         assert linear(trajectory), "an episode that nobody rewrote is one sequence"
         text = renderer(kind)
-        odd += sum(text.encode(text.decode(s.ids)) != list(s.ids) for s in trajectory.spans if s.sampled)
+        odd += sum(
+            text.encode(text.decode(s.ids)) != list(s.ids) for s in trajectory.spans if s.sampled
+        )
     assert odd, "no reply was non-canonical, so this proved little"
 
 
@@ -69,12 +77,17 @@ async def best_of_two(task, model):
     messages = [{"role": "user", "content": "Begin."}]
     for _ in range(rng.randint(1, 4)):
         both = await asyncio.gather(model.generate(messages), model.generate(messages))
-        messages = [*messages, rng.choice(both).message, {"role": "user", "content": rng.choice("ab")}]
+        messages = [
+            *messages,
+            rng.choice(both).message,
+            {"role": "user", "content": rng.choice("ab")},
+        ]
     return 1.0
 
 
 async def planner_and_worker(task, model):
-    """A planner asks workers side by side, each for several turns, and goes on with what they say."""
+    """A planner asks workers side by side, each for several turns, and goes
+    on with what they say."""
     rng = random.Random(task.id)
     plan = [{"role": "system", "content": "Plan."}, {"role": "user", "content": task.id}]
 
@@ -93,7 +106,8 @@ async def planner_and_worker(task, model):
 
 
 async def edited(task, model):
-    """Rewrites its own history now and then: a reply's text, an early message, or all of it by a summary."""
+    """Rewrites its own history now and then: a reply's text, an early message, or
+    all of it by a summary."""
     rng = random.Random(task.id)
     messages = [{"role": "user", "content": "Begin."}]
     for _ in range(6):
@@ -128,7 +142,9 @@ PLAYS = (best_of_two, planner_and_worker, edited, verbatim)
 
 
 @settings(max_examples=40, deadline=None)
-@example(play=planner_and_worker, kind="bpe", seed=0, abort=0.4, delay=0.0)  # one worker ends the episode of the other
+@example(
+    play=planner_and_worker, kind="bpe", seed=0, abort=0.4, delay=0.0
+)  # one worker ends the episode of the other
 @given(
     play=st.sampled_from(PLAYS),
     kind=st.sampled_from(KINDS),
@@ -145,7 +161,9 @@ def test_play_functions_keep_the_invariants(play, kind, seed, abort, delay):
         check_record(trajectory, engine.calls)
     asked = sum(len(call.ids) for call in engine.calls)
     spans = [span for trajectory in rows for span in trajectory.spans]
-    asked -= sum(len(span.ids) for span in spans if span.untrained == FAILED_ATTEMPT)  # a call beside the one that ended it
+    asked -= sum(
+        len(span.ids) for span in spans if span.untrained == FAILED_ATTEMPT
+    )  # a call beside the one that ended it
     assert sum(sum(row.weights) for trajectory in rows for row in trajectory.samples()) == asked
 
 
@@ -179,7 +197,9 @@ def test_of_replies_with_equal_text_the_one_that_was_given_is_continued():
 
     async def play(task, model):
         _, second = await asyncio.gather(model.generate("Q"), model.generate("Q"))
-        await model.generate([{"role": "user", "content": "Q"}, second.message, {"role": "user", "content": "go on"}])
+        await model.generate(
+            [{"role": "user", "content": "Q"}, second.message, {"role": "user", "content": "go on"}]
+        )
         return 1.0
 
     (trajectory,) = tw.rollout(play, tasks(1), engine, renderer=text)
@@ -194,7 +214,9 @@ def test_a_rewritten_reply_branches_and_loses_nothing():
     async def play(task, model):
         reply = await model.generate("Q")
         said = {"role": "assistant", "content": reply.text.upper()}
-        await model.generate([{"role": "user", "content": "Q"}, said, {"role": "user", "content": "go on"}])
+        await model.generate(
+            [{"role": "user", "content": "Q"}, said, {"role": "user", "content": "go on"}]
+        )
         return 1.0
 
     (trajectory,) = tw.rollout(play, tasks(1), tw.ScriptedEngine(["small", "end"]))
@@ -226,7 +248,12 @@ def test_a_single_turn_task_is_an_episode_of_one_turn(kind):
     engine = Sampler(vocabulary(kind))
     (trajectory,) = tw.rollout(Once, tasks(1), engine, renderer=renderer(kind))
     check_record(trajectory, engine.calls)
-    assert (len(trajectory.turns), len(trajectory.spans), trajectory.stop, trajectory.reward) == (1, 2, "done", 1.0)
+    assert (len(trajectory.turns), len(trajectory.spans), trajectory.stop, trajectory.reward) == (
+        1,
+        2,
+        "done",
+        1.0,
+    )
     assert trajectory.turns[0].messages == trajectory.task.messages
 
 
@@ -234,10 +261,16 @@ def test_the_check_itself_can_fail():
     """The oracle of this file notices a lost id, a changed id, and a logprob on the wrong one."""
     engine = Sampler()
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine)
-    number = next(i for i, span in enumerate(trajectory.spans) if span.sampled and len(span.ids) > 1)
+    number = next(
+        i for i, span in enumerate(trajectory.spans) if span.sampled and len(span.ids) > 1
+    )
     span = trajectory.spans[number]
     ids, logprobs = span.ids, span.logprobs
-    for broken in ((ids[:-1], logprobs[:-1]), ((ids[0] + 1, *ids[1:]), logprobs), (ids, logprobs[::-1])):
+    for broken in (
+        (ids[:-1], logprobs[:-1]),
+        ((ids[0] + 1, *ids[1:]), logprobs),
+        (ids, logprobs[::-1]),
+    ):
         span.ids, span.logprobs = broken
         with pytest.raises(AssertionError):
             check_record(trajectory, engine.calls)

@@ -1,4 +1,5 @@
-"""Invariant 11: the same seed gives the same trajectories, whatever order they finish in and however many run at once."""
+"""Invariant 11: the same seed gives the same trajectories, whatever order they finish in and
+however many run at once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ import turnwright as tw
 
 
 def calls_of(trajectory):
-    """What was asked and sampled, in no order: calls that run at the same time are written down as they finish."""
+    """What was asked and sampled, in no order: calls that run at the same time are
+    written down as they finish."""
     rows = []
     for number, turn in enumerate(trajectory.turns):
         spans = [trajectory.spans[i] for i in turn.spans]
@@ -31,7 +33,9 @@ def play(env, seed, concurrency, delay, order=None, **settings):
         random.Random(order).shuffle(rows)
     limits = tw.Limits(turns=60, **settings)
     engine = Sampler(delay=delay, ends=0.97)
-    found = tw.rollout(env, rows, engine, samples=2, seed=seed, concurrency=concurrency, limits=limits)
+    found = tw.rollout(
+        env, rows, engine, samples=2, seed=seed, concurrency=concurrency, limits=limits
+    )
     for trajectory in found:
         check_record(trajectory, engine.calls)
     return {trajectory.key: trajectory for trajectory in found}, engine
@@ -56,11 +60,15 @@ def test_same_seed_same_trajectories_whatever_order_they_finish_in(env, seed, co
     seed=st.integers(0, 2**64),
     concurrency=st.sampled_from((1, 256)),
 )
-def test_calls_at_the_same_time_have_the_same_noise_whatever_order_they_finish_in(env, seed, concurrency):
+def test_calls_at_the_same_time_have_the_same_noise_whatever_order_they_finish_in(
+    env, seed, concurrency
+):
     settings = {"turn_tokens": 14, "on_turn_length": "continue"}
     still, _ = play(env, seed, 1, 0.0, **settings)
     moving, _ = play(env, seed, concurrency, 1e-3, **settings)
-    assert {key: calls_of(t) for key, t in still.items()} == {key: calls_of(t) for key, t in moving.items()}
+    assert {key: calls_of(t) for key, t in still.items()} == {
+        key: calls_of(t) for key, t in moving.items()
+    }
 
 
 @pytest.mark.parametrize("env", [AsyncTalk, best_of_two, planner_and_worker])

@@ -1,4 +1,5 @@
-"""Experts of positions: aligned with the ids of every path, through appends, branches, rewinds, aborts and failed attempts."""
+"""Experts of positions: aligned with the ids of every path, through appends, branches, rewinds,
+aborts and failed attempts."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=
 
 
 class Breaks(AsyncTalk):
-    """Fails now and then, and says something else when it is played again, so that the attempt is begun anew."""
+    """Fails now and then, and says something else when it is played again, so that the
+    attempt is begun anew."""
 
     made = 0
 
@@ -56,16 +58,32 @@ class Breaks(AsyncTalk):
 )
 def test_every_path_has_the_routes_of_its_own_ids(env, seed, aborts):
     engine = Routing(200, aborts=aborts)
-    known = [check(t) for t in tw.rollout(env, tasks(3), engine, seed=seed, limits=LIMITS, want=["routes"]) if t.turns]
+    known = [
+        check(t)
+        for t in tw.rollout(env, tasks(3), engine, seed=seed, limits=LIMITS, want=["routes"])
+        if t.turns
+    ]
     assert sum(known)
 
 
 @FEW
-@given(history=st.sampled_from(("append", "template", "drop_reasoning:1", forgets)), seed=st.integers(0, 2**32))
+@given(
+    history=st.sampled_from(("append", "template", "drop_reasoning:1", forgets)),
+    seed=st.integers(0, 2**32),
+)
 def test_branches_share_the_routes_of_their_trunk(history, seed):
     text = speaking("strips_on_user", "bpe")
     engine = Speaking(250, text=text, aborts=0.2)
-    rows = tw.rollout(Look, tasks(2), engine, renderer=text, seed=seed, limits=LIMITS, history=history, want=["routes"])
+    rows = tw.rollout(
+        Look,
+        tasks(2),
+        engine,
+        renderer=text,
+        seed=seed,
+        limits=LIMITS,
+        history=history,
+        want=["routes"],
+    )
     for trajectory in rows:
         assert trajectory.error is None
         check(trajectory)
@@ -76,14 +94,23 @@ def test_branches_share_the_routes_of_their_trunk(history, seed):
 def test_rewound_tails_keep_theirs_and_what_follows_has_its_own(history, seed):
     engine = Routing(250, aborts=0.2)
     for trajectory in tw.rollout(
-        Wild, tasks(2), engine, renderer=renderer("bpe"), seed=seed, limits=LIMITS, history=history, want=["routes"]
+        Wild,
+        tasks(2),
+        engine,
+        renderer=renderer("bpe"),
+        seed=seed,
+        limits=LIMITS,
+        history=history,
+        want=["routes"],
     ):
         check(trajectory)
 
 
 def test_failed_attempts_keep_theirs_and_begin_anew():
     rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0))
-    rows = tw.rollout(Breaks, tasks(8), Routing(200, aborts=0.2), limits=LIMITS, rules=rules, want=["routes"])
+    rows = tw.rollout(
+        Breaks, tasks(8), Routing(200, aborts=0.2), limits=LIMITS, rules=rules, want=["routes"]
+    )
     assert any(t.failed_turns and t.turns for t in rows)
     for trajectory in rows:
         if trajectory.turns or trajectory.failed_turns:
@@ -96,8 +123,12 @@ def test_the_journal_keeps_them(tmp_path_factory, env, seed):
     out = tmp_path_factory.mktemp("run")
     rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0)) if env is Breaks else None
     engine = Routing(200, aborts=0.2)
-    rows = tw.rollout(env, tasks(3), engine, seed=seed, limits=LIMITS, rules=rules, want=["routes"], out=out)
-    found = rebuild_trajectories(read_json_lines(out / "journal.jsonl"), {task.id: task for task in tasks(3)}.get)
+    rows = tw.rollout(
+        env, tasks(3), engine, seed=seed, limits=LIMITS, rules=rules, want=["routes"], out=out
+    )
+    found = rebuild_trajectories(
+        read_json_lines(out / "journal.jsonl"), {task.id: task for task in tasks(3)}.get
+    )
     for trajectory in rows:
         again = found[trajectory.key]
         for one, other in zip(trajectory.samples(), again.samples(), strict=True):
@@ -112,7 +143,9 @@ def test_each_position_is_told_once_where_the_engine_does_as_it_is_asked():
         async def generate(self, request):
             made = await super().generate(request)
             start, told = made.extras["routes"]
-            made.extras = {"routes": (request.routes_from, np.asarray(told)[request.routes_from - start :])}
+            made.extras = {
+                "routes": (request.routes_from, np.asarray(told)[request.routes_from - start :])
+            }
             self.asked = self.asked + len(made.extras["routes"][1])
             return made
 
@@ -190,7 +223,11 @@ def test_what_was_told_first_stands():
     assert not np.asarray(got)[start:].any()
 
 
-@given(numbers=st.lists(st.integers(0, 70_000), min_size=1, max_size=6), size=st.sampled_from((1, 2, 4, 8)), more=st.booleans())
+@given(
+    numbers=st.lists(st.integers(0, 70_000), min_size=1, max_size=6),
+    size=st.sampled_from((1, 2, 4, 8)),
+    more=st.booleans(),
+)
 def test_integers_of_any_width_are_brought_to_the_least(numbers, size, more):
     fit = max(numbers) < 256**size
     if not fit:

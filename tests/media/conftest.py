@@ -1,4 +1,5 @@
-"""The pictures stand beside the tests; the model that sees is a Qwen3-VL of real architecture, its weights left out."""
+"""The pictures stand beside the tests; the model that sees is a Qwen3-VL of real architecture,
+its weights left out."""
 
 import sys
 from pathlib import Path
@@ -15,4 +16,6 @@ def vlm(tmp_path_factory):
 
     from turnwright.renderers import load_renderer
 
-    return load_renderer(tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False))
+    return load_renderer(
+        tiny_vlm_directory(tmp_path_factory.mktemp("vlm"), "qwen3_vl", weights=False)
+    )

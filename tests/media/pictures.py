@@ -29,7 +29,8 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A one-bit PNG whose header says so many pixels; as many as fit in some kilobytes are there."""
+    """A one-bit PNG whose header says so many pixels; as many as fit in
+    some kilobytes are there."""
     head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     rows = zlib.compress(bytes((width // 8 + 1) * min(height, 400)), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
@@ -40,7 +41,12 @@ def png16(rows: np.ndarray) -> bytes:
     height, width = rows.shape
     head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
     data = b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(data))
+        + chunk(b"IEND", b"")
+    )
 
 
-SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'
+SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><rect width="9" height="9"/></svg>'  # noqa: E501

@@ -22,7 +22,12 @@ def play(env, renderer, engine, tasks=None, *, store=None, n=1, rules=None, run=
     settings = RolloutSettings(sanity="off", **settings)
     rollout = Rollout(engine, renderer, settings, media=store or MediaStore(), run=run)
     found = make_episode_specs(
-        env, tasks or [tw.Task("Begin.")], samples=n, phase="train", step=0, **({"rules": rules} if rules else {})
+        env,
+        tasks or [tw.Task("Begin.")],
+        samples=n,
+        phase="train",
+        step=0,
+        **({"rules": rules} if rules else {}),
     )
     played = asyncio.run(rollout.play(found))
     for trajectory in played:
@@ -35,7 +40,8 @@ def shown(messages) -> list[Media]:
 
 
 def check_media(trajectory, renderer) -> None:
-    """At every call the blocks among the ids are those of the conversation, whole, in order, with their own ids."""
+    """At every call the blocks among the ids are those of the conversation, whole, in
+    order, with their own ids."""
     eyes = renderer.vision
     for number, turn in enumerate(trajectory.turns):
         ids = trajectory.prompt_ids(number)
@@ -48,4 +54,6 @@ def check_media(trajectory, renderer) -> None:
         assert not any(message.has_raw_media for message in (*conversation, *trajectory.final))
     for sample in trajectory.samples():
         eyes.check(sample.ids, sample.media)
-        assert not any(sample.mask[i] for block in sample.media for i in range(block.start, block.end))
+        assert not any(
+            sample.mask[i] for block in sample.media for i in range(block.start, block.end)
+        )

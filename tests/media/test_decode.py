@@ -1,4 +1,5 @@
-"""Every form of an image ends as the right pixels or as a MediaError that says what is wrong; nothing large is decoded."""
+"""Every form of an image ends as the right pixels or as a MediaError that says what is wrong;
+nothing large is decoded."""
 
 from __future__ import annotations
 
@@ -35,7 +36,15 @@ def test_all_forms_of_one_image_are_the_same_pixels(size, tmp_path):
     path = tmp_path / "x.png"
     path.write_bytes(png(pixels))
     content = path.read_bytes()
-    forms = [pixels, Pillow.fromarray(pixels), Pillow.open(path), path, content, bytearray(content), memoryview(content)]
+    forms = [
+        pixels,
+        Pillow.fromarray(pixels),
+        Pillow.open(path),
+        path,
+        content,
+        bytearray(content),
+        memoryview(content),
+    ]
     for form in (*forms, data_uri(content), data_uri(content, "image/png;name=a")):
         assert same(form, pixels), form
 
@@ -100,7 +109,9 @@ def test_transparency_is_shown_on_white():
         assert np.abs(decode(form, LIMITS) - wanted).max() <= 1
     clear = np.zeros((2, 2, 4), np.uint8)
     assert (decode(png(clear), LIMITS) == 255).all()
-    grey = Pillow.fromarray(np.dstack([np.full((2, 2), 9, np.uint8), np.array([[0, 255], [255, 0]], np.uint8)]), "LA")
+    grey = Pillow.fromarray(
+        np.dstack([np.full((2, 2), 9, np.uint8), np.array([[0, 255], [255, 0]], np.uint8)]), "LA"
+    )
     assert decode(file_of(grey), LIMITS)[:, :, 0].tolist() == [[255, 9], [9, 255]]
 
 
@@ -109,7 +120,9 @@ def test_a_palette_with_a_transparent_colour():
     picture.putpalette([10, 20, 30, 40, 50, 60])
     picture.putdata([0, 1])
     assert decode(file_of(picture), LIMITS).tolist() == [[[10, 20, 30], [40, 50, 60]]]
-    assert decode(file_of(picture, transparency=1), LIMITS).tolist() == [[[10, 20, 30], [255, 255, 255]]]
+    assert decode(file_of(picture, transparency=1), LIMITS).tolist() == [
+        [[10, 20, 30], [255, 255, 255]]
+    ]
     assert decode(file_of(picture, "GIF", transparency=0), LIMITS)[0, 0].tolist() == [255, 255, 255]
 
 
@@ -218,7 +231,11 @@ def test_files_that_are_too_long_are_not_read(tmp_path):
 
 def test_paths_are_of_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    for path, said in ((tmp_path, "not a file"), (tmp_path / "pipe", "not a file"), (tmp_path / "none", "No such file")):
+    for path, said in (
+        (tmp_path, "not a file"),
+        (tmp_path / "pipe", "not a file"),
+        (tmp_path / "none", "No such file"),
+    ):
         with pytest.raises(MediaError, match=said):
             decode(path, LIMITS)
 

@@ -1,4 +1,5 @@
-"""Images inside the model's own message, as SkyRL's second path continues it: ids, masks, records and replays."""
+"""Images inside the model's own message, as SkyRL's second path continues it: ids,
+masks, records and replays."""
 
 from __future__ import annotations
 
@@ -41,7 +42,12 @@ REPLIES = ["One.", "Two.", "Three.", "Four."]
 
 def test_the_blocks_stand_among_the_continued_ids(vlm):
     (trajectory,) = tw.rollout(
-        Album, [tw.Task("Go.")], tw.ScriptedEngine(REPLIES), renderer=vlm, history="inline", sanity_share=1.0
+        Album,
+        [tw.Task("Go.")],
+        tw.ScriptedEngine(REPLIES),
+        renderer=vlm,
+        history="inline",
+        sanity_share=1.0,
     )
     assert trajectory.error is None, trajectory.error
     texts = []
@@ -65,13 +71,21 @@ def test_the_blocks_stand_among_the_continued_ids(vlm):
 
     for sample in trajectory.samples():
         vlm.vision.check(sample.ids, sample.media)
-        assert not any(sample.mask[i] for block in sample.media for i in range(block.start, block.end))
+        assert not any(
+            sample.mask[i] for block in sample.media for i in range(block.start, block.end)
+        )
 
 
 def record(out, vlm, recorded=None):
     with RunDir(out) as run:
         settings = RolloutSettings(seed=3, sanity="off", history="inline")
-        rollout = Rollout(tw.ScriptedEngine(REPLIES), vlm, settings, run=run, earlier=EarlierEpisodes(recorded or {}))
+        rollout = Rollout(
+            tw.ScriptedEngine(REPLIES),
+            vlm,
+            settings,
+            run=run,
+            earlier=EarlierEpisodes(recorded or {}),
+        )
         specs = make_episode_specs(Album, [tw.Task("Go.", id="t0")], phase="train", step=0)
         return asyncio.run(rollout.play(specs))
 
@@ -109,7 +123,9 @@ def test_a_process_of_its_own_shows_the_same(vlm):
 
 
 def test_a_model_without_eyes_reads_the_words():
-    (trajectory,) = tw.rollout(Album, [tw.Task("Go.")], tw.ScriptedEngine(REPLIES), history="inline")
+    (trajectory,) = tw.rollout(
+        Album, [tw.Task("Go.")], tw.ScriptedEngine(REPLIES), history="inline"
+    )
     assert trajectory.error is None
     assert trajectory.turns[1].inserted == "see <|image_pad|> a map\na road\nthen go"
     assert trajectory.turns[2].inserted == "back a road"

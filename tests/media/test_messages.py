@@ -1,4 +1,5 @@
-"""Images in messages: every shape that people write them in, as words, as references, and as plain data."""
+"""Images in messages: every shape that people write them in, as words, as
+references, and as plain data."""
 
 from __future__ import annotations
 
@@ -108,20 +109,32 @@ def test_paths_in_texts_are_not_opened(tmp_path):
     path.write_bytes(png(PIXELS))
     store = MediaStore()
     assert store.put(tw.Image(path)).width == 6
-    for value in (str(path), f"file://{path}", f"data:image/png;base64,{path}", "http://127.0.0.1:1/a.png"):
-        for part in ({"type": "image", "image": value}, {"type": "image_url", "image_url": {"url": value}}):
+    for value in (
+        str(path),
+        f"file://{path}",
+        f"data:image/png;base64,{path}",
+        "http://127.0.0.1:1/a.png",
+    ):
+        for part in (
+            {"type": "image", "image": value},
+            {"type": "image_url", "image_url": {"url": value}},
+        ):
             with pytest.raises(MediaError):
                 store_media([Message.of({"role": "tool", "content": [part]})], store)
 
 
 def test_words_stand_for_images_where_nothing_is_seen():
     clip = tw.Video([PIXELS], fps=1, alt="it turns")
-    message = Message.of({"role": "user", "content": ["A ", tw.Image(PIXELS, alt="a cat"), " B ", clip]})
+    message = Message.of(
+        {"role": "user", "content": ["A ", tw.Image(PIXELS, alt="a cat"), " B ", clip]}
+    )
     (plain,) = media_as_text([message])
     assert plain.text == "A a cat B it turns" == message.text_with_alt
     bare = Message.of({"role": "tool", "content": [tw.Image(PIXELS), tw.Video([PIXELS], fps=1)]})
     assert bare.text_with_alt == "[image]\n[video]"
-    with pytest.raises(MediaError, match=r"sees no images.*role tool.*tw.Image\(..., alt=") as found:
+    with pytest.raises(
+        MediaError, match=r"sees no images.*role tool.*tw.Image\(..., alt="
+    ) as found:
         media_as_text([bare])
     assert found.value.bug
     assert media_as_text([bare], strict=False)[0].text == "[image]\n[video]"
@@ -131,12 +144,19 @@ def test_words_stand_for_images_where_nothing_is_seen():
 
 def test_messages_without_images_stay_the_very_objects():
     store = MediaStore()
-    messages = (Message("user", "x"), Message("user", ("x", "y")), Message("user", ("x", store.put(tw.Image(PIXELS)))))
+    messages = (
+        Message("user", "x"),
+        Message("user", ("x", "y")),
+        Message("user", ("x", store.put(tw.Image(PIXELS)))),
+    )
     assert all(a is b for a, b in zip(store_media(messages, store), messages, strict=True))
     assert all(a is b for a, b in zip(media_as_bytes(messages), messages, strict=True))
 
 
-@pytest.mark.parametrize("value", [PIXELS, PIXELS[::-1], Pillow.fromarray(PIXELS), png(PIXELS), URI, "path", noise(4, 4, 1, 4)])
+@pytest.mark.parametrize(
+    "value",
+    [PIXELS, PIXELS[::-1], Pillow.fromarray(PIXELS), png(PIXELS), URI, "path", noise(4, 4, 1, 4)],
+)
 def test_what_crosses_to_another_process_is_plain_data(value, tmp_path):
     if isinstance(value, str) and value == "path":
         value = tmp_path / "x.png"

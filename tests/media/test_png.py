@@ -1,4 +1,5 @@
-"""What is written is read again, to the pixel, by Pillow, whatever the size and the memory layout."""
+"""What is written is read again, to the pixel, by Pillow, whatever the size
+and the memory layout."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def test_an_image_comes_back_to_the_pixel(pixels, band, turned):
 def test_the_size_of_a_photograph_is_no_larger_than_pillow_makes_it():
     down, across = np.mgrid[0:400, 0:600]
     waves = 128 + 100 * np.sin(down / 50) * np.cos(across / 70)
-    pixels = np.stack([waves, waves[::-1], waves[:, ::-1]], 2) + np.random.default_rng(0).integers(-8, 8, (400, 600, 3))
+    pixels = np.stack([waves, waves[::-1], waves[:, ::-1]], 2) + np.random.default_rng(0).integers(
+        -8, 8, (400, 600, 3)
+    )
     pixels = pixels.clip(0, 255).astype(np.uint8)
     theirs = BytesIO()
     Pillow.fromarray(pixels).save(theirs, "PNG", compress_level=1)

@@ -1,4 +1,5 @@
-"""Episodes with images played again: the recorded pictures are seen, and another picture is a difference."""
+"""Episodes with images played again: the recorded pictures are seen, and another
+picture is a difference."""
 
 from __future__ import annotations
 
@@ -54,13 +55,21 @@ def test_another_picture_is_told_where_it_is_seen_first(tmp_path, vlm):
     assert found.episodes == 3
     assert found.differences
     assert {one.what for one in found.differences} == {"prompt"}
-    differences = {one.key: one for one in found.differences}  # in the order in which the episodes ended
+    differences = {
+        one.key: one for one in found.differences
+    }  # in the order in which the episodes ended
     assert len(differences) == len(played)
     for trajectory in played:
         one = differences[trajectory.key]
-        taken = next(number for number, turn in enumerate(trajectory.turns) if "invalid_action" not in turn.info)
+        taken = next(
+            number
+            for number, turn in enumerate(trajectory.turns)
+            if "invalid_action" not in turn.info
+        )
         assert (one.turn, one.origin) == (taken + 1, "env")
-    assert len(list((tmp_path / "run" / "media").iterdir())) == len({m.sha256 for t in played for m in refs(t)})
+    assert len(list((tmp_path / "run" / "media").iterdir())) == len(
+        {m.sha256 for t in played for m in refs(t)}
+    )
 
 
 def refs(trajectory):

@@ -36,7 +36,9 @@ def test_every_observation_of_a_canvas_is_its_own_image(vlm):
     (trajectory,) = play(Painter, vlm, speak, store=store)
     assert trajectory.error is None
     seen = shown(trajectory.messages)
-    assert len(seen) == len({media.key for media in seen}) or trajectory.metrics.get("invalid_actions")
+    assert len(seen) == len({media.key for media in seen}) or trajectory.metrics.get(
+        "invalid_actions"
+    )
     assert shown(trajectory.final)
     for media in (*seen, *shown(trajectory.final)):
         for ref in getattr(media, "frames", (media,)):
@@ -98,7 +100,9 @@ def test_an_image_object_is_taken_in_once(vlm, monkeypatch):
 
     decoded = []
     real = module.decode
-    monkeypatch.setattr(module, "decode", lambda value, limits: decoded.append(1) or real(value, limits))
+    monkeypatch.setattr(
+        module, "decode", lambda value, limits: decoded.append(1) or real(value, limits)
+    )
     images = [tw.Image(noise(64, 64, seed)) for seed in range(3)]
     clip = tw.Video([noise(64, 64, 7), noise(64, 64, 8)], fps=1)
 
@@ -119,7 +123,8 @@ def test_an_image_object_is_taken_in_once(vlm, monkeypatch):
 
 
 def test_a_play_function_may_repeat_its_parts_in_any_form(vlm):
-    """Arrays and data URIs that stand in each call's dicts anew are the same images, so the path goes on."""
+    """Arrays and data URIs that stand in each call's dicts anew are the same
+    images, so the path goes on."""
     pixels = noise(64, 64)
 
     async def look(task, model):
@@ -140,7 +145,12 @@ def test_a_play_function_may_repeat_its_parts_in_any_form(vlm):
 def test_play_functions_meet_the_limits(vlm):
     async def look(task, model):
         one = await model.generate([{"role": "user", "content": [tw.Image(noise(64, 64))]}])
-        again = [{"role": "user", "content": [tw.Image(noise(64, 64, s)) for s in range(int(task.messages[0].text))]}]
+        again = [
+            {
+                "role": "user",
+                "content": [tw.Image(noise(64, 64, s)) for s in range(int(task.messages[0].text))],
+            }
+        ]
         await model.generate([{"role": "user", "content": "x"}, one.message, *again])
         return 1.0
 
@@ -156,7 +166,10 @@ def test_siblings_of_one_prompt_share_it_and_pixels_part_them(vlm):
     same, other = tw.Image(noise(64, 64)), tw.Image(noise(64, 64, 1))
 
     async def ask(task, model):
-        ask = [model.generate([{"role": "user", "content": [image, "?"]}]) for image in (same, same, other, same)]
+        ask = [
+            model.generate([{"role": "user", "content": [image, "?"]}])
+            for image in (same, same, other, same)
+        ]
         await asyncio.gather(*ask)
         return 0.0
 
@@ -167,9 +180,15 @@ def test_siblings_of_one_prompt_share_it_and_pixels_part_them(vlm):
     roots = [trajectory.chain(prompt)[0][0] for prompt in contexts]
     paths = [tuple(trajectory.path(prompt)) for prompt in contexts]
     assert len(set(paths)) == 1  # the same ids: what differs is what stands behind them
-    keys = [[block.media.key for block in trajectory.media_placements(prompt)] for prompt in contexts]
+    keys = [
+        [block.media.key for block in trajectory.media_placements(prompt)] for prompt in contexts
+    ]
     assert keys[0] == keys[1] == keys[3] != keys[2]
-    assert trajectory.chain(contexts[0])[-1] == trajectory.chain(contexts[1])[-1] == trajectory.chain(contexts[3])[-1]
+    assert (
+        trajectory.chain(contexts[0])[-1]
+        == trajectory.chain(contexts[1])[-1]
+        == trajectory.chain(contexts[3])[-1]
+    )
     assert contexts[2] != contexts[0]
     assert roots[0] == roots[1]
 
@@ -187,7 +206,12 @@ class Watching:
     """Lines of a journal; when one is written, every image that it names stands on disk."""
 
     def __init__(self, lines, folder):
-        self._lines, self._folder, self.seen, self.append_definition = lines, folder, set(), lines.append_definition
+        self._lines, self._folder, self.seen, self.append_definition = (
+            lines,
+            folder,
+            set(),
+            lines.append_definition,
+        )
 
     def append(self, value):
         def find(inner):
@@ -217,7 +241,9 @@ def record(out, vlm, seed, tasks, recorded=None, watch=True):
             run=run,
             earlier=EarlierEpisodes(recorded or {}),
         )
-        played = asyncio.run(rollout.play(make_episode_specs(Painter, tasks, phase="train", step=0, samples=2)))
+        played = asyncio.run(
+            rollout.play(make_episode_specs(Painter, tasks, phase="train", step=0, samples=2))
+        )
         if watch:
             run.journal, named = lines._lines, lines.seen
             return played, named
@@ -227,7 +253,8 @@ def record(out, vlm, seed, tasks, recorded=None, watch=True):
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), cut=st.floats(0, 1))
 def test_a_run_with_images_replays_and_goes_on(tmp_path_factory, vlm, seed, cut):
-    """The journal tells of equal trajectories; cut off anywhere, the rest is played again as it was."""
+    """The journal tells of equal trajectories; cut off anywhere, the rest is
+    played again as it was."""
     out = tmp_path_factory.mktemp("run")
     tasks = [tw.Task(f"{n}", id=f"t{n}") for n in range(2)]
     by_id = {task.id: task for task in tasks}.get
@@ -256,7 +283,9 @@ def test_finished_records_name_the_images_of_tasks(tmp_path, vlm):
 
     with RunDir(tmp_path) as run:
         rollout = Rollout(tw.ScriptedEngine(["x"]), vlm, RolloutSettings(sanity="off"), run=run)
-        (trajectory,) = asyncio.run(rollout.play(make_episode_specs(Once, [task], phase="train", step=0)))
+        (trajectory,) = asyncio.run(
+            rollout.play(make_episode_specs(Once, [task], phase="train", step=0))
+        )
     (row,) = read_json_lines(tmp_path / "trajectories.jsonl")
     (image,) = shown(trajectory.messages)
     assert row["turns"][0]["messages"][0]["content"][1] == image.to_dict()
@@ -294,7 +323,9 @@ class Drawn(gymnasium.Env):
         return np.full((64, 64, 3), self.at * 20, np.uint8)
 
 
-@pytest.mark.parametrize("make", [{}, {"render_mode": "rgb_array", "pixels": False}, {"render_mode": "rgb_array"}])
+@pytest.mark.parametrize(
+    "make", [{}, {"render_mode": "rgb_array", "pixels": False}, {"render_mode": "rgb_array"}]
+)
 def test_gymnasium_worlds_show_their_pixels(vlm, make):
     if "Drawn-v0" not in gymnasium.registry:
         gymnasium.register("Drawn-v0", Drawn)
@@ -302,11 +333,17 @@ def test_gymnasium_worlds_show_their_pixels(vlm, make):
     env = tw.gym_env("Drawn-v0", **make)
     (trajectory,) = play(env, vlm, ["1", "say what", "0", "1"], store=store)
     assert trajectory.error is None, trajectory.error
-    seen = [int(store.pixels(ref)[0, 0, 0]) for ref in shown([*trajectory.messages, *trajectory.final])]
+    seen = [
+        int(store.pixels(ref)[0, 0, 0]) for ref in shown([*trajectory.messages, *trajectory.final])
+    ]
     assert seen == [0, 20, 20, 40]
     if make.get("pixels") is False:
         (text,) = tw.rollout(env, [tw.Task()], tw.ScriptedEngine(["1", "0", "1"]))
-        assert [m.text for m in text.messages if m.role == "user"] == ["State 0.", "State 1.", "State 1."]
+        assert [m.text for m in text.messages if m.role == "user"] == [
+            "State 0.",
+            "State 1.",
+            "State 1.",
+        ]
         assert text.final[0].text == "State 2."
 
 
@@ -320,15 +357,21 @@ def test_an_opening_with_an_image_counts_toward_the_prompt_limit(vlm, retries):
             return tw.Step(None, 0.0, True)
 
     rules = tw.EnvRules(retries=tw.RetryRules(turn=retries))
-    specs = make_episode_specs(Opens, [tw.Task("Begin.", id="a")], phase="rollout", step=0, rules=rules)
+    specs = make_episode_specs(
+        Opens, [tw.Task("Begin.", id="a")], phase="rollout", step=0, rules=rules
+    )
     rollout = Rollout(
-        tw.ScriptedEngine(["1"]), vlm, RolloutSettings(sanity="off", limits=tw.Limits(prompt_tokens=2)), media=MediaStore()
+        tw.ScriptedEngine(["1"]),
+        vlm,
+        RolloutSettings(sanity="off", limits=tw.Limits(prompt_tokens=2)),
+        media=MediaStore(),
     )
     assert asyncio.run(rollout.within_prompt_limit(specs)) == (set(), ["a"])
 
 
 def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, monkeypatch):
-    """Calls with and without images that continue one reply get their noise in the order in which they were made."""
+    """Calls with and without images that continue one reply get their noise in the order in
+    which they were made."""
     import time
 
     import turnwright.rollouts.observations as sight
@@ -345,7 +388,10 @@ def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, mon
     async def ask(task, model):
         one = await model.generate("Begin.")
         said = [{"role": "user", "content": "Begin."}, one.message]
-        follow = [[*said, {"role": "user", "content": [image, "?"] if image else "?"}] for image in (*images, None, None)]
+        follow = [
+            [*said, {"role": "user", "content": [image, "?"] if image else "?"}]
+            for image in (*images, None, None)
+        ]
         await asyncio.gather(*(model.generate(messages) for messages in follow))
         return 0.0
 
@@ -355,7 +401,9 @@ def test_noise_of_concurrent_calls_does_not_depend_on_who_decodes_first(vlm, mon
     runs = [play(ask, vlm, draw)[0] for _ in range(3)]
 
     def told(trajectory):
-        return sorted((str([m.key for m in shown(t.messages)]), t.reply.text) for t in trajectory.turns)
+        return sorted(
+            (str([m.key for m in shown(t.messages)]), t.reply.text) for t in trajectory.turns
+        )
 
     assert told(runs[0]) == told(runs[1]) == told(runs[2])
 

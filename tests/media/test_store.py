@@ -1,4 +1,5 @@
-"""Each image is kept once by its pixels, stands on disk before anybody knows its name, and is encoded once at most."""
+"""Each image is kept once by its pixels, stands on disk before anybody knows its name, and is
+encoded once at most."""
 
 from __future__ import annotations
 
@@ -25,7 +26,12 @@ from turnwright.types import ImageRef, VideoRef
 def test_one_picture_in_many_forms_is_one_image(tmp_path):
     pixels = noise(40, 30)
     store = MediaStore(tmp_path / "media")
-    given_ = [pixels, png(pixels), Pillow.fromarray(pixels), file_of(Pillow.fromarray(pixels), "BMP")]
+    given_ = [
+        pixels,
+        png(pixels),
+        Pillow.fromarray(pixels),
+        file_of(Pillow.fromarray(pixels), "BMP"),
+    ]
     refs = {store.put(tw.Image(one)) for one in given_}
     (ref,) = refs
     assert (ref.width, ref.height) == (40, 30)
@@ -38,7 +44,10 @@ def test_one_picture_in_many_forms_is_one_image(tmp_path):
 def test_pixels_and_size_make_the_name():
     store = MediaStore()
     flat = np.arange(24, dtype=np.uint8)
-    names = {store.add(flat.reshape(shape)).sha256 for shape in ((2, 4, 3), (4, 2, 3), (1, 8, 3), (8, 1, 3))}
+    names = {
+        store.add(flat.reshape(shape)).sha256
+        for shape in ((2, 4, 3), (4, 2, 3), (1, 8, 3), (8, 1, 3))
+    }
     assert len(names) == 4
 
 
@@ -114,7 +123,9 @@ def test_files_are_decoded_once(tmp_path, monkeypatch):
 
     decoded = []
     real = module.decode
-    monkeypatch.setattr(module, "decode", lambda value, limits: decoded.append(value) or real(value, limits))
+    monkeypatch.setattr(
+        module, "decode", lambda value, limits: decoded.append(value) or real(value, limits)
+    )
     path, pixels, store = tmp_path / "a.png", noise(9, 9), MediaStore(tmp_path / "media")
     path.write_bytes(png(pixels))
     for form in (path, path.read_bytes()):
@@ -194,7 +205,9 @@ def test_a_blank_store_shows_grey_of_the_same_size_whoever_gives_the_image(tmp_p
     assert blank.put(seen) == grey
     assert blank.put(grey) == grey
     movie = plain.put(tw.Video([noise(12, 8, 1), noise(12, 8, 2)], fps=1, alt="b"))
-    assert {(frame.sha256, frame.max_pixels) for frame in blank.put(movie).frames} == {(grey.sha256, 0)}
+    assert {(frame.sha256, frame.max_pixels) for frame in blank.put(movie).frames} == {
+        (grey.sha256, 0)
+    }
     assert blank.put(movie).alt == "b"
     if directory:
         assert blank.put(ImageRef(seen.sha256)) == blank.put(tw.Image(noise(12, 8)))
@@ -204,7 +217,11 @@ def test_a_blank_store_shows_grey_of_the_same_size_whoever_gives_the_image(tmp_p
 
 
 @settings(max_examples=15, deadline=None)
-@given(order=st.lists(st.integers(0, 5), min_size=16, max_size=60), disk=st.booleans(), small=st.booleans())
+@given(
+    order=st.lists(st.integers(0, 5), min_size=16, max_size=60),
+    disk=st.booleans(),
+    small=st.booleans(),
+)
 def test_many_threads_store_each_image_once(tmp_path_factory, order, disk, small):
     """No thread is given a name before the file stands whole, and the account of memory adds up."""
     directory = tmp_path_factory.mktemp("media") if disk else None
@@ -216,7 +233,9 @@ def test_many_threads_store_each_image_once(tmp_path_factory, order, disk, small
         for seed in seeds:
             ref = store.put(tw.Image(noise(11, 9, seed)))
             if directory is not None:
-                assert np.array_equal(np.asarray(Pillow.open(directory / f"{ref.sha256}.png")), noise(11, 9, seed))
+                assert np.array_equal(
+                    np.asarray(Pillow.open(directory / f"{ref.sha256}.png")), noise(11, 9, seed)
+                )
             assert np.array_equal(store.pixels(ref), noise(11, 9, seed))
         return len(seeds)
 
@@ -241,7 +260,11 @@ def test_a_store_that_is_killed_leaves_no_half_file_under_a_name(tmp_path):
         "threading.Thread(target=kill).start()\n"
         "while True: store.put(tw.Image(rng.integers(0, 256, (300, 300, 3), dtype=np.uint8)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == -9, done.stderr
     files = list(tmp_path.glob("*.png"))
     assert files

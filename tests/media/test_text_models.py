@@ -1,4 +1,5 @@
-"""Worlds that show images, played by a model that sees none: it is told words, or the episode says what is missing."""
+"""Worlds that show images, played by a model that sees none: it is told words, or the episode
+says what is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ class Shows(tw.Env):
 
     def reset(self, task, *, seed=None):
         self.canvas, self.turn = np.zeros((8, 8, 3), np.uint8), 0
-        return [{"role": "system", "content": "Be brief."}, {"role": "user", "content": ["Look: ", self.draw()]}]
+        return [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": ["Look: ", self.draw()]},
+        ]
 
     def draw(self):
         self.canvas[:] = self.turn
@@ -43,14 +47,20 @@ class MuteAtLast(Shows):
 
 
 def play(env, **more):
-    (trajectory,) = tw.rollout(env, [tw.Task("x")], tw.ScriptedEngine(lambda messages, rng: "yes"), **more)
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("x")], tw.ScriptedEngine(lambda messages, rng: "yes"), **more
+    )
     return trajectory
 
 
 def test_a_text_model_is_told_words():
     trajectory = play(Shows)
     assert trajectory.error is None
-    assert [m.text for m in trajectory.messages if m.role == "user"] == ["Look: all is 0", "all is 1 Now?", "all is 2 Now?"]
+    assert [m.text for m in trajectory.messages if m.role == "user"] == [
+        "Look: all is 0",
+        "all is 1 Now?",
+        "all is 2 Now?",
+    ]
     assert [m.text for m in trajectory.final] == ["all is 3 Now?"]
     assert not any(span.media for span in trajectory.spans)
 
@@ -97,11 +107,15 @@ def test_limits_on_images():
     sight = MediaIntake(store, Eyed(), max_per_observation=3, max_per_episode=5)
     three = (Message("user", (image, image, "x")), Message("user", (image,)))
     assert count_media(sight.take_in(three)) == 3
-    with pytest.raises(tw.MediaError, match=r"4 images in one observation; at most 3 \(limits.images\)"):
+    with pytest.raises(
+        tw.MediaError, match=r"4 images in one observation; at most 3 \(limits.images\)"
+    ):
         sight.take_in((*three, Message("user", (image,))))
     episode = sight.of_episode()
     episode.count(three)
-    with pytest.raises(tw.MediaError, match=r"6 images in one episode; at most 5 \(limits.episode_images\)"):
+    with pytest.raises(
+        tw.MediaError, match=r"6 images in one episode; at most 5 \(limits.episode_images\)"
+    ):
         episode.count(three)
     sight.of_episode().count(three)
     episode.reset()

@@ -1,4 +1,5 @@
-"""What tools show reaches the model: every form, in the order given, through a real template, and nothing vanishes."""
+"""What tools show reaches the model: every form, in the order given, through a real template,
+and nothing vanishes."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ FORMS = {
     "bytes": (lambda: CONTENT, "I"),
     "a part": (lambda: {"type": "image", "image": PIXELS}, "I"),
     "a part of OpenAI's": (lambda: {"type": "image_url", "image_url": {"url": URI}}, "I"),
-    "parts": (lambda: ["see ", PIXELS, " and ", tw.Image(CONTENT), {"a": 1}], "see I and I{\"a\": 1}"),
+    "parts": (lambda: ["see ", PIXELS, " and ", tw.Image(CONTENT), {"a": 1}], "see I and I{\"a\": 1}"),  # noqa: E501
     "a message": (lambda: tw.Message("tool", ("see ", tw.Image(PIXELS))), "see I"),
     "with a reward": (lambda: (["see ", PIXELS], 0.5, {"drawn": 1}), "see I"),
     "a response": (lambda: {"text": "see", "image": [PIXELS, CONTENT]}, "IIsee"),
@@ -41,8 +42,8 @@ FORMS = {
     "a response with a reward": (lambda: ({"text": "see", "image": [PIXELS]}, None, None), "Isee"),
     "a video": (lambda: tw.Video(CLIP, fps=2), "V"),
     "a part of video": (lambda: {"type": "video", "video": CLIP, "fps": 2}, "V"),
-    "a response with a clip": (lambda: {"text": "see", "video": [{"frames": CLIP, "fps": 2}]}, "Vsee"),
-    "a response with both": (lambda: {"text": "see", "image": [PIXELS], "video": [tw.Video(CLIP, fps=2)]}, "IVsee"),
+    "a response with a clip": (lambda: {"text": "see", "video": [{"frames": CLIP, "fps": 2}]}, "Vsee"),  # noqa: E501
+    "a response with both": (lambda: {"text": "see", "image": [PIXELS], "video": [tw.Video(CLIP, fps=2)]}, "IVsee"),  # noqa: E501
 }  # fmt: skip
 
 
@@ -61,7 +62,9 @@ def test_every_form_of_a_result_is_shown(vlm, form):
     image = store.put(tw.Image(PIXELS))
     clip = store.put(tw.Video(CLIP, fps=2)) if "V" in said else None
     marks = {image: "I", clip: "V"}
-    assert "".join(part if isinstance(part, str) else marks[part] for part in message.content) == said
+    assert (
+        "".join(part if isinstance(part, str) else marks[part] for part in message.content) == said
+    )
     assert trajectory.reward == (0.5 if form == "with a reward" else 0.0)
 
 
@@ -98,17 +101,30 @@ def test_audio_is_refused_by_name(vlm, value):
     with pytest.raises(MediaError, match=r"tool 'sing' returned audio: .*audio is not supported"):
         read_result(value, "sing")
     (trajectory,) = play(tw.tool_env([sing]), vlm, [call("sing"), "done"])
-    assert (trajectory.error.type, trajectory.error.kind, trajectory.reward) == ("MediaError", "user_bug", None)
+    assert (trajectory.error.type, trajectory.error.kind, trajectory.reward) == (
+        "MediaError",
+        "user_bug",
+        None,
+    )
 
 
-@pytest.mark.parametrize("value", [{"found": [PIXELS]}, [{"a": tw.Image(PIXELS)}], {"a": {"b": Pillow.fromarray(PIXELS)}}])
+@pytest.mark.parametrize(
+    "value",
+    [{"found": [PIXELS]}, [{"a": tw.Image(PIXELS)}], {"a": {"b": Pillow.fromarray(PIXELS)}}],
+)
 def test_an_image_that_nobody_would_see_is_an_error(value):
     with pytest.raises(EnvError, match="nested in other data"):
         read_content(value, "t")
 
 
 @pytest.mark.parametrize(
-    "value", [np.zeros((4, 4, 3)), CONTENT[:900], {"text": "x", "image": ["a.png"]}, tw.Image("/etc/passwd")]
+    "value",
+    [
+        np.zeros((4, 4, 3)),
+        CONTENT[:900],
+        {"text": "x", "image": ["a.png"]},
+        tw.Image("/etc/passwd"),
+    ],
 )
 def test_a_broken_image_is_that_trajectorys_error(vlm, value):
     def look(ok: bool):
@@ -141,7 +157,9 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation(vlm):
             Args:
                 clip: what happened lately, else what is there now.
             """
-            return ["It moved: ", tw.Video(CLIP, times=[0, 1, 2, 3, 4, 5])] if clip else noise(32, 32)
+            return (
+                ["It moved: ", tw.Video(CLIP, times=[0, 1, 2, 3, 4, 5])] if clip else noise(32, 32)
+            )
 
     store = MediaStore()
     replies = [call("camera", clip=False), call("camera", clip=True), "It fell."]
@@ -158,7 +176,9 @@ def test_a_clip_at_the_second_turn_and_an_image_at_creation(vlm):
     assert [block.media for block in sample.media] == [*first, *second, *third]
     grids = sample.media[2].grid
     patches = vlm.vision.process(third[0], store)
-    assert sum(t * h * w for t, h, w in grids) == len(next(v for k, v in patches.items() if k.startswith("pixel_values")))
+    assert sum(t * h * w for t, h, w in grids) == len(
+        next(v for k, v in patches.items() if k.startswith("pixel_values"))
+    )
 
 
 @pytest.mark.parametrize("keeps", ["start", "ends", "end"])
@@ -173,7 +193,10 @@ def test_long_results_are_cut_and_their_images_stay(vlm, keeps):
     assert "[cut: 20 of 100 characters shown]" in message.text
     assert len(message.images) == 2
     ref = ImageRef("ab" * 32)
-    assert ResultLimit(4, "ends")(("aaa", ref, "bbb")) == (("aa\n[cut: 4 of 6 characters shown]\n", ref, "bb"), True)
+    assert ResultLimit(4, "ends")(("aaa", ref, "bbb")) == (
+        ("aa\n[cut: 4 of 6 characters shown]\n", ref, "bb"),
+        True,
+    )
 
 
 def test_a_text_model_is_told_of_what_tools_show():
@@ -182,18 +205,29 @@ def test_a_text_model_is_told_of_what_tools_show():
         return tw.Image(PIXELS, alt="a red square" if named else None)
 
     env = tw.tool_env([look])
-    (trajectory,) = tw.rollout(env, [tw.Task("x")], tw.ScriptedEngine([call("look", named=True), "done"]))
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("x")], tw.ScriptedEngine([call("look", named=True), "done"])
+    )
     assert trajectory.turns[1].messages[0].text == "a red square"
-    (trajectory,) = tw.rollout(env, [tw.Task("x")], tw.ScriptedEngine([call("look", named=False), "done"]))
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("x")], tw.ScriptedEngine([call("look", named=False), "done"])
+    )
     assert (trajectory.error.type, trajectory.error.kind) == ("MediaError", "user_bug")
 
 
 def test_judges_are_told_of_images_in_words():
     from turnwright.envs.rewards.judge import chat_messages, quote_lines
 
-    message = tw.Message("user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1)))
-    assert quote_lines([message]) == '{"role": "user", "content": "See a \\u003ccat>\\n[image]\\n[video]"}'
-    assert chat_messages([message]) == [{"role": "user", "content": "See a <cat>\n[image]\n[video]"}]
+    message = tw.Message(
+        "user", ("See ", tw.Image(PIXELS, alt="a <cat>"), tw.Image(PIXELS), tw.Video(CLIP, fps=1))
+    )
+    assert (
+        quote_lines([message])
+        == '{"role": "user", "content": "See a \\u003ccat>\\n[image]\\n[video]"}'
+    )
+    assert chat_messages([message]) == [
+        {"role": "user", "content": "See a <cat>\n[image]\n[video]"}
+    ]
 
 
 def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):
@@ -210,5 +244,7 @@ def test_a_server_of_mcp_shows_images_and_its_sounds_are_refused_by_name(vlm):
     assert image.width == 64
     (trajectory,) = play(env, vlm, [call("picture"), "done"])
     assert (trajectory.error.type, trajectory.error.kind) == ("MediaError", "environment")
-    (trajectory,) = tw.rollout(env, [tw.Task("x")], tw.ScriptedEngine([call("square", side=64), "done"]))
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("x")], tw.ScriptedEngine([call("square", side=64), "done"])
+    )
     assert trajectory.turns[1].messages[0].text.startswith("Here:\n[left out: image/png]\nWell?")

@@ -12,7 +12,8 @@ from turnwright.errors import InvalidAction
 
 
 class Painter(tw.Env):
-    """Paints each observation on one canvas; what it paints follows from the task, the seed and the replies."""
+    """Paints each observation on one canvas; what it paints follows from the task, the
+    seed and the replies."""
 
     turns = 4
 
@@ -20,11 +21,18 @@ class Painter(tw.Env):
         self.rng = np.random.default_rng([seed or 0, len(task.id)])
         self.canvas = np.zeros((64, 64, 3), np.uint8)
         self.turn = 0
-        return [{"role": "system", "content": "Paint."}, {"role": "user", "content": ["It is ", self.paint("start"), "."]}]
+        return [
+            {"role": "system", "content": "Paint."},
+            {"role": "user", "content": ["It is ", self.paint("start"), "."]},
+        ]
 
     def paint(self, said: str):
         corner = self.rng.integers(0, 32, 2)
-        self.canvas[corner[0] : corner[0] + 32, corner[1] : corner[1] + 32] = (len(said) * 7 % 256, self.turn * 40 % 256, 99)
+        self.canvas[corner[0] : corner[0] + 32, corner[1] : corner[1] + 32] = (
+            len(said) * 7 % 256,
+            self.turn * 40 % 256,
+            99,
+        )
         return tw.Image(self.canvas, alt=f"turn {self.turn}")
 
     def step(self, action):
@@ -40,7 +48,8 @@ class Painter(tw.Env):
 
 
 class Fails(Painter):
-    """Fails at the turn that the task names, as long as the file that it names is there, which is once."""
+    """Fails at the turn that the task names, as long as the file that it names is
+    there, which is once."""
 
     def reset(self, task, *, seed=None):
         self.info = task.info

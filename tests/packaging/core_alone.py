@@ -1,6 +1,8 @@
-"""Run by the packaging tests in an interpreter of its own: the core does its work with nothing heavy to import.
+"""Run by the packaging tests in an interpreter of its own: the core does its work with
+nothing heavy to import.
 
-With `--block` the heavy packages are made impossible to import; without it they must not be installed at all.
+With `--block` the heavy packages are made impossible to import; without it they must
+not be installed at all.
 """
 
 from __future__ import annotations
@@ -55,14 +57,20 @@ for room in (
 ):
     importlib.import_module(f"turnwright.{room}")
 for name in tw.__all__:
-    if name != "train":  # a verb of the floor with torch: it is there, and says what it needs when it is called
+    if (
+        name != "train"
+    ):  # a verb of the floor with torch: it is there, and says what it needs when it is called
         getattr(tw, name)
 
 world = tw.resolve_env("hop")
 tasks = world.tasks("eval", 5)
 with tempfile.TemporaryDirectory() as folder:
-    trajectories = tw.rollout(world.factory, tasks, engine=tw.ScriptedEngine(world.solver), samples=2, out=folder)
-    events = [json.loads(line) for line in (Path(folder) / "journal.jsonl").read_text().splitlines()]
+    trajectories = tw.rollout(
+        world.factory, tasks, engine=tw.ScriptedEngine(world.solver), samples=2, out=folder
+    )
+    events = [
+        json.loads(line) for line in (Path(folder) / "journal.jsonl").read_text().splitlines()
+    ]
 assert [t.reward for t in trajectories] == [1.0] * 10
 assert sum(event["e"] == "turn" for event in events) == sum(len(t.turns) for t in trajectories)
 for trajectory in trajectories:
@@ -86,7 +94,9 @@ from turnwright.cli.main import main  # noqa: E402
 assert main(["--help"]) == 0
 assert main(["check", "hop"]) == 0
 assert main(["train", "--env.use", "hop", "--dry-run"]) == 0
-assert main(["train", "--env.use", "hop", "--display", "none"]) == 2  # in one line that names the extra
+assert (
+    main(["train", "--env.use", "hop", "--display", "none"]) == 2
+)  # in one line that names the extra
 loaded = [name for name in HEAVY if name in sys.modules]
 assert not loaded, loaded
 print("the core is enough")

@@ -1,4 +1,5 @@
-"""Run by a test in an interpreter of its own: what is seen is rendered and processed where torch cannot be imported.
+"""Run by a test in an interpreter of its own: what is seen is rendered and processed where
+torch cannot be imported.
 
 With the directory of a vision-language model for each argument.
 """
@@ -11,13 +12,18 @@ HEAVY = ("torch", "torchvision", "numba", "safetensors", "ray")
 
 
 class Hidden:
-    """A finder of modules that finds none of the heavy ones, as if they were not installed; transformers asks for them."""
+    """A finder of modules that finds none of the heavy ones, as if they were not installed;
+    transformers asks for them."""
 
     def __init__(self, finder):
         self.finder = finder
 
     def find_spec(self, fullname, path=None, target=None):
-        return None if fullname.partition(".")[0] in HEAVY else self.finder.find_spec(fullname, path, target)
+        return (
+            None
+            if fullname.partition(".")[0] in HEAVY
+            else self.finder.find_spec(fullname, path, target)
+        )
 
     def __getattr__(self, name):
         return getattr(self.finder, name)
@@ -33,10 +39,17 @@ from turnwright.renderers.vision import PixelCache  # noqa: E402
 from turnwright.types import Message, VideoRef  # noqa: E402
 
 store = MediaStore()
-images = [store.add(np.random.default_rng(n).integers(0, 256, (40 + n, 90, 3), dtype=np.uint8)) for n in range(2)]
+images = [
+    store.add(np.random.default_rng(n).integers(0, 256, (40 + n, 90, 3), dtype=np.uint8))
+    for n in range(2)
+]
 for directory in sys.argv[1:]:
     renderer = load_renderer(directory)
-    seen = images if "qwen" not in directory else [*images, VideoRef((images[0],) * 3, (0.0, 0.5, 1.0))]
+    seen = (
+        images
+        if "qwen" not in directory
+        else [*images, VideoRef((images[0],) * 3, (0.0, 0.5, 1.0))]
+    )
     opened = renderer.open([Message("user", ("look", *seen))])
     assert [block.media for block in opened.media] == seen
     pixels = PixelCache(renderer.vision, store)

@@ -19,7 +19,9 @@ ALONE = Path(__file__).parent / "core_alone.py"
 
 def python(*words: object, **more) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, env=env, **more)
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, env=env, **more
+    )
 
 
 def test_the_core_needs_nothing_heavy():
@@ -28,14 +30,27 @@ def test_the_core_needs_nothing_heavy():
     assert done.stdout.endswith("the core is enough\n")
 
 
-@pytest.mark.parametrize("words", [("-c", "import turnwright"), ("-m", "turnwright.cli.main", "--help")])
+@pytest.mark.parametrize(
+    "words", [("-c", "import turnwright"), ("-m", "turnwright.cli.main", "--help")]
+)
 def test_the_first_answer_imports_nothing_but_the_standard_library(words):
-    """So it takes about a tenth of a second; what each of them costs is this test's subject, not what the machine does."""
+    """So it takes about a tenth of a second; what each of them costs is this test's subject, not
+    what the machine does."""
     done = python("-X", "importtime", *words)
     assert done.returncode == 0
-    named = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines() if "|" in line}
-    bare = python("-X", "importtime", "-c", "pass").stderr  # what an installation itself imports at start
-    named -= {line.rpartition("|")[2].strip().partition(".")[0] for line in bare.splitlines() if "|" in line}
+    named = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in done.stderr.splitlines()
+        if "|" in line
+    }
+    bare = python(
+        "-X", "importtime", "-c", "pass"
+    ).stderr  # what an installation itself imports at start
+    named -= {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in bare.splitlines()
+        if "|" in line
+    }
     jython = {"org"}  # which the module `copy` looks for
     assert named - sys.stdlib_module_names - jython - {"turnwright", *plugins.PACKAGES} == set()
     assert sum("turnwright" in line for line in done.stderr.splitlines()) < 40
@@ -48,10 +63,15 @@ def test_one_version():
 
 
 def test_what_an_installation_says_is_missing_is_what_the_packages_add():
-    """Entry points of a package that was removed are gone with it, so the core has the list a second time."""
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    """Entry points of a package that was removed are gone with it, so the core has
+    the list a second time."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "entry-points"
+    ]
     added = {
-        group.removeprefix("turnwright."): {name: value.partition(".")[0] for name, value in values.items()}
+        group.removeprefix("turnwright."): {
+            name: value.partition(".")[0] for name, value in values.items()
+        }
         for group, values in points.items()
     }
     assert added == plugins.OURS
@@ -60,7 +80,11 @@ def test_what_an_installation_says_is_missing_is_what_the_packages_add():
 def test_the_pins_cover_what_is_asked_for():
     """`constraints.txt` holds an exact version of every direct dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    pins = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
     pinned = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
     assert all("==" in line and "+" not in line for line in pins)
     extras = project["optional-dependencies"]

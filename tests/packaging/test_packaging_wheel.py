@@ -1,4 +1,5 @@
-"""The wheel, in an environment that holds the core's dependencies and nothing else; needs a package index, so slow."""
+"""The wheel, in an environment that holds the core's dependencies and nothing else; needs a
+package index, so slow."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("src", "pyproject.toml", "README.md", "LICENSE"):
         path = ROOT / name
         ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-        shutil.copytree(path, source / name, ignore=ignore) if path.is_dir() else shutil.copy(path, source)
+        shutil.copytree(path, source / name, ignore=ignore) if path.is_dir() else shutil.copy(
+            path, source
+        )
     out = tmp_path_factory.mktemp("wheel")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source)
     (found,) = out.glob("turnwright-*.whl")
@@ -55,7 +58,10 @@ def test_the_core_installs_and_works_alone(wheel, tmp_path):
     assert told.endswith("the core is enough\n")
     assert "train" in run(tmp_path / "venv" / "bin" / "turnwright", "--help")
     told = subprocess.run(
-        [tmp_path / "venv" / "bin" / "turnwright", "train", "--env.use", "hop"], capture_output=True, text=True, cwd=tmp_path
+        [tmp_path / "venv" / "bin" / "turnwright", "train", "--env.use", "hop"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
     )
     assert told.returncode != 0
     assert "turnwright[train]" in told.stderr, told.stderr

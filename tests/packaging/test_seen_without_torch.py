@@ -19,7 +19,10 @@ from vision_kit import tiny_vlm_directory  # noqa: E402
 
 
 def test_images_are_rendered_and_processed_without_torch(tmp_path):
-    made = [tiny_vlm_directory(tmp_path / name, name, weights=False) for name in ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")]
+    made = [
+        tiny_vlm_directory(tmp_path / name, name, weights=False)
+        for name in ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
+    ]
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1] / "src")}
     command = [sys.executable, str(HERE / "seen_without_torch.py"), *map(str, made)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

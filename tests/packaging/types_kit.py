@@ -13,13 +13,19 @@ CODE = Path(__file__).parent / "users_code"
 def marked() -> dict[int, str]:
     """The lines of the mistakes, and their numbers."""
     lines = (CODE / "mistakes.py").read_text().splitlines()
-    return {number: line.rpartition("# ")[2] for number, line in enumerate(lines, 1) if re.search(r"# \d$", line)}
+    return {
+        number: line.rpartition("# ")[2]
+        for number, line in enumerate(lines, 1)
+        if re.search(r"# \d$", line)
+    }
 
 
 def found_by(command: list[object], file: str, folder: Path) -> set[int]:
     """The lines in which a type checker finds an error."""
     (folder / file).write_text((CODE / file).read_text())
-    done = subprocess.run([str(word) for word in command] + [file], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(word) for word in command] + [file], cwd=folder, capture_output=True, text=True
+    )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     errors = re.findall(rf"{re.escape(file)}:(\d+):(?:\d+ -)? error", done.stdout)
     assert bool(errors) == bool(done.returncode), done.stdout
@@ -33,4 +39,13 @@ def check(command: list[object], folder: Path) -> None:
 
 
 def mypy(python: object = sys.executable) -> list[object]:
-    return [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", "cache"]
+    return [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        python,
+        "--cache-dir",
+        "cache",
+    ]

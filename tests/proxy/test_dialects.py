@@ -1,4 +1,5 @@
-"""Each dialect over a real socket: calls, results, images and streams; what comes back is recognized by the next request."""
+"""Each dialect over a real socket: calls, results, images and streams; what comes back is
+recognized by the next request."""
 
 from __future__ import annotations
 
@@ -30,8 +31,22 @@ from turnwright_serve.proxy.responses import Responses
 from turnwright_serve.proxy.wire import IGNORED, REFUSED, RequestFault, WireRequest
 
 REPLIES = [called("look_up", key="a b"), "<think>\nwell\n</think>\n\nIt is é.", "Good bye."]
-PARTS = "role content type text function name arguments id call_id output image_url source data url input thinking signature"
-KEYS = sorted({*CHAT_FIELDS, *RESPONSES_FIELDS, *MESSAGES_FIELDS, *IGNORED, *REFUSED, *PARTS.split(), "tool_calls", "n"})
+PARTS = (
+    "role content type text function name arguments id call_id output image_url source data "
+    "url input thinking signature"
+)
+KEYS = sorted(
+    {
+        *CHAT_FIELDS,
+        *RESPONSES_FIELDS,
+        *MESSAGES_FIELDS,
+        *IGNORED,
+        *REFUSED,
+        *PARTS.split(),
+        "tool_calls",
+        "n",
+    }
+)
 PNG = base64.b64encode(b"\x89PNG not decoded by a text model").decode()
 
 
@@ -42,12 +57,19 @@ class ChatProgram:
 
     def __init__(self, stream: bool) -> None:
         self.stream = stream
-        self.messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a b?"}]
+        self.messages: list[Any] = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is a b?"},
+        ]
         self.usage: list[dict[str, Any]] = []
 
     def body(self) -> dict[str, Any]:
         more = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
-        return {"model": "m", "messages": self.messages, "tools": [{"type": "function", "function": TOOL}]} | more
+        return {
+            "model": "m",
+            "messages": self.messages,
+            "tools": [{"type": "function", "function": TOOL}],
+        } | more
 
     def take(self, text: str) -> list[Any]:
         """Add the reply to the history; return its calls."""
@@ -56,13 +78,18 @@ class ChatProgram:
             message = found["choices"][0]["message"]
             self.usage.append(found["usage"])
         else:
-            rows = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            rows = [
+                json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")
+            ]
             assert text.rstrip().endswith("data: [DONE]")
             self.usage.append(rows[-1]["usage"])
             message = {"role": "assistant", "content": "", "tool_calls": []}
             for delta in (row["choices"][0]["delta"] for row in rows if row["choices"]):
                 message["content"] += delta.get("content") or ""
-                message["tool_calls"] += [{k: v for k, v in one.items() if k != "index"} for one in delta.get("tool_calls", ())]
+                message["tool_calls"] += [
+                    {k: v for k, v in one.items() if k != "index"}
+                    for one in delta.get("tool_calls", ())
+                ]
                 if "reasoning_content" in delta:
                     message["reasoning_content"] = delta["reasoning_content"]
             if not message["tool_calls"]:
@@ -114,14 +141,19 @@ class ResponsesProgram(ChatProgram):
         return [item for item in found["output"] if item["type"] == "function_call"]
 
     def answer(self, call: Any, text: str) -> None:
-        self.messages.append({"type": "function_call_output", "call_id": call["call_id"], "output": text})
+        self.messages.append(
+            {"type": "function_call_output", "call_id": call["call_id"], "output": text}
+        )
 
     def say(self, text: str) -> None:
         self.messages.append({"role": "user", "content": [{"type": "input_text", "text": text}]})
 
     def show(self, data: str) -> None:
         self.messages.append(
-            {"role": "user", "content": [{"type": "input_image", "image_url": f"data:image/png;base64,{data}"}]}
+            {
+                "role": "user",
+                "content": [{"type": "input_image", "image_url": f"data:image/png;base64,{data}"}],
+            }
         )
 
 
@@ -131,15 +163,30 @@ class MessagesProgram(ChatProgram):
     path = "/v1/messages"
 
     def body(self) -> dict[str, Any]:
-        tool = {"name": "look_up", "description": TOOL["description"], "input_schema": TOOL["parameters"]}
-        system = [{"type": "text", "text": f"x-anthropic-billing-header: cc_version={len(self.messages)};"}]
+        tool = {
+            "name": "look_up",
+            "description": TOOL["description"],
+            "input_schema": TOOL["parameters"],
+        }
+        system = [
+            {
+                "type": "text",
+                "text": f"x-anthropic-billing-header: cc_version={len(self.messages)};",
+            }
+        ]
         system.append({"type": "text", "text": "Be brief."})
         messages = json.loads(json.dumps(self.messages[1:]))
         last = messages[-1]
         if isinstance(last["content"], str):
             last["content"] = [{"type": "text", "text": last["content"]}]
         last["content"][-1]["cache_control"] = {"type": "ephemeral"}
-        given = {"model": "m", "max_tokens": 32000, "system": system, "messages": messages, "tools": [tool]}
+        given = {
+            "model": "m",
+            "max_tokens": 32000,
+            "system": system,
+            "messages": messages,
+            "tools": [tool],
+        }
         return given | {"stream": self.stream}
 
     def take(self, text: str) -> list[Any]:
@@ -167,7 +214,11 @@ class MessagesProgram(ChatProgram):
         return [block for block in blocks if block["type"] == "tool_use"]
 
     def answer(self, call: Any, text: str) -> None:
-        result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": text}]}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call["id"],
+            "content": [{"type": "text", "text": text}],
+        }
         self.messages.append({"role": "user", "content": [result]})
 
     def show(self, data: str) -> None:
@@ -211,15 +262,20 @@ def test_a_program_that_only_appends_is_one_row(kind: type[ChatProgram], stream:
     assert contexts(trajectory) == [ids for _, ids in engine.received]
     account(trajectory)
     assert [row["completion_tokens"] for row in program.usage] == [
-        len(t.spans) and sum(len(trajectory.spans[s].ids) for s in t.spans) for t in trajectory.turns
+        len(t.spans) and sum(len(trajectory.spans[s].ids) for s in t.spans)
+        for t in trajectory.turns
     ]
     second = trajectory.turns[1].messages
-    assert [(m.role, m.text, m.tool_call_id, m.name) for m in second] == [("tool", "a letter pair", "call_0", "look_up")]
+    assert [(m.role, m.text, m.tool_call_id, m.name) for m in second] == [
+        ("tool", "a letter pair", "call_0", "look_up")
+    ]
     assert trajectory.turns[0].messages[0].text == "Be brief."
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_reasoning_that_a_program_drops_is_counted_and_its_ids_stay(kind: type[ChatProgram]) -> None:
+def test_reasoning_that_a_program_drops_is_counted_and_its_ids_stay(
+    kind: type[ChatProgram],
+) -> None:
     program, engine = kind(False), RecordingEngine(REPLIES[1:])
 
     async def work(session: ProxySession, root: str) -> None:
@@ -230,7 +286,9 @@ def test_reasoning_that_a_program_drops_is_counted_and_its_ids_stay(kind: type[C
             elif kind is ResponsesProgram:
                 program.messages = [m for m in program.messages if m.get("type") != "reasoning"]
             else:
-                program.messages[-1]["content"] = [b for b in program.messages[-1]["content"] if b["type"] != "thinking"]
+                program.messages[-1]["content"] = [
+                    b for b in program.messages[-1]["content"] if b["type"] != "thinking"
+                ]
             program.say("More?")
             program.take((await http.post(program.path, json=program.body())).text)
 
@@ -245,7 +303,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"n": 2}, "n: one reply"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),
     ({"messages": "hello", "input": 5}, "must be a list"),
-    ({"messages": [{"role": "wizard", "content": "x"}], "input": [{"role": "wizard", "content": "x"}]}, "wizard"),
+    (
+        {
+            "messages": [{"role": "wizard", "content": "x"}],
+            "input": [{"role": "wizard", "content": "x"}],
+        },
+        "wizard",
+    ),
     ({"max_tokens": 0, "max_output_tokens": 0}, "at least 1"),
     ({"tools": [{"type": "function", "function": {}, "input_schema": {}}]}, "needs a name"),
 ]
@@ -268,7 +332,9 @@ def test_a_bad_request_is_refused_in_the_shape_of_its_dialect(
             assert error["type"] == "invalid_request_error"
             assert (response.json().get("type") == "error") == (kind is MessagesProgram)
             assert (
-                await http.post(program.path, content=b"{", headers={"content-type": "application/json"})
+                await http.post(
+                    program.path, content=b"{", headers={"content-type": "application/json"}
+                )
             ).status_code == 400
             program.take((await http.post(program.path, json=program.body())).text)
 
@@ -287,7 +353,13 @@ def test_media_of_unknown_kinds_and_foreign_urls_are_refused(kind: type[ChatProg
             response = await http.post(program.path, json=program.body())
             assert response.status_code == 400
             assert "image" in response.json()["error"]["message"]
-            for url in ("https://example.org/a.png", "/etc/passwd", "file:///etc/passwd", "data:text/html;base64,aaaa", None):
+            for url in (
+                "https://example.org/a.png",
+                "/etc/passwd",
+                "file:///etc/passwd",
+                "data:text/html;base64,aaaa",
+                None,
+            ):
                 with pytest.raises(RequestFault):
                     session.cache.of_url(url)
             program.messages.pop()
@@ -314,7 +386,10 @@ def test_an_unknown_session_and_an_unknown_model_are_named(kind: type[ChatProgra
             program.take((await http.post(program.path, json=program.body())).text)
             assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
         async with client(root.partition("/s/")[0]) as http:  # the token as API key
-            for headers in ({"x-api-key": session.token}, {"authorization": f"Bearer {session.token}"}):
+            for headers in (
+                {"x-api-key": session.token},
+                {"authorization": f"Bearer {session.token}"},
+            ):
                 assert (await http.get("/v1/models", headers=headers)).status_code == 200
 
     direct(work, RecordingEngine(REPLIES), settings=ProxySettings(models=("m",)))
@@ -324,11 +399,15 @@ def test_tokens_are_counted_by_the_renderer() -> None:
     async def work(session: ProxySession, root: str) -> None:
         program = MessagesProgram(False)
         async with client(root) as http:
-            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()["input_tokens"]
+            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()[
+                "input_tokens"
+            ]
             (call,) = program.take((await http.post(program.path, json=program.body())).text)
             assert counted == session.model.trajectory.turns[0].context
             program.answer(call, "a letter pair")
-            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()["input_tokens"]
+            counted = (await http.post("/v1/messages/count_tokens", json=program.body())).json()[
+                "input_tokens"
+            ]
             program.take((await http.post(program.path, json=program.body())).text)
             assert counted == session.model.trajectory.turns[1].context
 
@@ -336,8 +415,13 @@ def test_tokens_are_counted_by_the_renderer() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "user", "assistant", "tool", "text", "function"]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6),
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.sampled_from(["", "user", "assistant", "tool", "text", "function"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=6)
+    ),
     max_leaves=24,
 )
 
@@ -356,14 +440,20 @@ def test_every_field_may_have_any_type(kind: type[ChatProgram], value: Any) -> N
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.sampled_from(PROGRAMS), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=2))
-def test_a_body_of_any_shape_is_read_or_refused(kind: type[ChatProgram], changed: dict[str, Any]) -> None:
+@given(
+    st.sampled_from(PROGRAMS), st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=2)
+)
+def test_a_body_of_any_shape_is_read_or_refused(
+    kind: type[ChatProgram], changed: dict[str, Any]
+) -> None:
     with contextlib.suppress(RequestFault):
         assert isinstance(read(DIALECTS[kind], kind(False).body() | changed), WireRequest)
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_images_are_stored_once_and_placed_in_the_context(kind: type[ChatProgram], tmp_path: Path) -> None:
+def test_images_are_stored_once_and_placed_in_the_context(
+    kind: type[ChatProgram], tmp_path: Path
+) -> None:
     renderer = load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
     program, picture = kind(False), BytesIO()
     PIL.Image.new("RGB", (64, 64), (200, 10, 10)).save(picture, "PNG")
@@ -387,7 +477,10 @@ def test_images_are_stored_once_and_placed_in_the_context(kind: type[ChatProgram
 def test_unreadable_arguments_are_sent_as_written_and_recognized() -> None:
     broken = '<tool_call>\n{"name": "look_up", "arguments": "{a"}\n</tool_call>'
     for kind in PROGRAMS:
-        program, engine = kind(True), RecordingEngine([broken, "<tool_call>\n{oops\n</tool_call>", "So."])
+        program, engine = (
+            kind(True),
+            RecordingEngine([broken, "<tool_call>\n{oops\n</tool_call>", "So."]),
+        )
 
         async def work(session: ProxySession, root: str, program: ChatProgram = program) -> None:
             async with client(root) as http:
@@ -409,9 +502,20 @@ def test_a_call_that_is_required_and_missing_is_counted_and_none_offers_no_tools
     async def work(session: ProxySession, root: str) -> None:
         program = ChatProgram(False)
         async with client(root) as http:
-            program.take((await http.post(program.path, json=program.body() | {"tool_choice": "required"})).text)
+            program.take(
+                (
+                    await http.post(program.path, json=program.body() | {"tool_choice": "required"})
+                ).text
+            )
             program.say("And?")
-            assert program.take((await http.post(program.path, json=program.body() | {"tool_choice": "none"})).text) == []
+            assert (
+                program.take(
+                    (
+                        await http.post(program.path, json=program.body() | {"tool_choice": "none"})
+                    ).text
+                )
+                == []
+            )
 
     trajectory = direct(work, RecordingEngine(["Plain.", called("look_up", key="a")]))
     assert trajectory.metrics["proxy_tool_choice_unmet"] == 1
@@ -421,11 +525,18 @@ def test_a_call_that_is_required_and_missing_is_counted_and_none_offers_no_tools
 def test_tools_of_a_namespace_are_offered_and_called_by_both_names() -> None:
     class Grouped(ResponsesProgram):
         def body(self) -> dict[str, Any]:
-            group = {"type": "namespace", "name": "words", "tools": [{"type": "function", **TOOL}, {"type": "custom"}]}
+            group = {
+                "type": "namespace",
+                "name": "words",
+                "tools": [{"type": "function", **TOOL}, {"type": "custom"}],
+            }
             return super().body() | {"tools": [group]}
 
     for stream in (False, True):
-        program, engine = Grouped(stream), RecordingEngine([called("words.look_up", key="a b"), "So."])
+        program, engine = (
+            Grouped(stream),
+            RecordingEngine([called("words.look_up", key="a b"), "So."]),
+        )
 
         async def work(session: ProxySession, root: str, program: ChatProgram = program) -> None:
             async with client(root) as http:
@@ -443,7 +554,8 @@ def test_tools_of_a_namespace_are_offered_and_called_by_both_names() -> None:
 
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_stop_text_is_sampled_and_not_sent_and_may_come_back(kind: type[ChatProgram]) -> None:
-    """Chat completions and Messages stop at texts; a program that puts the text back changed nothing."""
+    """Chat completions and Messages stop at texts; a program that puts the text
+    back changed nothing."""
     if kind is ResponsesProgram:
         return
     program, engine = kind(False), RecordingEngine(["One. END", "Two. END", "Three."])
@@ -462,7 +574,9 @@ def test_a_stop_text_is_sampled_and_not_sent_and_may_come_back(kind: type[ChatPr
                     )
                 if number == 0:
                     text = {"type": "text", "text": "One. END"}
-                    program.messages[-1]["content"] = [text] if kind is MessagesProgram else "One. END"
+                    program.messages[-1]["content"] = (
+                        [text] if kind is MessagesProgram else "One. END"
+                    )
                 program.say("More?")
 
     trajectory = direct(work, engine)
@@ -476,7 +590,11 @@ def _media(kind: type[ChatProgram]) -> list[dict[str, Any]]:
     """Return content that no model here reads, in a dialect."""
     data = {"type": "base64", "media_type": "application/pdf", "data": PNG}
     if kind is MessagesProgram:
-        return [{"type": "document", "source": data}, {"type": "search_result", "content": []}, {"type": "image"}]
+        return [
+            {"type": "document", "source": data},
+            {"type": "search_result", "content": []},
+            {"type": "image"},
+        ]
     if kind is ResponsesProgram:
         return [{"type": "input_file", "file_data": PNG}, {"type": "input_audio", "data": PNG}]
     return [
@@ -502,7 +620,9 @@ def _error_of(response: Any, kind: type[ChatProgram]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: type[ChatProgram], stream: bool) -> None:
+def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(
+    kind: type[ChatProgram], stream: bool
+) -> None:
     program, servers = kind(stream), []
     refused = 0
 
@@ -516,7 +636,9 @@ def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: 
         async with client(root) as http:
             status, found = await error(model="gpt-9")
             assert (status, found.get("code"), found["type"]) == (
-                (404, None, "not_found_error") if kind is MessagesProgram else (404, "model_not_found", "invalid_request_error")
+                (404, None, "not_found_error")
+                if kind is MessagesProgram
+                else (404, "model_not_found", "invalid_request_error")
             )
             refused += 1
             for name, value in {
@@ -537,18 +659,28 @@ def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: 
                 program.messages = before
                 refused += 1
             program.take((await http.post(program.path, json=program.body())).text)
-            program.messages.append({"role": "user", "content": [{"type": "text", "text": "word " * 2000}]})
+            program.messages.append(
+                {"role": "user", "content": [{"type": "text", "text": "word " * 2000}]}
+            )
             if kind is ResponsesProgram:
                 program.messages[-1]["content"] = "word " * 2000
-            status, found = await error()  # over the context: a limit, which ends the episode and its program
+            (
+                status,
+                found,
+            ) = await error()  # over the context: a limit, which ends the episode and its program
             assert (status, found["type"]) == (
-                (403, "permission_error") if kind is MessagesProgram else (400, "invalid_request_error")
+                (403, "permission_error")
+                if kind is MessagesProgram
+                else (400, "invalid_request_error")
             )
             assert "the episode is over" in found["message"]
             assert "too long" not in found["message"]  # what makes programs compact and go on
         async with ProxyServer() as server, client(f"{server.url}/s/{'0' * 32}") as http:
             status, found = await error()
-            assert (status, "no such session" in found["message"]) == (403 if kind is MessagesProgram else 400, True)
+            assert (status, "no such session" in found["message"]) == (
+                403 if kind is MessagesProgram else 400,
+                True,
+            )
             servers.append(server.unknown_sessions)
         if session.limit is not None:
             raise session.limit
@@ -564,15 +696,21 @@ def test_every_kind_of_bad_input_has_the_shape_of_its_dialect_and_a_count(kind: 
 
 
 def test_a_message_with_marks_of_two_replies_is_neither() -> None:
-    """The reasoning of one reply beside the text of another that says the same: nothing is guessed."""
-    program, engine = ResponsesProgram(False), RecordingEngine(["<think>\nwell\n</think>\n\nYes."] * 3)
+    """The reasoning of one reply beside the text of another that says the
+    same: nothing is guessed."""
+    program, engine = (
+        ResponsesProgram(False),
+        RecordingEngine(["<think>\nwell\n</think>\n\nYes."] * 3),
+    )
 
     async def work(session: ProxySession, root: str) -> None:
         async with client(root) as http:
             for _ in range(2):
                 program.take((await http.post(program.path, json=program.body())).text)
                 program.say("Sure?")
-            first, second = (at for at, item in enumerate(program.messages) if item.get("type") == "reasoning")
+            first, second = (
+                at for at, item in enumerate(program.messages) if item.get("type") == "reasoning"
+            )
             program.messages[first] = program.messages[second]
             program.take((await http.post(program.path, json=program.body())).text)
 
@@ -588,7 +726,9 @@ def test_changed_reasoning_is_a_rewritten_reply(kind: type[ChatProgram]) -> None
     async def work(session: ProxySession, root: str) -> None:
         async with client(root) as http:
             program.take((await http.post(program.path, json=program.body())).text)
-            program.messages = json.loads(json.dumps(program.messages).replace("well", "never thought"))
+            program.messages = json.loads(
+                json.dumps(program.messages).replace("well", "never thought")
+            )
             program.say("More?")
             program.take((await http.post(program.path, json=program.body())).text)
 
@@ -606,9 +746,14 @@ def test_a_request_may_shorten_its_reply(kind: type[ChatProgram]) -> None:
         async with client(root) as http:
             found.append((await http.post(program.path, json=program.body() | {name: 4})).json())
 
-    trajectory = direct(work, RecordingEngine(["A long reply."]), limits=tw.Limits(on_turn_length="continue"))
-    assert [len(trajectory.spans[span].ids) for turn in trajectory.turns for span in turn.spans] == [4]
+    trajectory = direct(
+        work, RecordingEngine(["A long reply."]), limits=tw.Limits(on_turn_length="continue")
+    )
+    assert [
+        len(trajectory.spans[span].ids) for turn in trajectory.turns for span in turn.spans
+    ] == [4]
     text = json.dumps(found[0])
-    assert {ChatProgram: '"finish_reason": "length"', MessagesProgram: '"stop_reason": "max_tokens"'}.get(
-        kind, '"status": "incomplete"'
-    ) in text
+    assert {
+        ChatProgram: '"finish_reason": "length"',
+        MessagesProgram: '"stop_reason": "max_tokens"',
+    }.get(kind, '"status": "incomplete"') in text

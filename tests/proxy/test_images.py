@@ -1,4 +1,5 @@
-"""Images through each dialect with a real model: a program plays radar over 16 turns as the loop plays it."""
+"""Images through each dialect with a real model: a program plays radar over 16
+turns as the loop plays it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from turnwright.training import create_tiny_model
 from turnwright_serve import program
 from turnwright_serve.proxy.programs import ProgramEndpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:local engine. on this machine the last bits:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:local engine. on this machine the last bits:UserWarning"
+)
 TURNS, SEED = 16, 0
 LIMITS = tw.Limits(turns=TURNS, turn_tokens=2, on_turn_length="continue")
 
@@ -49,13 +52,18 @@ class LongRadar(Radar):
 
 
 class Bare:
-    """A program without system message and tools, whose first message is an image and whose replies may be cut."""
+    """A program without system message and tools, whose first message is an image and
+    whose replies may be cut."""
 
     statuses = ("completed", "incomplete")
 
     def body(self) -> dict[str, Any]:
         body = super().body()  # type: ignore[misc]
-        return {name: value for name, value in body.items() if name not in ("tools", "instructions", "system")}
+        return {
+            name: value
+            for name, value in body.items()
+            if name not in ("tools", "instructions", "system")
+        }
 
 
 def program_of(kind: type[ChatProgram]) -> Any:
@@ -63,17 +71,22 @@ def program_of(kind: type[ChatProgram]) -> Any:
 
     async def agent(endpoint: ProgramEndpoint) -> str:
         program, radar = type("Bare", (Bare, kind), {})(stream=False), LongRadar()
-        # Responses and Messages send the system message elsewhere, so their histories begin after it.
+        # Responses and Messages send the system message elsewhere, so their
+        # histories begin after it.
         program.messages = [] if kind is ChatProgram else program.messages[:1]
         message = (await radar.reset(endpoint.task))[0]
-        async with httpx2.AsyncClient(base_url=endpoint.root, trust_env=False, verify=False, timeout=60) as http:
+        async with httpx2.AsyncClient(
+            base_url=endpoint.root, trust_env=False, verify=False, timeout=60
+        ) as http:
             while True:
                 (image,) = message.content
                 program.show(base64.b64encode(encode_png(image.value)).decode())
                 response = await http.post(program.path, json=program.body())
                 assert response.status_code == 200, response.text
                 program.take(response.text)
-                step = await radar.step(tw.Action(said(program.messages[-1]), tw.Message("assistant", "")))
+                step = await radar.step(
+                    tw.Action(said(program.messages[-1]), tw.Message("assistant", ""))
+                )
                 if step.terminated:
                     return "reached" if step.reward else "no"
                 message = step.observation
@@ -90,7 +103,11 @@ def said(message: dict[str, Any]) -> str:
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     sizes = ModelConfig(hidden=64, heads=4, vision=True, image_side=32)
-    return Gallery(create_tiny_model(sizes, Radar().texts(200, 0) * 20, tmp_path_factory.mktemp("vlm") / "model"))
+    return Gallery(
+        create_tiny_model(
+            sizes, Radar().texts(200, 0) * 20, tmp_path_factory.mktemp("vlm") / "model"
+        )
+    )
 
 
 def play(vlm: Gallery, target: Any, *, blank: bool = False) -> tuple[list[tw.Trajectory], int]:
@@ -100,7 +117,9 @@ def play(vlm: Gallery, target: Any, *, blank: bool = False) -> tuple[list[tw.Tra
 
     async def work() -> list[tw.Trajectory]:
         try:
-            return await Rollout(engine, vlm.renderer, RolloutSettings(limits=LIMITS, seed=SEED)).play(specs, blank=blank)
+            return await Rollout(
+                engine, vlm.renderer, RolloutSettings(limits=LIMITS, seed=SEED)
+            ).play(specs, blank=blank)
         finally:
             await engine.close()
 
@@ -120,7 +139,9 @@ def loop(vlm: Gallery) -> dict[bool, tuple[list[tw.Trajectory], int]]:
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_a_program_sees_what_the_loop_shows(kind: type[ChatProgram], vlm: Gallery, loop: Any) -> None:
+def test_a_program_sees_what_the_loop_shows(
+    kind: type[ChatProgram], vlm: Gallery, loop: Any
+) -> None:
     found, encoded = play(vlm, program_of(kind))
     for one in found:
         assert one.error is None, one.error.traceback

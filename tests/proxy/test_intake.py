@@ -1,4 +1,5 @@
-"""What the proxy takes in of programs that send too much, too slowly or to sessions of others, and the key of `record`."""
+"""What the proxy takes in of programs that send too much, too slowly or to sessions of others,
+and the key of `record`."""
 
 from __future__ import annotations
 
@@ -28,10 +29,15 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def head_only(url: str, path: str, **headers: str) -> int:
-    """Send the head of a request with a long body and nothing of the body; return the status of the answer."""
+    """Send the head of a request with a long body and nothing of the body; return the
+    status of the answer."""
     host, _, root = url.removeprefix("http://").partition("/")
     reader, writer = await asyncio.open_connection(*host.split(":"))
-    rows = {"host": host, "content-type": "application/json", "content-length": "50000000"} | headers
+    rows = {
+        "host": host,
+        "content-type": "application/json",
+        "content-length": "50000000",
+    } | headers
     head = "".join(f"{name}: {value}\r\n" for name, value in rows.items())
     where = f"/{root}{path}" if root else path
     writer.write(f"POST {where} HTTP/1.1\r\n{head}\r\n".encode())
@@ -42,7 +48,9 @@ async def head_only(url: str, path: str, **headers: str) -> int:
         writer.close()
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
+)
 def test_a_request_of_no_session_is_refused_before_its_body(path: str) -> None:
     async def work() -> list[int]:
         async with ProxyServer() as proxy:
@@ -56,7 +64,8 @@ def test_a_request_of_no_session_is_refused_before_its_body(path: str) -> None:
 
 
 def test_others_are_answered_while_a_long_request_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the long one waits for the answer to another session: on the event loop, both would wait for ever."""
+    """Reading the long one waits for the answer to another session: on the event loop,
+    both would wait for ever."""
     begun, answered = threading.Event(), threading.Event()
     parse = RequestCache.parse
 
@@ -103,12 +112,16 @@ def test_requests_that_fail_are_not_kept() -> None:
     direct(work, RecordingEngine(["a"]))
 
 
-def test_sessions_forget_when_all_keep_too_much_and_answer_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_forget_when_all_keep_too_much_and_answer_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def played(kept: int) -> tuple[Any, ...]:
         monkeypatch.setattr(server, "KEPT_BYTES", kept)
         forgotten = []
         forget = ProxySession.forget
-        monkeypatch.setattr(ProxySession, "forget", lambda session: (forgotten.append(1), forget(session))[1])
+        monkeypatch.setattr(
+            ProxySession, "forget", lambda session: (forgotten.append(1), forget(session))[1]
+        )
 
         async def work(session: ProxySession, root: str) -> None:
             messages: list[Any] = [{"role": "user", "content": "Begin. " + "x" * 500}]
@@ -117,12 +130,20 @@ def test_sessions_forget_when_all_keep_too_much_and_answer_as_before(monkeypatch
                     body = {"model": "any", "messages": messages}
                     response = await http.post(CHAT, json=body)
                     assert response.status_code == 200, response.text
-                    messages += [response.json()["choices"][0]["message"], {"role": "user", "content": f"{number}"}]
+                    messages += [
+                        response.json()["choices"][0]["message"],
+                        {"role": "user", "content": f"{number}"},
+                    ]
 
         engine = RecordingEngine(in_order(["a", "b", "c", "d"]))
         trajectory = direct(work, engine)
         monkeypatch.setattr(ProxySession, "forget", forget)
-        return len(forgotten), engine.received, trajectory.branches, [turn.context for turn in trajectory.turns]
+        return (
+            len(forgotten),
+            engine.received,
+            trajectory.branches,
+            [turn.context for turn in trajectory.turns],
+        )
 
     kept, forgot = played(2**28), played(600)
     assert kept[0] == 0
@@ -162,7 +183,9 @@ def test_a_recorder_needs_its_key_and_tells_sessions_apart_by_what_follows_it() 
                 await talk(url, headers={"x-api-key": key})
             await talk(url, "/s/one", headers={"authorization": "Bearer key"})
             assert (await http.post("/s/one/end", json={"reward": 1.0})).status_code == 401
-            ended = await http.post("/s/one/end", json={"reward": 1.0}, headers={"x-api-key": "key"})
+            ended = await http.post(
+                "/s/one/end", json={"reward": 1.0}, headers={"x-api-key": "key"}
+            )
             assert ended.json() == {"ended": "one"}
 
     played, _ = record(work, RecordingEngine(script), key="key")
@@ -177,8 +200,12 @@ def test_programs_of_a_recorder_send_any_key_where_only_the_end_of_a_session_nee
         async with client(url) as http:
             for headers in ({}, {"x-api-key": "of a program"}):
                 for path in ("/end", "/s/one/end"):
-                    assert (await http.post(path, json={"reward": 1.0}, headers=headers)).status_code == 401
-            ended = await http.post("/s/one/end", json={"reward": 1.0}, headers={"x-api-key": "key"})
+                    assert (
+                        await http.post(path, json={"reward": 1.0}, headers=headers)
+                    ).status_code == 401
+            ended = await http.post(
+                "/s/one/end", json={"reward": 1.0}, headers={"x-api-key": "key"}
+            )
             assert ended.json() == {"ended": "one"}
 
     played, _ = record(work, RecordingEngine(script), key="key", keyed_sampling=False)
@@ -191,13 +218,20 @@ def test_the_command_makes_a_key_and_says_how_to_call_it(
 ) -> None:
     used: list[tuple[str, bool]] = []
 
-    async def recorded(rollout: Any, *, on_start: Any, key: str, keyed_sampling: bool, **more: Any) -> list[tw.Trajectory]:
+    async def recorded(
+        rollout: Any, *, on_start: Any, key: str, keyed_sampling: bool, **more: Any
+    ) -> list[tw.Trajectory]:
         used.append((key, keyed_sampling))
         on_start("http://127.0.0.1:1")
         return []
 
     monkeypatch.setattr(recording, "record_sessions", recorded)
-    words = ["--env.use=program", "--engine.kind=chat", '--engine.urls=["http://127.0.0.1:9/v1"]', "--engine.model=m"]
+    words = [
+        "--env.use=program",
+        "--engine.kind=chat",
+        '--engine.urls=["http://127.0.0.1:9/v1"]',
+        "--engine.model=m",
+    ]
     resolved = load(None, [*words, f"--out={tmp_path / 'run'}"], envs=["program"], training=False)
     said: list[str] = []
     record_programs(resolved, port=0, idle_s=1, note=said.append, key=given, keyless=keyless)

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import turnwright as tw
-from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct, in_order
+from tests.proxy_kit import (
+    TOOL,
+    RecordingEngine,
+    account,
+    called,
+    client,
+    contexts,
+    direct,
+    in_order,
+)
 from turnwright.renderers import byte_renderer
 from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings
 from turnwright_serve.proxy.matching import Exchange
@@ -25,9 +34,14 @@ LONG = "A summary of everything that happened so far."
 class Conversation:
     """Requests to chat completions, with the history in the hands of the test."""
 
-    def __init__(self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, http: Any, *, tools: Any = TOOLS, headers: dict[str, str] | None = None
+    ) -> None:
         self.http, self.tools, self.headers = http, tools, headers or {}
-        self.messages: list[dict[str, Any]] = [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Begin."}]
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": "Rules."},
+            {"role": "user", "content": "Begin."},
+        ]
         self.replies: list[tuple[str, str]] = []
         """Ids of the replies, and their requests."""
 
@@ -153,7 +167,8 @@ async def compacted(talk: Conversation, http: Any, session: ProxySession) -> Non
 
 
 async def compacted_by_lines(talk: Conversation, http: Any, session: ProxySession) -> None:
-    """The last exchange stays, the beginning is a summary, of which the program took the tags off."""
+    """The last exchange stays, the beginning is a summary, of which the
+    program took the tags off."""
     message = await talk.ask()
     call = message["tool_calls"][0]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "x"}
@@ -175,7 +190,8 @@ async def compacted_to_a_reply(talk: Conversation, http: Any, session: ProxySess
 
 
 async def quoted(talk: Conversation, http: Any, session: ProxySession) -> None:
-    """A reply that repeats its own prompt makes no compacted conversation of another with that text."""
+    """A reply that repeats its own prompt makes no compacted conversation of
+    another with that text."""
     talk.messages[1] = user(LONG)
     await talk.ask()
     other = Conversation(http, tools=[{"type": "function", "function": TOOL | {"name": "other"}}])
@@ -198,7 +214,12 @@ CASES = [
     (compacted, ["One.", LONG, "Three."], {"compacted": 1}, 2),
     (
         compacted_by_lines,
-        [called("look_up", key="a"), f"<analysis>\nHm.\n</analysis>\n<summary>\n{LONG}\n</summary>", "Three.", "Four."],
+        [
+            called("look_up", key="a"),
+            f"<analysis>\nHm.\n</analysis>\n<summary>\n{LONG}\n</summary>",
+            "Three.",
+            "Four.",
+        ],
         {"compacted": 1},
         2,
     ),
@@ -207,22 +228,34 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("work", "replies", "branches", "count"), CASES, ids=lambda value: getattr(value, "__name__", ""))
-def test_every_branch_has_its_reason(work: Any, replies: list[str], branches: dict[str, int], count: int) -> None:
+@pytest.mark.parametrize(
+    ("work", "replies", "branches", "count"),
+    CASES,
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_branch_has_its_reason(
+    work: Any, replies: list[str], branches: dict[str, int], count: int
+) -> None:
     trajectory, _ = run(work, replies)
     assert trajectory.branches == branches
     assert rows(trajectory) == count
     named = [
-        turn.info["proxy"].get("branch") for turn in trajectory.turns if "proxy" in turn.info and "branch" in turn.info["proxy"]
+        turn.info["proxy"].get("branch")
+        for turn in trajectory.turns
+        if "proxy" in turn.info and "branch" in turn.info["proxy"]
     ]
     assert sorted(named) == sorted(name for name, number in branches.items() for _ in range(number))
     if work is compacted:
         assert trajectory.metrics["proxy_summaries"] == 1
         assert trajectory.turns[1].info == {"proxy": {"summary": True}}
     if work in (compacted_by_lines, compacted_to_a_reply):
-        (summary,) = [turn for turn in trajectory.turns if turn.info.get("proxy", {}).get("summary")]
+        (summary,) = [
+            turn for turn in trajectory.turns if turn.info.get("proxy", {}).get("summary")
+        ]
         assert LONG in summary.reply.text
-        assert summary.info["proxy"].get("branch") == ("side" if work is compacted_to_a_reply else None)
+        assert summary.info["proxy"].get("branch") == (
+            "side" if work is compacted_to_a_reply else None
+        )
     if work is side:
         assert trajectory.turns[1].weights is not None
         assert set(trajectory.turns[1].weights) == {0.0}
@@ -233,7 +266,9 @@ def test_every_branch_has_its_reason(work: Any, replies: list[str], branches: di
 def test_configuration_says_which_branches_are_trained() -> None:
     trained = run(side, ["One.", "A name."], settings=ProxySettings(untrained=()))[0]
     assert trained.turns[1].weights is None
-    none = run(compacted, ["One.", LONG, "Three."], settings=ProxySettings(untrained=("compacted",)))[0]
+    none = run(
+        compacted, ["One.", LONG, "Three."], settings=ProxySettings(untrained=("compacted",))
+    )[0]
     assert [turn.weights is None for turn in none.turns] == [True, True, False]
 
 
@@ -262,21 +297,30 @@ def test_differences_of_form_are_counted_and_change_nothing() -> None:
     trajectory = run(work, [called("look_up", key="é"), "Two.", "Three."])[0]
     assert rows(trajectory) == 1
     assert trajectory.branches == {}
-    counts = {name: number for name, number in trajectory.metrics.items() if name.startswith("proxy_")}
-    assert counts == {"proxy_arguments_form": 1, "proxy_arguments_defaulted": 1, "proxy_whitespace": 2}
+    counts = {
+        name: number for name, number in trajectory.metrics.items() if name.startswith("proxy_")
+    }
+    assert counts == {
+        "proxy_arguments_form": 1,
+        "proxy_arguments_defaulted": 1,
+        "proxy_whitespace": 2,
+    }
 
 
 def test_changed_arguments_are_a_rewritten_reply() -> None:
     async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
         message = await talk.ask()
         message["tool_calls"][0]["function"]["arguments"] = '{"key": "b"}'
-        await talk.ask({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"})
+        await talk.ask(
+            {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+        )
 
     assert run(work, [called("look_up", key="a"), "Two."])[0].branches == {"rewritten_reply": 1}
 
 
 def test_equal_texts_from_one_context_are_told_apart_or_branch() -> None:
-    """Of two replies with one text up to white space and other ids, neither is taken for the program's message."""
+    """Of two replies with one text up to white space and other ids, neither is taken for
+    the program's message."""
 
     async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
         await talk.ask()
@@ -293,26 +337,38 @@ def test_equal_texts_from_one_context_are_told_apart_or_branch() -> None:
         def script(messages: Any, rng: Any, left: Any = left) -> list[int]:
             return list(next(left))
 
-        trajectory = run(work, script, limits=tw.Limits(on_turn_length="continue", turn_tokens=3))[0]
+        trajectory = run(work, script, limits=tw.Limits(on_turn_length="continue", turn_tokens=3))[
+            0
+        ]
         assert trajectory.branches == expected
 
 
 def test_a_repeated_request_joins_the_one_in_flight_and_a_retry_is_served_again() -> None:
     async def work(talk: Conversation, http: Any, session: ProxySession) -> None:
         body = {"model": "m", "messages": list(talk.messages)}
-        first, second = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(2)))
+        first, second = await asyncio.gather(
+            *(http.post("/v1/chat/completions", json=body) for _ in range(2))
+        )
         assert first.json()["id"] == second.json()["id"]
-        retry = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
+        retry = await http.post(
+            "/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
+        )
         assert retry.json()["id"] == first.json()["id"]
         reordered = dict(reversed(body.items()))
-        retry = await http.post("/v1/chat/completions", json=reordered, headers={"x-stainless-retry-count": "1"})
+        retry = await http.post(
+            "/v1/chat/completions", json=reordered, headers={"x-stainless-retry-count": "1"}
+        )
         assert retry.json()["id"] == first.json()["id"]
         anew = await http.post("/v1/chat/completions", json=body)
         assert anew.json()["id"] != first.json()["id"]
         talk.messages += [anew.json()["choices"][0]["message"], user("More.")]
         await http.post("/v1/chat/completions", json={"model": "m", "messages": talk.messages})
-        late = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
-        assert late.json()["id"] != anew.json()["id"], "its reply was received, since the program went on from it"
+        late = await http.post(
+            "/v1/chat/completions", json=body, headers={"x-stainless-retry-count": "1"}
+        )
+        assert late.json()["id"] != anew.json()["id"], (
+            "its reply was received, since the program went on from it"
+        )
 
     class Slow(RecordingEngine):
         async def generate(self, request: tw.Request) -> tw.Generation:
@@ -362,12 +418,26 @@ def test_a_stream_that_was_cut_is_served_again(monkeypatch: pytest.MonkeyPatch) 
 def test_a_template_with_one_system_message_gets_the_later_ones_as_user() -> None:
     from turnwright_serve.proxy.session import fold_roles
 
-    roles = [("developer", "a"), ("system", "b"), ("user", "c"), ("assistant", "d"), ("system", "e")]
+    roles = [
+        ("developer", "a"),
+        ("system", "b"),
+        ("user", "c"),
+        ("assistant", "d"),
+        ("system", "e"),
+    ]
     folded = fold_roles([tw.Message(role, text) for role, text in roles])
-    assert [(m.role, m.text) for m in folded] == [("system", "a\nb"), ("user", "c"), ("assistant", "d"), ("user", "e")]
+    assert [(m.role, m.text) for m in folded] == [
+        ("system", "a\nb"),
+        ("user", "c"),
+        ("assistant", "d"),
+        ("user", "e"),
+    ]
 
 
-_NAMES = "say say answer again drop edit rewrite forge forge reorder default strip tools retry fork twice leave steal steal"
+_NAMES = (
+    "say say answer again drop edit rewrite forge forge reorder default strip tools retry "
+    "fork twice leave steal steal"
+)
 OPERATIONS = st.sampled_from(_NAMES.split())
 FORGED: list[Callable[[dict[str, Any]], None]] = [
     lambda message: message.update(content="forged"),
@@ -380,25 +450,40 @@ FORGED: list[Callable[[dict[str, Any]], None]] = [
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14), st.integers(0, 2**16))
-def test_histories_never_mix_sessions_nor_train_an_id_twice(steps: list[tuple[int, str, int]], seed: int) -> None:
-    """Programs that edit, drop, reorder, retry, leave and interleave: every sampled id once, under the context that the engine
-    saw, which is what the program sent."""
+@given(
+    st.lists(st.tuples(st.integers(0, 2), OPERATIONS, st.integers(0, 5)), min_size=2, max_size=14),
+    st.integers(0, 2**16),
+)
+def test_histories_never_mix_sessions_nor_train_an_id_twice(
+    steps: list[tuple[int, str, int]], seed: int
+) -> None:
+    """Programs that edit, drop, reorder, retry, leave and interleave: every sampled id once, under
+    the context that the engine saw, which is what the program sent."""
     outcome = asyncio.run(_play(steps, seed))
-    recorded = {id(turn.reply): trajectory for trajectory, *_ in outcome for turn in trajectory.turns}
+    recorded = {
+        id(turn.reply): trajectory for trajectory, *_ in outcome for turn in trajectory.turns
+    }
     for trajectory, received, name, watched in outcome:
         assert trajectory.error is None, trajectory.error.traceback
         account(trajectory)
         assert contexts(trajectory) == received
         assert not watched.differing, "the conversation is not the program's"
-        assert len(trajectory.turns) == len(watched.sampled) == len(received), "a request without a turn of its own"
+        assert len(trajectory.turns) == len(watched.sampled) == len(received), (
+            "a request without a turn of its own"
+        )
         used = [message for messages in watched.sampled for message in messages]
-        assert all(recorded.get(id(message), trajectory) is trajectory for message in used), "a reply of another session"
+        assert all(recorded.get(id(message), trajectory) is trajectory for message in used), (
+            "a reply of another session"
+        )
         for turn in trajectory.turns:
             prompt = byte_renderer().decode(trajectory.path(turn.prompt)[: turn.context])
             assert f"I am {name.partition('-')[0]}." in prompt, "a turn of another session"
-        assert all(one.startswith(f"chatcmpl-{watched.token[:8]}") for one, _ in watched.replies), "a reply of another session"
-        assert len(set(watched.replies)) == len(dict(watched.replies)), "one reply to different requests"
+        assert all(one.startswith(f"chatcmpl-{watched.token[:8]}") for one, _ in watched.replies), (
+            "a reply of another session"
+        )
+        assert len(set(watched.replies)) == len(dict(watched.replies)), (
+            "one reply to different requests"
+        )
         named = sum("branch" in turn.info.get("proxy", {}) for turn in trajectory.turns)
         roots_and_forks = rows(trajectory) - 1 if trajectory.turns else 0
         assert named >= roots_and_forks, "a row without a reason"
@@ -415,14 +500,24 @@ class Watched(ProxySession):
 
     async def _reply(self, request: WireRequest, agent: str) -> Exchange:
         exchange = await super()._reply(request, agent)
-        turn = next(one for one in self.model.trajectory.turns if one.reply is exchange.reply.message)
+        turn = next(
+            one for one in self.model.trajectory.turns if one.reply is exchange.reply.message
+        )
         own = self.model.trajectory.conversation(self.model.trajectory.turns.index(turn))[:-1]
         self.sampled.append(exchange.messages)
-        said = [(one.role, "".join(one.text.split()), [call.name for call in one.calls]) for one in request.messages]
+        said = [
+            (one.role, "".join(one.text.split()), [call.name for call in one.calls])
+            for one in request.messages
+        ]
         for conversation in (exchange.messages, own):
-            held = [(one.role, "".join(one.text.split()), [call.name for call in one.tool_calls]) for one in conversation]
+            held = [
+                (one.role, "".join(one.text.split()), [call.name for call in one.tool_calls])
+                for one in conversation
+            ]
             self.differing += [(said, held)] if said != held else []
-            arguments = [json.loads(call.arguments) for one in request.messages for call in one.calls]
+            arguments = [
+                json.loads(call.arguments) for one in request.messages for call in one.calls
+            ]
             known = [dict(call.arguments) for one in conversation for call in one.tool_calls]
             within = len(arguments) == len(known) and all(
                 given.items() >= one.items() for given, one in zip(arguments, known, strict=True)
@@ -430,7 +525,11 @@ class Watched(ProxySession):
             self.differing += [] if within else [(arguments, known)]
         offered = [tool["function"]["name"] for tool in request.tools]
         prompt = byte_renderer().decode(self.model.trajectory.path(turn.prompt)[: turn.context])
-        self.differing += [offered] if any(f'"name": "{name}"' not in prompt.partition("I am")[0] for name in offered) else []
+        self.differing += (
+            [offered]
+            if any(f'"name": "{name}"' not in prompt.partition("I am")[0] for name in offered)
+            else []
+        )
         return exchange
 
 
@@ -443,11 +542,15 @@ class Uneven(RecordingEngine):
         return await super().generate(request)
 
 
-async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.Trajectory, list[list[int]], str, Watched]]:
+async def _play(
+    steps: list[tuple[int, str, int]], seed: int
+) -> list[tuple[tw.Trajectory, list[list[int]], str, Watched]]:
     names = ["north", "north-2", "south"]  # two whose requests are equal
 
     def script(messages: Any, rng: Any) -> str:
-        number = rng.randrange(4)  # replies repeat, also in other sessions, so that texts alone do not tell them apart
+        number = rng.randrange(
+            4
+        )  # replies repeat, also in other sessions, so that texts alone do not tell them apart
         return called("look_up", key=f"{number}") if number < 2 else f"reply {number}"
 
     engine = Uneven(script)
@@ -461,7 +564,9 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
         return 0.0
 
     tasks = [tw.Task(name, id=name) for name in names]
-    rollout = asyncio.ensure_future(tw.arollout(play, tasks, engine, seed=seed, limits=tw.Limits(turns=60), sanity="off"))
+    rollout = asyncio.ensure_future(
+        tw.arollout(play, tasks, engine, seed=seed, limits=tw.Limits(turns=60), sanity="off")
+    )
     while len(ready) < len(names):
         await asyncio.sleep(0)
     try:
@@ -474,14 +579,26 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
             await asyncio.gather(*(talk.ask() for talk in talks))
             running: list[asyncio.Future[Any]] = []
             for number, operation, place in steps:
-                stolen = [one for one in talks[(number + 1) % 3].messages if one["role"] == "assistant"]
-                if operation == "steal" and stolen and talks[number].messages[-1].get("tool_calls") is None:
-                    talks[number].messages += [user("also"), json.loads(json.dumps(stolen[-1])), user("stolen")]
+                stolen = [
+                    one for one in talks[(number + 1) % 3].messages if one["role"] == "assistant"
+                ]
+                if (
+                    operation == "steal"
+                    and stolen
+                    and talks[number].messages[-1].get("tool_calls") is None
+                ):
+                    talks[number].messages += [
+                        user("also"),
+                        json.loads(json.dumps(stolen[-1])),
+                        user("stolen"),
+                    ]
                 talk = _changed(talks[number], operation, place)
                 if operation == "fork":  # in parallel with what follows
                     running.append(asyncio.ensure_future(talk.ask(user("fork"))))
                     continue
-                if operation == "twice" and talk.messages[-1]["role"] != "assistant":  # the same request, in flight
+                if (
+                    operation == "twice" and talk.messages[-1]["role"] != "assistant"
+                ):  # the same request, in flight
                     other = _copy(talk)
                     (first, second) = await asyncio.gather(talk.ask(), other.ask())
                     assert first == second, "two replies to a request that was in flight"
@@ -507,7 +624,8 @@ async def _play(steps: list[tuple[int, str, int]], seed: int) -> list[tuple[tw.T
 
 
 def _in_turn_order(trajectory: tw.Trajectory, received: list[list[int]]) -> list[list[int]]:
-    """Concurrent requests may end in another order than they began; contexts are compared as they were recorded."""
+    """Concurrent requests may end in another order than they began; contexts are compared
+    as they were recorded."""
     left, ordered = list(received), []
     for context in contexts(trajectory):
         if context in left:
@@ -521,7 +639,11 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     replies = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
     at = replies[place % len(replies)] if replies else None
     calling = [number for number in replies if messages[number].get("tool_calls")]
-    at = calling[place % len(calling)] if calling and operation in ("forge", "reorder", "default") else at
+    at = (
+        calling[place % len(calling)]
+        if calling and operation in ("forge", "reorder", "default")
+        else at
+    )
     calls = messages[at].get("tool_calls") if at is not None else None
     if operation == "fork":
         return _copy(talk)
@@ -544,7 +666,13 @@ def _changed(talk: Conversation, operation: str, place: int) -> Conversation:
     if operation == "retry":
         return talk if messages[-1]["role"] != "assistant" else _said(talk, "retry")
     if last.get("tool_calls"):
-        messages.append({"role": "tool", "tool_call_id": last["tool_calls"][0]["id"], "content": f"found {place}"})
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": last["tool_calls"][0]["id"],
+                "content": f"found {place}",
+            }
+        )
     elif len(messages) > 2:
         messages.append(user(f"more {place}"))
     return talk
@@ -556,7 +684,9 @@ def _change_calls(message: dict[str, Any], operation: str, place: int, number: i
         FORGED[(place + number) % len(FORGED)](message)
     elif operation in ("reorder", "default"):
         arguments = json.loads(call["arguments"])
-        given = dict(reversed(arguments.items())) | ({"all": False} if operation == "default" else {})
+        given = dict(reversed(arguments.items())) | (
+            {"all": False} if operation == "default" else {}
+        )
         call["arguments"] = json.dumps(given, indent=place or None)
 
 

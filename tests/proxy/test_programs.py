@@ -35,7 +35,7 @@ def ask(messages):
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         return json.load(answer)["choices"][0]["message"]
 messages = [{"role": "user", "content": sys.argv[1]}]
-"""
+"""  # noqa: E501
 TWO_CALLS = (
     ASK
     + """
@@ -45,7 +45,7 @@ for number in range(2):
 print(open("in/data.txt").read(), messages[1]["content"], os.getcwd() == os.path.realpath(os.getcwd()))
 open("made.txt", "w").write("made")
 print("words", file=sys.stderr)
-"""
+"""  # noqa: E501
 )
 FOREVER = (
     ASK
@@ -62,7 +62,8 @@ while True:
 
 
 def script(source: str) -> list[str]:
-    """Return the command of a Python program; `{` is doubled nowhere, since only known names are replaced."""
+    """Return the command of a Python program; `{` is doubled nowhere, since only
+    known names are replaced."""
     return ["{python}", "-c", source, "{task}"]
 
 
@@ -71,9 +72,17 @@ def test_a_process_is_played_and_scored_by_what_it_left() -> None:
 
     def score(result: ProgramResult) -> tw.Scores:
         seen.append(result)
-        return tw.Scores(float((result.directory / "made.txt").read_text() == "made"), metrics={"length": len(result.output)})
+        return tw.Scores(
+            float((result.directory / "made.txt").read_text() == "made"),
+            metrics={"length": len(result.output)},
+        )
 
-    trajectory = play(script(TWO_CALLS), RecordingEngine(["One.", "Two."]), score=score, files={"in/data.txt": "given"})
+    trajectory = play(
+        script(TWO_CALLS),
+        RecordingEngine(["One.", "Two."]),
+        score=score,
+        files={"in/data.txt": "given"},
+    )
     assert trajectory.error is None, trajectory.error.traceback
     assert trajectory.reward == 1.0
     assert trajectory.stop == "done"
@@ -94,7 +103,9 @@ def test_a_limit_ends_the_program_and_it_is_scored() -> None:
         return 0.25
 
     began = time.monotonic()
-    trajectory = play(script(TWO_CALLS), RecordingEngine(["One.", "Two."]), score=score, limits=tw.Limits(turns=1))
+    trajectory = play(
+        script(TWO_CALLS), RecordingEngine(["One.", "Two."]), score=score, limits=tw.Limits(turns=1)
+    )
     assert time.monotonic() - began < 60
     assert (trajectory.reward, trajectory.stop, len(trajectory.turns)) == (0.25, "max_turns", 1)
     assert stops == [("max_turns", 1)]
@@ -105,7 +116,11 @@ def test_a_program_that_does_not_end_is_killed_with_all_its_processes() -> None:
     seen: list[int] = []
 
     def alive() -> list[Path]:
-        return [one for one in Path("/proc").glob("[0-9]*/environ") if mark.encode() in _environ(one).split(b"\0")]
+        return [
+            one
+            for one in Path("/proc").glob("[0-9]*/environ")
+            if mark.encode() in _environ(one).split(b"\0")
+        ]
 
     def score(result: ProgramResult) -> float:
         assert alive() == []
@@ -143,7 +158,9 @@ def _environ(path: Path) -> bytes:
         (["/does/not/exist"], "cannot be started"),
     ],
 )
-def test_a_program_that_fails_is_a_failure_and_not_a_reward(command: list[str], message: str) -> None:
+def test_a_program_that_fails_is_a_failure_and_not_a_reward(
+    command: list[str], message: str
+) -> None:
     trajectory = play(command, RecordingEngine([]))
     assert trajectory.reward is None
     assert trajectory.error is not None
@@ -152,7 +169,12 @@ def test_a_program_that_fails_is_a_failure_and_not_a_reward(command: list[str], 
 
 def test_another_exit_status_can_be_allowed() -> None:
     command = ["{python}", "-c", "import sys; sys.exit(3)"]
-    assert play(command, RecordingEngine([]), exit_codes=(0, 3), score=lambda r: float(r.exit_code)).reward == 3.0
+    assert (
+        play(
+            command, RecordingEngine([]), exit_codes=(0, 3), score=lambda r: float(r.exit_code)
+        ).reward
+        == 3.0
+    )
 
 
 def test_the_programs_variables_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +204,10 @@ def test_an_engine_that_fails_fails_the_episode_and_ends_the_program() -> None:
 @pytest.mark.parametrize("kind", ["async", "sync"])
 def test_a_function_takes_the_place_of_a_command(kind: str) -> None:
     def body(endpoint: ProgramEndpoint) -> dict[str, Any]:
-        return {"model": endpoint.model, "messages": [{"role": "user", "content": endpoint.task.messages[0].text}]}
+        return {
+            "model": endpoint.model,
+            "messages": [{"role": "user", "content": endpoint.task.messages[0].text}],
+        }
 
     async def asynchronous(endpoint: ProgramEndpoint) -> str:
         async with httpx2.AsyncClient(trust_env=False, verify=False) as http:
@@ -191,11 +216,20 @@ def test_a_function_takes_the_place_of_a_command(kind: str) -> None:
 
     def synchronous(endpoint: ProgramEndpoint) -> str:
         assert threading.current_thread() is not threading.main_thread()
-        answer = httpx2.post(f"{endpoint.base_url}/chat/completions", json=body(endpoint), trust_env=False, verify=False)
+        answer = httpx2.post(
+            f"{endpoint.base_url}/chat/completions",
+            json=body(endpoint),
+            trust_env=False,
+            verify=False,
+        )
         return answer.json()["choices"][0]["message"]["content"]
 
     agent = asynchronous if kind == "async" else synchronous
-    trajectory = play(agent, RecordingEngine(["Forty-two."]), score=lambda r: float(r.output == "Forty-two." == r.returned))
+    trajectory = play(
+        agent,
+        RecordingEngine(["Forty-two."]),
+        score=lambda r: float(r.output == "Forty-two." == r.returned),
+    )
     assert trajectory.error is None, trajectory.error.traceback
     assert trajectory.reward == 1.0
 
@@ -214,13 +248,24 @@ def test_sixty_four_at_once_do_not_meet() -> None:
         messages = [{"role": "user", "content": endpoint.task.messages[0].text}]
         async with httpx2.AsyncClient(trust_env=False, verify=False, timeout=60) as http:
             for _ in range(3):
-                answer = await http.post(f"{endpoint.base_url}/chat/completions", json={"model": "m", "messages": messages})
-                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "next"}]
+                answer = await http.post(
+                    f"{endpoint.base_url}/chat/completions",
+                    json={"model": "m", "messages": messages},
+                )
+                messages += [
+                    answer.json()["choices"][0]["message"],
+                    {"role": "user", "content": "next"},
+                ]
         return " ".join(one["content"] for one in messages if one["role"] == "assistant")
 
     engine = RecordingEngine(lambda messages, rng: f"{messages[0].text} {len(messages)}")
     tasks = [tw.Task(f"task{number}") for number in range(64)]
-    player = program(agent, score=lambda r: float(r.output == " ".join(f"{r.task.messages[0].text} {n}" for n in (1, 3, 5))))
+    player = program(
+        agent,
+        score=lambda r: float(
+            r.output == " ".join(f"{r.task.messages[0].text} {n}" for n in (1, 3, 5))
+        ),
+    )
     trajectories = tw.rollout(player, tasks, engine)
     assert [t.error for t in trajectories] == [None] * 64
     assert [t.reward for t in trajectories] == [1.0] * 64
@@ -232,7 +277,9 @@ def test_files_stay_inside_and_braces_are_replaced_once(tmp_path: Path) -> None:
     for name in ("../x", "/x", "a/../../x", ""):
         with pytest.raises(EnvError, match="not inside"):
             write_files(tmp_path, {name: "x"})
-    assert fill("{task} {other} {{x} {", {"task": "{key}", "key": "secret"}) == "{key} {other} {{x} {"
+    assert (
+        fill("{task} {other} {{x} {", {"task": "{key}", "key": "secret"}) == "{key} {other} {{x} {"
+    )
     assert kill_marked("0" * 32) == 0
 
 
@@ -249,7 +296,8 @@ def test_a_command_is_a_list_of_texts(command: Any) -> None:
 
 
 def test_an_interrupted_program_gets_the_recorded_replies_first(tmp_path: Path) -> None:
-    """The journal is cut after two turns, as by a kill: the program plays once more, and only the third is sampled."""
+    """The journal is cut after two turns, as by a kill: the program plays once more, and only
+    the third is sampled."""
 
     async def agent(endpoint: ProgramEndpoint) -> str:
         messages = [{"role": "user", "content": endpoint.task.messages[0].text}]
@@ -258,11 +306,16 @@ def test_an_interrupted_program_gets_the_recorded_replies_first(tmp_path: Path) 
                 body = {"model": "m", "messages": messages, "max_tokens": 40 + number}
                 answer = await http.post(f"{endpoint.base_url}/chat/completions", json=body)
                 reply = answer.json()["choices"][0]["message"]
-                messages += [{"role": "assistant", "content": f" {reply['content']}"}, {"role": "user", "content": "next"}]
+                messages += [
+                    {"role": "assistant", "content": f" {reply['content']}"},
+                    {"role": "user", "content": "next"},
+                ]
         return messages[-2]["content"]
 
     player, task = program(agent, score=lambda r: float(r.output == " Three.")), tw.Task("Begin.")
-    first = tw.rollout(player, [task], RecordingEngine(in_order(["One.", "Two.", "Three."])), out=tmp_path / "run")[0]
+    first = tw.rollout(
+        player, [task], RecordingEngine(in_order(["One.", "Two.", "Three."])), out=tmp_path / "run"
+    )[0]
     assert first.reward == 1.0
 
     interrupted, turns = InterruptedEpisodes(), 0
@@ -271,8 +324,14 @@ def test_an_interrupted_program_gets_the_recorded_replies_first(tmp_path: Path) 
         if turns < 3:
             interrupted.read(event)
     engine = RecordingEngine(in_order(["Three."]))
-    rollout = Rollout(engine, byte_renderer(), earlier=EarlierEpisodes(interrupted=interrupted.episodes({task.id: task}.get)))
-    second = asyncio.run(rollout.play(make_episode_specs(player, [task], phase="rollout", step=0)))[0]
+    rollout = Rollout(
+        engine,
+        byte_renderer(),
+        earlier=EarlierEpisodes(interrupted=interrupted.episodes({task.id: task}.get)),
+    )
+    second = asyncio.run(rollout.play(make_episode_specs(player, [task], phase="rollout", step=0)))[
+        0
+    ]
     assert second.error is None, second.error.traceback
     assert len(engine.received) == 1
     assert second.reward == 1.0

@@ -35,7 +35,10 @@ def section(tmp_path: Path, **args: Any) -> EnvConfig:
 
 def test_a_program_of_a_recipe_is_played(tmp_path: Path) -> None:
     command = ["{python}", "{recipe}/agent.py"]
-    spec = resolve_env(section(tmp_path, command=command, score="scores.py:score", files="scores.py:files"), base=tmp_path)
+    spec = resolve_env(
+        section(tmp_path, command=command, score="scores.py:score", files="scores.py:files"),
+        base=tmp_path,
+    )
     assert spec.agent_function is not None
     (trajectory,) = tw.rollout(spec.agent_function, [tw.Task("Begin.")], RecordingEngine([]))
     assert trajectory.error is None, trajectory.error.traceback
@@ -45,7 +48,10 @@ def test_a_program_of_a_recipe_is_played(tmp_path: Path) -> None:
 def test_a_loaded_recipe_knows_its_directory(tmp_path: Path) -> None:
     """Also where the command runs elsewhere, as always: the directory of these tests is another."""
     section(tmp_path)
-    text = '[[env]]\nuse = "program"\n[env.args]\ncommand = ["{python}", "{recipe}/agent.py"]\nscore = "scores.py:score"\n'
+    text = (
+        '[[env]]\nuse = "program"\n[env.args]\ncommand = ["{python}", '
+        '"{recipe}/agent.py"]\nscore = "scores.py:score"\n'
+    )
     (tmp_path / "r.toml").write_text(text + 'files = "scores.py:files"\n')
     spec = resolve_env(load(tmp_path / "r.toml", envs=["hop"]).config.env[0])
     assert spec.agent_function is not None
@@ -54,7 +60,9 @@ def test_a_loaded_recipe_knows_its_directory(tmp_path: Path) -> None:
 
 
 def test_a_recipe_may_name_it(tmp_path: Path) -> None:
-    (tmp_path / "r.toml").write_text('[[env]]\nuse = "program"\n[env.args]\ncommand = ["x"]\nscore = "scores.py:score"\n')
+    (tmp_path / "r.toml").write_text(
+        '[[env]]\nuse = "program"\n[env.args]\ncommand = ["x"]\nscore = "scores.py:score"\n'
+    )
     assert load(tmp_path / "r.toml", envs=["hop"]).config.env[0].use == "program"
 
 
@@ -62,13 +70,22 @@ def test_a_recipe_may_name_it(tmp_path: Path) -> None:
     ("args", "message"),
     [
         ({}, "needs one of args.command"),
-        ({"command": ["x"], "agent": "scores.py:files", "score": "scores.py:score"}, "needs one of"),
+        (
+            {"command": ["x"], "agent": "scores.py:files", "score": "scores.py:score"},
+            "needs one of",
+        ),
         ({"command": ["x"]}, "needs args.score"),
         ({"command": "python agent.py", "score": "scores.py:score"}, "args.command is a list"),
         ({"command": ["x"], "score": "score"}, "args.score: 'score' names no module"),
         ({"command": ["x"], "score": "scores.py:LIST"}, "is no function; write file.py:function"),
-        ({"command": ["x"], "score": "scores.py:score", "env": {"A": 1}}, "args.env is a table of texts"),
-        ({"command": ["x"], "score": "scores.py:score", "comand": 1}, "no argument 'comand'; did you mean 'command'?"),
+        (
+            {"command": ["x"], "score": "scores.py:score", "env": {"A": 1}},
+            "args.env is a table of texts",
+        ),
+        (
+            {"command": ["x"], "score": "scores.py:score", "comand": 1},
+            "no argument 'comand'; did you mean 'command'?",
+        ),
         ({"agent": "scores.py:nothing", "score": "scores.py:score"}, "scores.py has no 'nothing'"),
     ],
 )

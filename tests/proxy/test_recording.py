@@ -1,4 +1,5 @@
-"""`turnwright record`: programs come to a port, each session is an episode, in front of our engines or of a chat service."""
+"""`turnwright record`: programs come to a port, each session is an episode, in front of our engines
+or of a chat service."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ TOOLS = [{"type": "function", "function": TOOL}]
 
 def script(messages: Any, rng: Any) -> str:
     """Call the tool twice, then answer."""
-    return called("look_up", key="é") if sum(message.role == "tool" for message in messages) < 2 else "Found."
+    return (
+        called("look_up", key="é")
+        if sum(message.role == "tool" for message in messages) < 2
+        else "Found."
+    )
 
 
 def record(
@@ -54,7 +59,10 @@ def record(
     async def run() -> list[tw.Trajectory]:
         run_dir = RunDir(out) if out is not None else None
         rollout = Rollout(
-            engine, byte_renderer(), RolloutSettings(limits=tw.Limits(turns=100, turn_tokens=500), sanity="off"), run=run_dir
+            engine,
+            byte_renderer(),
+            RolloutSettings(limits=tw.Limits(turns=100, turn_tokens=500), sanity="off"),
+            run=run_dir,
         )
         started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         recording = asyncio.ensure_future(
@@ -112,12 +120,19 @@ def test_each_session_is_an_episode_by_path_header_or_key() -> None:
 
     played, notes = record(work, engine)
     names = sorted(trajectory.key.task for trajectory in played)
-    assert [name for name in names if not name.startswith("key-")] == ["codex-1", "one", "ses_1", "two"]
+    assert [name for name in names if not name.startswith("key-")] == [
+        "codex-1",
+        "one",
+        "ses_1",
+        "two",
+    ]
     assert len(names) == len(notes) == 5
     assert not any("secret" in line for line in [*names, *notes])
     for trajectory in played:
         account(trajectory)
-        received = [ids for session, ids in engine.received if session.split("/")[2] == trajectory.task.id]
+        received = [
+            ids for session, ids in engine.received if session.split("/")[2] == trajectory.task.id
+        ]
         assert contexts(trajectory) == received
         with_sub_agents = trajectory.key.task == "ses_1"
         assert len(trajectory.turns) == (9 if with_sub_agents else 3)
@@ -138,21 +153,32 @@ def test_a_session_ends_by_a_request_with_its_reward() -> None:
         await talk(url, "/s/one")  # the name again: another episode
 
     played, _ = record(work, RecordingEngine(script))
-    assert [(t.key.task, t.key.sample, t.reward) for t in played] == [("one", 0, 0.5), ("one", 1, None)]
+    assert [(t.key.task, t.key.sample, t.reward) for t in played] == [
+        ("one", 0, 0.5),
+        ("one", 1, None),
+    ]
     assert {len(trajectory.turns) for trajectory in played} == {3}
 
 
-@pytest.mark.parametrize("interrupts", [signal.SIG_IGN, signal.default_int_handler], ids=["background", "terminal"])
+@pytest.mark.parametrize(
+    "interrupts", [signal.SIG_IGN, signal.default_int_handler], ids=["background", "terminal"]
+)
 def test_sigterm_ends_a_recording_with_every_open_session_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupts: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interrupts: Any,
 ) -> None:
-    """A program opens sessions and then ends the recorder, which has a process to itself in life and shares this one here."""
+    """A program opens sessions and then ends the recorder, which has a process to itself in life
+    and shares this one here."""
     started: list[str] = []
 
     def program() -> None:
         for name in "abc":
             body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
-            request = urllib.request.Request(f"{started[0]}/s/{name}/v1/chat/completions", json.dumps(body).encode())
+            request = urllib.request.Request(
+                f"{started[0]}/s/{name}/v1/chat/completions", json.dumps(body).encode()
+            )
             request.add_header("content-type", "application/json")
             urllib.request.urlopen(request).close()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -165,17 +191,28 @@ def test_sigterm_ends_a_recording_with_every_open_session_written(
     engine = RecordingEngine(lambda messages, rng: "Found.")
     monkeypatch.setattr(
         "turnwright.training.configured_rollout.make_rollout",
-        lambda *_, run, **__: Rollout(engine, byte_renderer(), RolloutSettings(sanity="off"), run=run),
+        lambda *_, run, **__: Rollout(
+            engine, byte_renderer(), RolloutSettings(sanity="off"), run=run
+        ),
     )
     monkeypatch.setattr("builtins.print", began)
     before = signal.signal(signal.SIGINT, interrupts)
     try:
-        status = main(["record", "--port", "0", "--out", str(tmp_path / "run"), "--env.use", "program"])
+        status = main(
+            ["record", "--port", "0", "--out", str(tmp_path / "run"), "--env.use", "program"]
+        )
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == 0
-    rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
-    assert sorted((row["key"]["task"], row["stop"]) for row in rows) == [("a", "done"), ("b", "done"), ("c", "done")]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
+    ]
+    assert sorted((row["key"]["task"], row["stop"]) for row in rows) == [
+        ("a", "done"),
+        ("b", "done"),
+        ("c", "done"),
+    ]
 
 
 def test_a_session_without_requests_ends() -> None:
@@ -185,16 +222,24 @@ def test_a_session_without_requests_ends() -> None:
         async with client(url) as http:
             for number in (1, 2):
                 body = {"model": "any", "messages": [{"role": "user", "content": "x"}]}
-                assert (await http.post("/s/silent/v1/chat/completions", json=body)).status_code == 200
+                assert (
+                    await http.post("/s/silent/v1/chat/completions", json=body)
+                ).status_code == 200
                 while len(notes) < number:
                     await asyncio.sleep(0.01)
 
     played, _ = record(work, RecordingEngine(script), idle_s=0.1, notes=notes)
-    assert [(t.key.task, t.key.sample, len(t.turns)) for t in played] == [("silent", 0, 1), ("silent", 1, 1)]
+    assert [(t.key.task, t.key.sample, len(t.turns)) for t in played] == [
+        ("silent", 0, 1),
+        ("silent", 1, 1),
+    ]
 
 
-def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The service is a proxy of ours: it gets tools and calls in its own API, with ids that are unique in a conversation."""
+def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service is a proxy of ours: it gets tools and calls in its own API, with ids that are
+    unique in a conversation."""
     served: list[Any] = []
     posted: list[Any] = []
 
@@ -214,7 +259,9 @@ def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path,
 
             monkeypatch.setattr(engine.http, "post", noted)
             loop = asyncio.get_running_loop()
-            served.append(await loop.run_in_executor(None, lambda: record(work, engine, out=tmp_path / "run")))
+            served.append(
+                await loop.run_in_executor(None, lambda: record(work, engine, out=tmp_path / "run"))
+            )
         await session.end()
         return 1.0
 
@@ -229,12 +276,16 @@ def test_a_chat_service_is_recorded_and_nothing_of_it_is_trained(tmp_path: Path,
     calls = [call for message in sent for call in message.get("tool_calls", ())]
     assert [call["function"]["arguments"] for call in calls] == ['{"key": "é"}'] * 2
     assert len({call["id"] for call in calls}) == 2
-    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [call["id"] for call in calls]
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
+        call["id"] for call in calls
+    ]
     for span in trajectory.spans:
         assert not span.sampled or (span.trained, span.untrained) == (0, "no_logprob")
     assert not any(any(row.weights) for row in trajectory.samples())
     (recorded,) = [one for _, _, played in steps_of(tmp_path / "run") for one in played]
-    assert [turn.reply.text for turn in recorded.turns] == [turn.reply.text for turn in trajectory.turns]
+    assert [turn.reply.text for turn in recorded.turns] == [
+        turn.reply.text for turn in trajectory.turns
+    ]
 
 
 def test_an_engine_that_fails_ends_its_session_and_not_the_recording() -> None:
@@ -247,7 +298,9 @@ def test_an_engine_that_fails_ends_its_session_and_not_the_recording() -> None:
                 assert "the model failed" in response.json()["error"]["message"]
 
     played, notes = record(work, RecordingEngine([]))
-    assert [(trajectory.stop, trajectory.reward) for trajectory in played] == [("engine_error", None)] * 2
+    assert [(trajectory.stop, trajectory.reward) for trajectory in played] == [
+        ("engine_error", None)
+    ] * 2
     assert all("engine_error" in line for line in notes)
 
 
@@ -262,11 +315,16 @@ def test_a_port_in_use_is_named() -> None:
     asyncio.run(run())
 
 
-def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """Its limits fit sessions of unknown length, unless limits were given; the viewer opens what it wrote."""
+def test_the_command_writes_a_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its limits fit sessions of unknown length, unless limits were given; the
+    viewer opens what it wrote."""
     limits: list[tw.Limits] = []
 
-    async def one_session(rollout: Rollout, *, on_start: Any, note: Any, **given: Any) -> list[tw.Trajectory]:
+    async def one_session(
+        rollout: Rollout, *, on_start: Any, note: Any, **given: Any
+    ) -> list[tw.Trajectory]:
         limits.append(rollout.limits)
         rollout.engine = RecordingEngine(script)
         rollout.engine.set_renderer(rollout.renderer)
@@ -276,16 +334,29 @@ def test_the_command_writes_a_run_directory(tmp_path: Path, monkeypatch: pytest.
             return 1.0
 
         on_start("http://127.0.0.1:1")
-        return await rollout.play(make_episode_specs(play, [tw.Task("one")], phase="record", step=0))
+        return await rollout.play(
+            make_episode_specs(play, [tw.Task("one")], phase="record", step=0)
+        )
 
     monkeypatch.setattr(recording, "record_sessions", one_session)
-    engine = ["--engine.kind", "chat", "--engine.urls", '["http://127.0.0.1:9/v1"]', "--engine.model", "m"]
+    engine = [
+        "--engine.kind",
+        "chat",
+        "--engine.urls",
+        '["http://127.0.0.1:9/v1"]',
+        "--engine.model",
+        "m",
+    ]
     out = ["--out", str(tmp_path / "run")]
     assert main(["record", *engine, *out, "--limits.turns", "7"]) == 0
     said = capsys.readouterr().out
     assert "http://127.0.0.1:1/s/NAME/v1" in said
     assert "none can be trained on" in said
-    assert (limits[0].turns, limits[0].turn_tokens, limits[0].wall_clock_s) == (7, 16_384, 604_800.0)
+    assert (limits[0].turns, limits[0].turn_tokens, limits[0].wall_clock_s) == (
+        7,
+        16_384,
+        604_800.0,
+    )
     assert main(["view", str(tmp_path / "run"), "--html", str(tmp_path / "view.html")]) == 0
     assert "record" in (tmp_path / "view.html").read_text()
     assert main(["record", *engine, *out]) == 2
@@ -299,7 +370,7 @@ head = {"content-type": "application/json"}
 request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
 with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
     print(json.load(answer)["choices"][0]["message"]["content"])
-"""
+"""  # noqa: E501
 EVALUATED = """
 [[env]]
 use = "program"
@@ -323,7 +394,9 @@ greedy = false
 def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> None:
     (tmp_path / "r.toml").write_text(EVALUATED)
     (tmp_path / "ask.py").write_text(ASK)
-    (tmp_path / "scores.py").write_text("def score(result):\n    return float(result.output.strip() == 'Right.')\n")
+    (tmp_path / "scores.py").write_text(
+        "def score(result):\n    return float(result.output.strip() == 'Right.')\n"
+    )
     for name in ("tasks", "eval"):
         rows = ({"prompt": f"{name} {number}", "answer": ""} for number in range(4))
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -339,7 +412,11 @@ def test_programs_are_evaluated_in_front_of_a_chat_service(tmp_path: Path) -> No
         await session.end()
         return 1.0
 
-    engine = RecordingEngine(lambda messages, rng: "Wrong." if "eval 3" in messages[-1].text else "Right.")
-    (behind,) = tw.rollout(service, [tw.Task("x")], engine, sanity="off", limits=tw.Limits(turns=1000))
+    engine = RecordingEngine(
+        lambda messages, rng: "Wrong." if "eval 3" in messages[-1].text else "Right."
+    )
+    (behind,) = tw.rollout(
+        service, [tw.Task("x")], engine, sanity="off", limits=tw.Limits(turns=1000)
+    )
     assert behind.error is None, behind.error.traceback
     assert (found[0]["sampled"]["success"], len(found[0]["counts"])) == (0.75, 4)

@@ -22,10 +22,14 @@ from turnwright_serve.proxy.request_cache import KEPT_CONVERSATIONS, RequestCach
 from turnwright_serve.proxy.responses import Responses
 from turnwright_serve.proxy.wire import RequestFault, WireMessage, WireRequest
 
-LEAVES = st.sampled_from([True, 1, 1.0, False, 0, None, "1", "", 'a"]}', "\\", "é", ["messages", {}], {"messages": []}])
+LEAVES = st.sampled_from(
+    [True, 1, 1.0, False, 0, None, "1", "", 'a"]}', "\\", "é", ["messages", {}], {"messages": []}]
+)
 ROWS = st.lists(
     st.builds(
-        lambda role, text, value: {"role": role, "content": text} | ({"value": value} if role == "assistant" else {}),
+        lambda role, text, value: (
+            {"role": role, "content": text} | ({"value": value} if role == "assistant" else {})
+        ),
         st.sampled_from(["user", "assistant"]),
         st.sampled_from(["a", "b", '"messages": [']),
         st.dictionaries(st.sampled_from(["x", "messages"]), LEAVES, max_size=2),
@@ -35,7 +39,11 @@ ROWS = st.lists(
 FORMS = st.sampled_from([{}, {"separators": (",", ":")}, {"indent": 1}, {"ensure_ascii": False}])
 OTHERS = st.dictionaries(st.sampled_from(["model", "input", "stop"]), LEAVES, max_size=2)
 EDITS = st.lists(
-    st.tuples(st.floats(0, 1), st.integers(0, 3), st.sampled_from([b"", *(bytes([one]) for one in b'"\\[]{},: 1\xff')])),
+    st.tuples(
+        st.floats(0, 1),
+        st.integers(0, 3),
+        st.sampled_from([b"", *(bytes([one]) for one in b'"\\[]{},: 1\xff')]),
+    ),
     max_size=2,
 )
 
@@ -45,7 +53,11 @@ def bodies(draw: st.DrawFn) -> list[bytes]:
     """Bodies that repeat rows of one another, some with bytes that were exchanged."""
     made, rows, form = [], draw(ROWS), draw(FORMS)
     for _ in range(draw(st.integers(1, 6))):
-        rows = rows[: draw(st.integers(0, len(rows)))] + draw(ROWS) if draw(st.booleans()) else rows + draw(ROWS)
+        rows = (
+            rows[: draw(st.integers(0, len(rows)))] + draw(ROWS)
+            if draw(st.booleans())
+            else rows + draw(ROWS)
+        )
         body = json.dumps(draw(OTHERS) | {"messages": rows} | draw(OTHERS), **form).encode()
         for place, gone, new in draw(EDITS) if draw(st.booleans()) else []:
             at = int(place * len(body))
@@ -72,7 +84,9 @@ def of_assistant(row: Any) -> bool:
 
 def read_joined(rows: list[Any]) -> list[WireMessage]:
     """Read rows so that those of the assistant together say which they are."""
-    return [WireMessage("user", json.dumps(rows))] if all(map(of_assistant, rows)) else read_all(rows)
+    return (
+        [WireMessage("user", json.dumps(rows))] if all(map(of_assistant, rows)) else read_all(rows)
+    )
 
 
 def expected(raw: bytes) -> tuple[Any, Any, Any]:
@@ -81,16 +95,47 @@ def expected(raw: bytes) -> tuple[Any, Any, Any]:
     rows = fields.pop("messages")
     assert all(isinstance(row, dict) for row in rows)
     runs = [(joined, list(run)) for joined, run in groupby(rows, of_assistant)]
-    return fields, read_all(rows), [one for joined, run in runs for one in (read_joined(run) if joined else read_all(run))]
+    return (
+        fields,
+        read_all(rows),
+        [one for joined, run in runs for one in (read_joined(run) if joined else read_all(run))],
+    )
 
 
 @settings(max_examples=250)
 @given(bodies(), st.lists(st.sampled_from([None, {"role": "system"}]), min_size=12, max_size=12))
-@example([json.dumps({"messages": [{"value": value}]}).encode() for value in (True, 1, 1.0, True)], [None] * 12)
-@example([b'{"messages": [{}]}', b'{"messages": [{},]}', b'{"messages": [{} {}]}', b'{"messages": [{}}]}'], [None] * 12)
-@example([b'{"messages": [{}]}', b'{"messages": [{}x{"a": 1}]}', b'{"messages": [{}}}', b'[{"messages": [{}]}]'], [None] * 12)
-@example([b'{"a": {"messages": [{}]}, "messages": [{"b": 1}]}', b'{"messages": [{}], "messages": [{"b": 1}]}'], [None] * 12)
-def test_a_body_is_read_as_one_that_is_parsed_as_one(raws: list[bytes], openings: list[Any]) -> None:
+@example(
+    [json.dumps({"messages": [{"value": value}]}).encode() for value in (True, 1, 1.0, True)],
+    [None] * 12,
+)
+@example(
+    [
+        b'{"messages": [{}]}',
+        b'{"messages": [{},]}',
+        b'{"messages": [{} {}]}',
+        b'{"messages": [{}}]}',
+    ],
+    [None] * 12,
+)
+@example(
+    [
+        b'{"messages": [{}]}',
+        b'{"messages": [{}x{"a": 1}]}',
+        b'{"messages": [{}}}',
+        b'[{"messages": [{}]}]',
+    ],
+    [None] * 12,
+)
+@example(
+    [
+        b'{"a": {"messages": [{}]}, "messages": [{"b": 1}]}',
+        b'{"messages": [{}], "messages": [{"b": 1}]}',
+    ],
+    [None] * 12,
+)
+def test_a_body_is_read_as_one_that_is_parsed_as_one(
+    raws: list[bytes], openings: list[Any]
+) -> None:
     caches = RequestCache(), RequestCache()
     keys: dict[Any, bytes] = {}
     for raw, opening in zip(raws, openings, strict=False):
@@ -106,8 +151,12 @@ def test_a_body_is_read_as_one_that_is_parsed_as_one(raws: list[bytes], openings
             (caches[1], read_joined, of_assistant, joined),
         ):
             body = cache.parse(raw, "messages")
-            assert {name: value for name, value in body.fields.items() if name != "messages"} == fields
-            assert repr(cache.messages(body, read, opening=opening, joins=joins)) == repr(ahead + messages)
+            assert {
+                name: value for name, value in body.fields.items() if name != "messages"
+            } == fields
+            assert repr(cache.messages(body, read, opening=opening, joins=joins)) == repr(
+                ahead + messages
+            )
             assert keys.setdefault((read, body.key), raw) == raw
             assert cache.parse(raw, "messages").key == body.key
 
@@ -148,28 +197,56 @@ def test_what_repeats_is_the_same_object_and_what_follows_a_change_is_not() -> N
 def test_a_row_that_is_no_object_is_named_by_its_number(row: str) -> None:
     cache = RequestCache()
     cache.messages(cache.parse(b'{"messages": [{"a": 1}, {"b": 2}]}', "messages"), read_all)
-    body = cache.parse(f'{{"messages": [{{"a": 1}}, {{"b": 2}}, {row}, {{}}]}}'.encode(), "messages")
+    body = cache.parse(
+        f'{{"messages": [{{"a": 1}}, {{"b": 2}}, {row}, {{}}]}}'.encode(), "messages"
+    )
     with pytest.raises(RequestFault, match=r"messages\[2\] must be an object"):
         cache.messages(body, read_all)
 
 
 def test_strings_that_never_end_and_deep_lists_take_time_in_proportion() -> None:
-    for rows in (b'{"a":"' * 200_000, b'{"a": "' + b"\\" * 1_000_001, b'{"a": "' + b'\\"' * 10**6, b"[" * 10**6):
+    for rows in (
+        b'{"a":"' * 200_000,
+        b'{"a": "' + b"\\" * 1_000_001,
+        b'{"a": "' + b'\\"' * 10**6,
+        b"[" * 10**6,
+    ):
         with pytest.raises(RequestFault, match="not JSON"):
             RequestCache().parse(b'{"messages": [' + rows, "messages")
 
 
 def test_each_dialect_reads_a_longer_request_as_a_new_session_does() -> None:
-    calls = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {}}]}
+    calls = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {}}],
+    }
     calls["tool_calls"][0]["function"] = {"name": TOOL["name"], "arguments": '{"key": "a"}'}  # type: ignore[index]
-    chat = [user("a"), calls, {"role": "tool", "tool_call_id": "c", "content": "x"}, {"role": "assistant", "content": "y"}]
+    chat = [
+        user("a"),
+        calls,
+        {"role": "tool", "tool_call_id": "c", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
     use = {"type": "tool_use", "id": "c", "name": "look_up", "input": {"key": True}}
     result = {
         "role": "user",
-        "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}, {"type": "text", "text": "z"}],
+        "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": "x"},
+            {"type": "text", "text": "z"},
+        ],
     }
-    anthropic = [user("a"), {"role": "assistant", "content": [use]}, result, {"role": "assistant", "content": "y"}]
-    reasoning = {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    anthropic = [
+        user("a"),
+        {"role": "assistant", "content": [use]},
+        result,
+        {"role": "assistant", "content": "y"},
+    ]
+    reasoning = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
     call = {"type": "function_call", "call_id": "c", "name": "look_up", "arguments": "{}"}
     items = [
         user("a"),
@@ -178,7 +255,9 @@ def test_each_dialect_reads_a_longer_request_as_a_new_session_does() -> None:
         call | {"call_id": "d"},
         {"type": "function_call_output", "call_id": "c", "output": "x"},
     ]
-    items.append({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y"}]})
+    items.append(
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "y"}]}
+    )
     for dialect, name, rows, more in (
         (ChatCompletions(), "messages", chat, {}),
         (AnthropicMessages(), "messages", anthropic, {"system": "Rules."}),

@@ -1,4 +1,5 @@
-"""Programs in a sandbox: they reach their endpoint and nothing else, and their files are copied in and out."""
+"""Programs in a sandbox: they reach their endpoint and nothing else, and their files
+are copied in and out."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from turnwright.errors import ConfigError, UsageError
 from turnwright_serve.proxy import ProgramResult, program, sandboxed
 from turnwright_serve.proxy.sandbox_launcher import Relay
 
-needs_walls = pytest.mark.skipif(sandbox_problem() is not None, reason="the sandbox does not work on this machine")
+needs_walls = pytest.mark.skipif(
+    sandbox_problem() is not None, reason="the sandbox does not work on this machine"
+)
 EXPLORES = """
 import json, os, socket, sys, urllib.request
 found = {"given": open("in/data.txt", "rb").read().hex(), "cwd": os.getcwd(), "uid": os.getuid()}
@@ -66,13 +69,25 @@ def test_it_reaches_its_endpoint_and_nothing_else(tmp_path: Path) -> None:
 
     def score(result: ProgramResult) -> float:
         results.append(result)
-        files = [path for path in result.directory.rglob("*") if not path.is_dir() and ".home" not in path.parts]
+        files = [
+            path
+            for path in result.directory.rglob("*")
+            if not path.is_dir() and ".home" not in path.parts
+        ]
         left.append({str(path.relative_to(result.directory)): path.read_bytes() for path in files})
         return 1.0
 
     with socket.create_server(("127.0.0.1", 0)) as other:
-        # The path is the task's text, which is data: only paths that the command itself names are readable.
-        command = ["{python}", "-c", ASK + EXPLORES, "Begin.", "{task}", str(other.getsockname()[1])]
+        # The path is the task's text, which is data: only paths that the command
+        # itself names are readable.
+        command = [
+            "{python}",
+            "-c",
+            ASK + EXPLORES,
+            "Begin.",
+            "{task}",
+            str(other.getsockname()[1]),
+        ]
         trajectory = play(
             command,
             RecordingEngine(["Yes."]),
@@ -100,16 +115,24 @@ def test_a_file_that_the_command_names_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(TWO_CALLS)
     (tmp_path / "other.py").write_text("secret")
     command = ["{python}", str(tmp_path / "agent.py"), "{task}"]
-    trajectory = play(command, RecordingEngine(["One.", "Two."]), files={"in/data.txt": "given"}, sandbox=True)
+    trajectory = play(
+        command, RecordingEngine(["One.", "Two."]), files={"in/data.txt": "given"}, sandbox=True
+    )
     assert trajectory.error is None, trajectory.error.traceback
     assert len(trajectory.turns) == 2
-    failing = play(["{python}", "-c", f"open({str(tmp_path / 'other.py')!r})"], RecordingEngine([]), sandbox=True)
+    failing = play(
+        ["{python}", "-c", f"open({str(tmp_path / 'other.py')!r})"],
+        RecordingEngine([]),
+        sandbox=True,
+    )
     assert "status 1: FileNotFoundError" in failing.error.message
 
 
 @needs_walls
 @pytest.mark.parametrize("end", ["deadline", "limit"])
-def test_what_hangs_is_killed_with_its_processes_and_scored_by_its_files(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_is_killed_with_its_processes_and_scored_by_its_files(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("turnwright_serve.proxy.programs.END_S", 0.5)
     left: list[str] = []
 
@@ -124,10 +147,18 @@ def test_what_hangs_is_killed_with_its_processes_and_scored_by_its_files(end: st
     seconds, turns = (3.0, 8) if end == "deadline" else (60.0, 1)
     began = time.monotonic()
     trajectory = play(
-        script(source), RecordingEngine(["One."]), score=score, sandbox=True, seconds=seconds, limits=tw.Limits(turns=turns)
+        script(source),
+        RecordingEngine(["One."]),
+        score=score,
+        sandbox=True,
+        seconds=seconds,
+        limits=tw.Limits(turns=turns),
     )
     assert trajectory.error is None, trajectory.error.traceback
-    assert (trajectory.reward, trajectory.stop) == (0.5, "wall_clock" if end == "deadline" else "max_turns")
+    assert (trajectory.reward, trajectory.stop) == (
+        0.5,
+        "wall_clock" if end == "deadline" else "max_turns",
+    )
     assert left == ["One."]
     assert time.monotonic() - began < 40
     account(trajectory)
@@ -155,7 +186,9 @@ for _ in range(4):
     os.fork() or child()
 os.wait()
 """
-    trajectory = play(script(source), RecordingEngine([]), sandbox={"memory": 200 << 20}, seconds=60.0)
+    trajectory = play(
+        script(source), RecordingEngine([]), sandbox={"memory": 200 << 20}, seconds=60.0
+    )
     assert trajectory.reward is None
     assert "together held more than 200 MiB" in trajectory.error.message
 
@@ -193,7 +226,9 @@ def test_a_relay_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandboxed, "_launcher", lambda: broken)
     trajectory = play(script(MANY), RecordingEngine(["Yes."]), sandbox=True, seconds=60.0)
     assert trajectory.reward is None
-    assert "SIGABRT: the relay to the endpoint ended: RuntimeError: broken" in trajectory.error.message
+    assert (
+        "SIGABRT: the relay to the endpoint ended: RuntimeError: broken" in trajectory.error.message
+    )
 
 
 RELAYED = """
@@ -240,7 +275,9 @@ def test_a_relay_passes_every_byte_and_the_end_of_each_side(tmp_path: Path) -> N
         threading.Thread(target=Relay(listener.dup(), path, 2).run, daemon=True).start()
         body = os.urandom(1 << 20)
         with socket.create_connection(address, timeout=30) as client:
-            sending = threading.Thread(target=lambda: (client.sendall(body), client.shutdown(socket.SHUT_WR)))
+            sending = threading.Thread(
+                target=lambda: (client.sendall(body), client.shutdown(socket.SHUT_WR))
+            )
             sending.start()
             served = proxy.accept()[0]
             with served, served.makefile("rb") as file:
@@ -264,9 +301,9 @@ def test_a_sandbox_in_a_recipe_is_a_word_or_a_table() -> None:
     assert sandboxed.check_sandbox(False) is None
     default = sandboxed.check_sandbox(True)
     assert default is not None
-    assert sandboxed.check_sandbox({"processes": 9, "readable": ["/usr"]}, ["x", "/etc", "{task}"]) == replace(
-        default, processes=9, readable=("/usr", *default.readable, "/etc")
-    )
+    assert sandboxed.check_sandbox(
+        {"processes": 9, "readable": ["/usr"]}, ["x", "/etc", "{task}"]
+    ) == replace(default, processes=9, readable=("/usr", *default.readable, "/etc"))
     with pytest.raises(UsageError, match="no limit 'seconds'"):
         sandboxed.check_sandbox({"seconds": 3})
     with pytest.raises(ConfigError, match="is not the absolute path"):
@@ -276,7 +313,9 @@ def test_a_sandbox_in_a_recipe_is_a_word_or_a_table() -> None:
 
 
 def test_without_walls_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxed, "sandbox_problem", lambda: "no sandbox: bubblewrap (bwrap) is not installed")
+    monkeypatch.setattr(
+        sandboxed, "sandbox_problem", lambda: "no sandbox: bubblewrap (bwrap) is not installed"
+    )
     with pytest.raises(UsageError) as raised:
         program(["x"], score=lambda result: 1.0, sandbox=True)
     assert "\n" not in str(raised.value)

@@ -1,4 +1,5 @@
-"""Invariant 10 as far as the journal goes: what it replays is what happened, wherever it was cut off."""
+"""Invariant 10 as far as the journal goes: what it replays is what happened,
+wherever it was cut off."""
 
 from __future__ import annotations
 
@@ -59,10 +60,13 @@ class Tooled(AsyncTalk):
 def calling(messages, rng):
     """Replies with calls, well and badly formed, and thinking."""
     return rng.choice([
-        '<tool_call>{"name": "f", "arguments": {"x": [1, 2.5, null, "\\u00e9"]}}</tool_call>', "<tool_call>{", "<think>",
+        '<tool_call>{"name": "f", "arguments": {"x": [1, '
+        '2.5, null, "\\u00e9"]}}</tool_call>', "<tool_call>{", "<think>",
         "<think></think>x",
-        "<think>t</think>y<tool_call>[]</tool_call>", '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
-        "plain", '<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>two<tool_call>{"name": 1}</tool_call>',
+        "<think>t</think>y<tool_call>[]</tool_call>", '<tool_call>{"name": "f", "arguments": '
+                                                      '3}</tool_call>',
+        "plain", '<tool_call>{"name": "f", "arguments": "{\\"x\\": '
+                 '1}"}</tool_call>two<tool_call>{"name": 1}</tool_call>',
     ])  # fmt: skip
 
 
@@ -70,19 +74,32 @@ ENVS = (Talk, AsyncTalk, Fails, Tooled, best_of_two, planner_and_worker, edited,
 
 
 def record(out, env, *, seed=0, count=4, kind="bytes", concurrency=256):
-    engine = tw.ScriptedEngine(calling) if env is Tooled else Sampler(200, aborts=0.2, ends=0.97, delay=1e-4)
+    engine = (
+        tw.ScriptedEngine(calling)
+        if env is Tooled
+        else Sampler(200, aborts=0.2, ends=0.97, delay=1e-4)
+    )
     limits = tw.Limits(turns=30, turn_tokens=200)
     rows = tasks(count)
-    settings = {"seed": seed, "limits": limits, "renderer": renderer(kind), "concurrency": concurrency}
+    settings = {
+        "seed": seed,
+        "limits": limits,
+        "renderer": renderer(kind),
+        "concurrency": concurrency,
+    }
     return rows, tw.rollout(env, rows, engine, out=out, **settings)
 
 
 def read(out, rows):
-    return rebuild_trajectories(read_json_lines(out / "journal.jsonl"), {task.id: task for task in rows}.get)
+    return rebuild_trajectories(
+        read_json_lines(out / "journal.jsonl"), {task.id: task for task in rows}.get
+    )
 
 
 @settings(max_examples=24, deadline=None)
-@given(env=st.sampled_from(ENVS), seed=st.integers(0, 2**32), kind=st.sampled_from(("bytes", "bpe")))
+@given(
+    env=st.sampled_from(ENVS), seed=st.integers(0, 2**32), kind=st.sampled_from(("bytes", "bpe"))
+)
 def test_the_journal_replays_equal_trajectories_bit_for_bit(tmp_path_factory, env, seed, kind):
     out = tmp_path_factory.mktemp("run")
     rows, played = record(out, env, seed=seed, kind=kind)
@@ -92,7 +109,9 @@ def test_the_journal_replays_equal_trajectories_bit_for_bit(tmp_path_factory, en
         again = found[trajectory.key]
         assert facts(again) == facts(trajectory) or "\\ud800" in again.error.message
         assert (again.wall_s, again.spans) == (trajectory.wall_s, trajectory.spans)
-        assert [(t.generate_s, t.env_s) for t in again.turns] == [(t.generate_s, t.env_s) for t in trajectory.turns]
+        assert [(t.generate_s, t.env_s) for t in again.turns] == [
+            (t.generate_s, t.env_s) for t in trajectory.turns
+        ]
         if trajectory.error is None:
             assert again == trajectory
 
@@ -106,19 +125,27 @@ def whole(tmp_path_factory):
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_beginning_of_the_journal_replays_a_beginning_of_the_episodes(tmp_path_factory, whole, data):
+def test_any_beginning_of_the_journal_replays_a_beginning_of_the_episodes(
+    tmp_path_factory, whole, data
+):
     rows, played, text = whole
     cut = data.draw(st.integers(0, len(text)))
     path = tmp_path_factory.mktemp("cut") / "journal.jsonl"
     path.write_bytes(text[:cut])
     by_key = {t.key: t for t in played}
-    closed = [EpisodeKey(*e["k"]) for line in text.splitlines() if (e := json.loads(line))["e"] == "closed"]
+    closed = [
+        EpisodeKey(*e["k"])
+        for line in text.splitlines()
+        if (e := json.loads(line))["e"] == "closed"
+    ]
     found = read(path.parent, rows)
     assert list(found) == closed[: len(found)]
     complete = sum(1 for line in text[:cut].split(b"\n")[:-1] if json.loads(line)["e"] == "closed")
     assert len(found) == complete
     assert all(found[key] == by_key[key] for key in found)
-    lines = JsonLines(path)  # opened again after the crash: the torn line goes, what follows is whole
+    lines = JsonLines(
+        path
+    )  # opened again after the crash: the torn line goes, what follows is whole
     lines.append({"e": "trained"})
     lines.close()
     assert path.read_bytes() == text[: text.rfind(b"\n", 0, cut) + 1] + b'{"e":"trained"}\n'
@@ -179,7 +206,9 @@ def test_a_run_that_was_stopped_and_goes_on_ends_as_one_that_was_not(tmp_path):
             run=run,
             earlier=EarlierEpisodes(finished=recorded),
         )
-        work = asyncio.ensure_future(rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)))
+        work = asyncio.ensure_future(
+            rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0))
+        )
         while not work.done() and rollout.finished < patience:
             await asyncio.sleep(1e-3)
         work.cancel()
@@ -203,9 +232,14 @@ def test_recorded_episodes_are_taken_as_they_are():
     async def again():
         engine = Sampler()
         rollout = Rollout(
-            engine, tw.byte_renderer(), RolloutSettings(seed=3), earlier=EarlierEpisodes(finished={t.key: t for t in first[:2]})
+            engine,
+            tw.byte_renderer(),
+            RolloutSettings(seed=3),
+            earlier=EarlierEpisodes(finished={t.key: t for t in first[:2]}),
         )
-        return await rollout.play(make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)), engine
+        return await rollout.play(
+            make_episode_specs(AsyncTalk, rows, phase="rollout", step=0)
+        ), engine
 
     played, engine = asyncio.run(again())
     assert [facts(t) for t in played] == [facts(t) for t in first]
@@ -238,27 +272,37 @@ def test_images_failures_and_calls_of_every_shape_replay_whole():
     task = tw.Task("x")
     trajectory = Trajectory(task, EpisodeKey("train", 1, task.id, 2))
     trajectory.spans = [
-        Span(Origin.PROMPT, (1, 2), media=(MediaPlacement(image, 0, 1, ((1, 2, 2),), (9,)), MediaPlacement(clip, 1, 1))),
+        Span(
+            Origin.PROMPT,
+            (1, 2),
+            media=(MediaPlacement(image, 0, 1, ((1, 2, 2),), (9,)), MediaPlacement(clip, 1, 1)),
+        ),
         Span(Origin.MODEL, (3,), 0, 2, (-0.1,), 4, untrained="rewound"),
     ]
     trajectory.turns = [Turn("main", 0, 2, (1,), (said,), reply)]
     trajectory.stop, trajectory.error = StopReason.TIMEOUT, Failure("E", "m", "step", "t")
     trajectory.final = (said, Message("tool", "x", tool_call_id="call_0"))
-    from turnwright.records.serialization import failure_row, key_row, message_row, span_row, turn_row
+    from turnwright.records.serialization import (
+        failure_row,
+        key_row,
+        message_row,
+        span_row,
+        turn_row,
+    )
 
     key = key_row(trajectory.key)
     events = [
         {"e": "opened", "k": key, "template": ""},
-        {"e": "turn", "k": key, "n": 0, "spans": [*map(span_row, trajectory.spans)], "turn": turn_row(trajectory.turns[0])},
+        {"e": "turn", "k": key, "n": 0, "spans": [*map(span_row, trajectory.spans)], "turn": turn_row(trajectory.turns[0])},  # noqa: E501
         {
-            "e": "closed", "k": key, "spans": [], "answers": [], "stop": trajectory.stop, "reward": None, "rewards": {},
-            "error": failure_row(trajectory.error), "final": [message_row(m) for m in trajectory.final], "metrics": {},
+            "e": "closed", "k": key, "spans": [], "answers": [], "stop": trajectory.stop, "reward": None, "rewards": {},  # noqa: E501
+            "error": failure_row(trajectory.error), "final": [message_row(m) for m in trajectory.final], "metrics": {},  # noqa: E501
             "branches": {}, "wall_s": 0.0,
         },
     ]  # fmt: skip
-    assert rebuild_trajectories([orjson.loads(to_json(event)) for event in events], {task.id: task}.get) == {
-        trajectory.key: trajectory
-    }
+    assert rebuild_trajectories(
+        [orjson.loads(to_json(event)) for event in events], {task.id: task}.get
+    ) == {trajectory.key: trajectory}
     assert [part.alt for part in trajectory.final[0].media] == ["a cat", None]
 
 
@@ -277,13 +321,25 @@ circle.append({"in": circle})
 deep: list = []
 for _ in range(3000):
     deep = [deep]
-HOSTILE = (Odd(), Shy(), "\ud800\udfff", 2**70, -(2**70), float("nan"), float("inf"), circle, deep, {(1, 2): 3}, {Odd(): Shy()},
+HOSTILE = (Odd(), Shy(), "\ud800\udfff", 2**70, -(2**70), float("nan"), float("inf"), circle, deep, {(1, 2): 3}, {Odd(): Shy()},  # noqa: E501
            {1, 2}, b"\xff", {"\ud800": 1}, lambda: 0, EpisodeKey, 10**5000)  # fmt: skip
-plain = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+plain = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 plain |= st.text(st.characters(exclude_categories=("Cs",)), max_size=5)
-friendly = st.recursive(plain, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("abc", max_size=2), x, max_size=3))
-odd = st.integers(0, len(HOSTILE) - 1).map(lambda number: HOSTILE[number])  # no strategy can show these
-hostile = st.recursive(plain | odd, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3))
+friendly = st.recursive(
+    plain,
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("abc", max_size=2), x, max_size=3),
+)
+odd = st.integers(0, len(HOSTILE) - 1).map(
+    lambda number: HOSTILE[number]
+)  # no strategy can show these
+hostile = st.recursive(
+    plain | odd, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3)
+)
 
 
 @settings(max_examples=150, deadline=None)
@@ -308,7 +364,9 @@ def test_hostile_info_harms_neither_the_episode_nor_its_record(tmp_path):
 
         async def step(self, action):
             step = await super().step(action)
-            return step._replace(info={"odd": HOSTILE[self.left], "says": "\ud800"}, observation="a \ud800 b")
+            return step._replace(
+                info={"odd": HOSTILE[self.left], "says": "\ud800"}, observation="a \ud800 b"
+            )
 
     rows, engine = tasks(2), Sampler()
     played = tw.rollout(Hostile, rows, engine, out=tmp_path, limits=tw.Limits(turns=99))
@@ -327,7 +385,9 @@ def test_two_writers_of_one_run_are_told_apart(tmp_path):
         with pytest.raises(TraceError, match="another process writes this run"):
             RunDir(tmp_path)
         code = f"from turnwright.records import RunDir; RunDir({str(tmp_path)!r})"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        other = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert "another process writes this run" in other.stderr.splitlines()[-1]
         run.journal.append({"e": "x"})
     with RunDir(tmp_path) as run:
@@ -342,7 +402,9 @@ def test_a_second_writer_is_refused_after_the_lock_file_was_deleted(tmp_path):
         with (tmp_path / "journal.jsonl").open("ab") as file:
             file.write(b"a line that is being wri")  # which the refused one leaves alone
         code = f"from turnwright.records import RunDir; RunDir({str(tmp_path)!r})"
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        other = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert "another process writes this run" in other.stderr.splitlines()[-1]
         with pytest.raises(TraceError, match="another process writes this run"):
             RunDir(tmp_path)
@@ -364,7 +426,9 @@ def test_a_journal_that_is_no_longer_in_its_place_stops_its_writer(tmp_path, cha
             (tmp_path / "copy").write_bytes(journal.read_bytes())
             (tmp_path / "copy").replace(journal)
         for use in (lambda: run.journal.append({"e": "y"}), run.sync, run.journal.mark):
-            with pytest.raises(TraceError, match="deleted, moved or replaced while this process was writing it"):
+            with pytest.raises(
+                TraceError, match="deleted, moved or replaced while this process was writing it"
+            ):
                 use()
     assert "y" not in (journal.read_text() if journal.exists() else "")
 
@@ -422,7 +486,7 @@ try:
 except TraceError as error:
     print(error)
 print(len(closed))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("size", [3_000, 10_000, 10_007])
@@ -431,7 +495,10 @@ def test_a_full_disk_stops_the_run_in_one_line_and_what_was_written_before_it_st
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     told, closed = done.stdout.splitlines()
-    assert "journal.jsonl: cannot be written (File too large); free some space, then use --resume" in told
+    assert (
+        "journal.jsonl: cannot be written (File too large); free some space, then use --resume"
+        in told
+    )
     assert int(closed) >= 1
     text = (tmp_path / "journal.jsonl").read_bytes()
     assert len(text) <= size, "something was written behind an event that is missing"
@@ -439,7 +506,9 @@ def test_a_full_disk_stops_the_run_in_one_line_and_what_was_written_before_it_st
     rows = tasks(6)
     found = read(tmp_path, rows)
     straight = {t.key: t for t in tw.rollout(AsyncTalk, rows, Sampler())}
-    assert {key: facts(t) for key, t in found.items()} == {key: facts(straight[key]) for key in found}
+    assert {key: facts(t) for key, t in found.items()} == {
+        key: facts(straight[key]) for key in found
+    }
 
 
 def test_a_broken_file_takes_nothing_more(tmp_path):
@@ -462,19 +531,31 @@ def test_a_run_of_an_earlier_version_is_refused_in_one_line(tmp_path, capsys):
     with RunDir(tmp_path / "old") as run:
         run.journal.append_definition("settings", {"v": RECORD_VERSION - 1})
     (tmp_path / "old" / "config.json").write_text("{}")
-    line = f"{tmp_path / 'old'}: recorded by an earlier version of turnwright, whose runs this one does not read"
+    line = (
+        f"{tmp_path / 'old'}: recorded by an earlier version of turnwright, whose runs this "
+        "one does not read"
+    )
     with pytest.raises(TraceError, match=re.escape(line)):
         RunDir(tmp_path / "old")
     assert main(["view", str(tmp_path / "old")]) == 2
     assert line in capsys.readouterr().err
 
 
-DAMAGED = [b"not JSON", b"[1, 2]", b"7", b'"settings"', b'{"e": "settings"}', b'{"e": "settings", "value": [2]}', b"[" * 5000]
+DAMAGED = [
+    b"not JSON",
+    b"[1, 2]",
+    b"7",
+    b'"settings"',
+    b'{"e": "settings"}',
+    b'{"e": "settings", "value": [2]}',
+    b"[" * 5000,
+]
 
 
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 def test_the_version_of_a_run_is_found_beside_damaged_lines(tmp_path, line):
-    """What is damaged is told by what reads all of the journal; the version is that of the first settings that can be read."""
+    """What is damaged is told by what reads all of the journal; the version is that of the first
+    settings that can be read."""
     journal = tmp_path / "journal.jsonl"
     journal.write_bytes(line + b"\n")
     check_version(tmp_path)

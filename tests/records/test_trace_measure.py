@@ -1,4 +1,5 @@
-"""Figures of episodes: right on cases made by hand, bounded whatever the world names, and each of them documented."""
+"""Figures of episodes: right on cases made by hand, bounded whatever the world names, and
+each of them documented."""
 
 from __future__ import annotations
 
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 import turnwright as tw
 from turnwright.records import rollout_metrics
-from turnwright.records.episode_metrics import MAX_NAMES, METRICS, OTHER, distribution_summary, flatten_row, top_counts
+from turnwright.records.episode_metrics import (
+    MAX_NAMES,
+    METRICS,
+    OTHER,
+    distribution_summary,
+    flatten_row,
+    top_counts,
+)
 from turnwright.types import (
     EpisodeKey,
     Failure,
@@ -30,7 +38,9 @@ from turnwright.types import (
 def metric_doc(path):
     """The row of the tables for a flattened name (`seconds.tool.p95`); None if there is none."""
     for one in METRICS:
-        if one.name == path or (one.name.endswith(">") and path.startswith(one.name.partition("<")[0])):
+        if one.name == path or (
+            one.name.endswith(">") and path.startswith(one.name.partition("<")[0])
+        ):
             return one
     return None
 
@@ -49,12 +59,21 @@ def episode(sample=0, *, task="t", replies=((1, 2, 3),), stop=StopReason.DONE, r
         spans.append(Span(Origin.ENV, (7, 7), len(spans) - 1, place))
         place += 2
     return Trajectory(
-        Task("q", id=task), EpisodeKey("train", 0, task, sample), spans, turns, reward, stop=stop, wall_s=10.0, **more
+        Task("q", id=task),
+        EpisodeKey("train", 0, task, sample),
+        spans,
+        turns,
+        reward,
+        stop=stop,
+        wall_s=10.0,
+        **more,
     )
 
 
 def test_turns_lengths_times_and_tokens():
-    row = rollout_metrics([episode(), episode(1, replies=[(1, 2), (3,), (4, 5, 6, 7)], reward_s=0.25)])
+    row = rollout_metrics(
+        [episode(), episode(1, replies=[(1, 2), (3,), (4, 5, 6, 7)], reward_s=0.25)]
+    )
     assert row["turns_spread"] == {"p50": 1, "p95": 3, "max": 3}
     assert row["turns_histogram"] == {"1": 1, "3": 1}
     assert row["tokens"] == {"env": 8, "model": 10, "prompt": 4}
@@ -74,8 +93,14 @@ def test_drafts_that_were_sampled_are_a_share_of_those_of_all_episodes():
 
 
 def test_stops_are_told_apart_by_cause():
-    cut = [episode(stop=StopReason.CONTEXT), episode(1, stop=StopReason.MAX_TURNS), episode(2, stop=StopReason.CONTEXT)]
-    broken = episode(3, stop=StopReason.ENV_ERROR, reward=None, error=Failure("OSError", "gone", "step"))
+    cut = [
+        episode(stop=StopReason.CONTEXT),
+        episode(1, stop=StopReason.MAX_TURNS),
+        episode(2, stop=StopReason.CONTEXT),
+    ]
+    broken = episode(
+        3, stop=StopReason.ENV_ERROR, reward=None, error=Failure("OSError", "gone", "step")
+    )
     row = rollout_metrics([*cut, broken])
     assert row["truncations"] == {"context": 2, "max_turns": 1}
     assert (row["truncated_share"], row["failed_share"]) == (0.75, 0.25)
@@ -85,10 +110,16 @@ def test_stops_are_told_apart_by_cause():
 def test_groups_without_signal_and_what_a_part_of_the_reward_can_move():
     tied = [episode(n, task="a", rewards={"form": 1.0, "right": 0.0}) for n in range(2)]
     lost = [episode(n, task="b", reward=0.0, rewards={"form": 1.0, "right": 0.0}) for n in range(2)]
-    told = [episode(n, task="c", reward=float(n), rewards={"form": 1.0, "right": float(n)}) for n in range(2)]
+    told = [
+        episode(n, task="c", reward=float(n), rewards={"form": 1.0, "right": float(n)})
+        for n in range(2)
+    ]
     unknown = [episode(n, task="d", reward=None) for n in range(2)]
     row = rollout_metrics([*tied, *lost, *told, *unknown])
-    figures = {name: row[name] for name in ("groups", "groups_no_signal", "groups_solved", "groups_unsolved")}
+    figures = {
+        name: row[name]
+        for name in ("groups", "groups_no_signal", "groups_solved", "groups_unsolved")
+    }
     assert figures == {"groups": 4, "groups_no_signal": 3, "groups_solved": 1, "groups_unsolved": 1}
     assert row["rewards_spread"] == {"form": 0.0, "right": pytest.approx(0.5 / 3)}
 
@@ -135,7 +166,8 @@ def test_retries_are_counted_by_phase_and_exception():
 
 
 @pytest.mark.parametrize(
-    ("ids", "share"), [((1, 2, 3, 4, 5), 0.0), ((1,) * 8, 0.8), ((1, 2, 3), None), ((1, 2, 3, 4) * 2, 0.2)]
+    ("ids", "share"),
+    [((1, 2, 3, 4, 5), 0.0), ((1,) * 8, 0.8), ((1, 2, 3), None), ((1, 2, 3, 4) * 2, 0.2)],
 )
 def test_repetition_is_the_share_of_runs_of_four_ids_seen_before(ids, share):
     assert rollout_metrics([episode(replies=[ids])]).get("repetition") == share
@@ -221,7 +253,11 @@ SELDOM = {
 
 def everything() -> list[Trajectory]:
     """Episodes in which all happens that is measured."""
-    one = episode(branches={"rewrite": 1}, failures=[Failure("OSError", "gone", "step")], rewards={"part": 1.0})
+    one = episode(
+        branches={"rewrite": 1},
+        failures=[Failure("OSError", "gone", "step")],
+        rewards={"part": 1.0},
+    )
     one.metrics = {
         "control_text_user": 1,
         "render_mismatch_strip": 1,
@@ -234,7 +270,12 @@ def everything() -> list[Trajectory]:
     }
     one.spans[0].media = (MediaPlacement(ImageRef("a" * 64, 4, 4), 0, 2),)
     one.turns[0].info = {"tool_log": [{"tool": "add", "s": 0.1, "error": "raised"}]}
-    return [one, episode(1, error=Failure("OSError", "gone", "step"), stop=StopReason.CONTEXT, replies=[(1,) * 9])]
+    return [
+        one,
+        episode(
+            1, error=Failure("OSError", "gone", "step"), stop=StopReason.CONTEXT, replies=[(1,) * 9]
+        ),
+    ]
 
 
 def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_path):
@@ -251,7 +292,9 @@ def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_
         train={"steps": 1},
         eval={"tasks": 2},
     )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     trained = dict.fromkeys(("optimizer_steps", "train_s", "tokens_per_s", "tokens_no_signal"), 1.0)
     names = (
         "ratio_mean",
@@ -263,11 +306,16 @@ def test_every_name_that_a_run_writes_is_documented_and_the_other_way_round(tmp_
         "mismatch_kl",
         "importance_ess",
     )
-    rows.append(step_row(everything(), trained | dict.fromkeys(names, 0.0), 1.0, 1.0) | {"mismatch_by_turn": {"1": 0.0}})
+    rows.append(
+        step_row(everything(), trained | dict.fromkeys(names, 0.0), 1.0, 1.0)
+        | {"mismatch_by_turn": {"1": 0.0}}
+    )
     seen = set()
     for row in rows:
         for name, value in row.items():
             found = metric_doc(f"{name}.x" if isinstance(value, dict) else name)
-            assert found is not None, f"{name} stands in no table of src/turnwright/records/episode_metrics.py"
+            assert found is not None, (
+                f"{name} stands in no table of src/turnwright/records/episode_metrics.py"
+            )
             seen.add(found.name)
     assert {one.name for one in METRICS} - seen <= set(SELDOM)

@@ -1,4 +1,5 @@
-"""An interrupted episode goes on from its recorded turns: none is sampled again, and no step with effects is taken twice."""
+"""An interrupted episode goes on from its recorded turns: none is sampled again, and no step with
+effects is taken twice."""
 
 from __future__ import annotations
 
@@ -91,11 +92,19 @@ def sampled(path):
 
 
 def content(trajectory, concurrent):
-    """All of a trajectory; of one with concurrent calls what does not depend on the order of their spans."""
+    """All of a trajectory; of one with concurrent calls what does not depend on the
+    order of their spans."""
     if not concurrent:
         return facts(trajectory)
     turns = [
-        (t.agent, trajectory.prompt_ids(n), [trajectory.spans[i].ids for i in t.spans], t.messages, t.reply, t.finish)
+        (
+            t.agent,
+            trajectory.prompt_ids(n),
+            [trajectory.spans[i].ids for i in t.spans],
+            t.messages,
+            t.reply,
+            t.finish,
+        )
         for n, t in enumerate(trajectory.turns)
     ]
     return trajectory.key, sorted(turns, key=repr), trajectory.reward, trajectory.stop
@@ -118,13 +127,17 @@ def test_a_run_cut_off_anywhere_ends_as_one_that_was_not(tmp_path_factory, env, 
             known = sampled(out)
             played = asyncio.run(play(run, env, rows, asked, rules_of(env), 2))
         concurrent = env in (best_of_two, planner_and_worker)
-        assert [content(t, concurrent) for t in played] == [content(t, concurrent) for t in straight]
+        assert [content(t, concurrent) for t in played] == [
+            content(t, concurrent) for t in straight
+        ]
         new = [i for name, ids in sampled(out).items() if name not in known for i in ids]
         assert sorted(new) == sorted(i for call in asked.calls for i in call.ids)
         found = {t.key: t for t in played}
         with RunDir(out) as run:
             read = rebuild_trajectories(run.events(), {task.id: task for task in rows}.get)
-        assert {key: facts(t) for key, t in read.items()} == {key: facts(t) for key, t in found.items()}
+        assert {key: facts(t) for key, t in read.items()} == {
+            key: facts(t) for key, t in found.items()
+        }
 
 
 # Worlds with effects
@@ -134,7 +147,8 @@ append = JsonLines.append
 
 
 class Killed:
-    """Kills a run at the n-th instant it passes: nothing happens after it, and the journal is as it was then."""
+    """Kills a run at the n-th instant it passes: nothing happens after it, and the
+    journal is as it was then."""
 
     def __init__(self, path, instants):
         self.path, self.left, self.dead = path, instants, False
@@ -189,7 +203,11 @@ class Ledger(tw.Env):
     executed = None
 
     async def reset(self, task, *, seed=None):
-        self.file, self.seed, rng = Ledger.folder / task.id, seed, random.Random(f"{task.id}/{seed}")
+        self.file, self.seed, rng = (
+            Ledger.folder / task.id,
+            seed,
+            random.Random(f"{task.id}/{seed}"),
+        )
         self.turns = rng.randint(1, 6)
         await Ledger.kill.passes()
         self.file.write_text("")
@@ -255,7 +273,9 @@ def check_effects(env, rows, out, rules, instants):
     for number in (*instants, 10**6):
         Ledger.kill = Killed(path, number)
         with RunDir(out) as run:
-            played = asyncio.run(Ledger.kill.run(play(run, env, rows, Asked(200, aborts=0.2), rules)))
+            played = asyncio.run(
+                Ledger.kill.run(play(run, env, rows, Asked(200, aborts=0.2), rules))
+            )
         if Ledger.kill.dead:
             path.write_bytes(Ledger.kill.journal)
             in_doubt += Ledger.kill.in_doubt
@@ -265,10 +285,15 @@ def check_effects(env, rows, out, rules, instants):
         for trajectory in played:
             failed = [failure.type for failure in trajectory.failures]
             assert set(failed) <= {"ResumeDiffers"}
-            assert trajectory.metrics.get("resume_new_attempts", 0) == bool(failed) or trajectory.failed_turns
+            assert (
+                trajectory.metrics.get("resume_new_attempts", 0) == bool(failed)
+                or trajectory.failed_turns
+            )
         return
     del in_doubt[None]
-    assert Ledger.executed - in_doubt == Counter(dict.fromkeys(Ledger.executed, 1)), "a step was taken twice"
+    assert Ledger.executed - in_doubt == Counter(dict.fromkeys(Ledger.executed, 1)), (
+        "a step was taken twice"
+    )
     for trajectory in played:
         lines = (out / trajectory.task.id).read_text().splitlines()
         assert lines == [str(n) for n in range(len(trajectory.turns))]
@@ -327,11 +352,16 @@ class Drifts(AsyncTalk):
         step = await super().step(action)
         if Drifts.process and Drifts.kind == "end":
             return step._replace(terminated=True)
-        changed = {"text": {"observation": f"now {Drifts.process}"}, "reward": {"reward": 9.0 + Drifts.process}}
+        changed = {
+            "text": {"observation": f"now {Drifts.process}"},
+            "reward": {"reward": 9.0 + Drifts.process},
+        }
         return step._replace(**changed.get(Drifts.kind, {}))
 
 
-@pytest.mark.parametrize(("kind", "reason"), [("text", "context"), ("reward", "reward"), ("end", "ended before turn")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("text", "context"), ("reward", "reward"), ("end", "ended before turn")]
+)
 def test_a_world_that_differs_starts_over_and_is_counted(tmp_path, kind, reason):
     Drifts.kind, Drifts.process, rows = kind, 0, tasks(1)
     with RunDir(tmp_path) as run:

@@ -1,4 +1,5 @@
-"""Injections: what a world may say to be taken for control, and how a renderer is held against them.
+"""Injections: what a world may say to be taken for control, and how a
+renderer is held against them.
 
 `python tests/renderers/guard_suite.py` prints the table of tokenizers.
 """
@@ -14,7 +15,11 @@ from functools import lru_cache
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    sys.path[:0] = [
+        str(Path(__file__).parents[1]),
+        str(Path(__file__).parent),
+        str(Path(__file__).parents[2]),
+    ]
 
 from tokenizer_kinds import KINDS, SINGLE_WORDS, codec
 
@@ -53,7 +58,9 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 def injections(markers: Sequence[str] = MARKERS) -> list[tuple[str, str]]:
     """(what it is, text) of every form of every marker."""
-    return [(f"{form}: {marker!a}", make(marker)) for marker in markers for form, make in FORMS.items()]
+    return [
+        (f"{form}: {marker!a}", make(marker)) for marker in markers for form, make in FORMS.items()
+    ]
 
 
 @dataclass
@@ -76,7 +83,12 @@ def control_of(renderer: ChatRenderer, ids: Sequence[int]) -> list[int]:
     return [i for i in ids if i in known]
 
 
-def hold(renderer: ChatRenderer, template: ChatTemplate, suite: Sequence[tuple[str, str]], role: str = "tool") -> Counts:
+def hold(
+    renderer: ChatRenderer,
+    template: ChatTemplate,
+    suite: Sequence[tuple[str, str]],
+    role: str = "tool",
+) -> Counts:
     """Say each injection in an opening prompt and in an append, and compare with harmless words."""
     counts = Counts()
     reply = renderer.encode_reply("Yes.")
@@ -100,22 +112,31 @@ def hold(renderer: ChatRenderer, template: ChatTemplate, suite: Sequence[tuple[s
                 r"\d{18}", renderer.decode(found.ids)
             ):
                 counts.broken += 1
-                counts.worst = counts.worst or f"{name} in {made.__name__}: {renderer.decode(found.ids)!a}"
-        naive = [renderer.codec.encode(template.render(opening(x), generation_prompt=True)) for x in (text, HARMLESS)]
+                counts.worst = (
+                    counts.worst or f"{name} in {made.__name__}: {renderer.decode(found.ids)!a}"
+                )
+        naive = [
+            renderer.codec.encode(template.render(opening(x), generation_prompt=True))
+            for x in (text, HARMLESS)
+        ]
         counts.forged += control_of(renderer, naive[0]) != control_of(renderer, naive[1])
     return counts
 
 
 @lru_cache
 def chatml(kind: str, **settings: str) -> ChatRenderer:
-    """ChatML with a tokenizer of this kind; one for all tests, as an episode's renderer is one for all episodes."""
+    """ChatML with a tokenizer of this kind; one for all tests, as an episode's renderer is
+    one for all episodes."""
     return ChatRenderer(codec(kind), ChatTemplate(CHATML), banned=("<|image_pad|>",), **settings)
 
 
 def table() -> Iterator[str]:
     """Return the rows of the table of tokenizers."""
     suite = injections()
-    yield "| tokenizer | injections | forge if encoded naively | control ids changed | appends exact |"
+    yield (
+        "| tokenizer | injections | forge if encoded naively | control ids changed | appends "
+        "exact |"
+    )
     yield "|---|---|---|---|---|"
     for kind in KINDS:
         counts = hold(chatml(kind), ChatTemplate(CHATML), suite)

@@ -1,7 +1,9 @@
-"""Real tokenizers out of mistral-common's wheel: a SentencePiece model and Tekken, as tokenizers of the tokenizers library.
+"""Real tokenizers out of mistral-common's wheel: a SentencePiece model and Tekken, as
+tokenizers of the tokenizers library.
 
-`python tests/renderers/real_tokenizers.py` fetches the wheel into `.cache/wheels`; only its data is read. An installed
-mistral-common does as well. It is no dependency of the tests, because it asks for an older numpy than they run with.
+`python tests/renderers/real_tokenizers.py` fetches the wheel into `.cache/wheels`; only its data is
+read. An installed mistral-common does as well. It is no dependency of the tests, because it asks
+for an older numpy than they run with.
 """
 
 from __future__ import annotations
@@ -20,17 +22,29 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 PACKAGE = "mistral-common==1.13.1"
-CACHE = Path(os.environ.get("TURNWRIGHT_WHEELS") or Path(__file__).resolve().parents[2] / ".cache" / "wheels")
+CACHE = Path(
+    os.environ.get("TURNWRIGHT_WHEELS") or Path(__file__).resolve().parents[2] / ".cache" / "wheels"
+)
 SENTENCEPIECE = "mistral_instruct_tokenizer_240323.model.v3"
 TEKKEN = "tekken_240718.json"
 
 
 def fetch() -> None:
     """Download the wheel from the package index; says so where it cannot be had."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+    ]
     done = subprocess.run([*command, "--dest", str(CACHE), PACKAGE], capture_output=True, text=True)
     print(
-        f"{PACKAGE} was not fetched: {(done.stderr or done.stdout).strip()[-300:]}" if done.returncode else f"{PACKAGE} fetched"
+        f"{PACKAGE} was not fetched: {(done.stderr or done.stdout).strip()[-300:]}"
+        if done.returncode
+        else f"{PACKAGE} fetched"
     )
 
 
@@ -93,31 +107,44 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
 
 
 def _from_sentencepiece(data: bytes, scheme: str) -> str:
-    """A BPE model of SentencePiece: pieces in order of their ids, a merge for each pair that makes a piece, by score."""
+    """A BPE model of SentencePiece: pieces in order of their ids, a merge for each pair that
+    makes a piece, by score."""
     rows = [dict(_fields(value)) for number, value in _fields(data) if number == 1]  # type: ignore[arg-type]
     pieces = [(row[1].decode(), struct.unpack("<f", row[2])[0], row.get(3, 1)) for row in rows]
     ids = {text: number for number, (text, _, _) in enumerate(pieces)}
     merges = []
     for text, score, kind in pieces:
         if kind == 1:
-            cuts = [(text[:i], text[i:]) for i in range(1, len(text)) if text[:i] in ids and text[i:] in ids]
+            cuts = [
+                (text[:i], text[i:])
+                for i in range(1, len(text))
+                if text[:i] in ids and text[i:] in ids
+            ]
             merges += [(-score, ids[a], ids[b], (a, b)) for a, b in cuts]
     pairs = [pair for *_, pair in sorted(merges, key=lambda row: row[:3])]
-    tokenizer = Tokenizer(models.BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(ids, pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     tail = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), *tail])
     control = [text for text, _, kind in pieces if kind in (2, 3)]
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in control]
+    )
     return tokenizer.to_str()
 
 
 def _from_tekken(data: bytes) -> str:
-    """A byte-level BPE by ranks: the merge of a token is the last one that its own encoding makes."""
+    """A byte-level BPE by ranks: the merge of a token is the last one that
+    its own encoding makes."""
     file = json.loads(data)
     config = file["config"]
     first = config["default_num_special_tokens"]
-    ranks = {base64.b64decode(row["token_bytes"]): row["rank"] for row in file["vocab"][: config["default_vocab_size"] - first]}
+    ranks = {
+        base64.b64decode(row["token_bytes"]): row["rank"]
+        for row in file["vocab"][: config["default_vocab_size"] - first]
+    }
     alphabet = _stand_ins()
     names = {token: "".join(alphabet[byte] for byte in token) for token in ranks}
     named = {row["token_str"]: row["rank"] for row in file.get("special_tokens") or _SPECIAL}
@@ -131,15 +158,21 @@ def _from_tekken(data: bytes) -> str:
             merges.append((names[left], names[right]))
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     split = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in list(vocab)[:first]])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in list(vocab)[:first]]
+    )
     return tokenizer.to_str()
 
 
 _SPECIAL = [
     {"rank": rank, "token_str": text}
-    for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"))
+    for rank, text in enumerate(
+        ("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
+    )
 ]
 
 

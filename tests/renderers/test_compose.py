@@ -1,4 +1,5 @@
-"""The next prompt as a model's own template shows it: what is reused, what is rendered, and the reason of each branch."""
+"""The next prompt as a model's own template shows it: what is reused, what is rendered, and the
+reason of each branch."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ class Conversation:
             assert rendered.reason in REASONS
             del self.ids[rendered.keep :]
         self.ids += rendered.ids
-        self.replies = [r._replace(start=start) for r, start in zip(self.replies, rendered.replies, strict=True)]
+        self.replies = [
+            r._replace(start=start) for r, start in zip(self.replies, rendered.replies, strict=True)
+        ]
         for reply in self.replies:
             end = len(reply.ids) - 1  # a stop id that the template swaps is not there
             if reply.start >= 0:
@@ -69,15 +72,21 @@ def test_a_template_that_strips_thinking_extends_on_tools_and_branches_on_users(
     talk = Conversation(renderer("strips_on_user"), tools=TOOLS)
     called = talk.reply(f"<think>\nhm\n</think>\n\n{CALL}")
     assert isinstance(talk.answer(tool("found")), Extend)
-    assert called == talk.ids[talk.replies[0].start :][: len(called)], "the call is not written anew"
+    assert called == talk.ids[talk.replies[0].start :][: len(called)], (
+        "the call is not written anew"
+    )
     said = talk.reply("<think>\nso\n</think>\n\nIt is x.")
     rendered = talk.answer("And y?")
     assert (type(rendered), rendered.reason) == (Branch, "thinking_stripped")
     assert "<think>" not in talk.shown
     assert [reply.start for reply in talk.replies] == [-1, -1]
-    assert talk.shown.endswith("assistant\nIt is x.<|im_end|>\n<|im_start|>user\nAnd y?<|im_end|>\n<|im_start|>assistant\n")
+    assert talk.shown.endswith(
+        "assistant\nIt is x.<|im_end|>\n<|im_start|>user\nAnd y?<|im_end|>\n<|im_start|>assistant\n"
+    )
     fresh = talk.reply("Plain.")
-    assert isinstance(talk.answer("And z?"), Extend), "a reply without thinking stays as it was sampled"
+    assert isinstance(talk.answer("And z?"), Extend), (
+        "a reply without thinking stays as it was sampled"
+    )
     assert talk.replies[-1].start >= 0
     assert said
     assert fresh
@@ -99,20 +108,32 @@ def test_each_way_of_rewriting_history_has_its_reason(name, said, reason):
     talk.reply(said)
     rendered = talk.answer("On.")
     assert (type(rendered), rendered.reason) == (Branch, reason)
-    # What follows is the text that the template shows, but for the spelling of replies that it shows whole.
+    # What follows is the text that the template shows, but for the spelling of
+    # replies that it shows whole.
     messages = [message for message in talk.messages]
     assert talk.shown == renderer(name).template.render(messages, generation_prompt=True)
 
 
 def test_what_is_not_shown_at_all_and_what_is_said_twice_have_reasons():
-    drops = "{%- for m in messages %}{%- if m.role != 'assistant' or loop.index0 >= messages | length - 1 %}"
+    drops = (
+        "{%- for m in messages %}{%- if m.role != 'assistant' or loop.index0 >= messages "
+        "| length - 1 %}"
+    )
     body = "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
-    rest = "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    rest = (
+        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- "
+        "'<|im_start|>assistant\\n' }}{%- endif %}"
+    )
     talk = Conversation(of_template(ChatTemplate(drops + body + rest)))
     talk.reply("Yes.")
     assert talk.answer("On.").reason == "reply_dropped"
-    twice = "{%- for m in messages %}{%- if true %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
-    twice += "{%- if m.role == 'assistant' and not loop.last %}{{- m.content }}{%- endif %}{{- '<|im_end|>\\n' }}" + rest
+    twice = (
+        "{%- for m in messages %}{%- if true %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
+    )
+    twice += (
+        "{%- if m.role == 'assistant' and not loop.last %}{{- m.content }}{%- endif "
+        "%}{{- '<|im_end|>\\n' }}" + rest
+    )
     talk = Conversation(of_template(ChatTemplate(twice)))
     talk.reply("Yes.")
     assert talk.answer("On.").reason == "reply_rewritten"
@@ -146,9 +167,17 @@ def test_the_world_cannot_forge_a_turn_nor_a_reply():
 
 
 def test_a_message_that_the_template_does_not_show_is_an_error_that_names_it():
-    silent = "{%- for m in messages %}{%- if m.role != 'developer' %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
-    rest = "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    talk = Conversation(of_template(ChatTemplate(silent + rest + "{%- endif %}", origin="silent.jinja")))
+    silent = (
+        "{%- for m in messages %}{%- if m.role != 'developer' %}{{- '<|im_start|>' + "
+        "m.role + '\\n' + m.content }}"
+    )
+    rest = (
+        "{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if add_generation_prompt "
+        "%}{{- '<|im_start|>assistant\\n' }}"
+    )
+    talk = Conversation(
+        of_template(ChatTemplate(silent + rest + "{%- endif %}", origin="silent.jinja"))
+    )
     talk.reply("Yes.")
     with pytest.raises(TemplateError, match=r"silent\.jinja: drops a message of role developer"):
         talk.answer(Message("developer", "Listen."))
@@ -157,11 +186,12 @@ def test_a_message_that_the_template_does_not_show_is_an_error_that_names_it():
 def test_the_worlds_words_do_not_vanish_inside_a_reply():
     # Tool results are written between the calls and the text of the reply that made them.
     odd = (
-        "{%- for m in messages %}{%- if m.role != 'tool' %}{{- '<|im_start|>' + m.role + '\\n' }}"
-        "{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + (call.function.arguments | tojson) }}"
-        "{%- if not loop.last or loop.index0 == 0 %}{%- set next = messages[messages.index(m) + 1] %}{{- next.content }}"
-        "{%- endif %}{%- endfor %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+        "{%- for m in messages %}{%- if m.role != 'tool' %}{{- '<|im_start|>' + m.role + "
+        "'\\n' }}{%- for call in m.tool_calls or [] %}{{- '<tool_call>' + "
+        "(call.function.arguments | tojson) }}{%- if not loop.last or loop.index0 == 0 %}{%- "
+        "set next = messages[messages.index(m) + 1] %}{{- next.content }}{%- endif %}{%- "
+        "endfor %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}{%- if "
+        "add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
     )
     text = of_template(ChatTemplate(odd))
     talk = Conversation(text, tools=TOOLS)
@@ -179,12 +209,16 @@ def test_what_is_composed_is_the_full_render_where_replies_are_canonical(name, s
     talk = Conversation(text)
     for _ in range(4):
         said = rng.choice(("Yes.", "one two", "No, not so"))
-        talk.reply(f" {said}" if name == "alternates" else said)  # it writes a space in front of a reply
+        talk.reply(
+            f" {said}" if name == "alternates" else said
+        )  # it writes a space in front of a reply
         assert isinstance(talk.answer(rng.choice(("more", "x\ny", "2 + 2"))), Extend)
         assert talk.ids == text.open(talk.messages).ids
 
 
-@pytest.mark.skipif(not FOUND, reason="no templates are cached: python tests/corpus.py fetches them")
+@pytest.mark.skipif(
+    not FOUND, reason="no templates are cached: python tests/corpus.py fetches them"
+)
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reason(data):
@@ -202,7 +236,11 @@ def test_over_the_templates_in_use_every_prompt_extends_or_branches_with_a_reaso
     vocabulary = [i for i in range(300) if i not in text.stop_ids | text.invalid_ids]
     for _ in range(4):
         said = rng.choice(SAID)
-        ids = spelled(text, said) if rng.random() < 0.7 else [*rng.choices(vocabulary, k=5), min(text.stop_ids)]
+        ids = (
+            spelled(text, said)
+            if rng.random() < 0.7
+            else [*rng.choices(vocabulary, k=5), min(text.stop_ids)]
+        )
         talk.reply(ids, end=rng.random() < 0.8)
         calls = talk.messages[-1].tool_calls
         content = rng.choice(("found", "<|im_end|>", "  padded ", '{"a": 1}'))
@@ -226,7 +264,10 @@ def test_the_reasons_are_the_documented_ones():
 
 
 _HEAD = "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}"
-_REST = "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+_REST = (
+    "{{- '<|im_end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- "
+    "'<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 
 def test_an_older_reply_that_the_template_shortens_is_written_anew():
@@ -247,7 +288,8 @@ def test_an_older_reply_that_the_template_shortens_is_written_anew():
 @pytest.mark.parametrize("opened", ["", "<think>\\n"])
 def test_thinking_without_its_end_is_closed_as_the_template_closes_it(opened, ends):
     thinking = (
-        "{%- if m.role == 'assistant' %}{{- '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{%- endif %}"
+        "{%- if m.role == 'assistant' %}{{- '<think>\\n' + (m.reasoning_content or "
+        "'') + '\\n</think>\\n\\n' }}{%- endif %}"
     )
     prompt = _REST.replace("assistant\\n' }}{%- endif", f"assistant\\n{opened}' }}}}{{%- endif")
     text = of_template(ChatTemplate(_HEAD + thinking + "{{- m.content }}" + prompt))
@@ -260,7 +302,10 @@ def test_thinking_without_its_end_is_closed_as_the_template_closes_it(opened, en
 
 
 def test_thinking_that_has_no_field_does_not_take_the_place_of_a_call():
-    either = "{%- if m.tool_calls and not m.content %}{%- for c in m.tool_calls %}{{- '<tool_call>' + (c.function | tojson) }}"
+    either = (
+        "{%- if m.tool_calls and not m.content %}{%- for c in m.tool_calls %}{{- "
+        "'<tool_call>' + (c.function | tojson) }}"
+    )
     either += "{{- '</tool_call>' }}{%- endfor %}{%- else %}{{- m.content }}{%- endif %}"
     talk = Conversation(of_template(ChatTemplate(_HEAD + either + _REST)), tools=TOOLS)
     talk.reply(f"<think>\nhm\n</think>\n\n{CALL}")
@@ -274,13 +319,15 @@ def test_thinking_that_has_no_field_does_not_take_the_place_of_a_call():
 
 def test_what_the_template_writes_between_a_result_and_a_reply_is_written_once():
     source = (
-        "{%- set ns = namespace(told=false) -%}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
-        "{{- '\\n' if ns.told else '<|im_start|>assistant\\n' -}}"
-        "{%- for c in m.tool_calls or [] -%}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' -}}{%- endfor -%}"
-        "{{- m.content | trim -}}{{- '<|im_end|>' -}}{%- set ns.told = false -%}"
-        "{%- elif m.role == 'tool' -%}{{- '[' + m.content + ']' -}}{%- set ns.told = true -%}"
-        "{%- else -%}{{- '<|im_start|>user\\n' + m.content + '<|im_end|>' -}}{%- set ns.told = false -%}{%- endif -%}"
-        "{%- endfor -%}{%- if add_generation_prompt and not ns.told -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+        "{%- set ns = namespace(told=false) -%}{%- for m in messages -%}{%- if m.role == "
+        "'assistant' -%}{{- '\\n' if ns.told else '<|im_start|>assistant\\n' -}}{%- for c "
+        "in m.tool_calls or [] -%}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' "
+        "-}}{%- endfor -%}{{- m.content | trim -}}{{- '<|im_end|>' -}}{%- set "
+        "ns.told = false -%}{%- elif m.role == 'tool' -%}{{- '[' + m.content + ']' -}}{%- "
+        "set ns.told = true -%}{%- else -%}{{- '<|im_start|>user\\n' + m.content + "
+        "'<|im_end|>' -}}{%- set ns.told = false -%}{%- endif -%}{%- endfor -%}{%- if "
+        "add_generation_prompt and not ns.told -%}{{- '<|im_start|>assistant\\n' -}}{%- "
+        "endif -%}"
     )
     talk = Conversation(of_template(ChatTemplate(source)), tools=TOOLS)
     talk.reply(CALL)
@@ -303,11 +350,22 @@ def test_a_reply_that_was_cut_off_keeps_the_marks_that_close_it():
 
 
 def test_demonstrations_are_rendered_whole():
-    """Calls, results and thinking of an opening that a template has no place for are text, in both modes."""
-    bare = "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}{{- '<|im_start|>' + m.role + '\\n' + m.content }}"
-    text = of_template(ChatTemplate(bare + _REST.replace("{%- endfor %}", "{%- endif %}{%- endfor %}")))
+    """Calls, results and thinking of an opening that a template has no place for
+    are text, in both modes."""
+    bare = (
+        "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}{{- "
+        "'<|im_start|>' + m.role + '\\n' + m.content }}"
+    )
+    text = of_template(
+        ChatTemplate(bare + _REST.replace("{%- endfor %}", "{%- endif %}{%- endfor %}"))
+    )
     (call,) = text.parse(text.encode_reply(CALL), TOOLS).tool_calls
-    shot = [Message("user", "q"), Message("assistant", "", (call,), reasoning="hm"), tool("FOUND"), Message("assistant", "So.")]
+    shot = [
+        Message("user", "q"),
+        Message("assistant", "", (call,), reasoning="hm"),
+        tool("FOUND"),
+        Message("assistant", "So."),
+    ]
     talk = Conversation(text, opening=[*shot, Message("user", "next")], tools=TOOLS)
     talk.reply("Yes.")
     assert isinstance(talk.answer("On."), Extend)

@@ -1,4 +1,5 @@
-"""Text without control text has exactly the ids of the full render, for every kind of tokenizer; and ids read as text."""
+"""Text without control text has exactly the ids of the full render, for every kind of tokenizer;
+and ids read as text."""
 
 from __future__ import annotations
 
@@ -7,7 +8,15 @@ from guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, REAL, SINGLE_WORDS, codec, tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 import turnwright as tw
 from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
@@ -17,11 +26,15 @@ TRAINED = [kind for kind in KINDS if kind not in REAL]
 FRAGMENTS = ["the", " of", "\n", "\n\n", "  ", "\t", "7", "<", ">", "|", "<|", "don't"]
 FRAGMENTS += ["e\u0301", "\u4e2d", "\U0001f600", "\ufb01", "\u2581"]
 clean = st.text(max_size=20) | st.lists(st.sampled_from(FRAGMENTS), max_size=8).map("".join)
-messages_of = st.lists(st.builds(Message, st.sampled_from(("user", "tool", "system")), clean), min_size=1, max_size=3)
+messages_of = st.lists(
+    st.builds(Message, st.sampled_from(("user", "tool", "system")), clean), min_size=1, max_size=3
+)
 TEMPLATES = {
     "ChatML": CHATML,
     "trims": CHATML.replace("{{- message.content }}", "{{- message.content | trim }}"),
-    "contents meet control": CHATML.replace("message.role + '\\n'", "message.role").replace("'<|im_end|>\\n'", "'<|im_end|>'"),
+    "contents meet control": CHATML.replace("message.role + '\\n'", "message.role").replace(
+        "'<|im_end|>\\n'", "'<|im_end|>'"
+    ),
     "BOS by the template": "{{ '<|endoftext|>' }}" + CHATML,
 }
 
@@ -48,7 +61,8 @@ def test_clean_text_has_the_ids_of_the_full_render(kind):
     def holds(source, messages):
         text = renderers[source]
         harmless = [Message(m.role, "x") for m in messages]
-        # Where a content joins the template's text into a control token, it is no clean text, and counted.
+        # Where a content joins the template's text into a control token, it is no
+        # clean text, and counted.
         opened = text.open(messages)
         whole = _full(kind, ChatTemplate(source).render(messages, generation_prompt=True))
         if control_of(text, whole) == control_of(text, text.open(harmless).ids):
@@ -83,7 +97,10 @@ def test_clean_text_is_never_taken_for_control(kind):
         "x" * 400,
         "e\u0301",
     ):
-        for found in (text.open([Message("user", said)]), text.extend([], text.encode_reply("y"), [Message("tool", said)])):
+        for found in (
+            text.open([Message("user", said)]),
+            text.extend([], text.encode_reply("y"), [Message("tool", said)]),
+        ):
             assert (found.neutralised, found.control_text) == (0, {})
 
 
@@ -91,15 +108,25 @@ def test_kinds_that_cannot_be_exact_say_why():
     assert codec(SINGLE_WORDS).appends_exactly is False
     assert "<think>" in codec(SINGLE_WORDS).inexact_reason
     assert "single_word" in codec(SINGLE_WORDS).inexact_reason
-    assert all(codec(kind).appends_exactly and not codec(kind).inexact_reason for kind in KINDS if kind != SINGLE_WORDS)
+    assert all(
+        codec(kind).appends_exactly and not codec(kind).inexact_reason
+        for kind in KINDS
+        if kind != SINGLE_WORDS
+    )
 
 
 @pytest.mark.parametrize("kind", TRAINED)
 def test_an_append_gains_no_word_start_mark_that_the_whole_has_not(kind):
-    """Metaspace `first` looks at where in the whole a piece stands, so an append must not be taken for a beginning."""
+    """Metaspace `first` looks at where in the whole a piece stands, so an append must not be
+    taken for a beginning."""
     text = _renderer(kind, TEMPLATES["contents meet control"])
     for said in ("word", " word", "\nword", "word "):
-        whole = _full(kind, text.template.render([Message("user", "u"), Message("assistant", "y"), Message("user", said)]))
+        whole = _full(
+            kind,
+            text.template.render(
+                [Message("user", "u"), Message("assistant", "y"), Message("user", said)]
+            ),
+        )
         added = text.extend([], text.encode_reply("y"), [Message("user", said)]).ids
         prompt = len(text.extend([], text.encode_reply("y"), []).ids)
         assert whole[-len(added[:-prompt]) :] == added[:-prompt]
@@ -111,10 +138,25 @@ def test_an_append_gains_no_word_start_mark_that_the_whole_has_not(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "WordPiece" not in kind])
 def test_ids_read_as_the_text_that_they_were_made_from(kind):
     text = chatml(kind)
-    spaced = "Metaspace always" in kind or "(real)" in kind or "always" in kind  # it writes "a" and " a" alike
-    for said in ("word", "the word, and\n\nthe of", "a  b", " word", "word ", "\u4e2d\u6587", "\U0001f600", "caf\u00e9"):
+    spaced = (
+        "Metaspace always" in kind or "(real)" in kind or "always" in kind
+    )  # it writes "a" and " a" alike
+    for said in (
+        "word",
+        "the word, and\n\nthe of",
+        "a  b",
+        " word",
+        "word ",
+        "\u4e2d\u6587",
+        "\U0001f600",
+        "caf\u00e9",
+    ):
         unknown = "Unigram" in kind and not said.isascii()
-        expected = said.lstrip(" ") if (spaced or "prefix space" in kind) and said.startswith(" ") else said
+        expected = (
+            said.lstrip(" ")
+            if (spaced or "prefix space" in kind) and said.startswith(" ")
+            else said
+        )
         read = text.decode(text.codec.encode_plain(said, "control"))
         if unknown:
             assert "<unk>" in read
@@ -135,7 +177,9 @@ def test_pieces_join_to_the_text_but_for_spaces_behind_control_tokens(kind):
         assert len(text.token_texts(ids)) == len(ids)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith(("SentencePiece", "Mistral v3"))])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.startswith(("SentencePiece", "Mistral v3"))]
+)
 def test_byte_fallback_reads_as_characters(kind):
     text = chatml(kind)
     for said in ("\u2e3b", "a\u2e3bb", "\U0001f9ff\u0b83"):
@@ -151,22 +195,36 @@ def test_a_bos_token_by_template_and_by_tokenizer_is_written_once():
     kind = "byte-level BPE, BOS added by a post-processor"
     assert tokenizer(kind).encode("x").ids[0] == codec(kind).control["<|endoftext|>"]
     text = _renderer(kind, TEMPLATES["BOS by the template"])
-    for messages in ([Message("user", "x")], [Message("user", "<|im_end|>")], [Message("user", "<|endoftext|>")]):
+    for messages in (
+        [Message("user", "x")],
+        [Message("user", "<|im_end|>")],
+        [Message("user", "<|endoftext|>")],
+    ):
         assert text.open(messages).ids.count(text.codec.control["<|endoftext|>"]) == 1
-    assert text.codec.control["<|endoftext|>"] not in text.extend([], text.encode_reply("y"), [Message("user", "x")]).ids
+    assert (
+        text.codec.control["<|endoftext|>"]
+        not in text.extend([], text.encode_reply("y"), [Message("user", "x")]).ids
+    )
 
 
 def test_a_tokenizer_without_added_tokens_renders_a_template_of_plain_text():
-    alphabet = {char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    alphabet = {
+        char: number for number, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     source = "{% for m in messages %}{{ m.role | title }}: {{ m.content }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}Assistant:{% endif %}"
-    text = ChatRenderer(HFTokenizer(made), ChatTemplate(source), stop_ids=frozenset([alphabet["\u010a"]]))
+    text = ChatRenderer(
+        HFTokenizer(made), ChatTemplate(source), stop_ids=frozenset([alphabet["\u010a"]])
+    )
     opened = text.open([Message("user", "hello")])
     assert text.decode(opened.ids) == "User: hello\nAssistant:"
-    assert text.decode(text.extend([], text.encode_reply("y"), [Message("user", "on")]).ids) == "User: on\nAssistant:"
+    assert (
+        text.decode(text.extend([], text.encode_reply("y"), [Message("user", "on")]).ids)
+        == "User: on\nAssistant:"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,7 +247,8 @@ def test_white_space_and_digits_as_added_tokens_are_no_control_text():
 
 
 def test_control_behind_a_close_that_joins_in_normalising_is_found():
-    """An added token that is looked for in normalised text joins with a combining character behind it."""
+    """An added token that is looked for in normalised text joins with a
+    combining character behind it."""
     made = Tokenizer.from_str(tokenizer("byte-level BPE").to_str())
     made.normalizer = normalizers.NFC()
     made.add_special_tokens([AddedToken("<|end|>", normalized=True, special=True)])
@@ -198,7 +257,9 @@ def test_control_behind_a_close_that_joins_in_normalising_is_found():
     text = ChatRenderer(HFTokenizer(made), ChatTemplate(source))
     for said in ("\u0338x", "x\u0338", HARMLESS):
         found = text.open([Message("user", said), Message("user", said)])
-        assert control_of(text, found.ids) == control_of(text, text.open([Message("user", "a"), Message("user", "a")]).ids)
+        assert control_of(text, found.ids) == control_of(
+            text, text.open([Message("user", "a"), Message("user", "a")]).ids
+        )
 
 
 @settings(max_examples=200, deadline=None)
@@ -215,7 +276,9 @@ def test_mixtures_of_markers_and_text_never_forge(kind, pieces, form, where):
     def ids(content):
         if where == "open":
             return text.open([Message("user", content), Message("tool", content)]).ids
-        return text.extend([], text.encode_reply("y"), [Message("tool", content), Message("user", content)]).ids
+        return text.extend(
+            [], text.encode_reply("y"), [Message("tool", content), Message("user", content)]
+        ).ids
 
     assert control_of(text, ids(said)) == control_of(text, ids("x"))
 
@@ -230,7 +293,11 @@ def test_a_cut_observation_of_sentencepiece_s_kind_reads_as_its_beginning():
 
     text = chatml("SentencePiece BPE, Metaspace first")
     (played,) = tw.rollout(
-        Long, [tw.Task("go")], tw.ScriptedEngine(["this", "that"]), renderer=text, limits=tw.Limits(observation_tokens=60)
+        Long,
+        [tw.Task("go")],
+        tw.ScriptedEngine(["this", "that"]),
+        renderer=text,
+        limits=tw.Limits(observation_tokens=60),
     )
     assert played.error is None
     assert "user\nthe word of and the word" in text.decode(played.prompt_ids(1))

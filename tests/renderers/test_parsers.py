@@ -14,90 +14,120 @@ from turnwright.types import Message, ToolCall
 
 def tool(name: str, **kinds: str) -> dict:
     properties = {key: {"type": kind} for key, kind in kinds.items()}
-    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": {"type": "object", "properties": properties}},
+    }
 
 
-TOOLS = [tool("look_up", key="string", limit="integer", rows="array", exact="boolean"), tool("other")]
+TOOLS = [
+    tool("look_up", key="string", limit="integer", rows="array", exact="boolean"),
+    tool("other"),
+]
 GOLDEN = {
     "hermes": (
         "<think>\nI look.\n</think>\n\nLet me see.\n"
         '<tool_call>\n{"name": "look_up", "arguments": {"key": "5", "limit": 3}}\n</tool_call>'
     ),
     "qwen3_coder": (
-        "<think>\nI look.\n</think>\n\nLet me see.\n\n<tool_call>\n<function=look_up>\n<parameter=key>\n5\n</parameter>\n"
-        "<parameter=limit>\n3\n</parameter>\n</function>\n</tool_call>"
+        "<think>\nI look.\n</think>\n\nLet me "
+        "see.\n\n<tool_call>\n<function=look_up>\n<parameter=key>\n5\n</parameter>\n<parameter=limit>\n3\n</parameter>\n</function>\n</tool_call>"
     ),
     "seed": (
-        "<seed:think>I look.</seed:think>\nLet me see.\n\n<seed:tool_call>\n<function=look_up>\n<parameter=key>5</parameter>\n"
-        "<parameter=limit>3</parameter>\n</function>\n</seed:tool_call>"
+        "<seed:think>I look.</seed:think>\nLet me "
+        "see.\n\n<seed:tool_call>\n<function=look_up>\n<parameter=key>5</parameter>\n<parameter=limit>3</parameter>\n</function>\n</seed:tool_call>"
     ),
     "llama3": '{"name": "look_up", "parameters": {"key": "5", "limit": 3}}',
     "mistral": '[THINK]I look.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "5", "limit": 3}',
     "deepseek": (
-        "<think>\nI look.\n</think>\n\nLet me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>"
+        "<think>\nI look.\n</think>\n\nLet me "
+        "see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>"
         '{"key": "5", "limit": 3}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
     ),
     "glm": (
-        "<think>I look.</think>\nLet me see.\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>5</arg_value>\n"
-        "<arg_key>limit</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+        "<think>I look.</think>\nLet me "
+        "see.\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>5</arg_value>\n<arg_key>limit</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
     ),
     "hunyuan": (
-        "<think:opensource>I look.</think:opensource>Let me see.<tool_calls:opensource>\n<tool_call:opensource>look_up"
-        "<tool_sep:opensource>\n<arg_key:opensource>key</arg_key:opensource>\n<arg_value:opensource>5</arg_value:opensource>\n"
-        "<arg_key:opensource>limit</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n"
-        "</tool_call:opensource>\n</tool_calls:opensource>"
+        "<think:opensource>I look.</think:opensource>Let me "
+        "see.<tool_calls:opensource>\n<tool_call:opensource>look_up<tool_sep:opensource>\n<arg_key:opensource>key</arg_key:opensource>\n<arg_value:opensource>5</arg_value:opensource>\n<arg_key:opensource>limit</arg_key:opensource>\n<arg_value:opensource>3</arg_value:opensource>\n</tool_call:opensource>\n</tool_calls:opensource>"
     ),
     "kimi": (
-        "<think>I look.</think>Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
-        '<|tool_call_argument_begin|>{"key": "5", "limit": 3}<|tool_call_end|><|tool_calls_section_end|>'
+        "<think>I look.</think>Let me "
+        "see.<|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0"
+        '<|tool_call_argument_begin|>{"key": "5", "limit": '
+        "3}<|tool_call_end|><|tool_calls_section_end|>"
     ),
     "kimi_k3": (
-        "<|open|>think<|sep|>I look.<|close|>think<|sep|><|open|>response<|sep|>Let me see.<|close|>response<|sep|>"
-        '<|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument key="key" type="string"<|sep|>5'
-        '<|close|>argument<|sep|><|open|>argument key="limit" type="number"<|sep|>3<|close|>argument<|sep|>'
+        "<|open|>think<|sep|>I look.<|close|>think<|sep|><|open|>response<|sep|>Let me "
+        "see.<|close|>response<|sep|>"
+        '<|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument '
+        'key="key" type="string"<|sep|>5'
+        '<|close|>argument<|sep|><|open|>argument key="limit" '
+        'type="number"<|sep|>3<|close|>argument<|sep|>'
         "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>"
     ),
     "harmony": (
-        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
-        '<|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"key": "5", "limit": 3}'
+        "<|channel|>analysis<|message|>I "
+        "look.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.look_up "
+        '<|constrain|>json<|message|>{"key": "5", "limit": 3}'
     ),
     "cohere": (
-        "<|START_THINKING|>I look.<|END_THINKING|><|START_RESPONSE|>Let me see.<|END_RESPONSE|><|START_ACTION|>[\n"
-        '    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "5", "limit": 3}}\n]<|END_ACTION|>'
+        "<|START_THINKING|>I look.<|END_THINKING|><|START_RESPONSE|>Let me "
+        "see.<|END_RESPONSE|><|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "5", "limit": '
+        "3}}\n]<|END_ACTION|>"
     ),
-    "command_r": 'Let me see.\nAction:\n```json\n[{"tool_name": "look_up", "parameters": {"key": "5", "limit": 3}}]```',
-    "gemma": ('<|channel>thought\nI look.\n<channel|>Let me see.<|tool_call>call:look_up{key:<|"|>5<|"|>,limit:3}<tool_call|>'),
-    "lfm2": "<think>I look.</think>Let me see.<|tool_call_start|>[look_up(key='5', limit=3)]<|tool_call_end|>",
+    "command_r": 'Let me see.\nAction:\n```json\n[{"tool_name": "look_up", "parameters": '
+    '{"key": "5", "limit": 3}}]```',
+    "gemma": (
+        "<|channel>thought\nI look.\n<channel|>Let me "
+        'see.<|tool_call>call:look_up{key:<|"|>5<|"|>,limit:3}<tool_call|>'
+    ),
+    "lfm2": "<think>I look.</think>Let me see.<|tool_call_start|>[look_up(key='5', "
+    "limit=3)]<|tool_call_end|>",
     "minimax_m2": (
-        '<think>\nI look.\n</think>\n\nLet me see.\n<minimax:tool_call>\n<invoke name="look_up">\n'
-        '<parameter name="key">5</parameter>\n<parameter name="limit">3</parameter>\n</invoke>\n</minimax:tool_call>'
+        "<think>\nI look.\n</think>\n\nLet me see.\n<minimax:tool_call>\n<invoke "
+        'name="look_up">\n<parameter name="key">5</parameter>\n<parameter '
+        'name="limit">3</parameter>\n</invoke>\n</minimax:tool_call>'
     ),
     "muse": (
-        ' to=self<|message|>I look.<|eom|>Let me see.<atem:function_calls>\n<atem:invoke name="look_up">\n'
-        '<atem:parameter name="key">5</atem:parameter>\n<atem:parameter name="limit">3</atem:parameter>\n'
+        " to=self<|message|>I look.<|eom|>Let me see.<atem:function_calls>\n<atem:invoke "
+        'name="look_up">\n'
+        '<atem:parameter name="key">5</atem:parameter>\n<atem:parameter '
+        'name="limit">3</atem:parameter>\n'
         "</atem:invoke>\n</atem:function_calls>"
     ),
-    "minimax_m1": 'Let me see.\n<tool_calls>\n{"name": "look_up", "arguments": {"key": "5", "limit": 3}}\n</tool_calls>',
+    "minimax_m1": 'Let me see.\n<tool_calls>\n{"name": "look_up", "arguments": {"key": "5", '
+    '"limit": 3}}\n</tool_calls>',
     "apriel": (
-        'I look.\n[BEGIN FINAL RESPONSE]\nLet me see.\n<tool_calls>[{"name": "look_up", "arguments": {"key": "5", "limit": 3}}]'
+        'I look.\n[BEGIN FINAL RESPONSE]\nLet me see.\n<tool_calls>[{"name": "look_up", '
+        '"arguments": {"key": "5", "limit": 3}}]'
         "</tool_calls>"
     ),
-    "nemotron_v2": '<TOOLCALL>[{"name": "look_up", "arguments": {"key": "5", "limit": 3}}]</TOOLCALL>',
-    "gigachat": 'Let me see.<|function_call|>{"name": "look_up", "arguments": {"key": "5", "limit": 3}}',
+    "nemotron_v2": '<TOOLCALL>[{"name": "look_up", "arguments": {"key": "5", "limit": '
+    "3}}]</TOOLCALL>",
+    "gigachat": 'Let me see.<|function_call|>{"name": "look_up", "arguments": {"key": "5", '
+    '"limit": 3}}',
     "functionary": 'Let me see.<function=look_up>{"key": "5", "limit": 3}</function>',
     "minicpm": (
         "<think>\nI look.\n</think>\n\nLet me see.\n"
-        '<function name="look_up"><param name="key"><![CDATA[5]]></param><param name="limit">3</param></function>'
+        '<function name="look_up"><param name="key"><![CDATA[5]]></param><param '
+        'name="limit">3</param></function>'
     ),
     "solar": (
-        "<|think|>I look.<|end|><|begin|>assistant<|content|>Let me see.<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
+        "<|think|>I look.<|end|><|begin|>assistant<|content|>Let me "
+        "see.<|tool_calls|><|tool_call:begin|>a1<|tool_call:name|>"
         'look_up<|tool_call:args|>{"key": "5", "limit": 3}<|tool_call:end|>'
     ),
-    "granite": 'Let me see.<|tool_call|>[{"name": "look_up", "arguments": {"key": "5", "limit": 3}}]',
+    "granite": 'Let me see.<|tool_call|>[{"name": "look_up", "arguments": {"key": "5", "limit": '
+    "3}}]",
     "internlm2": (
-        'Let me see.<|action_start|><|plugin|>\n{"name": "look_up", "parameters": {"key": "5", "limit": 3}}<|action_end|>\n'
+        'Let me see.<|action_start|><|plugin|>\n{"name": "look_up", "parameters": {"key": "5", '
+        '"limit": 3}}<|action_end|>\n'
     ),
-    "function_gemma": "<start_function_call>call:look_up{key:<escape>5<escape>,limit:3}<end_function_call>",
+    "function_gemma": "<start_function_call>call:look_up{key:<escape>5<escape>,limit:3}<end_function_call>",  # noqa: E501
     "minicpm3": (
         "<|thought_start|>\nI look.\n<|thought_end|>\nLet me see.\n<|tool_call_start|>\n```python\n"
         'look_up(key="5", limit=3)\n```\n<|tool_call_end|>'
@@ -140,14 +170,22 @@ def test_without_tools_nothing_is_a_call(name):
 
 @pytest.mark.parametrize("name", sorted(set(GOLDEN) - {"harmony"}))
 def test_a_reply_that_begins_inside_thinking(name):
-    close = "</think>" if name in ("llama3", "pythonic", "json_list") else PARSERS[name].thinking.close
-    assert PARSERS[name].parse(f"hm\n{close}\n\n42", TOOLS, thinking=True) == Message("assistant", "42", reasoning="hm")
-    assert PARSERS[name].parse("hm", TOOLS, thinking=True) == Message("assistant", "", reasoning="hm")
+    close = (
+        "</think>" if name in ("llama3", "pythonic", "json_list") else PARSERS[name].thinking.close
+    )
+    assert PARSERS[name].parse(f"hm\n{close}\n\n42", TOOLS, thinking=True) == Message(
+        "assistant", "42", reasoning="hm"
+    )
+    assert PARSERS[name].parse("hm", TOOLS, thinking=True) == Message(
+        "assistant", "", reasoning="hm"
+    )
 
 
 def test_harmony_begins_inside_thinking():
     rest = "<|end|><|start|>assistant<|channel|>final<|message|>42"
-    assert PARSERS["harmony"].parse(f"hm{rest}", thinking=True) == Message("assistant", "42", reasoning="hm")
+    assert PARSERS["harmony"].parse(f"hm{rest}", thinking=True) == Message(
+        "assistant", "42", reasoning="hm"
+    )
     assert PARSERS["harmony"].parse("hm", thinking=True) == Message("assistant", "", reasoning="hm")
 
 
@@ -157,7 +195,11 @@ MORE = {
         '[TOOL_CALLS] [{"name": "look_up", "arguments": {"key": "5"}, "id": "abcdefghi"}]',
         "abcdefghi",
     ),
-    "mistral id": ("mistral", '[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "5"}', "abcdefghi"),
+    "mistral id": (
+        "mistral",
+        '[TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "5"}',
+        "abcdefghi",
+    ),
     "deepseek v3": (
         "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n"
@@ -166,11 +208,15 @@ MORE = {
     ),
     "deepseek v4": (
         "deepseek",
-        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n'
-        '<｜DSML｜parameter name="key" string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="key" '
+        'string="true">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>',
         "call_0",
     ),
-    "llama python tag": ("llama3", '<|python_tag|>{"name": "look_up", "parameters": {"key": "5"}}', "call_0"),
+    "llama python tag": (
+        "llama3",
+        '<|python_tag|>{"name": "look_up", "parameters": {"key": "5"}}',
+        "call_0",
+    ),
     "glm in one line": (
         "glm",
         "<tool_call>look_up<arg_key>key</arg_key><arg_value>5</arg_value></tool_call>",
@@ -183,18 +229,31 @@ MORE = {
     ),
     "gigachat 3": (
         "gigachat",
-        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look_up", "arguments": {"key": "5"}}',
+        '<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "look_up", "arguments": {"key": '
+        '"5"}}',
         "call_0",
     ),
-    "granite 3.1": ("granite", '<tool_call>[{"name": "look_up", "arguments": {"key": "5"}}]', "call_0"),
-    "phi 4": ("granite", '<|tool_call|>[{"name": "look_up", "arguments": {"key": "5"}}]<|/tool_call|>', "call_0"),
+    "granite 3.1": (
+        "granite",
+        '<tool_call>[{"name": "look_up", "arguments": {"key": "5"}}]',
+        "call_0",
+    ),
+    "phi 4": (
+        "granite",
+        '<|tool_call|>[{"name": "look_up", "arguments": {"key": "5"}}]<|/tool_call|>',
+        "call_0",
+    ),
     "llama 4": ("pythonic", '<|python_start|>[look_up(key="5")]<|python_end|>', "call_0"),
     "a list in OpenAI's shape": (
         "json_list",
         '[{"type": "function", "function": {"name": "look_up", "arguments": {"key": "5"}}}]',
         "call_0",
     ),
-    "xlam with parameters": ("json_list", '[\n  {"name": "look_up", "parameters": {"key": "5"}}\n]', "call_0"),
+    "xlam with parameters": (
+        "json_list",
+        '[\n  {"name": "look_up", "parameters": {"key": "5"}}\n]',
+        "call_0",
+    ),
     "arguments as a JSON string": (
         "hermes",
         '<tool_call>{"name": "look_up", "arguments": "{\\"key\\": \\"5\\"}"}</tool_call>',
@@ -246,7 +305,12 @@ MALFORMED = {
         call('{"name": "look_up", "arguments": {"limit": ' + "9" * 5000 + "}}"),
     ],
     ("hermes", "too_deep"): [call("[" * 100_000)],
-    ("hermes", "not_a_call"): [call("[]"), call("3"), call('{"arguments": {}}'), call('{"name": 3, "arguments": {}}')],
+    ("hermes", "not_a_call"): [
+        call("[]"),
+        call("3"),
+        call('{"arguments": {}}'),
+        call('{"name": 3, "arguments": {}}'),
+    ],
     ("hermes", "arguments_not_object"): [
         call('{"name": "look_up", "arguments": [1]}'),
         call('{"name": "look_up", "arguments": "a"}'),
@@ -265,7 +329,9 @@ MALFORMED = {
         call("<function=></function>"),
         call("<function=look_up></function> and more"),
     ],
-    ("qwen3_coder", "repeated_argument"): [tags("<parameter=key>a</parameter><parameter=key>b</parameter>")],
+    ("qwen3_coder", "repeated_argument"): [
+        tags("<parameter=key>a</parameter><parameter=key>b</parameter>")
+    ],
     ("mistral", "truncated"): [
         "[TOOL_CALLS]",
         "[TOOL_CALLS]look_up",
@@ -275,32 +341,56 @@ MALFORMED = {
     ("mistral", "trailing_comma"): ['[TOOL_CALLS]look_up[ARGS]{"key": "a",}'],
     ("mistral", "arguments_not_object"): ["[TOOL_CALLS]look_up[ARGS][1]"],
     ("llama3", "truncated"): ['{"name": "look_up", "parameters": {"key"', "<|python_tag|>{"],
-    ("llama3", "not_json"): ['{"name": "look_up", "parameters": {}} and more', "<|python_tag|>print(1)"],
-    ("kimi", "truncated"): ["<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.look_up:0", "<|tool_call_begin|>"],
+    ("llama3", "not_json"): [
+        '{"name": "look_up", "parameters": {}} and more',
+        "<|python_tag|>print(1)",
+    ],
+    ("kimi", "truncated"): [
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>functions.look_up:0",
+        "<|tool_call_begin|>",
+    ],
     ("harmony", "truncated"): [
         "<|channel|>commentary to=functions.look_up",
         '<|channel|>commentary to=functions.look_up<|message|>{"key"',
     ],
-    ("harmony", "arguments_not_object"): ["<|channel|>commentary to=functions.look_up<|message|>[]"],
-    ("glm", "truncated"): [call("look_up<arg_key>key</arg_key><arg_value>a"), call("look_up").removesuffix("</tool_call>")],
+    ("harmony", "arguments_not_object"): [
+        "<|channel|>commentary to=functions.look_up<|message|>[]"
+    ],
+    ("glm", "truncated"): [
+        call("look_up<arg_key>key</arg_key><arg_value>a"),
+        call("look_up").removesuffix("</tool_call>"),
+    ],
     ("glm", "not_a_call"): [call(GOOD), call("look_up<arg_key>key</arg_key>a")],
-    ("deepseek", "truncated"): ["<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}"],
+    ("deepseek", "truncated"): [
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{}",
+    ],
     ("deepseek", "not_json"): [
-        '<｜DSML｜tool_calls><｜DSML｜invoke name="look_up"><｜DSML｜parameter name="limit" string="false">three'
+        '<｜DSML｜tool_calls><｜DSML｜invoke name="look_up"><｜DSML｜parameter name="limit" '
+        'string="false">three'
         "</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>"
     ],
-    ("lfm2", "truncated"): ["<|tool_call_start|>[look_up(key='a<|tool_call_end|>", "<|tool_call_start|>[look_up("],
+    ("lfm2", "truncated"): [
+        "<|tool_call_start|>[look_up(key='a<|tool_call_end|>",
+        "<|tool_call_start|>[look_up(",
+    ],
     ("lfm2", "not_a_call"): [
         "<|tool_call_start|>look_up(1)<|tool_call_end|>",
         "<|tool_call_start|>[look_up(1)]<|tool_call_end|>",
     ],
-    ("gemma", "truncated"): ['<|tool_call>call:look_up{key:<|"|>a<|"|>', "<|tool_call>call:look_up{key:<tool_call|>"],
+    ("gemma", "truncated"): [
+        '<|tool_call>call:look_up{key:<|"|>a<|"|>',
+        "<|tool_call>call:look_up{key:<tool_call|>",
+    ],
     ("gemma", "not_json"): ["<|tool_call>call:look_up{key:a}<tool_call|>"],
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "cause", "text"), [(*key, text) for key, rows in MALFORMED.items() for text in rows], ids=lambda x: x[:40]
+    ("name", "cause", "text"),
+    [(*key, text) for key, rows in MALFORMED.items() for text in rows],
+    ids=lambda x: x[:40],
 )
 def test_a_malformed_call_says_what_is_wrong(name, cause, text):
     (found,) = PARSERS[name].parse(text, TOOLS).tool_calls
@@ -311,7 +401,9 @@ def test_a_malformed_call_says_what_is_wrong(name, cause, text):
     assert len(found.error) < 300
 
 
-@pytest.mark.parametrize("bad", [text for (name, _), rows in MALFORMED.items() if name == "hermes" for text in rows[-1:]])
+@pytest.mark.parametrize(
+    "bad", [text for (name, _), rows in MALFORMED.items() if name == "hermes" for text in rows[-1:]]
+)
 def test_of_two_calls_the_good_one_stands(bad):
     for text in (call(GOOD) + bad, bad + call(GOOD)):
         found = PARSERS["hermes"].parse(text, TOOLS).tool_calls
@@ -326,18 +418,29 @@ def test_a_call_broken_off_by_the_next_one_leaves_it_standing():
 
 
 def test_of_a_list_and_of_one_block_of_tags_the_good_ones_stand():
-    found = PARSERS["mistral"].parse('[TOOL_CALLS][{"name": "look_up", "arguments": {}}, {"name": 3}]', TOOLS).tool_calls
+    found = (
+        PARSERS["mistral"]
+        .parse('[TOOL_CALLS][{"name": "look_up", "arguments": {}}, {"name": 3}]', TOOLS)
+        .tool_calls
+    )
     assert [c.cause for c in found] == [None, "not_a_call"]
-    text = "<function=look_up><parameter=key>a</function><function=look_up><parameter=key>b</parameter></function>"
+    text = "<function=look_up><parameter=key>a</function><function=look_up><parameter=key>b</parameter></function>"  # noqa: E501
     found = PARSERS["qwen3_coder"].parse(call(text), TOOLS).tool_calls
-    assert [(c.cause, dict(c.arguments)) for c in found] == [("truncated", {}), (None, {"key": "b"})]
+    assert [(c.cause, dict(c.arguments)) for c in found] == [
+        ("truncated", {}),
+        (None, {"key": "b"}),
+    ]
 
 
 def test_marks_inside_arguments_are_text():
     for inner in ("</tool_call>", "<tool_call>", "</tool_call> </tool_call>"):
         text = call('{"name": "look_up", "arguments": {"key": "x' + inner + 'y"}}')
         message = PARSERS["hermes"].parse(f"Hm. {text} Yes.", TOOLS)
-        assert message == Message("assistant", "Hm.  Yes.", tool_calls=(ToolCall("look_up", {"key": f"x{inner}y"}, "call_0"),))
+        assert message == Message(
+            "assistant",
+            "Hm.  Yes.",
+            tool_calls=(ToolCall("look_up", {"key": f"x{inner}y"}, "call_0"),),
+        )
         text = tags(f"<parameter=key>\nx{inner}y\n</parameter>")
         (found,) = PARSERS["qwen3_coder"].parse(text, TOOLS).tool_calls
         assert found.arguments == {"key": f"x{inner}y"}
@@ -346,7 +449,11 @@ def test_marks_inside_arguments_are_text():
 def test_an_unknown_tool_and_a_repeated_call_are_told_apart_from_malformed_ones():
     text = call(GOOD) + call(GOOD) + call('{"name": "lookup", "arguments": {}}')
     found = PARSERS["hermes"].parse(text, TOOLS).tool_calls
-    assert [(c.cause, c.error) for c in found] == [(None, None), ("duplicated", None), ("unknown_tool", None)]
+    assert [(c.cause, c.error) for c in found] == [
+        (None, None),
+        ("duplicated", None),
+        ("unknown_tool", None),
+    ]
 
 
 def test_calls_inside_thinking_are_counted_and_are_none():
@@ -387,8 +494,19 @@ COERCED = [
 @pytest.mark.parametrize(("schema", "text", "value"), COERCED, ids=lambda x: str(x)[:40])
 def test_bare_text_is_what_its_schema_asks_for(schema, text, value):
     properties = {} if schema is None else {"key": schema}
-    tools = [{"function": {"name": "look_up", "parameters": {"type": "object", "properties": properties}}}]
-    (found,) = PARSERS["qwen3_coder"].parse(tags(f"<parameter=key>\n{text}\n</parameter>"), tools).tool_calls
+    tools = [
+        {
+            "function": {
+                "name": "look_up",
+                "parameters": {"type": "object", "properties": properties},
+            }
+        }
+    ]
+    (found,) = (
+        PARSERS["qwen3_coder"]
+        .parse(tags(f"<parameter=key>\n{text}\n</parameter>"), tools)
+        .tool_calls
+    )
     assert found.error is None
     assert found.arguments == {"key": value}
     assert type(found.arguments["key"]) is type(value)
@@ -402,7 +520,10 @@ def test_llama_answers_in_json_are_no_calls():
 
 
 def test_an_empty_call_of_tags_has_no_arguments():
-    for name, text in (("qwen3_coder", call("<function=other>\n</function>")), ("glm", call("other\n"))):
+    for name, text in (
+        ("qwen3_coder", call("<function=other>\n</function>")),
+        ("glm", call("other\n")),
+    ):
         assert PARSERS[name].parse(text, TOOLS).tool_calls == (ToolCall("other", {}, "call_0"),)
 
 
@@ -419,16 +540,31 @@ def test_counts_are_in_the_trajectory():
     ]
     (trajectory,) = tw.rollout(tw.tool_env([look_up]), [tw.Task("q")], tw.ScriptedEngine(replies))
     assert trajectory.error is None
-    assert {key: value for key, value in trajectory.metrics.items() if key.startswith("malformed")} == {
+    assert {
+        key: value for key, value in trajectory.metrics.items() if key.startswith("malformed")
+    } == {
         "malformed_calls": 5,
         "malformed_trailing_comma": 2,
         "malformed_unknown_tool": 1,
         "malformed_duplicated": 1,
         "malformed_in_thinking": 1,
     }
-    first, second, _ = ({key: value for key, value in turn.info.items() if key != "tool_log"} for turn in trajectory.turns)
-    assert first == {"tool_calls": 4, "tool_errors": 2, "tool_errors/trailing_comma": 1, "tool_errors/unknown_tool": 1}
-    assert second == {"tool_calls": 2, "tool_errors": 2, "tool_errors/wrong_type": 1, "tool_errors/trailing_comma": 1}
+    first, second, _ = (
+        {key: value for key, value in turn.info.items() if key != "tool_log"}
+        for turn in trajectory.turns
+    )
+    assert first == {
+        "tool_calls": 4,
+        "tool_errors": 2,
+        "tool_errors/trailing_comma": 1,
+        "tool_errors/unknown_tool": 1,
+    }
+    assert second == {
+        "tool_calls": 2,
+        "tool_errors": 2,
+        "tool_errors/wrong_type": 1,
+        "tool_errors/trailing_comma": 1,
+    }
 
 
 def test_a_reply_survives_its_record_with_what_is_wrong_with_it():
@@ -441,9 +577,14 @@ def test_a_reply_survives_its_record_with_what_is_wrong_with_it():
 @pytest.mark.parametrize("name", ["pythonic", "minicpm3", "olmo3", "json_list", "granite"])
 def test_two_calls_are_read(name):
     one, two = 'look_up(key="a")', "look_up(key='b(), c')"
-    lists = {"pythonic": f"[{one}, {two}]", "olmo3": f"<function_calls>{one}\n{two}</function_calls>"}
+    lists = {
+        "pythonic": f"[{one}, {two}]",
+        "olmo3": f"<function_calls>{one}\n{two}</function_calls>",
+    }
     lists["minicpm3"] = f"<|tool_call_start|>\n```python\n{one}\n{two}\n```\n<|tool_call_end|>"
-    lists["json_list"] = json.dumps([{"name": "look_up", "arguments": {"key": key}} for key in ("a", "b(), c")])
+    lists["json_list"] = json.dumps(
+        [{"name": "look_up", "arguments": {"key": key}} for key in ("a", "b(), c")]
+    )
     lists["granite"] = f"<|tool_call|>{lists['json_list']}"
     found = PARSERS[name].parse(lists[name], TOOLS).tool_calls
     assert [(call.name, call.arguments, call.error) for call in found] == [

@@ -15,7 +15,8 @@ from turnwright.renderers.parsers import PARSERS, detect_format
 from turnwright.types import Message
 
 NAMES = sorted(PARSERS)
-# What replies of any format are made of: whole examples, their marks, and what JSON and Python are made of.
+# What replies of any format are made of: whole examples, their marks, and what JSON
+# and Python are made of.
 _SPLIT = re.compile(r"(?<=[>\]])|(?=[<\[])")
 _LOOSE = "\"'{}[](),:\\ \n\0\ud800"
 PIECES = [
@@ -25,8 +26,14 @@ PIECES = [
 ]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14).map("".join)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
@@ -48,7 +55,11 @@ def check(name: str, text: str, thinking: bool = False) -> Message:
 @given(st.sampled_from(NAMES), TEXTS, st.booleans())
 @example("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", False)
 @example("lfm2", "<|tool_call_start|>[f(x=" + "(" * 100_000 + ")]<|tool_call_end|>", False)
-@example("qwen3_coder", "<tool_call><function=f><parameter=x>" + "[" * 100_000 + "</parameter></function></tool_call>", False)
+@example(
+    "qwen3_coder",
+    "<tool_call><function=f><parameter=x>" + "[" * 100_000 + "</parameter></function></tool_call>",
+    False,
+)
 def test_no_text_is_too_much(name, text, thinking):
     check(name, text, thinking)
 
@@ -75,12 +86,15 @@ def test_json_formats_read_back_any_arguments(arguments, said):
         "hermes": f'<tool_call>\n{{"name": "look_up", "arguments": {dumped}}}\n</tool_call>',
         "mistral": f"[TOOL_CALLS]look_up[ARGS]{dumped}",
         "deepseek": f"<｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{dumped}<｜tool▁call▁end｜>",
-        "kimi": f"<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{dumped}<|tool_call_end|>",
-        "cohere": f'<|START_ACTION|>[{{"tool_name": "look_up", "parameters": {dumped}}}]<|END_ACTION|>',
+        "kimi": f"<|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{dumped}<|tool_call_end|>",  # noqa: E501
+        "cohere": '<|START_ACTION|>[{"tool_name": "look_up", "parameters": '
+        f"{dumped}}}]<|END_ACTION|>",
     }
     for name, text in forms.items():
         message = check(name, said + text)
-        assert [(c.name, c.arguments, c.error) for c in message.tool_calls] == [("look_up", arguments, None)]
+        assert [(c.name, c.arguments, c.error) for c in message.tool_calls] == [
+            ("look_up", arguments, None)
+        ]
         assert message.text == said
 
 
@@ -115,9 +129,13 @@ BAD = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_megabytes_take_time_in_proportion(name):
-    """At most 0.2 s of a core, for tens of thousands of calls that do not read; what looks at the rest per call takes 2.5."""
+    """At most 0.2 s of a core, for tens of thousands of calls that do not read; what looks at the
+    rest per call takes 2.5."""
     dialects = getattr(PARSERS[name], "dialects", ())
-    marks = {(d.open, d.close) for d in dialects} or {("<|channel|>analysis<|message|>", "<|end|>"), ("<|python_tag|>", "")}
+    marks = {(d.open, d.close) for d in dialects} or {
+        ("<|channel|>analysis<|message|>", "<|end|>"),
+        ("<|python_tag|>", ""),
+    }
     for mark, close in marks:
         for pattern in BAD:
             unit = pattern.format(mark=mark, close=close)
@@ -130,8 +148,13 @@ def test_megabytes_take_time_in_proportion(name):
 
 def test_the_end_of_thinking_in_an_argument_ends_no_thinking():
     call = '<tool_call>\n{"name": "look_up", "arguments": {"q": "a</think>b"}}\n</tool_call>'
-    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+    tools = [
+        {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+    ]
     reply = PARSERS["hermes"].parse(call, tools)
-    assert (reply.reasoning, [c.arguments for c in reply.tool_calls]) == (None, [{"q": "a</think>b"}])
+    assert (reply.reasoning, [c.arguments for c in reply.tool_calls]) == (
+        None,
+        [{"q": "a</think>b"}],
+    )
     thought = PARSERS["hermes"].parse(f"hm {call}</think>{call}", tools, thinking=True)
     assert thought.calls_in_thinking == 1

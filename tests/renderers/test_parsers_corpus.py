@@ -1,4 +1,5 @@
-"""Every template at hand: its format is recognised by what it shows, and what it shows is read back."""
+"""Every template at hand: its format is recognised by what it shows, and what
+it shows is read back."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from turnwright.renderers.template import adapt_template
 from turnwright.types import ToolCall
 
 CORPUS = distinct()
-needs_corpus = pytest.mark.skipif(not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them")
+needs_corpus = pytest.mark.skipif(
+    not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them"
+)
 
 
 def tools(*names: str, nullable: Any) -> list[dict[str, Any]]:
@@ -32,7 +35,13 @@ def tools(*names: str, nullable: Any) -> list[dict[str, Any]]:
     }
     properties = {key: kind | {"description": "d"} for key, kind in kinds.items()}
     parameters = {"type": "object", "properties": properties, "required": ["text"]}
-    return [{"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}} for name in names]
+    return [
+        {
+            "type": "function",
+            "function": {"name": name, "description": "d", "parameters": parameters},
+        }
+        for name in names
+    ]
 
 
 AWKWARD = {
@@ -51,12 +60,14 @@ LENIENT = tools("look_up", "other", nullable="string")
 
 UNREAD = {
     "MiniMax-M3": "arguments are nested tags without types",
-    "meetkai-functionary-medium-v3.2": "a call has no mark but the template's own generation prompt (`>>>`)",
+    "meetkai-functionary-medium-v3.2": "a call has no mark but the template's own generation "
+    "prompt (`>>>`)",
 }
 """Templates whose calls no parser reads."""
 LOSSY = {
     "LFM2.5-8B-A1B": "quotes in strings are not escaped",
-    "lfm2_2_5": "quotes in strings are not escaped",  # LFM2.5-8B-A1B's twin, first by name where only trl's are at hand
+    # LFM2.5-8B-A1B's twin, first by name where only trl's are at hand
+    "lfm2_2_5": "quotes in strings are not escaped",
     "lfm2_2_5_v2": "quotes in strings are not escaped",
 }
 """Templates whose own text of the awkward call is ambiguous."""
@@ -76,7 +87,10 @@ FIRST_ONLY = {
 
 def read_back(form: Any, name: str, given: Sequence[Mapping[str, Any]]) -> str:
     """What came of calls with these arguments: read, refused, or what was read instead."""
-    calls = tuple(ToolCall("look_up", arguments, f"abcdefgh{number}") for number, arguments in enumerate(given))
+    calls = tuple(
+        ToolCall("look_up", arguments, f"abcdefgh{number}")
+        for number, arguments in enumerate(given)
+    )
     wanted = [("look_up", arguments, None) for arguments in given]
     for known in (STRICT, LENIENT):
         shown = render_probe_reply(form, calls, known)
@@ -124,6 +138,9 @@ def test_every_template_reads_back_its_own_calls(capsys):
         assert both == "read", f"{full} ({parser.name}): {both}"
     good = sum(result == "round trip" for result in results.values())
     with capsys.disabled():
-        print(f"\n{len(CORPUS)} templates, {len(results)} read, {good} round-trip; by format: {dict(table.most_common())}")
+        print(
+            f"\n{len(CORPUS)} templates, {len(results)} read, {good} round-trip; by format: "
+            f"{dict(table.most_common())}"
+        )
     if len(CORPUS) >= 100:
         assert good >= 84

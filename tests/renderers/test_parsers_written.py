@@ -1,4 +1,5 @@
-"""Any calls, written in any format: they are read back, and a reply cut anywhere has no call that was not written."""
+"""Any calls, written in any format: they are read back, and a reply cut anywhere has no call
+that was not written."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ Arguments = Mapping[str, Any]
 Calls = Sequence[tuple[str, Arguments]]
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,8}(?:\.[a-z]+|-[a-z]+)?", fullmatch=True)
@@ -27,9 +34,13 @@ WORDS = st.text("abc éz.,!\n", max_size=12).map(str.strip)
 BARE_TEXT = st.text("a5 \n\"'\\{}[]()<>:,|&é\ud83d=/`", max_size=12)
 KEYS = {
     "json": st.text(max_size=6),
-    "tags": st.text("abz09_$@.- []é", min_size=1, max_size=6).filter(lambda key: key == key.strip()),
+    "tags": st.text("abz09_$@.- []é", min_size=1, max_size=6).filter(
+        lambda key: key == key.strip()
+    ),
     "python": st.from_regex(r"[a-z][a-z0-9_]{0,5}", fullmatch=True),
-    "gemma": st.text("abz09_$@.-[]/ é}'<", min_size=1, max_size=6).filter(lambda key: key == key.strip()),
+    "gemma": st.text("abz09_$@.-[]/ é}'<", min_size=1, max_size=6).filter(
+        lambda key: key == key.strip()
+    ),
 }
 
 
@@ -42,20 +53,32 @@ def bare(value: Any) -> str:
 
 
 def schema_type(value: Any) -> str:
-    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    kinds = {
+        str: "string",
+        bool: "boolean",
+        int: "integer",
+        float: "number",
+        list: "array",
+        dict: "object",
+    }
     return kinds.get(type(value), "null")
 
 
 def named(key: str, arguments: str) -> Callable[[str, Arguments], str]:
-    return lambda name, given: f"{{{dumped(key)}: {dumped(name)}, {dumped(arguments)}: {dumped(given)}}}"
+    return lambda name, given: (
+        f"{{{dumped(key)}: {dumped(name)}, {dumped(arguments)}: {dumped(given)}}}"
+    )
 
 
 CALL, LLAMA_CALL = named("name", "arguments"), named("name", "parameters")
 COHERE_CALL = named("tool_name", "parameters")
 
 
-def tags(call: str, argument: str, end: str, tail: str, newline: str = "") -> Callable[[str, Arguments], str]:
-    """Return a writer of arguments in tags; `%n` and `%k` are the names in the opening tags, `%t` whether it is a string."""
+def tags(
+    call: str, argument: str, end: str, tail: str, newline: str = ""
+) -> Callable[[str, Arguments], str]:
+    """Return a writer of arguments in tags; `%n` and `%k` are the names in the opening tags, `%t`
+    whether it is a string."""
 
     def write(name: str, given: Arguments) -> str:
         body = "".join(
@@ -70,7 +93,8 @@ def tags(call: str, argument: str, end: str, tail: str, newline: str = "") -> Ca
 
 def typed_tags(name: str, given: Arguments) -> str:
     body = "".join(
-        f'<|open|>argument key="{key}" type="{schema_type(value)}"<|sep|>{bare(value)}<|close|>argument<|sep|>'
+        f'<|open|>argument key="{key}" '
+        f'type="{schema_type(value)}"<|sep|>{bare(value)}<|close|>argument<|sep|>'
         for key, value in given.items()
     )
     return f'<|open|>call tool="{name}" index="1"<|sep|>{body}<|close|>call<|sep|>'
@@ -79,11 +103,17 @@ def typed_tags(name: str, given: Arguments) -> str:
 def literal(value: Any) -> str:
     """Return a value as a Python literal, its strings escaped as in Python."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{" + ", ".join(f"{literal(key)}: {literal(item)}" for key, item in value.items()) + "}"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(map(literal, value)) + "]"
     if isinstance(value, str):
-        return "'" + dumped(value)[1:-1].replace('\\"', '"').replace("'", "\\'").replace("\\/", "/") + "'"
+        return (
+            "'"
+            + dumped(value)[1:-1].replace('\\"', '"').replace("'", "\\'").replace("\\/", "/")
+            + "'"
+        )
     return repr(value)
 
 
@@ -104,7 +134,9 @@ def gemma(quote: str) -> Callable[[str, Arguments], str]:
 
 def minicpm(name: str, given: Arguments) -> str:
     body = "".join(
-        f'<param name="{key}">' + (f"<![CDATA[{value}]]>" if isinstance(value, str) else dumped(value)) + "</param>"
+        f'<param name="{key}">'
+        + (f"<![CDATA[{value}]]>" if isinstance(value, str) else dumped(value))
+        + "</param>"
         for key, value in given.items()
     )
     return f'<function name="{name}">{body}</function>'
@@ -129,7 +161,12 @@ class Written:
     thinking: tuple[str, str] = ("<think>", "</think>")
 
     def reply(self, calls: Calls, text: str) -> str:
-        return text + self.before + self.between.join(self.write(name, given) for name, given in calls) + self.after
+        return (
+            text
+            + self.before
+            + self.between.join(self.write(name, given) for name, given in calls)
+            + self.after
+        )
 
 
 def each(opening: str, write: Callable[[str, Arguments], str], close: str, **more: Any) -> Written:
@@ -137,14 +174,22 @@ def each(opening: str, write: Callable[[str, Arguments], str], close: str, **mor
     return Written(opening, lambda name, given: opening + write(name, given) + close, **more)
 
 
-def listed(opening: str, write: Callable[[str, Arguments], str], close: str, **more: Any) -> Written:
+def listed(
+    opening: str, write: Callable[[str, Arguments], str], close: str, **more: Any
+) -> Written:
     """Return a format with a list of calls between marks."""
     return Written(opening, write, f"{opening}[", ", ", f"]{close}", **more)
 
 
-TEXT_VALUES = BARE_TEXT | JSON_VALUES.filter(lambda value: value is not None and not isinstance(value, str))
+TEXT_VALUES = BARE_TEXT | JSON_VALUES.filter(
+    lambda value: value is not None and not isinstance(value, str)
+)
 GEMMA_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | BARE_TEXT,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | BARE_TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS["gemma"], inner, max_size=2),
     max_leaves=6,
 )
@@ -158,7 +203,12 @@ HUNYUAN = tags(
 )
 CODER = tags("\n<function=%n>\n", "<parameter=%k>", "</parameter>", "</function>\n", "\n")
 MINIMAX = tags('\n<invoke name="%n">\n', '<parameter name="%k">', "</parameter>", "</invoke>\n")
-MUSE = tags('\n<atem:invoke name="%n">\n', '<atem:parameter name="%k">', "</atem:parameter>", "</atem:invoke>\n")
+MUSE = tags(
+    '\n<atem:invoke name="%n">\n',
+    '<atem:parameter name="%k">',
+    "</atem:parameter>",
+    "</atem:invoke>\n",
+)
 DSML = tags(
     '\n<｜DSML｜invoke name="%n">\n',
     '<｜DSML｜parameter name="%k" string="%t">',
@@ -177,7 +227,12 @@ FORMATS: dict[str, Written] = {
         without=("</parameter>",),
         **TAGGED,
     ),
-    "mistral": each("[TOOL_CALLS]", lambda name, given: f"{name}[ARGS]{dumped(given)}", "", thinking=("[THINK]", "[/THINK]")),
+    "mistral": each(
+        "[TOOL_CALLS]",
+        lambda name, given: f"{name}[ARGS]{dumped(given)}",
+        "",
+        thinking=("[THINK]", "[/THINK]"),
+    ),
     "mistral list": listed("[TOOL_CALLS]", CALL, "", thinking=("[THINK]", "[/THINK]")),
     "deepseek": each(
         "<｜tool▁call▁begin｜>",
@@ -238,7 +293,12 @@ FORMATS: dict[str, Written] = {
         text=False,
         thinking=("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
     ),
-    "cohere": listed("<|START_ACTION|>", COHERE_CALL, "<|END_ACTION|>", thinking=("<|START_THINKING|>", "<|END_THINKING|>")),
+    "cohere": listed(
+        "<|START_ACTION|>",
+        COHERE_CALL,
+        "<|END_ACTION|>",
+        thinking=("<|START_THINKING|>", "<|END_THINKING|>"),
+    ),
     "command_r": listed("Action:\n```json\n", COHERE_CALL, "```"),
     "gemma": each(
         "<|tool_call>",
@@ -270,10 +330,14 @@ FORMATS: dict[str, Written] = {
         **TAGGED,
     ),
     "minimax_m1": Written("<tool_calls>", CALL, "<tool_calls>\n", "\n", "\n</tool_calls>"),
-    "apriel": listed("<tool_calls>", CALL, "</tool_calls>", thinking=("", "[BEGIN FINAL RESPONSE]")),
+    "apriel": listed(
+        "<tool_calls>", CALL, "</tool_calls>", thinking=("", "[BEGIN FINAL RESPONSE]")
+    ),
     "nemotron_v2": listed("<TOOLCALL>", CALL, "</TOOLCALL>"),
     "gigachat": each("<|function_call|>", CALL, ""),
-    "functionary": Written("<function=", lambda name, given: f"<function={name}>{dumped(given)}</function>"),
+    "functionary": Written(
+        "<function=", lambda name, given: f"<function={name}>{dumped(given)}</function>"
+    ),
     "minicpm": Written("<function ", minicpm, without=("]]>", "</function>"), **TAGGED),
     "solar": each(
         "<|tool_call:begin|>",
@@ -301,12 +365,29 @@ FORMATS: dict[str, Written] = {
         keys="python",
         thinking=("<|thought_start|>", "<|thought_end|>"),
     ),
-    "olmo3": Written("<function_calls>", python_call, "<function_calls>", "\n", "</function_calls>", keys="python"),
-    "apertus": listed("<|tools_prefix|>", lambda name, given: dumped({name: given}), "<|tools_suffix|>"),
+    "olmo3": Written(
+        "<function_calls>",
+        python_call,
+        "<function_calls>",
+        "\n",
+        "</function_calls>",
+        keys="python",
+    ),
+    "apertus": listed(
+        "<|tools_prefix|>", lambda name, given: dumped({name: given}), "<|tools_suffix|>"
+    ),
     "llama3": Written('{"name":', LLAMA_CALL, between="; ", text=False),
-    "llama3 with a text": Written("<|python_start|>", LLAMA_CALL, "<|python_start|>Let me see.<|python_end|>", text=False),
+    "llama3 with a text": Written(
+        "<|python_start|>", LLAMA_CALL, "<|python_start|>Let me see.<|python_end|>", text=False
+    ),
     "pythonic": Written(
-        "<|python_start|>", python_call, "<|python_start|>[", ", ", "]<|python_end|>", keys="python", text=False
+        "<|python_start|>",
+        python_call,
+        "<|python_start|>[",
+        ", ",
+        "]<|python_end|>",
+        keys="python",
+        text=False,
     ),
     "json_list": Written('[{"name":', CALL, "[", ", ", "]", text=False),
 }
@@ -328,7 +409,10 @@ def has_any(value: Any, texts: tuple[str, ...]) -> bool:
 def replies(draw: st.DrawFn, written: Written) -> Calls:
     names = draw(st.lists(NAMES, min_size=1, max_size=3))
     arguments = st.dictionaries(KEYS[written.keys], written.values, max_size=3)
-    return [(name, draw(arguments.filter(lambda given: not has_any(given, written.without)))) for name in names]
+    return [
+        (name, draw(arguments.filter(lambda given: not has_any(given, written.without))))
+        for name in names
+    ]
 
 
 def tools_of(calls: Calls) -> list[dict[str, Any]]:
@@ -339,7 +423,10 @@ def tools_of(calls: Calls) -> list[dict[str, Any]]:
         for key, value in arguments.items():
             kinds[key] = {"type": schema_type(value)}
     return [
-        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": kinds}}}
+        {
+            "type": "function",
+            "function": {"name": name, "parameters": {"type": "object", "properties": kinds}},
+        }
         for name, kinds in properties.items()
     ]
 
@@ -373,11 +460,17 @@ def test_calls_are_read_back_and_a_cut_reply_has_no_other_call(name, data):
     wanted = [(name, same(given)) for name, given in calls]
 
     message = parser.parse(reply, tools)
-    assert [(call.name, same(call.arguments)) for call in message.tool_calls if call.error is None] == wanted, reply
+    assert [
+        (call.name, same(call.arguments)) for call in message.tool_calls if call.error is None
+    ] == wanted, reply
     assert message.reasoning == ("Hm." if thought else None)
     assert message.text == (text or ("Let me see." if "text" in name else ""))
 
-    begun = len(thought) + len(text) + len((written.before + written.opening).partition(written.opening)[0])
+    begun = (
+        len(thought)
+        + len(text)
+        + len((written.before + written.opening).partition(written.opening)[0])
+    )
     begun += len(written.opening)
     for position in range(len(reply)):
         cut = parser.parse(reply[:position], tools)

@@ -1,4 +1,5 @@
-"""Prompts are those of the template for these texts, whatever was played before: orders of conversations, words, late state."""
+"""Prompts are those of the template for these texts, whatever was played before: orders of
+conversations, words, late state."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ from turnwright.renderers.template import random_mark
 from turnwright.types import Message, ToolCall
 
 NONE: frozenset[str] = frozenset()
-TEXTS = ("Begin.", "go on", "/quiet please", "Error: no such key", "ERROR", "", "  \n", "a text of more than two dozen letters")
+TEXTS = (
+    "Begin.",
+    "go on",
+    "/quiet please",
+    "Error: no such key",
+    "ERROR",
+    "",
+    "  \n",
+    "a text of more than two dozen letters",
+)
 TURNS = st.integers(0, 18)
 texts = st.sampled_from(TEXTS)
 
@@ -43,7 +53,9 @@ def conversations(draw, lengths=TURNS):
     return opening, turns
 
 
-same_length = st.integers(1, 14).flatmap(lambda length: st.lists(conversations(st.just(length)), min_size=2, max_size=3))
+same_length = st.integers(1, 14).flatmap(
+    lambda length: st.lists(conversations(st.just(length)), min_size=2, max_size=3)
+)
 """Conversations that differ in their texts and roles alone."""
 
 
@@ -64,7 +76,7 @@ def played(renderer, conversation):
 
 
 KEPT = [source(frozenset((user,)), frozenset((tool,)), "kept", "")
-        for user in ("word", "length", "said before", "blank") for tool in ("late", "failed", "omits blank")]  # fmt: skip
+        for user in ("word", "length", "said before", "blank") for tool in ("late", "failed", "omits blank")]  # fmt: skip  # noqa: E501
 
 
 @given(st.one_of(st.sampled_from(KEPT), sources()), same_length, st.randoms(use_true_random=False))
@@ -75,7 +87,9 @@ def test_prompts_do_not_depend_on_what_was_played_before(template, talks, chance
     chance.shuffle(order)
     shared = renderer_of(template)
     for number in order:
-        assert played(shared, talks[number]) == alone[number], f"conversation {number} in the order {order}"
+        assert played(shared, talks[number]) == alone[number], (
+            f"conversation {number} in the order {order}"
+        )
 
 
 @given(sources(), conversations(), conversations(), st.integers(0, 18))
@@ -98,10 +112,16 @@ def test_a_conversation_that_is_resumed_goes_on_with_the_same_prompts(template, 
             rest += told
 
 
-@given(st.sampled_from([*KEPT, CHATML, *map(template_source, ("chatml", "qwen3_with_thinking", "qwen_vl"))]), conversations())
+@given(
+    st.sampled_from(
+        [*KEPT, CHATML, *map(template_source, ("chatml", "qwen3_with_thinking", "qwen_vl"))]
+    ),
+    conversations(),
+)
 @settings(max_examples=80)
 def test_an_append_is_what_the_template_writes_behind_this_conversation(template, talk):
-    """With a template that keeps all earlier text, the prompts and replies together are its rendering."""
+    """With a template that keeps all earlier text, the prompts and replies
+    together are its rendering."""
     renderer = renderer_of(template)
     opening, turns = talk
     prompts = played(renderer, talk)
@@ -109,7 +129,9 @@ def test_an_append_is_what_the_template_writes_behind_this_conversation(template
     assert prompts[0] == renderer.template.render(history, TOOLS, generation_prompt=True)
     for prompt, (reply, told) in zip(prompts[1:], turns, strict=True):
         history += [reply, *told]
-        assert renderer.template.render(history, TOOLS, generation_prompt=True).endswith(f"<|im_end|>{prompt}")
+        assert renderer.template.render(history, TOOLS, generation_prompt=True).endswith(
+            f"<|im_end|>{prompt}"
+        )
 
 
 CONDITIONS = """
@@ -150,10 +172,14 @@ X | title == 'Word'
 """.strip().splitlines()
 
 
-@given(st.sampled_from(CONDITIONS), st.sampled_from(("word", "Word", " word ", "swords", "other", "7", "wo", "ord", "x" * 30)))
+@given(
+    st.sampled_from(CONDITIONS),
+    st.sampled_from(("word", "Word", " word ", "swords", "other", "7", "wo", "ord", "x" * 30)),
+)
 @settings(max_examples=300)
 def test_what_is_allowed_takes_the_way_of_the_placeholder(condition, text):
-    """Whatever a template asks of a text: a text that is allowed gets the answer that a placeholder got."""
+    """Whatever a template asks of a text: a text that is allowed gets the answer
+    that a placeholder got."""
     by_macro = "{%- macro said(m) -%}{{- m.content -}}{%- endmacro -%}"
     for value in ("messages[0].content", "said(messages[0])"):
         body = by_macro + "{%- if CONDITION -%}yes{%- else -%}no{%- endif -%}".replace(
@@ -166,7 +192,10 @@ def test_what_is_allowed_takes_the_way_of_the_placeholder(condition, text):
             assert template.render([Message("user", text)]) == of_placeholder, (condition, value)
         elif not inspected.unprovable:
             assert (
-                any(word in text or word in text.casefold() for word in map(str.casefold, inspected.words))
+                any(
+                    word in text or word in text.casefold()
+                    for word in map(str.casefold, inspected.words)
+                )
                 or inspected.any_case
             )
 
@@ -174,10 +203,17 @@ def test_what_is_allowed_takes_the_way_of_the_placeholder(condition, text):
 def test_common_questions_of_templates_are_provable():
     """Searches for words and emptiness leave most texts provable; a length does not."""
     plain = "an ordinary text"
-    for condition, provable in (("'word' in X", True), ("X | length > 0", True), ("X | trim", True), ("X | length > 9", False)):
+    for condition, provable in (
+        ("'word' in X", True),
+        ("X | length > 0", True),
+        ("X | trim", True),
+        ("X | length > 9", False),
+    ):
         with watch_placeholders() as inspected:
             value = condition.replace("X", "messages[0].content")
-            ChatTemplate("{%- if " + value + " -%}yes{%- endif -%}").render([Message("user", random_mark())])
+            ChatTemplate("{%- if " + value + " -%}yes{%- endif -%}").render(
+                [Message("user", random_mark())]
+            )
         assert inspected.allows([plain]) is provable, condition
     assert Inspected().allows(["anything"])
 
@@ -188,14 +224,14 @@ def test_common_questions_of_templates_are_provable():
         (CHATML, "none"),
         (template_source("chatml"), "first"),
         (template_source("qwen3_with_thinking"), "all"),
-        ("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}{{- messages | length -}}", "all"),
+        ("{%- for m in messages -%}{{- m.content -}}{%- endfor -%}{{- messages | length -}}", "all"),  # noqa: E501
         ("{%- for m in messages -%}{{- loop.index ~ m.content -}}{%- endfor -%}", "all"),
         ("{%- for m in messages[1:] -%}{{- m.content -}}{%- endfor -%}", "all"),
-        ("{%- set last = messages[-1].role -%}{%- for m in messages -%}{{- m.content ~ last -}}{%- endfor -%}", "all"),
-        ("{%- set who = messages[0].role -%}{%- for m in messages -%}{{- m.content ~ who -}}{%- endfor -%}", "first"),
-        ("{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- set ns.n = 1 -%}{{- m.content -}}{%- endfor -%}", "all"),
-        ("{%- for m in messages -%}{%- for c in m.tool_calls or [] -%}{{- loop.index -}}{%- endfor -%}{%- endfor -%}", "none"),
-        ("{%- macro a() -%}{{- messages | length -}}{%- endmacro -%}{%- for m in messages -%}{{- a() -}}{%- endfor -%}", "all"),
+        ("{%- set last = messages[-1].role -%}{%- for m in messages -%}{{- m.content ~ last -}}{%- endfor -%}", "all"),  # noqa: E501
+        ("{%- set who = messages[0].role -%}{%- for m in messages -%}{{- m.content ~ who -}}{%- endfor -%}", "first"),  # noqa: E501
+        ("{%- set ns = namespace(n=0) -%}{%- for m in messages -%}{%- set ns.n = 1 -%}{{- m.content -}}{%- endfor -%}", "all"),  # noqa: E501
+        ("{%- for m in messages -%}{%- for c in m.tool_calls or [] -%}{{- loop.index -}}{%- endfor -%}{%- endfor -%}", "none"),  # noqa: E501
+        ("{%- macro a() -%}{{- messages | length -}}{%- endmacro -%}{%- for m in messages -%}{{- a() -}}{%- endfor -%}", "all"),  # noqa: E501
         ("{%- for m in messages -%}", "all"),
     ],
 )  # fmt: skip

@@ -21,7 +21,7 @@ GLM = """\
     {%- endfor %}
     {%- if m.role == 'assistant' %}{{- '<|end|>' }}{%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|assistant|><think>' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|assistant|><think>' }}{%- endif %}"""  # noqa: E501
 CALL = (
     "<tool_call>look_up<arg_key>key</arg_key><arg_value>5</arg_value>"
     "<arg_key>limit</arg_key><arg_value>3</arg_value></tool_call>"
@@ -38,10 +38,23 @@ def test_calls_are_read_in_the_format_of_the_template_behind_its_own_thinking_ma
     said = f"I look.</think>So:{CALL}"
     ids = text.encode_reply(said)
     assert text.decode(ids[:-1]) == said
-    marks = [text.decode([i]) for i in ids if text.decode([i]) in ("</think>", "<tool_call>", "<arg_key>", "</arg_value>")]
-    assert marks == ["</think>", "<tool_call>", "<arg_key>", "</arg_value>", "<arg_key>", "</arg_value>"]
+    marks = [
+        text.decode([i])
+        for i in ids
+        if text.decode([i]) in ("</think>", "<tool_call>", "<arg_key>", "</arg_value>")
+    ]
+    assert marks == [
+        "</think>",
+        "<tool_call>",
+        "<arg_key>",
+        "</arg_value>",
+        "<arg_key>",
+        "</arg_value>",
+    ]
     call = ToolCall("look_up", {"key": "5", "limit": 3}, "call_0")
-    assert text.parse(ids, TOOLS) == Message("assistant", "So:", tool_calls=(call,), reasoning="I look.")
+    assert text.parse(ids, TOOLS) == Message(
+        "assistant", "So:", tool_calls=(call,), reasoning="I look."
+    )
     cut = text.parse(text.encode_reply(f"I look {CALL}"), TOOLS)
     assert (cut.text, cut.tool_calls, cut.calls_in_thinking) == ("", (), 1)
     assert text.parse((), TOOLS, CALL, thinking=False).tool_calls == (call,)
@@ -51,7 +64,9 @@ def test_a_call_written_in_another_format_than_the_model_reads_is_refused():
     hermes = '<tool_call>{"name": "look_up", "arguments": {}}</tool_call>'
     with pytest.raises(TemplateError, match="the template's call format is 'glm'"):
         renderer().encode_reply(f"</think>{hermes}")
-    assert byte_renderer().parse(byte_renderer().encode_reply(hermes), TOOLS).tool_calls == (ToolCall("look_up", {}, "call_0"),)
+    assert byte_renderer().parse(byte_renderer().encode_reply(hermes), TOOLS).tool_calls == (
+        ToolCall("look_up", {}, "call_0"),
+    )
 
 
 def test_an_environment_goes_on_behind_thinking_that_the_prompt_opened():

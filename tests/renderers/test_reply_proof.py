@@ -1,4 +1,5 @@
-"""Replies that a template writes, cut as an engine cuts them: they are read, or `check` says which are not."""
+"""Replies that a template writes, cut as an engine cuts them: they are read, or
+`check` says which are not."""
 
 from __future__ import annotations
 
@@ -18,7 +19,14 @@ from turnwright.types import Message, ToolCall
 
 ASKED = Message("user", "USERMARK")
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": "d", "parameters": {"type": "object", "properties": {}}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    }
     for name in ("look", "keep")
 ]
 for tool in TOOLS:
@@ -41,7 +49,9 @@ CALL_END_IS_STOP = """
 {%- if add_generation_prompt -%}<|assistant|>{%- endif -%}
 """
 NAMED = "{{ {c.function.name: c.function.arguments} | tojson }}"
-HERMES = '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+HERMES = (
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+)
 FUNCTION = (
     "call:{{ c.function.name }}{{ '{' }}{% for k, v in c.function.arguments.items() %}"
     "{{ k }}:<|\"|>{{ v }}<|\"|>{% endfor %}{{ '}' }}"
@@ -54,15 +64,28 @@ def in_frame(opening: str, call: str, between: str, close: str) -> str:
 
 
 CLOSES = {
-    "apertus": (in_frame("<|tools_prefix|>[", NAMED, ", ", "]<|tools_suffix|>"), "<|tools_suffix|>", 2),
+    "apertus": (
+        in_frame("<|tools_prefix|>[", NAMED, ", ", "]<|tools_suffix|>"),
+        "<|tools_suffix|>",
+        2,
+    ),
     "hermes": (in_frame("", HERMES, "</tool_call>", "</tool_call>"), "</tool_call>", 1),
-    "gemma": (in_frame("", f"<|tool_call>{FUNCTION}", "<tool_call|>", "<tool_call|>"), "<tool_call|>", 1),
-    "nemotron_v2": (in_frame("<TOOLCALL>[", "{{ c.function | tojson }}", ", ", "]</TOOLCALL>"), "</TOOLCALL>", 2),
+    "gemma": (
+        in_frame("", f"<|tool_call>{FUNCTION}", "<tool_call|>", "<tool_call|>"),
+        "<tool_call|>",
+        1,
+    ),
+    "nemotron_v2": (
+        in_frame("<TOOLCALL>[", "{{ c.function | tojson }}", ", ", "]</TOOLCALL>"),
+        "</TOOLCALL>",
+        2,
+    ),
 }
 
 
 def renderer_of(source: str, tmp_path: Path, declared: bool = True) -> ChatRenderer:
-    """Return a renderer whose tokens are the template's marks; `declared` if its end of sequence is known."""
+    """Return a renderer whose tokens are the template's marks; `declared` if its
+    end of sequence is known."""
     file = tmp_path / "template.jinja"
     file.write_text(source, encoding="utf-8")
     made = template_renderer(str(file))
@@ -91,7 +114,9 @@ def test_the_stop_that_is_the_calls_end_mark_closes_them(name, text, tmp_path):
     renderer = renderer_of(source, tmp_path, declared=False)
     assert renderer.call_format == (name, "")
     assert renderer.codec.control[mark] in renderer.stop_ids
-    calls = (ToolCall("look", {"key": "a"}, "call_0"), ToolCall("keep", {"key": "b"}, "call_1"))[:count]
+    calls = (ToolCall("look", {"key": "a"}, "call_0"), ToolCall("keep", {"key": "b"}, "call_1"))[
+        :count
+    ]
     ids = cut(renderer, Message("assistant", text, calls))
     assert renderer.codec.decode(ids[-1:]) == mark
     for given in (None, renderer.decode(ids[:-1])):
@@ -131,7 +156,7 @@ TWO_PARTS = """
   {%- else -%}<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}<|begin|>assistant{%- endif -%}
-"""
+"""  # noqa: E501
 
 
 def test_a_token_that_also_closes_the_thinking_is_no_stop_if_another_end_is_declared(tmp_path):
@@ -186,23 +211,30 @@ def test_json_calls_after_a_text_between_marks_are_read(tmp_path):
 
 
 TOLD = {
-    "two calls": in_frame("<TOOLCALL>[", "{% if loop.first %}{{ c.function | tojson }}{% endif %}", "", "]</TOOLCALL>"),
+    "two calls": in_frame(
+        "<TOOLCALL>[", "{% if loop.first %}{{ c.function | tojson }}{% endif %}", "", "]</TOOLCALL>"
+    ),
     "a call with a string with quotes": in_frame(
         "<function_calls>",
-        "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}=\"{{ v if v is string else '' }}\""
-        "{{ ', ' if not loop.last }}{% endfor %})",
+        "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k "
+        "}}=\"{{ v if v is string else '' }}\"{{ ', ' if not loop.last }}{% endfor %})",
         "\\n",
         "</function_calls><|done|>",
     ),
     "a call with numbers": in_frame(
         "<TOOLCALL>[",
-        '{"name": {{ c.function.name | tojson }}, "arguments": { {%- for k, v in c.function.arguments.items() -%}'
-        "{{ k | tojson }}: {{ (v | string if v is number else v) | tojson }}{{ ', ' if not loop.last }}{%- endfor -%} }}",
+        '{"name": {{ c.function.name | tojson }}, "arguments": { {%- for k, v in '
+        "c.function.arguments.items() -%}"
+        "{{ k | tojson }}: {{ (v | string if v is number else v) | tojson }}{{ ', ' if "
+        "not loop.last }}{%- endfor -%} }}",
         ", ",
         "]</TOOLCALL><|done|>",
     ),
     "text and a call": in_frame(
-        "{% if m.content %}<|done|>{% endif %}<TOOLCALL>[", "{{ c.function | tojson }}", ", ", "]</TOOLCALL><|done|>"
+        "{% if m.content %}<|done|>{% endif %}<TOOLCALL>[",
+        "{{ c.function | tojson }}",
+        ", ",
+        "]</TOOLCALL><|done|>",
     ),
 }
 
@@ -221,19 +253,27 @@ KINDS = {
     "text": Message("assistant", "An answer."),
     "thinking and text": Message("assistant", "An answer.", reasoning="Thought."),
     "a call": Message("assistant", "", (ToolCall("look", {"key": "a"}, "abcdefgh0"),)),
-    "text and a call": Message("assistant", "An answer.", (ToolCall("look", {"key": "a"}, "abcdefgh0"),)),
-    "thinking and a call": Message("assistant", "", (ToolCall("look", {"key": "a"}, "abcdefgh0"),), reasoning="Thought."),
+    "text and a call": Message(
+        "assistant", "An answer.", (ToolCall("look", {"key": "a"}, "abcdefgh0"),)
+    ),
+    "thinking and a call": Message(
+        "assistant", "", (ToolCall("look", {"key": "a"}, "abcdefgh0"),), reasoning="Thought."
+    ),
     "two calls": Message(
         "assistant",
         "",
         (ToolCall("look", {"key": "a"}, "abcdefgh0"), ToolCall("keep", {"key": "b"}, "abcdefgh1")),
     ),
-    "a call with a string with quotes": Message("assistant", "", (ToolCall("look", {"key": 'it\'s "x"\\'}, "abcdefgh0"),)),
+    "a call with a string with quotes": Message(
+        "assistant", "", (ToolCall("look", {"key": 'it\'s "x"\\'}, "abcdefgh0"),)
+    ),
     "a call with a string that begins and ends with line breaks": Message(
         "assistant", "", (ToolCall("look", {"key": "\na\n\nb\n"}, "abcdefgh0"),)
     ),
     "a call with a list and an object": Message(
-        "assistant", "", (ToolCall("look", {"key": "5", "rows": ["a", 'b"c'], "count": -3}, "abcdefgh0"),)
+        "assistant",
+        "",
+        (ToolCall("look", {"key": "5", "rows": ["a", 'b"c'], "count": -3}, "abcdefgh0"),),
     ),
 }
 CORPUS = distinct()
@@ -250,7 +290,8 @@ def corpus_renderer(name: str, source: str) -> ChatRenderer | None:
 
 
 def lost_kinds(renderer: ChatRenderer) -> set[str]:
-    """Return the kinds of this file's replies that do not come back, where the reply begins as the prompt does."""
+    """Return the kinds of this file's replies that do not come back, where the reply
+    begins as the prompt does."""
     lost: set[str] = set()
     opening = renderer.template.try_render([ASKED], TOOLS, generation_prompt=True) or "-"
     for kind, message in KINDS.items():
@@ -259,11 +300,15 @@ def lost_kinds(renderer: ChatRenderer) -> set[str]:
         if not rendered.startswith(opening) or (message.tool_calls and "look" not in reply):
             continue
         ids = renderer.codec.encode_segment(reply)
-        stop = next((number for number, token in enumerate(ids) if token in renderer.stop_ids), None)
+        stop = next(
+            (number for number, token in enumerate(ids) if token in renderer.stop_ids), None
+        )
         found = renderer.parse(ids if stop is None else ids[: stop + 1], TOOLS)
         wanted = [(call.name, call.arguments, None) for call in message.tool_calls]
         same = [(call.name, call.arguments, call.error) for call in found.tool_calls] == wanted
-        if not same or (message.text in reply and message.text not in (found.reasoning or "") + found.text):
+        if not same or (
+            message.text in reply and message.text not in (found.reasoning or "") + found.text
+        ):
             lost.add(kind)
     return lost
 
@@ -279,7 +324,8 @@ LOST = {
     "gptoss": {"two calls"},
     "gptoss_training": {"two calls"},
 }
-"""Kinds of replies of the corpus that do not come back: calls that are not written, not quoted, or written after a stop."""
+"""Kinds of replies of the corpus that do not come back: calls that are not written, not quoted, or
+written after a stop."""
 
 
 @pytest.mark.skipif(not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them")

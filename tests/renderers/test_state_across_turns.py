@@ -1,4 +1,5 @@
-"""What is appended is what the template writes behind the real conversation, whatever state it keeps across turns."""
+"""What is appended is what the template writes behind the real conversation, whatever state
+it keeps across turns."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def renderer_of(text):
 def turn(number, kind, thought=None):
     """A reply and what answers it."""
     roles = KINDS[kind]
-    calls = tuple(ToolCall("look", {"key": str(number)}, f"call{number}{i}") for i, role in enumerate(roles) if role == "tool")
+    calls = tuple(
+        ToolCall("look", {"key": str(number)}, f"call{number}{i}")
+        for i, role in enumerate(roles)
+        if role == "tool"
+    )
     reply = Message("assistant", "" if calls else f"said {number}", calls, reasoning=thought)
     ids = iter([call.id for call in calls])
     told = [
@@ -61,7 +66,11 @@ def behind(text, history, told, tools):
 def check_appends(text, kinds, thoughts=(None,), *, system=False):
     tools = TOOLS if any("tool" in kind for kind in kinds) else []
     end = text.codec.control["<|im_end|>"]
-    history = [Message("system", "Be kind."), Message("user", "Begin.")] if system else [Message("user", "Begin.")]
+    history = (
+        [Message("system", "Be kind."), Message("user", "Begin.")]
+        if system
+        else [Message("user", "Begin.")]
+    )
     for number, kind in enumerate(kinds):
         reply, told = turn(number, kind, thoughts[number % len(thoughts)])
         history.append(reply)
@@ -71,16 +80,23 @@ def check_appends(text, kinds, thoughts=(None,), *, system=False):
         history += told
 
 
-@pytest.mark.parametrize("name", ["round", "reminder", "long", "used tools", "system moves", "replies"])
+@pytest.mark.parametrize(
+    "name", ["round", "reminder", "long", "used tools", "system moves", "replies"]
+)
 def test_what_a_user_says_is_numbered_as_behind_the_whole_conversation(name):
     check_appends(
-        renderer_of(source(frozenset((name,)), NONE, "kept", "")), ["user", "tool", "user", "user", "user"], system=True
+        renderer_of(source(frozenset((name,)), NONE, "kept", "")),
+        ["user", "tool", "user", "user", "user"],
+        system=True,
     )
 
 
 @pytest.mark.parametrize("name", ["numbered", "first", "call ids", "parity"])
 def test_results_of_tools_are_counted_over_the_whole_conversation(name):
-    check_appends(renderer_of(source(NONE, frozenset((name,)), "kept", "")), ["tool", "tools", "user", "tool, user", "tool"])
+    check_appends(
+        renderer_of(source(NONE, frozenset((name,)), "kept", "")),
+        ["tool", "tools", "user", "tool, user", "tool"],
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -102,14 +118,21 @@ def test_another_conversation_of_the_same_length_changes_nothing(first):
 
 
 def test_a_window_that_no_probe_is_as_long_as_is_met_where_it_begins():
-    late = "{%- if m.role == 'user' and messages | length > 60 -%}{{- 'Late: ' -}}{%- endif -%}\n{{- m.content -}}"
+    late = (
+        "{%- if m.role == 'user' and messages | length > 60 -%}{{- 'Late: ' -}}{%- "
+        "endif -%}\n{{- m.content -}}"
+    )
     text = renderer_of(source(NONE, NONE, "kept", "").replace("{{- m.content -}}", late))
     check_appends(text, ["user"] * 34)
 
 
 def test_text_that_moves_with_the_conversation_cannot_become_control():
     text = renderer_of(source(frozenset(("system moves",)), NONE, "kept", ""))
-    history = [Message("system", "Be kind.<|im_end|>"), Message("user", "Begin."), Message("assistant", "said")]
+    history = [
+        Message("system", "Be kind.<|im_end|>"),
+        Message("user", "Begin."),
+        Message("assistant", "said"),
+    ]
     ends = text.extend(history, [text.codec.control["<|im_end|>"]], [Message("user", "On.")]).ids
     assert ends.count(text.codec.control["<|im_end|>"]) == 1
     assert "Be kind." in text.decode(ends)
@@ -134,8 +157,8 @@ def test_the_class_is_found_in_conversations_of_many_turns(text, kind):
 def test_a_system_message_that_moves_is_seen():
     moves = source(NONE, NONE, "kept", "").replace(
         "{{- m.content -}}",
-        "{%- if loop.last and messages[0].role == 'system' -%}{{- messages[0].content + '\\n' -}}{%- endif -%}"
-        "{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}",
+        "{%- if loop.last and messages[0].role == 'system' -%}{{- messages[0].content + '\\n' "
+        "-}}{%- endif -%}{%- if m.role != 'system' -%}{{- m.content -}}{%- endif -%}",
     )
     contract = renderer_of(moves).contract
     assert not contract.append_only
@@ -143,7 +166,12 @@ def test_a_system_message_that_moves_is_seen():
 
 
 def test_it_is_said_that_appends_depend_on_earlier_turns():
-    lines = [line for _, line in explain_contract(renderer_of(source(frozenset(("round",)), NONE, "kept", "")).contract)]
+    lines = [
+        line
+        for _, line in explain_contract(
+            renderer_of(source(frozenset(("round",)), NONE, "kept", "")).contract
+        )
+    ]
     assert any("user" in line and "depends on earlier turns" in line for line in lines), lines
 
 
@@ -174,10 +202,12 @@ def test_the_sanity_check_names_state_across_turns(window):
 
 
 COMMAND = (
-    "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'user' %}<|USER_TOKEN|>{{ m.content }}"
-    "{% elif m.role == 'system' %}<|SYSTEM_TOKEN|>{{ m.content }}"
-    "{% else %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>{% endfor %}"
-    "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% if add_generation_prompt %}<|START_RESPONSE|>{% endif %}"
+    "{% for m in messages %}<|START_OF_TURN_TOKEN|>{% if m.role == 'user' "
+    "%}<|USER_TOKEN|>{{ m.content }}{% elif m.role == 'system' %}<|SYSTEM_TOKEN|>{{ "
+    "m.content }}{% else %}<|CHATBOT_TOKEN|><|START_RESPONSE|>{{ m.content "
+    "}}<|END_RESPONSE|>{% endif %}<|END_OF_TURN_TOKEN|>{% endfor "
+    "%}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% if add_generation_prompt "
+    "%}<|START_RESPONSE|>{% endif %}"
 )
 EXAONE = (
     "{% for m in messages %}{{ '[|' + m.role + '|]' + m.content }}"
@@ -186,7 +216,9 @@ EXAONE = (
 )
 
 
-@pytest.mark.parametrize(("text", "end"), [(COMMAND, "<|END_OF_TURN_TOKEN|>"), (EXAONE, "[|endofturn|]")])
+@pytest.mark.parametrize(
+    ("text", "end"), [(COMMAND, "<|END_OF_TURN_TOKEN|>"), (EXAONE, "[|endofturn|]")]
+)
 def test_a_bare_template_ends_a_reply_by_its_own_end(tmp_path, text, end):
     file = tmp_path / "bare.jinja"
     file.write_text(text, encoding="utf-8")
@@ -197,9 +229,12 @@ def test_a_bare_template_ends_a_reply_by_its_own_end(tmp_path, text, end):
     assert getattr(getattr(found, "contract", None), "stops", found) == (end,)
     said = [*found.encode_reply("Yes.")]
     shown = found.decode([*found.open([Message("user", "u")]).ids, *said])
-    rest = found.decode(found.extend([Message("user", "u"), found.parse(said)], said, [Message("user", "v")]).ids)
+    rest = found.decode(
+        found.extend([Message("user", "u"), found.parse(said)], said, [Message("user", "v")]).ids
+    )
     assert shown + rest == found.template.render(
-        [Message("user", "u"), Message("assistant", "Yes."), Message("user", "v")], generation_prompt=True
+        [Message("user", "u"), Message("assistant", "Yes."), Message("user", "v")],
+        generation_prompt=True,
     )
 
 
@@ -208,7 +243,9 @@ def test_a_bare_template_ends_a_reply_by_its_own_end(tmp_path, text, end):
 
 @pytest.mark.parametrize("thought", ["", " ", "\n"])
 @pytest.mark.parametrize("name", ["qwen3_without_thinking", "qwen3_with_thinking"])
-def test_empty_thinking_is_kept_where_the_template_keeps_it_and_stripped_where_it_strips(name, thought):
+def test_empty_thinking_is_kept_where_the_template_keeps_it_and_stripped_where_it_strips(
+    name, thought
+):
     text = of_template(ChatTemplate(template_source(name), origin=name))
     said = text.encode_reply(f"<think>\n{thought}\n</think>\n\nIt is.")
     asked = [Message("user", "Is it?")]

@@ -1,4 +1,5 @@
-"""A chat template is text from outside: it can neither hang nor fill the memory nor reach what is not its own."""
+"""A chat template is text from outside: it can neither hang nor fill the memory nor
+reach what is not its own."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ LOOP = "{% set l = range(99999) | list %}{% for i in range(9999) %}BODY{% endfor
 HOSTILE = {
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "loops in loops": "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3,
-    "loops that write": "{% for i in range(99999) %}{% for j in range(999) %}" + "x" * 1000 + "{% endfor %}{% endfor %}",
-    "loops over a text": "{% for i in 'x' * 9999 %}{% for j in 'x' * 9999 %}{{ i + j }}{% endfor %}{% endfor %}",
+    "loops that write": "{% for i in range(99999) %}{% for j in range(999) %}"
+    + "x" * 1000
+    + "{% endfor %}{% endfor %}",
+    "loops over a text": "{% for i in 'x' * 9999 %}{% for j in 'x' * 9999 %}{{ i + j "
+    "}}{% endfor %}{% endfor %}",
     "recursive loop": "{% for i in [1, 2, 3] recursive %}{{ loop([1, 2, 3]) }}{% endfor %}",
     "text times": "{{ 'x' * 10**10 }}",
     "times text": "{{ 10**10 * 'x' }}",
@@ -39,17 +43,22 @@ HOSTILE = {
     "tilde": DOUBLING.replace("X", "'x'").replace("STEP", "n.x ~ n.x"),
     "list plus": DOUBLING.replace("X", "[1]").replace("STEP", "n.x + n.x"),
     "nested lists": DOUBLING.replace("X", "[1]").replace("STEP", "[n.x, n.x]") + "{{ n.x }}",
-    "nested tuples": DOUBLING.replace("X", "(1,)").replace("STEP", "(n.x, n.x)") + "{{ n.x | string }}",
-    "nested dicts": DOUBLING.replace("X", "{}").replace("STEP", "{'a': n.x, 'b': n.x}") + "{{ n.x | tojson }}",
-    "deep list": "{% set n = namespace(x=[]) %}{% for i in range(5000) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+    "nested tuples": DOUBLING.replace("X", "(1,)").replace("STEP", "(n.x, n.x)")
+    + "{{ n.x | string }}",
+    "nested dicts": DOUBLING.replace("X", "{}").replace("STEP", "{'a': n.x, 'b': n.x}")
+    + "{{ n.x | tojson }}",
+    "deep list": "{% set n = namespace(x=[]) %}{% for i in range(5000) %}{% set n.x = [n.x] "
+    "%}{% endfor %}{{ n.x }}",
     "lists filled later": (
-        "{% set l = [[], []] %}{% for i in range(60) %}{% set n = [] %}"
-        "{% set _ = l[-1].append(n) %}{% set _ = l[-1].append(n) %}{% set _ = l.append(n) %}{% endfor %}{{ l[1] | string }}"
+        "{% set l = [[], []] %}{% for i in range(60) %}{% set n = [] %}{% set _ = "
+        "l[-1].append(n) %}{% set _ = l[-1].append(n) %}{% set _ = l.append(n) %}{% endfor "
+        "%}{{ l[1] | string }}"
     ),
     "compared": (
-        "{% set a = [[]] %}{% set b = [[]] %}{% for i in range(60) %}{% for l in (a, b) %}{% set n = [] %}"
-        "{% set _ = l[-1].append(n) %}{% set _ = l[-1].append(n) %}{% set _ = l.append(n) %}{% endfor %}{% endfor %}"
-        "{{ a[0] == b[0] }}{{ a[0] is eq(b[0]) }}"
+        "{% set a = [[]] %}{% set b = [[]] %}{% for i in range(60) %}{% for l in (a, b) "
+        "%}{% set n = [] %}{% set _ = l[-1].append(n) %}{% set _ = l[-1].append(n) %}{% "
+        "set _ = l.append(n) %}{% endfor %}{% endfor %}{{ a[0] == b[0] }}{{ a[0] is "
+        "eq(b[0]) }}"
     ),
     "percent": "{{ '%1000000000s' % 'x' }}",
     "percent by name": "{{ '%(a)1000000000s' % {'a': 'x'} }}",
@@ -82,33 +91,46 @@ HOSTILE = {
     "wordwrap of one word": "{% set x = ('x' * 200000) | wordwrap(1) %}",
     "urlize": "{% set x = (')' * 30000 ~ 'q') | urlize %}",
     "striptags": "{% set x = ('<>' * 100000) | striptags %}",
-    "join of what comes one by one": "{% set x = range(9999) | map('string') | join('x' * 99999) %}",
-    "sum of what comes one by one": "{% set x = range(9999) | map('string') | map('list') | sum(start=[]) %}",
+    "join of what comes one by one": "{% set x = range(9999) | map('string') | join('x' * 99999) "
+    "%}",
+    "sum of what comes one by one": "{% set x = range(9999) | map('string') | map('list') | "
+    "sum(start=[]) %}",
     "found by none": LOOP.replace("BODY", "{% set x = range(999) | select('none') | first %}"),
     "found in a list": LOOP.replace("BODY", "{% if 'x' in l %}{% endif %}"),
     "found in a list by a method": LOOP.replace("BODY", "{% set x = l.count('x') %}"),
     "sorted": LOOP.replace("BODY", "{% set x = l.sort() %}"),
     "slices": LOOP.replace("BODY", "{% set x = l[1:] %}"),
-    "stripped of many": "{% for i in range(30) %}{% set x = ('x' * 99999).strip('y' * 99999 ~ 'x') %}{% endfor %}",
-    "ends looked for": "{% set t = 'a' * 99999 %}{% for i in range(300) %}{% set x = t.rfind('b' ~ 'a' * 40000) %}{% endfor %}",
-    "beginnings looked for": "{% set s = ('y',) * 99999 %}{% for i in range(999) %}{% set x = 'x'.startswith(s) %}{% endfor %}",
-    "punycode": "{% set x = TEXT.encode('punycode') %}".replace("TEXT", repr("".join(map(chr, range(5000, 9000))))),
+    "stripped of many": "{% for i in range(30) %}{% set x = ('x' * 99999).strip('y' * 99999 ~ "
+    "'x') %}{% endfor %}",
+    "ends looked for": "{% set t = 'a' * 99999 %}{% for i in range(300) %}{% set x = "
+    "t.rfind('b' ~ 'a' * 40000) %}{% endfor %}",
+    "beginnings looked for": "{% set s = ('y',) * 99999 %}{% for i in range(999) %}{% set x "
+    "= 'x'.startswith(s) %}{% endfor %}",
+    "punycode": "{% set x = TEXT.encode('punycode') %}".replace(
+        "TEXT", repr("".join(map(chr, range(5000, 9000))))
+    ),
     "sum": "{{ ([[1] * 999] * 9999) | sum(start=[]) | length }}",
     "round": "{{ 1.5 | round(10**9) }}",
     "bytes": "{{ (1).to_bytes(10**10) }}",
     "macro": "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
     "macros that double": "{% macro m0() %}x{% endmacro %}"
-    + "".join(f"{{% macro m{i + 1}() %}}{{{{ m{i}() ~ m{i}() }}}}{{% endmacro %}}" for i in range(60))
+    + "".join(
+        f"{{% macro m{i + 1}() %}}{{{{ m{i}() ~ m{i}() }}}}{{% endmacro %}}" for i in range(60)
+    )
     + "{{ m60() }}",
     "lipsum": "{{ lipsum(n=10**9) }}",
-    "cycler": "{% set c = cycler(*range(9)) %}" + "{% for i in range(99999) %}" * 2 + "{{ c.next() }}" + "{% endfor %}" * 2,
+    "cycler": "{% set c = cycler(*range(9)) %}"
+    + "{% for i in range(99999) %}" * 2
+    + "{{ c.next() }}"
+    + "{% endfor %}" * 2,
     "clock": "{{ strftime_now('%99999999d') }}",
     "constants": "{% if 'x' * 10**10 == 'y' %}{% endif %}",
     "digits": "{{ " + "9" * 5000 + " }}",
     "parentheses": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "blocks": "{% if true %}" * 5000,
     "loops nested": "{% for i in [1] %}" * 60 + "{% endfor %}" * 60,
-    "internals": "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__()[0] }}",
+    "internals": "{{ messages.__class__.__mro__ }}{{ "
+    "''.__class__.__mro__[1].__subclasses__()[0] }}",
     "namespace": "{% set n = namespace() %}{% set n.__class__ = 1 %}",
     "include": "{% include '/etc/passwd' %}",
     "import": "{% import 'os' as os %}{{ os.getcwd() }}",
@@ -130,7 +152,11 @@ def _bounded():
 def a_tenth_of_the_budget() -> Iterator[None]:
     """Used up in a tenth of the time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_sandbox, "render_budget", partial(template_sandbox.render_budget, template_sandbox.WORK // 10))
+        patch.setattr(
+            template_sandbox,
+            "render_budget",
+            partial(template_sandbox.render_budget, template_sandbox.WORK // 10),
+        )
         yield
 
 
@@ -156,20 +182,47 @@ def test_by_the_budget_that_templates_have(name: str) -> None:
 def test_a_long_conversation_is_no_hostile_one() -> None:
     from turnwright.renderers import template_source
 
-    talk = [Message("user", "word " * 200), Message("assistant", "Yes. " * 100, reasoning="So. " * 100)] * 500
+    talk = [
+        Message("user", "word " * 200),
+        Message("assistant", "Yes. " * 100, reasoning="So. " * 100),
+    ] * 500
     for name in ("chatml", "qwen3_with_thinking", "qwen3_without_thinking"):
         assert len(ChatTemplate(template_source(name)).render(talk)) > 500_000
 
 
 ROW = {"role": "user", "items": 1, "format": 2, "_private": 3, "__class__": 4}
-OBJECTS = [ROW, {}, "text", ["x"], ("x",), 9, LoopContext(["x", "y"], Undefined), _Namespace(x=1), print, [].append, dict]
+OBJECTS = [
+    ROW,
+    {},
+    "text",
+    ["x"],
+    ("x",),
+    9,
+    LoopContext(["x", "y"], Undefined),
+    _Namespace(x=1),
+    print,
+    [].append,
+    dict,
+]
 
 
 @pytest.mark.parametrize("value", OBJECTS, ids=lambda value: type(value).__name__)
 def test_an_attribute_is_that_of_jinja_s_sandbox(value: object) -> None:
     """Those of messages are looked up faster, and no other is let through."""
     ours, theirs = TemplateSandbox(str), SandboxedEnvironment()
-    names = {*dir(value), *dir(dict), *ROW, "missing", "_missing", "__missing__", "mro", "x", "index", "gi_frame", "__code__"}
+    names = {
+        *dir(value),
+        *dir(dict),
+        *ROW,
+        "missing",
+        "_missing",
+        "__missing__",
+        "mro",
+        "x",
+        "index",
+        "gi_frame",
+        "__code__",
+    }
     for name in sorted(names):
         mine, other = ours.getattr(value, name), theirs.getattr(value, name)
         assert type(mine) is type(other), name
@@ -185,14 +238,22 @@ def test_an_attribute_is_that_of_jinja_s_sandbox(value: object) -> None:
 PIECES = """n.x; 'x'; [n.x]; (n.x, n.x); {'a': n.x}; 9; n.x + n.x; n.x * 9; n.x ~ n.x; n.x | string; n.x | list; n.x | tojson
 n.x | join(n.x); n.x | replace('x', n.x); n.x.join(n.x); n.x | indent(9); [n.x] * 99; n.x | length; n.x | sum(start=[])
 n.x == [n.x]; '%s%s' % (n.x, n.x); '{0}{0}'.format(n.x); n.x | upper; dict(a=n.x, b=n.x); n.x | map('string') | list
-n.x | batch(9, n.x) | list; n.x | center(999); n.x.split('x'); n.x | unique | list""".replace("\n", "; ").split("; ")
+n.x | batch(9, n.x) | list; n.x | center(999); n.x.split('x'); n.x | unique | list""".replace(  # noqa: E501
+    "\n", "; "
+).split("; ")
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=6), st.sampled_from(["'x'", "['x']", "9", "'x' * 999"]))
+@given(
+    st.lists(st.sampled_from(PIECES), min_size=1, max_size=6),
+    st.sampled_from(["'x'", "['x']", "9", "'x' * 999"]),
+)
 def test_whatever_is_done_forty_times_over_ends(steps: list[str], start: str) -> None:
     body = "".join(f"{{% set n.x = {step} %}}" for step in steps)
-    source = f"{{% set n = namespace(x={start}) %}}{{% for i in range(40) %}}{body}{{% endfor %}}{{{{ n.x }}}}"
+    source = (
+        f"{{% set n = namespace(x={start}) %}}{{% for i in range(40) %}}{body}{{% endfor "
+        "%}{{ n.x }}"
+    )
     with a_tenth_of_the_budget(), own_cost() as cost, suppress(TemplateError):
         ChatTemplate(source).render(TALK)
     assert cost.seconds < 2

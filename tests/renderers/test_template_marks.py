@@ -8,7 +8,12 @@ from turnwright.errors import TemplateError
 from turnwright.renderers import ChatTemplate, template_names, template_source
 from turnwright.types import Message
 
-TALK = [Message("user", "Hi"), Message("assistant", "Yes.", reasoning="So."), Message("user", "?"), Message("assistant", "No.")]
+TALK = [
+    Message("user", "Hi"),
+    Message("assistant", "Yes.", reasoning="So."),
+    Message("user", "?"),
+    Message("assistant", "No."),
+]
 
 
 def test_marks_stand_around_replies_and_their_end() -> None:
@@ -24,7 +29,10 @@ def test_marks_stand_around_replies_and_their_end() -> None:
 
 
 def test_marks_in_marks_are_one_and_empty_ones_none() -> None:
-    source = "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}{% generation %}{% endgeneration %}e"
+    source = (
+        "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration "
+        "%}{% generation %}{% endgeneration %}e"
+    )
     assert ChatTemplate(source).render_with_assistant_ranges([]) == ("abcde", [(1, 4)])
     assert ChatTemplate("plain").render_with_assistant_ranges([]) == ("plain", [])
 

@@ -1,4 +1,5 @@
-"""The mask by a template's marks against ours, which comes from sampling: equal, or it is named why not."""
+"""The mask by a template's marks against ours, which comes from sampling:
+equal, or it is named why not."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ from corpus import SPECIAL, TOOLS, distinct, template_of, tokenizer_of
 import turnwright as tw
 from turnwright.config import Limits
 from turnwright.errors import TemplateError
-from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, template_names, template_source
+from turnwright.renderers import (
+    ChatRenderer,
+    ChatTemplate,
+    HFTokenizer,
+    template_names,
+    template_source,
+)
 from turnwright.rollouts.render_check import built_conversation
 from turnwright.types import Message, Origin, ToolCall, Tools
 
@@ -30,8 +37,12 @@ FORMS = (
     "<|channel|>final<|message|>{}",
     " to=user<|message|>{}",
 )
-"""How a model of a template would say something: at once, behind thinking, or behind thinking that the prompt opened."""
-OTHER = "another text: the template rewrites history, or writes a finished turn in a form that no reply here has"
+"""How a model of a template would say something: at once, behind thinking, or behind thinking
+that the prompt opened."""
+OTHER = (
+    "another text: the template rewrites history, or writes a finished turn in a form that "
+    "no reply here has"
+)
 
 
 class Ask(tw.Env):
@@ -51,7 +62,9 @@ def ours(renderer: ChatRenderer, form: str) -> tuple[list[int], list[int], tuple
     limits = Limits(turn_tokens=200)
     end = renderer.encode_reply("")
     replies = [[*renderer.codec.encode(form.format(said)), *end] for said in ("Yes.", "No.")]
-    (played,) = tw.rollout(Ask, [tw.Task(ASKED)], tw.ScriptedEngine(replies), renderer=renderer, limits=limits)
+    (played,) = tw.rollout(
+        Ask, [tw.Task(ASKED)], tw.ScriptedEngine(replies), renderer=renderer, limits=limits
+    )
     assert played.error is None, played.error
     built = built_conversation(played, len(played.turns) - 1)
     mask = [0] * len(built.ids)
@@ -64,7 +77,8 @@ def ours(renderer: ChatRenderer, form: str) -> tuple[list[int], list[int], tuple
 def template_assistant_mask(
     renderer: ChatRenderer, messages: Sequence[Message], tools: Tools = ()
 ) -> tuple[list[int], list[int]]:
-    """The ids of a full render, and a mask: 1 for each id that overlaps a `{% generation %}` block, else 0."""
+    """The ids of a full render, and a mask: 1 for each id that overlaps a
+    `{% generation %}` block, else 0."""
     text, marked = renderer.template.render_with_assistant_ranges(messages, tools)
     ids: list[int] = []
     mask: list[int] = []
@@ -83,21 +97,32 @@ def compared(renderer: ChatRenderer) -> set[str]:
         ids, mask, talk = ours(renderer, form)
         try:
             canonical, marked = template_assistant_mask(renderer, talk)
-        except TemplateError:  # gpt-oss takes no channels in a content: read by a parser, they would be reasoning
+        except (
+            TemplateError
+        ):  # gpt-oss takes no channels in a content: read by a parser, they would be reasoning
             continue
-        if canonical[: len(ids)] == ids and sum(message.role == "assistant" for message in talk) == 2:
+        if (
+            canonical[: len(ids)] == ids
+            and sum(message.role == "assistant" for message in talk) == 2
+        ):
             return differences(renderer, ids, mask, marked)
     return {OTHER}
 
 
-def differences(renderer: ChatRenderer, ids: list[int], mask: list[int], marked: list[int]) -> set[str]:
+def differences(
+    renderer: ChatRenderer, ids: list[int], mask: list[int], marked: list[int]
+) -> set[str]:
     """What the marks of equal ids disagree about."""
     found: set[str] = set()
     for at, (own, other) in enumerate(zip(mask, marked, strict=False)):
         if own == other:
             continue
         if own:
-            found.add("the end of a reply is not marked" if ids[at] in renderer.stop_ids else "a reply is not marked")
+            found.add(
+                "the end of a reply is not marked"
+                if ids[at] in renderer.stop_ids
+                else "a reply is not marked"
+            )
         elif (at and mask[at - 1]) or (at and marked[at - 1] and ids[at - 1] in renderer.stop_ids):
             found.add("the newline behind a reply is marked")
         else:
@@ -135,7 +160,9 @@ def test_templates_of_the_corpus_that_mark_agree_or_it_is_named_why_not() -> Non
         found = compared(renderer)
         assert found <= EXPLAINED, f"{name}: {found}"
         seen.update(found or {"equal"})
-        assert (OTHER in found) == (name.removeprefix("trl/").removesuffix("_training") in NOT_COMPARED), name
+        assert (OTHER in found) == (
+            name.removeprefix("trl/").removesuffix("_training") in NOT_COMPARED
+        ), name
         seen["templates"] += 1
     print(dict(seen))
 
@@ -146,9 +173,13 @@ def test_tools_and_calls_are_marked_as_they_are_written() -> None:
     call = ToolCall("look", {"key": "a"}, "1")
     talk = [Message("user", "u"), Message("assistant", "", tool_calls=(call,), reasoning="So.")]
     ids, mask = template_assistant_mask(
-        renderer, [*talk, Message("tool", "x", tool_call_id="1"), Message("assistant", "Done.")], TOOLS
+        renderer,
+        [*talk, Message("tool", "x", tool_call_id="1"), Message("assistant", "Done.")],
+        TOOLS,
     )
     text = renderer.decode([i for i, one in zip(ids, mask, strict=True) if one])
     assert text.startswith("<think>\nSo.\n</think>\n\n")
-    assert text.endswith('{"name": "look", "arguments": {"key": "a"}}\n</tool_call><|im_end|>Done.<|im_end|>')
+    assert text.endswith(
+        '{"name": "look", "arguments": {"key": "a"}}\n</tool_call><|im_end|>Done.<|im_end|>'
+    )
     assert ids == renderer.codec.encode(renderer.decode(ids))

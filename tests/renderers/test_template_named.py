@@ -10,7 +10,13 @@ import pytest
 from rollout_kit import bpe
 
 from turnwright.errors import ConfigError, TemplateError
-from turnwright.renderers import ChatRenderer, ChatTemplate, load_renderer, template_names, template_source
+from turnwright.renderers import (
+    ChatRenderer,
+    ChatTemplate,
+    load_renderer,
+    template_names,
+    template_source,
+)
 from turnwright.renderers.template import check_arguments, with_preset_variables
 from turnwright.types import Message, ToolCall
 
@@ -19,12 +25,22 @@ TALK = (
     Message("user", "One?"),
     Message("assistant", "Yes.", reasoning="I count."),
     Message("user", "Two?"),
-    Message("assistant", "", reasoning="Again.", tool_calls=(ToolCall("look", {"key": "a"}, "1"), ToolCall("look", {}, "2"))),
+    Message(
+        "assistant",
+        "",
+        reasoning="Again.",
+        tool_calls=(ToolCall("look", {"key": "a"}, "1"), ToolCall("look", {}, "2")),
+    ),
     Message("tool", "x", tool_call_id="1"),
     Message("tool", "y", tool_call_id="2"),
 )
 END = Message("assistant", "Done.", reasoning="All seen.")
-TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "look", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def named(name: str) -> ChatTemplate:
@@ -65,9 +81,13 @@ def test_thinking_within_the_content_is_stripped_too() -> None:
 @pytest.mark.parametrize("name", ["chatml", "qwen3_with_thinking"])
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_templates_that_keep_all_only_append(name: str, tools: list) -> None:
-    """Behind a message that is complete: tool results that follow one another are one turn in Qwen3's format."""
+    """Behind a message that is complete: tool results that follow one another are one turn in Qwen3's format."""  # noqa: E501
     whole = (*TALK, END, Message("user", "More?"))
-    cuts = [n for n in range(1, len(whole) + 1) if n == len(whole) or whole[n].role != "tool" or whole[n - 1].role != "tool"]
+    cuts = [
+        n
+        for n in range(1, len(whole) + 1)
+        if n == len(whole) or whole[n].role != "tool" or whole[n - 1].role != "tool"
+    ]
     texts = [named(name).render(whole[:n], tools) for n in cuts]
     for shorter, longer in pairwise(texts):
         assert longer.startswith(shorter)
@@ -90,14 +110,18 @@ def test_a_model_directory_takes_a_template_by_name_or_file(model: Path, tmp_pat
     by_name = load_renderer(model, template="qwen3_with_thinking")
     by_file = load_renderer(model, template=str(file))
     assert by_name.fingerprint == by_file.fingerprint != own.fingerprint
-    assert {k for k in own.fingerprints if own.fingerprints[k] != by_name.fingerprints[k]} == {"template"}
+    assert {k for k in own.fingerprints if own.fingerprints[k] != by_name.fingerprints[k]} == {
+        "template"
+    }
     opened = [r.decode(r.open([Message("user", "Hi")], TOOLS).ids) for r in (own, by_name, by_file)]
     assert opened[1] == opened[2] != opened[0]
 
 
 def test_arguments_reach_the_template_and_stay_in_its_source(model: Path, tmp_path: Path) -> None:
     plain = load_renderer(model, template="qwen3_with_thinking")
-    quiet = load_renderer(model, template="qwen3_with_thinking", template_args={"enable_thinking": False})
+    quiet = load_renderer(
+        model, template="qwen3_with_thinking", template_args={"enable_thinking": False}
+    )
     assert text(quiet) == text(plain) + "<think>\n\n</think>\n\n"
     assert quiet.fingerprint != plain.fingerprint
     saved = tmp_path / "saved"
@@ -112,20 +136,31 @@ def text(renderer: ChatRenderer) -> str:
 
 
 def test_what_a_source_sets_itself_is_any_json_and_can_be_given_all_the_same() -> None:
-    values = {"a": True, "b": None, "c": [1, -2.5, "x'\"{{ \n\u00e9\U0001f600"], "d": {"k": {"n": False}}, "e": "%}"}
+    values = {
+        "a": True,
+        "b": None,
+        "c": [1, -2.5, "x'\"{{ \n\u00e9\U0001f600"],
+        "d": {"k": {"n": False}},
+        "e": "%}",
+    }
     source = "\n  {% if true %}{{ [a, b, c, d, e] | tojson }}\n{% endif %}tail\n"
     expected = ChatTemplate(source, values).render([])
     assert ChatTemplate(with_preset_variables(source, values)).render([]) == expected
     other = values | {"a": False}
-    assert ChatTemplate(with_preset_variables(source, values), {"a": False}).render([]) == ChatTemplate(source, other).render(
+    assert ChatTemplate(with_preset_variables(source, values), {"a": False}).render(
         []
-    )
+    ) == ChatTemplate(source, other).render([])
 
 
 def test_mistakes_say_what_was_meant(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r'"qwen3_with_thinkin": no such template; did you mean .qwen3_with_thinking.'):
+    with pytest.raises(
+        ConfigError,
+        match=r'"qwen3_with_thinkin": no such template; did you mean .qwen3_with_thinking.',
+    ):
         load_renderer(model, template="qwen3_with_thinkin")
-    with pytest.raises(ConfigError, match=r"enable_thinkin: .* no such variable; did you mean 'enable_thinking'"):
+    with pytest.raises(
+        ConfigError, match=r"enable_thinkin: .* no such variable; did you mean 'enable_thinking'"
+    ):
         load_renderer(model, template="qwen3_with_thinking", template_args={"enable_thinkin": True})
     with pytest.raises(ConfigError, match=r"nothing_like_it: .* it uses none"):
         load_renderer(model, template_args={"nothing_like_it": 1})
@@ -138,9 +173,17 @@ def test_mistakes_say_what_was_meant(model: Path) -> None:
 
 
 def test_parameters_are_what_a_conversation_does_not_bring() -> None:
-    source = "{{ bos_token }}{% for m in messages %}{{ m.role }}{% set x = 1 %}{{ x }}{% endfor %}{{ tools }}{{ namespace() }}"
+    source = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}{% set x = 1 %}{{ "
+        "x }}{% endfor %}{{ tools }}{{ namespace() }}"
+    )
     assert ChatTemplate(source + "{% if enable_thinking is defined %}{% endif %}").parameters == {
         "bos_token",
         "enable_thinking",
     }
-    assert template_names() == ["chatml", "qwen3_with_thinking", "qwen3_without_thinking", "qwen_vl"]
+    assert template_names() == [
+        "chatml",
+        "qwen3_with_thinking",
+        "qwen3_without_thinking",
+        "qwen_vl",
+    ]

@@ -1,4 +1,5 @@
-"""A template writes here, to the character, what it writes under transformers; refusals are refusals there too."""
+"""A template writes here, to the character, what it writes under transformers; refusals
+are refusals there too."""
 
 from __future__ import annotations
 
@@ -26,22 +27,45 @@ CASES: dict[str, tuple[list[Message], list[dict[str, Any]], bool, Any]] = {
     "user, no prompt": ([USER], [], False, None),
     "system": ([Message("system", " Be brief. \n"), USER, SAID, USER], [], True, None),
     "developer": ([Message("developer", "Be brief."), USER], [], True, None),
-    "padded": ([Message("user", " \n padded\t "), Message("assistant", "\n{}\n\n"), USER], [], True, None),
+    "padded": (
+        [Message("user", " \n padded\t "), Message("assistant", "\n{}\n\n"), USER],
+        [],
+        True,
+        None,
+    ),
     "thinking": ([USER, THOUGHT, USER, THOUGHT], [], False, None),
-    "thinking inside": ([USER, Message("assistant", "<think>\nHm.\n</think>\n\nYes."), USER], [], True, None),
+    "thinking inside": (
+        [USER, Message("assistant", "<think>\nHm.\n</think>\n\nYes."), USER],
+        [],
+        True,
+        None,
+    ),
     "no thinking": ([USER, Message("assistant", "Yes.", reasoning="")], [], False, None),
     "tools": ([USER], TOOLS, True, None),
     "tools and system": ([Message("system", "Be brief."), USER, SAID, USER], TOOLS, True, None),
     "call": ([USER, Message("assistant", "", tool_calls=(CALL,)), TOLD, SAID], TOOLS, False, None),
-    "calls": ([USER, Message("assistant", "Hm.", tool_calls=(CALL, CALL), reasoning="So."), TOLD, TOLD], TOOLS, True, None),
+    "calls": (
+        [USER, Message("assistant", "Hm.", tool_calls=(CALL, CALL), reasoning="So."), TOLD, TOLD],
+        TOOLS,
+        True,
+        None,
+    ),
     "call, no tools": ([USER, Message("assistant", "", tool_calls=(CALL,)), TOLD], [], True, None),
     "parts": ([Message("user", ("Look: ", ImageRef("00"), "?")), SAID, USER], [], True, None),
-    "only parts": ([Message("user", ("One.",)), Message("assistant", ("Two.",)), Message("user", ("Three.",))], [], True, None),
+    "only parts": (
+        [Message("user", ("One.",)), Message("assistant", ("Two.",)), Message("user", ("Three.",))],
+        [],
+        True,
+        None,
+    ),
     "documents": ([USER], [], True, [{"title": "T", "text": "Text."}]),
     "two users": ([USER, USER], [], True, None),
     "ends in a reply": ([USER, SAID], [], True, None),
 }
-REFUSED_THERE = {"SecurityError": "the immutable sandbox there lets no list grow; here a template may fill lists of its own"}
+REFUSED_THERE = {
+    "SecurityError": "the immutable sandbox there lets no list grow; here a template may fill "
+    "lists of its own"
+}
 
 
 class Clock(datetime):
@@ -61,9 +85,15 @@ def ours(template: ChatTemplate, case: Any) -> str | None:
 
 
 def theirs(template: ChatTemplate, case: Any) -> tuple[str | None, str]:
-    """What transformers writes; texts in a list are one text where the template writes no lists of its own."""
+    """What transformers writes; texts in a list are one text where the template
+    writes no lists of its own."""
     messages, tools, prompt, documents = case
-    rows = [m.to_dict() if m.media or template.writes_parts(m.role) else {**m.to_dict(), "content": m.text} for m in messages]
+    rows = [
+        m.to_dict()
+        if m.media or template.writes_parts(m.role)
+        else {**m.to_dict(), "content": m.text}
+        for m in messages
+    ]
     try:
         texts, _ = chat_template_utils.render_jinja_template(
             conversations=[rows],
@@ -78,7 +108,9 @@ def theirs(template: ChatTemplate, case: Any) -> tuple[str | None, str]:
     return texts[0], ""
 
 
-def test_every_template_of_the_corpus_writes_what_it_does_under_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_template_of_the_corpus_writes_what_it_does_under_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(chat_template_utils, "datetime", Clock)
     sources = [*distinct(), *((name, template_source(name)) for name in template_names())]
     seen: Counter[str] = Counter()

@@ -27,7 +27,9 @@ def played(name, *chosen):
 
 
 def places(tally):
-    return {(fault.scenario, fault.history, fault.place.partition(" ")[0]) for fault in tally.faults}
+    return {
+        (fault.scenario, fault.history, fault.place.partition(" ")[0]) for fault in tally.faults
+    }
 
 
 def test_a_plain_template_is_played_without_a_fault():
@@ -39,22 +41,36 @@ def test_a_plain_template_is_played_without_a_fault():
 
 def test_the_words_that_a_template_tests_are_read_from_its_source():
     source = OWN_TEMPLATES["a word switches the thinking off"]
-    assert switching_words(template_of("words", source)) == ["/no_think", "/think", "/quiet", "/loud"]
+    assert switching_words(template_of("words", source)) == [
+        "/no_think",
+        "/think",
+        "/quiet",
+        "/loud",
+    ]
 
-    keys = "{% for m in messages %}{% if 'tool_calls' in m and '<think>' in m.content %}{% endif %}{% endfor %}"
+    keys = (
+        "{% for m in messages %}{% if 'tool_calls' in m and '<think>' in m.content %}{% "
+        "endif %}{% endfor %}"
+    )
     assert switching_words(template_of("keys", keys)) == ["/no_think", "/think"]
 
 
 def test_a_word_that_the_renderer_does_not_see_is_noticed(monkeypatch):
     def deaf(render):
         def rendered(self, messages, tools=()):
-            return render(self, [replace(m, content=m.text.replace("/quiet", "quiet!")) for m in messages], tools)
+            return render(
+                self,
+                [replace(m, content=m.text.replace("/quiet", "quiet!")) for m in messages],
+                tools,
+            )
 
         return rendered
 
     monkeypatch.setattr(ChatRenderer, "open", deaf(ChatRenderer.open))
     source = OWN_TEMPLATES["a word switches the thinking off"]
-    tally = examine(source, template_of("words", source), lambda s: s.name == "words" and "'/quiet'" in s.detail)
+    tally = examine(
+        source, template_of("words", source), lambda s: s.name == "words" and "'/quiet'" in s.detail
+    )
     assert ("words", "append", "opening") in places(tally)
     fault = next(fault for fault in tally.faults if fault.place == "opening")
     assert fault.outcome == "wrong"
@@ -68,7 +84,9 @@ def test_an_id_too_many_is_noticed_at_each_turn_and_in_each_mode(monkeypatch, hi
 
     if history == "append":
         right = ChatRenderer.extend
-        monkeypatch.setattr(ChatRenderer, "extend", lambda self, *given: longer(right(self, *given)))
+        monkeypatch.setattr(
+            ChatRenderer, "extend", lambda self, *given: longer(right(self, *given))
+        )
     else:
         made = Player.__init__
 
@@ -130,8 +148,18 @@ def test_a_call_that_is_not_read_is_counted_as_said_or_as_silent(monkeypatch):
 
 @pytest.mark.parametrize("name", OWN_TEMPLATES)
 def test_prompts_are_those_of_transformers(name):
-    """Words, examples, late state, cut-off thinking, odd contents: what is not equal is what `check` says."""
-    classes = ("shots", "shots thinking", "words", "results", "unclosed limit", "unclosed stop", "cut text", "empty results")
+    """Words, examples, late state, cut-off thinking, odd contents: what is not
+    equal is what `check` says."""
+    classes = (
+        "shots",
+        "shots thinking",
+        "words",
+        "results",
+        "unclosed limit",
+        "unclosed stop",
+        "cut text",
+        "empty results",
+    )
     tally = played(name, *classes, "parts", "text and call", "parallel")
     assert tally.faults == []
     assert tally.counts["equal"] > 50

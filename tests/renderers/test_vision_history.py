@@ -1,4 +1,5 @@
-"""Images over several turns: images of tools, policies, the sanity check; each prompt holds whole blocks, as many as images."""
+"""Images over several turns: images of tools, policies, the sanity check; each prompt holds whole
+blocks, as many as images."""
 
 from __future__ import annotations
 
@@ -20,12 +21,31 @@ from turnwright.media import MediaStore
 from turnwright.renderers import Branch, Extend, SampledReply, load_renderer
 from turnwright.renderers.contract import explain_contract
 from turnwright.renderers.full_render import BuiltConversation, OriginRun, compare_with_render
-from turnwright.renderers.history import ConversationState, downscale_images, keep_images, render_next
-from turnwright.types import Message, Origin, ToolCall, VideoRef, ids_with_media_keys, placements_between
+from turnwright.renderers.history import (
+    ConversationState,
+    downscale_images,
+    keep_images,
+    render_next,
+)
+from turnwright.types import (
+    Message,
+    Origin,
+    ToolCall,
+    VideoRef,
+    ids_with_media_keys,
+    placements_between,
+)
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava", "smolvlm")
 TOOLS = (
-    {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object", "properties": {}}}},
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "d",
+            "parameters": {"type": "object", "properties": {}},
+        },
+    },
 )
 CALL = Message("assistant", "", (ToolCall("look", {}, "call_1"),))
 CALLED = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
@@ -34,8 +54,13 @@ CALLED = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
 @pytest.fixture(scope="session")
 def renderers(tmp_path_factory):
     root = tmp_path_factory.mktemp("vlm")
-    made = {family: load_renderer(tiny_vlm_directory(root / family, family, weights=False)) for family in FAMILIES}
-    made["blind tools"] = load_renderer(tiny_vlm_directory(root / "blind", "qwen3_vl", weights=False, tool_images=False))
+    made = {
+        family: load_renderer(tiny_vlm_directory(root / family, family, weights=False))
+        for family in FAMILIES
+    }
+    made["blind tools"] = load_renderer(
+        tiny_vlm_directory(root / "blind", "qwen3_vl", weights=False, tool_images=False)
+    )
     return made
 
 
@@ -45,7 +70,9 @@ def store():
 
 
 def picture(store, width, height, seed=0):
-    return store.add(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return store.add(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def text_of(renderer, rendered):
@@ -70,10 +97,14 @@ def answers(store):
 def test_a_template_that_shows_images_of_tools_keeps_them_there(renderers, store):
     renderer = renderers["qwen3_vl"]
     one, other, told = answers(store)
-    rendered = renderer.extend([Message("user", "u"), CALL], renderer.encode_reply(CALLED), told, TOOLS)
+    rendered = renderer.extend(
+        [Message("user", "u"), CALL], renderer.encode_reply(CALLED), told, TOOLS
+    )
     shown = text_of(renderer, rendered)
     assert shown.count("<tool_response>") == 2
-    assert shown.index("first<|vision_start|><|image_pad|>") < shown.index("<|image_pad|><|vision_end|>second")
+    assert shown.index("first<|vision_start|><|image_pad|>") < shown.index(
+        "<|image_pad|><|vision_end|>second"
+    )
     assert [block.media for block in rendered.media] == [one, other]
     assert rendered.tool_images_moved == 0
     assert renderer.contract.tool_images is True
@@ -90,7 +121,7 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
     shown = text_of(renderer, rendered)
     place = "<|vision_start|><|image_pad|><|vision_end|>"
     assert shown.endswith(
-        f"second\n</tool_response><|im_end|>\n<|im_start|>user\n{place * 2}<|im_end|>\n<|im_start|>assistant\n"
+        f"second\n</tool_response><|im_end|>\n<|im_start|>user\n{place * 2}<|im_end|>\n<|im_start|>assistant\n"  # noqa: E501
     )
     assert [block.media for block in rendered.media] == [one, other]
     assert rendered.tool_images_moved == 2
@@ -98,9 +129,15 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
     assert f"<|im_start|>user\n{place * 2}and now?<|im_end|>" in text_of(renderer, spoken)
     opened = renderer.open(history[:1], TOOLS)
     path = [*opened.ids, *reply]
-    composed = renderer.compose([*history, *told], [SampledReply(1, reply, len(opened.ids))], path, TOOLS, opened.media)
+    composed = renderer.compose(
+        [*history, *told], [SampledReply(1, reply, len(opened.ids))], path, TOOLS, opened.media
+    )
     assert isinstance(composed, Extend)
-    assert (composed.ids, composed.media, composed.tool_images_moved) == (rendered.ids, rendered.media, 2)
+    assert (composed.ids, composed.media, composed.tool_images_moved) == (
+        rendered.ids,
+        rendered.media,
+        2,
+    )
     later = renderer.encode_reply("well")
     whole = [*history, *told, Message("assistant", "well"), Message("user", "go on")]
     longer = [*path, *composed.ids]
@@ -108,7 +145,11 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
     placed = [block.shifted(len(path)) for block in composed.media]
     again = renderer.compose(whole, replies, [*longer, *later], TOOLS, placed)
     assert isinstance(again, Extend)
-    assert (again.media, again.tool_images_moved, again.replies) == ((), 0, (len(opened.ids), len(longer)))
+    assert (again.media, again.tool_images_moved, again.replies) == (
+        (),
+        0,
+        (len(opened.ids), len(longer)),
+    )
 
 
 # Templates in use
@@ -124,24 +165,33 @@ def test_images_that_the_template_drops_from_tools_follow_as_a_users(renderers, 
         ("llava", "llava_next"),
     ],
 )
-def test_templates_in_use_place_images_in_prompts_appends_and_results(tmp_path, store, family, name):
+def test_templates_in_use_place_images_in_prompts_appends_and_results(
+    tmp_path, store, family, name
+):
     template = corpus.CACHE / "trl" / f"{name}.jinja"
     if not template.is_file():
         pytest.skip("the templates in use are not here; tests/corpus.py fetches them")
-    renderer = load_renderer(tiny_vlm_directory(tmp_path, family, weights=False), template=str(template))
+    renderer = load_renderer(
+        tiny_vlm_directory(tmp_path, family, weights=False), template=str(template)
+    )
     one, other = picture(store, 96, 64), picture(store, 70, 130, 1)
     asked, said = Message("user", (one, "what is here")), Message("assistant", "up")
     told = Message("user", ("look", other, "again"))
     opened, reply = renderer.open([asked]), renderer.encode_reply("up")
     followed = renderer.extend([asked, said], reply, [told])
     ids = [*opened.ids, *reply]
-    composed = renderer.compose([asked, said, told], [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media)
+    composed = renderer.compose(
+        [asked, said, told], [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media
+    )
     assert isinstance(composed, Extend)
     assert (composed.ids, composed.media) == (followed.ids, followed.media)
     check_prompt(renderer, opened.ids, opened.media, [one])
     check_prompt(renderer, followed.ids, followed.media, [other])
     result = renderer.extend(
-        [asked, CALL], renderer.encode_reply("up"), [replace(told, role="tool", tool_call_id="call_1")], TOOLS
+        [asked, CALL],
+        renderer.encode_reply("up"),
+        [replace(told, role="tool", tool_call_id="call_1")],
+        TOOLS,
     )
     check_prompt(renderer, result.ids, result.media, [other])
 
@@ -149,7 +199,10 @@ def test_templates_in_use_place_images_in_prompts_appends_and_results(tmp_path, 
 # Conversations made up
 
 
-PARTS = st.lists(st.one_of(st.sampled_from(["go on", "", "<image><|image_pad|>", "a\n\n"]), st.integers(0, 3)), max_size=4)
+PARTS = st.lists(
+    st.one_of(st.sampled_from(["go on", "", "<image><|image_pad|>", "a\n\n"]), st.integers(0, 3)),
+    max_size=4,
+)
 TURNS = st.lists(PARTS, min_size=1, max_size=5)
 
 
@@ -169,7 +222,9 @@ def check_prompt(renderer, ids, placed, media):
     """Placeholder runs = images = grid rows; pads = what the processor counts; there and back."""
     eyes = renderer.vision
     assert [block.media for block in placed] == media
-    assert sum(i in eyes.pad_ids for i in ids) == sum(sum(i in eyes.pad_ids for i in eyes.block(m).ids) for m in media)
+    assert sum(i in eyes.pad_ids for i in ids) == sum(
+        sum(i in eyes.pad_ids for i in eyes.block(m).ids) for m in media
+    )
     assert all(block.grid == eyes.block(block.media).grid for block in placed)
     compact = eyes.compact(ids, placed)
     assert sum(i in eyes.pad_ids for i in compact) == len(media)
@@ -179,8 +234,14 @@ def check_prompt(renderer, ids, placed, media):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=12, deadline=None)
-@given(turns=TURNS, history=st.sampled_from(["append", "template", "keep", "downscale"]), count=st.integers(0, 3))
-def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store, family, turns, history, count):
+@given(
+    turns=TURNS,
+    history=st.sampled_from(["append", "template", "keep", "downscale"]),
+    count=st.integers(0, 3),
+)
+def test_every_prompt_of_a_conversation_shows_its_images_whole(
+    renderers, store, family, turns, history, count
+):
     renderer = renderers[family]
     mode = {"keep": keep_images(count), "downscale": downscale_images(count)}.get(history, history)
     messages = [Message("user", content_of(store, turns[0], family) or "hello")]
@@ -192,7 +253,9 @@ def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store,
         ids += reply
         messages.append(Message("assistant", f"move {number}"))
         told = [Message("user", content_of(store, parts, family))]
-        found = render_next(mode, renderer, ConversationState(messages, replies, ids, (), placed), told)
+        found = render_next(
+            mode, renderer, ConversationState(messages, replies, ids, (), placed), told
+        )
         if isinstance(found, Branch):
             assert history in ("keep", "downscale")
             assert (
@@ -204,8 +267,12 @@ def test_every_prompt_of_a_conversation_shows_its_images_whole(renderers, store,
         placed = [*kept, *(block.shifted(keep) for block in found.media)]
         ids = [*ids[:keep], *found.ids]
         starts = found.replies or [reply.start for reply in replies]
-        replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
-        assert all(ids[r.start : r.start + len(r.ids)] == list(r.ids) for r in replies if r.start >= 0)
+        replies = [
+            reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)
+        ]
+        assert all(
+            ids[r.start : r.start + len(r.ids)] == list(r.ids) for r in replies if r.start >= 0
+        )
         messages += told
         shown = [media for message in messages for media in message.media]
         if history == "keep":
@@ -233,7 +300,9 @@ def test_older_images_are_shown_at_a_quarter_of_their_area(renderers, store):
     assert renderer.vision.block(messages[0].media[0]).grid == ((1, 8, 16),)
     assert renderer.vision.block(image).grid == ((1, 4, 8),)
     assert renderer.vision.block(video).grid == ((1, 4, 4),)
-    assert downscale_images(1)(shown, (1,))[0].media[0].max_pixels == 256 * 128 // 16  # of what it is given
+    assert (
+        downscale_images(1)(shown, (1,))[0].media[0].max_pixels == 256 * 128 // 16
+    )  # of what it is given
     assert downscale_images(3)(messages, (1,)) == messages
 
 
@@ -247,26 +316,39 @@ def test_the_sanity_check_reads_past_images(renderers, store):
     opened = renderer.open([asked])
     reply = renderer.encode_reply("up")
     ids = [*opened.ids, *reply]
-    pieces = [OriginRun(Origin.PROMPT, 0, len(opened.ids)), OriginRun(Origin.MODEL, len(opened.ids), len(ids), 0)]
+    pieces = [
+        OriginRun(Origin.PROMPT, 0, len(opened.ids)),
+        OriginRun(Origin.MODEL, len(opened.ids), len(ids), 0),
+    ]
     plain = replace(asked, content=("see", one, "?"))
     clean = renderer.open([plain])
     right = BuiltConversation(
         [*clean.ids, *reply],
-        [OriginRun(Origin.PROMPT, 0, len(clean.ids)), OriginRun(Origin.MODEL, len(clean.ids), len(clean.ids) + 3, 0)],
+        [
+            OriginRun(Origin.PROMPT, 0, len(clean.ids)),
+            OriginRun(Origin.MODEL, len(clean.ids), len(clean.ids) + 3, 0),
+        ],
         [plain, Message("assistant", "up")],
         placed=clean.media,
     )
     assert compare_with_render(renderer, right) is None
     found = compare_with_render(
-        renderer, BuiltConversation(ids, pieces, [asked, Message("assistant", "up")], neutralised=True, placed=opened.media)
+        renderer,
+        BuiltConversation(
+            ids, pieces, [asked, Message("assistant", "up")], neutralised=True, placed=opened.media
+        ),
     )
     assert found is not None
     assert found.cause == "control_text"
     swapped = replace(plain, content=("see", other, "?"))
-    found = compare_with_render(renderer, replace(right, messages=[swapped, Message("assistant", "up")]))
+    found = compare_with_render(
+        renderer, replace(right, messages=[swapped, Message("assistant", "up")])
+    )
     assert found is not None
     assert (found.cause, found.position) == ("image", clean.media[0].start)
-    twice = replace(right, ids=[*right.ids[:3], 40, *right.ids[3:]], placed=[b.shifted(1) for b in clean.media])
+    twice = replace(
+        right, ids=[*right.ids[:3], 40, *right.ids[3:]], placed=[b.shifted(1) for b in clean.media]
+    )
     found = compare_with_render(renderer, twice)
     assert found is not None
     assert found.position == 3

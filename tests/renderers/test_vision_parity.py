@@ -37,7 +37,8 @@ SIDES = st.one_of(st.integers(1, 400), st.integers(1, 16_384))
 def directories(tmp_path_factory):
     root = tmp_path_factory.mktemp("vlm")
     return {
-        family: tiny_vlm_directory(root / family, family, weights=False) for family in (*QWEN, "llava", "smolvlm", "idefics3")
+        family: tiny_vlm_directory(root / family, family, weights=False)
+        for family in (*QWEN, "llava", "smolvlm", "idefics3")
     }
 
 
@@ -52,7 +53,9 @@ def store():
 
 
 def picture(store, width, height, seed=0):
-    return store.add(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    return store.add(
+        np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    )
 
 
 def clip(store, frames, width=64, height=48, fps=2.0):
@@ -62,7 +65,9 @@ def clip(store, frames, width=64, height=48, fps=2.0):
 
 def own_processor(directory):
     given = json.loads((directory / "preprocessor_config.json").read_text())
-    return Qwen2VLImageProcessorPil.from_dict({k: v for k, v in given.items() if k != "image_processor_type"})
+    return Qwen2VLImageProcessorPil.from_dict(
+        {k: v for k, v in given.items() if k != "image_processor_type"}
+    )
 
 
 # Blocks
@@ -71,7 +76,9 @@ def own_processor(directory):
 @pytest.mark.parametrize("family", QWEN)
 @settings(max_examples=150, deadline=None)
 @given(width=SIDES, height=SIDES)
-def test_qwen_blocks_are_as_large_as_the_processor_counts(renderers, directories, family, width, height):
+def test_qwen_blocks_are_as_large_as_the_processor_counts(
+    renderers, directories, family, width, height
+):
     eyes, processor = renderers[family].vision, own_processor(directories[family])
     image = ImageRef("0" * 64, width, height)
     try:
@@ -103,8 +110,11 @@ def test_tiles_are_those_that_the_processor_cuts(renderers, family, width, heigh
 
 
 def processors(directory, family):
-    """transformers' own processor around a tokenizer, for images alone: the video processors need torchvision."""
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
+    """transformers' own processor around a tokenizer, for images alone: the video
+    processors need torchvision."""
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(directory / "tokenizer.json")
+    )
     if family in QWEN:
         name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
         base = getattr(transformers, f"{name}Processor")
@@ -114,20 +124,30 @@ def processors(directory, family):
                 super().__init__(image_processor, tokenizer, None)
 
             def check_argument_for_proper_class(self, name, value):
-                return None if name == "video_processor" else super().check_argument_for_proper_class(name, value)
+                return (
+                    None
+                    if name == "video_processor"
+                    else super().check_argument_for_proper_class(name, value)
+                )
 
         return Images(own_processor(directory), tokenizer)
     eyes = load_renderer(directory).vision
     if family == "llava":
         return transformers.LlavaProcessor(
-            eyes._processor, tokenizer, patch_size=14, num_additional_image_tokens=1, vision_feature_select_strategy="default"
+            eyes._processor,
+            tokenizer,
+            patch_size=14,
+            num_additional_image_tokens=1,
+            vision_feature_select_strategy="default",
         )
     # SmolVLM's expansion is Idefics3's; its own processor wants a further package for videos.
     return transformers.Idefics3Processor(eyes._processor, tokenizer, image_seq_len=4)
 
 
 @pytest.mark.parametrize("family", [*QWEN, "llava", "smolvlm", "idefics3"])
-def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(renderers, directories, store, family):
+def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(
+    renderers, directories, store, family
+):
     renderer = renderers[family]
     messages = [
         Message("user", ("one", picture(store, 96, 64), "\nand", picture(store, 70, 130, 1))),
@@ -137,9 +157,13 @@ def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(renderers
     opened = renderer.open(messages)
     text = renderer.template.render(messages, generation_prompt=True)
     pictures = [Pillow.fromarray(store.pixels(block.media)) for block in opened.media]
-    given = processors(directories[family], family)(text=[text], images=pictures, return_tensors="np")
+    given = processors(directories[family], family)(
+        text=[text], images=pictures, return_tensors="np"
+    )
     assert opened.ids == given["input_ids"][0].tolist()
-    made = renderer.vision.merge([renderer.vision.process(block.media, store) for block in opened.media])
+    made = renderer.vision.merge(
+        [renderer.vision.process(block.media, store) for block in opened.media]
+    )
     for name, array in made.items():
         assert array.dtype == given[name].dtype
         assert np.array_equal(array, given[name]), name
@@ -153,7 +177,9 @@ def test_a_prompt_has_the_ids_and_pixels_of_transformers_own_processor(renderers
 def test_qwen_pixels_are_bit_identical(renderers, directories, store, family, size):
     image = picture(store, *size)
     made = renderers[family].vision.process(image, store)
-    given = own_processor(directories[family])(Pillow.fromarray(store.pixels(image)), return_tensors="np")
+    given = own_processor(directories[family])(
+        Pillow.fromarray(store.pixels(image)), return_tensors="np"
+    )
     assert np.array_equal(made["pixel_values"], given["pixel_values"])
     assert np.array_equal(made["image_grid_thw"], given["image_grid_thw"])
 
@@ -180,7 +206,9 @@ def test_every_setting_of_the_processor_counts(directories, store, tmp_path, cha
     if "temporal_patch_size" in change:
         for name in ("config.json", "video_preprocessor_config.json"):
             (tmp_path / name).write_text(
-                (tmp_path / name).read_text().replace('"temporal_patch_size": 2', '"temporal_patch_size": 1')
+                (tmp_path / name)
+                .read_text()
+                .replace('"temporal_patch_size": 2', '"temporal_patch_size": 1')
             )
     changed = load_renderer(tmp_path)
     image = picture(store, 128, 96)
@@ -204,7 +232,9 @@ def test_a_scaled_down_reference_is_processed_as_it_is_shown(renderers, store):
 
 @pytest.mark.parametrize("frames", [2, 3, 6, 7])
 @pytest.mark.parametrize(("width", "height"), [(64, 48), (20, 10), (200, 150)])
-def test_qwen3_videos_are_resized_and_cut_as_by_transformers(renderers, store, frames, width, height):
+def test_qwen3_videos_are_resized_and_cut_as_by_transformers(
+    renderers, store, frames, width, height
+):
     own = import_module("transformers.models.qwen3_vl.video_processing_qwen3_vl")
     eyes = renderers["qwen3_vl"].vision
     video = clip(store, frames, width, height)
@@ -214,8 +244,13 @@ def test_qwen3_videos_are_resized_and_cut_as_by_transformers(renderers, store, f
     assert block.grid == ((-(-frames // 2), h // 16, w // 16),)
     made = eyes.process(video, store)
     assert made["video_grid_thw"].tolist() == [list(block.grid[0])]
-    images = [np.asarray(Pillow.fromarray(store.pixels(f)).resize((w, h), Pillow.Resampling.BICUBIC)) for f in video.frames]
-    values = (torch.tensor(np.stack(images)).permute(0, 3, 1, 2)[None].to(torch.float64) / 255).float()
+    images = [
+        np.asarray(Pillow.fromarray(store.pixels(f)).resize((w, h), Pillow.Resampling.BICUBIC))
+        for f in video.frames
+    ]
+    values = (
+        torch.tensor(np.stack(images)).permute(0, 3, 1, 2)[None].to(torch.float64) / 255
+    ).float()
     patches, *grid = own.Qwen3VLVideoProcessor.patchify(None, (values - 0.5) / 0.5, 16, 2, 2)
     assert grid == list(block.grid[0])
     assert np.array_equal(made["pixel_values_videos"], patches[0].numpy())
@@ -240,23 +275,32 @@ def test_qwen3_videos_tell_the_time_as_transformers_does(renderers, store):
         text = Own.replace_video_token(stand_in, inputs, 0)
         assert renderer.decode(block.ids) == text
         opened = renderer.open([Message("user", ("see", video, "?"))])
-        whole = renderer.template.render([Message("user", ("see", video, "?"))], generation_prompt=True)
+        whole = renderer.template.render(
+            [Message("user", ("see", video, "?"))], generation_prompt=True
+        )
         assert opened.ids == renderer.codec.encode(whole.replace("<|video_pad|>", text))
 
 
 @pytest.mark.parametrize("family", QWEN)
-def test_a_clip_equals_the_video_processor_where_there_is_one(directories, renderers, store, family):
+def test_a_clip_equals_the_video_processor_where_there_is_one(
+    directories, renderers, store, family
+):
     pytest.importorskip("torchvision", reason="transformers' video processors need torchvision")
     name = "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor"
     given = json.loads((directories[family] / "video_preprocessor_config.json").read_text())
-    processor = getattr(transformers, name)(**{k: v for k, v in given.items() if k != "video_processor_type"})
+    processor = getattr(transformers, name)(
+        **{k: v for k, v in given.items() if k != "video_processor_type"}
+    )
     for frames, width, height in ((2, 64, 64), (6, 64, 96), (5, 100, 70)):
         video = clip(store, frames, width, height)
-        pixels = torch.tensor(np.stack([store.pixels(frame) for frame in video.frames])).permute(0, 3, 1, 2)
+        pixels = torch.tensor(np.stack([store.pixels(frame) for frame in video.frames])).permute(
+            0, 3, 1, 2
+        )
         found = processor(videos=[pixels], return_tensors="np", do_sample_frames=False)
         made = renderers[family].vision.process(video, store)
         assert np.array_equal(made["video_grid_thw"], found["video_grid_thw"])
-        # torchvision rounds resized 8-bit values in its own way: one level of 255 apart at most, normalised
+        # torchvision rounds resized 8-bit values in its own way: one level of 255
+        # apart at most, normalised
         assert np.abs(made["pixel_values_videos"] - found["pixel_values_videos"]).max() <= (
             1e-6 if width == 64 else 1 / 255 / 0.26
         )
@@ -277,7 +321,11 @@ def models(directories):
     made = {}
     for family in QWEN:
         config = transformers.AutoConfig.from_pretrained(directories[family])
-        name = {"qwen2_vl": "Qwen2VLModel", "qwen2_5_vl": "Qwen2_5_VLModel", "qwen3_vl": "Qwen3VLModel"}[family]
+        name = {
+            "qwen2_vl": "Qwen2VLModel",
+            "qwen2_5_vl": "Qwen2_5_VLModel",
+            "qwen3_vl": "Qwen3VLModel",
+        }[family]
         with torch.device("meta"):
             made[family] = getattr(transformers, name)(config)
     return made
@@ -288,7 +336,9 @@ def rope_index(model, renderer, ids, placed):
     kinds = [1 if i == eyes._image_id else 2 if i == eyes._video_id else 0 for i in ids]
     images = [b.grid[0] for b in placed if isinstance(b.media, ImageRef)]
     videos = [b for b in placed if isinstance(b.media, VideoRef)]
-    seconds = [2 * (b.media.times[-1] - b.media.times[0]) / (len(b.media.times) - 1) for b in videos]
+    seconds = [
+        2 * (b.media.times[-1] - b.media.times[0]) / (len(b.media.times) - 1) for b in videos
+    ]
     more = {"second_per_grid_ts": torch.tensor(seconds)} if eyes._rate and videos else {}
     found, _ = model.get_rope_index(
         torch.tensor([ids]),
@@ -300,7 +350,10 @@ def rope_index(model, renderer, ids, placed):
     return found[:, 0].numpy()
 
 
-PARTS = st.lists(st.one_of(st.integers(0, 9), st.sampled_from(["wide", "high", "small", "clip", "fast"])), max_size=8)
+PARTS = st.lists(
+    st.one_of(st.integers(0, 9), st.sampled_from(["wide", "high", "small", "clip", "fast"])),
+    max_size=8,
+)
 
 
 @pytest.mark.parametrize("family", QWEN)
@@ -355,10 +408,18 @@ def test_a_processor_for_another_tower_is_refused(directories, tmp_path):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"patch_size": 16', '"patch_size": 14'))
-    with pytest.raises(ModelError, match=r"patch_size = 16, but config.json's vision_config has 14"):
+    with pytest.raises(
+        ModelError, match=r"patch_size = 16, but config.json's vision_config has 14"
+    ):
         load_renderer(tmp_path)
-    config.write_text(config.read_text().replace('"model_type": "qwen3_vl",\n "arch', '"model_type": "seer_vl",\n "arch'))
-    with pytest.raises(ModelError, match="a vision model of unknown type 'seer_vl'; known are qwen2_vl, qwen2_5_vl"):
+    config.write_text(
+        config.read_text().replace(
+            '"model_type": "qwen3_vl",\n "arch', '"model_type": "seer_vl",\n "arch'
+        )
+    )
+    with pytest.raises(
+        ModelError, match="a vision model of unknown type 'seer_vl'; known are qwen2_vl, qwen2_5_vl"
+    ):
         load_renderer(tmp_path)
 
 
@@ -367,10 +428,14 @@ def test_the_8_bit_values_of_patches_are_those_they_were_made_of(family, rendere
     """What a server takes that scales and normalises itself comes to the same numbers."""
     eyes = renderers[family].vision
     scale = eyes._scale
-    image = store.add(np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8))  # all values there are
+    image = store.add(
+        np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8)
+    )  # all values there are
     patches = eyes.process(image, store)["pixel_values"]
     raw = eyes.unscaled(patches)
     assert (raw.dtype, raw.shape) == (np.uint8, patches.shape)
-    plain = scale._replace(factor=0.0, std=()).patches([store.pixels(image)], *scale.resized(96, 64))
+    plain = scale._replace(factor=0.0, std=()).patches(
+        [store.pixels(image)], *scale.resized(96, 64)
+    )
     assert np.array_equal(raw, plain)
     assert len(np.unique(raw)) > 200

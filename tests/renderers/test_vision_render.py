@@ -23,7 +23,10 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "smolvlm", "idefics3"
 @pytest.fixture(scope="session")
 def renderers(tmp_path_factory):
     root = tmp_path_factory.mktemp("vlm")
-    return {family: load_renderer(tiny_vlm_directory(root / family, family, weights=False)) for family in FAMILIES}
+    return {
+        family: load_renderer(tiny_vlm_directory(root / family, family, weights=False))
+        for family in FAMILIES
+    }
 
 
 @pytest.fixture(scope="session")
@@ -56,13 +59,23 @@ def test_images_of_several_turns_stand_where_they_belong(renderers, store, famil
             known = renderer.vision.block(block.media)
             assert tuple(rendered.ids[block.start : block.end]) == known.ids
             assert (block.grid, block.compact) == (known.grid, known.compact)
-        assert pads(renderer, rendered.ids) == sum(pads(renderer, renderer.vision.block(one).ids) for one in media)
-    whole = renderer.template.render([asked, Message("assistant", "up"), told], generation_prompt=True)
-    compact = renderer.vision.compact(opened.ids, opened.media) + reply + renderer.vision.compact(followed.ids, followed.media)
+        assert pads(renderer, rendered.ids) == sum(
+            pads(renderer, renderer.vision.block(one).ids) for one in media
+        )
+    whole = renderer.template.render(
+        [asked, Message("assistant", "up"), told], generation_prompt=True
+    )
+    compact = (
+        renderer.vision.compact(opened.ids, opened.media)
+        + reply
+        + renderer.vision.compact(followed.ids, followed.media)
+    )
     assert renderer.decode(compact) == whole
     ids = [*opened.ids, *reply]
     conversation = [asked, Message("assistant", "up"), told]
-    composed = renderer.compose(conversation, [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media)
+    composed = renderer.compose(
+        conversation, [SampledReply(1, reply, len(opened.ids))], ids, (), opened.media
+    )
     assert isinstance(composed, Extend)
     assert (composed.ids, composed.media) == (followed.ids, followed.media)
 
@@ -73,9 +86,17 @@ def test_another_image_of_the_same_size_is_no_common_prefix(renderers, store, fa
     one, other = picture(store, 64, 64, 2), picture(store, 64, 64, 3)
     opened = renderer.open([Message("user", ("at", one, "?"))])
     reply = renderer.encode_reply("up")
-    conversation = [Message("user", ("at", other, "?")), Message("assistant", "up"), Message("user", "and now")]
+    conversation = [
+        Message("user", ("at", other, "?")),
+        Message("assistant", "up"),
+        Message("user", "and now"),
+    ]
     composed = renderer.compose(
-        conversation, [SampledReply(1, reply, len(opened.ids))], [*opened.ids, *reply], (), opened.media
+        conversation,
+        [SampledReply(1, reply, len(opened.ids))],
+        [*opened.ids, *reply],
+        (),
+        opened.media,
     )
     assert isinstance(composed, Branch)
     assert composed.keep == opened.media[0].start
@@ -85,9 +106,14 @@ def test_another_image_of_the_same_size_is_no_common_prefix(renderers, store, fa
 
 def test_eyes_are_of_the_fingerprint_and_their_ids_are_banned(renderers, tmp_path):
     renderer = renderers["qwen3_vl"]
-    smaller = load_renderer(tiny_vlm_directory(tmp_path, "qwen3_vl", weights=False, max_pixels=64 * 64))
+    smaller = load_renderer(
+        tiny_vlm_directory(tmp_path, "qwen3_vl", weights=False, max_pixels=64 * 64)
+    )
     assert smaller.fingerprint != renderer.fingerprint
-    names = {renderer.codec.control[f"<|{name}|>"] for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    names = {
+        renderer.codec.control[f"<|{name}|>"]
+        for name in ("image_pad", "video_pad", "vision_start", "vision_end")
+    }
     assert renderer.vision.placeholder_ids == names
     assert names <= renderer.banned_ids
 

@@ -1,4 +1,5 @@
-"""Tokenizers of every kind that the guard is held to: trained here from a small corpus, and real ones where at hand."""
+"""Tokenizers of every kind that the guard is held to: trained here from a small corpus, and
+real ones where at hand."""
 
 from __future__ import annotations
 
@@ -9,25 +10,39 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 from real_tokenizers import sentencepiece, tekken
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as RustTokenizer
 
 from turnwright.renderers import MARKUP, SPECIAL, ByteTokenizer, HFTokenizer
 from turnwright.renderers.tokenizer import Tokenizer
 
-_WORDS = "the|of|and|to|in|is|you|that|it|he|was|for|on|are|as|with|his|they|at|be|this|have|from|or|one|had|by|word"
+_WORDS = "the|of|and|to|in|is|you|that|it|he|was|for|on|are|as|with|his|they|at|be|this|have|from|or|one|had|by|word"  # noqa: E501
 WORDS = re.findall(r"\w+", _WORDS)
-QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _texts(marked: bool = False) -> list[str]:
     rng = random.Random(0)
-    texts = [" ".join(rng.choice(WORDS) for _ in range(40)) + '\n{"key": 1}, (x); don\'t\n\n### User:\n' for _ in range(150)]
+    texts = [
+        " ".join(rng.choice(WORDS) for _ in range(40)) + '\n{"key": 1}, (x); don\'t\n\n### User:\n'
+        for _ in range(150)
+    ]
     return [f"{text}<think>{text}</think><|im_end|><pad>" for text in texts] if marked else texts
 
 
-def _add(tokenizer: RustTokenizer, special: Sequence[str], other: Sequence[str], **flags: bool) -> RustTokenizer:
+def _add(
+    tokenizer: RustTokenizer, special: Sequence[str], other: Sequence[str], **flags: bool
+) -> RustTokenizer:
     flags = {"normalized": False} | flags
     tokenizer.add_special_tokens([AddedToken(text, special=True, **flags) for text in special])
     tokenizer.add_tokens([AddedToken(text, special=False, **flags) for text in other])
@@ -40,17 +55,26 @@ def _byte_level(marked: bool = False, cut: bool = True) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    texts = [part for text in _texts(marked) for part in ([text] if cut else text.replace(">", "> ").split(" "))]
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
+    texts = [
+        part
+        for text in _texts(marked)
+        for part in ([text] if cut else text.replace(">", "> ").split(" "))
+    ]
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    )
     return tokenizer.to_str()
 
 
 @lru_cache
 def _spm_bpe(marked: bool = False) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Vocabulary and merges of SentencePiece's BPE: `<unk>`, bytes, then pieces with word-start marks."""
+    """Vocabulary and merges of SentencePiece's BPE: `<unk>`, bytes, then pieces
+    with word-start marks."""
     tokenizer = RustTokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=["<unk>", *BYTES], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<unk>", *BYTES], show_progress=False
+    )
     tokenizer.train_from_iterator([text.replace(">", "> ") for text in _texts(marked)], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     return json.dumps(model["vocab"]), tuple(tuple(merge) for merge in model["merges"])
@@ -59,7 +83,13 @@ def _spm_bpe(marked: bool = False) -> tuple[str, tuple[tuple[str, str], ...]]:
 def _spm(*, prefix: str, marked: bool = True) -> RustTokenizer:
     vocab, merges = _spm_bpe(marked)
     tokenizer = RustTokenizer(
-        models.BPE(vocab=json.loads(vocab), merges=list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        models.BPE(
+            vocab=json.loads(vocab),
+            merges=list(merges),
+            unk_token="<unk>",
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
     tail = [decoders.ByteFallback(), decoders.Fuse()]
     if prefix in ("prepend", "replace"):
@@ -92,7 +122,9 @@ def _unigram() -> str:
 
 def _unigram_kind(prefix: str, special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     model = json.loads(_unigram())
-    tokenizer = RustTokenizer(models.Unigram([tuple(row) for row in model["vocab"]], model["unk_id"], False))
+    tokenizer = RustTokenizer(
+        models.Unigram([tuple(row) for row in model["vocab"]], model["unk_id"], False)
+    )
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prefix)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prefix)
@@ -108,7 +140,9 @@ def _qwen(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     tokenizer = RustTokenizer.from_str(_byte_level())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
     return _add(tokenizer, special, other)
 
 
@@ -133,7 +167,9 @@ def _bos(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     tokenizer = _bpe(special, other)
     bos = special[0]
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        single=f"{bos} $A",
+        pair=f"{bos} $A {bos} $B",
+        special_tokens=[(bos, tokenizer.token_to_id(bos))],
     )
     return tokenizer
 
@@ -141,7 +177,9 @@ def _bos(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
 def _word_piece(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.,:;!?'\"(){}<>|/_-#\n"]
     vocab = ["[UNK]", *letters, *[f"##{c}" for c in letters], *[w for w in WORDS if len(w) > 1]]
-    tokenizer = RustTokenizer(models.WordPiece({text: i for i, text in enumerate(vocab)}, unk_token="[UNK]"))
+    tokenizer = RustTokenizer(
+        models.WordPiece({text: i for i, text in enumerate(vocab)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -152,7 +190,10 @@ def _word_piece(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
 def _spaces(special: Sequence[str], other: Sequence[str]) -> RustTokenizer:
     """Runs of white space and digits are added tokens, as in GPT-NeoX."""
     tokenizer = RustTokenizer.from_str(_byte_level())
-    tokenizer.add_tokens([AddedToken(" " * n, normalized=False) for n in range(2, 9)] + [AddedToken("7", normalized=False)])
+    tokenizer.add_tokens(
+        [AddedToken(" " * n, normalized=False) for n in range(2, 9)]
+        + [AddedToken("7", normalized=False)]
+    )
     return _add(tokenizer, special, other)
 
 
@@ -162,12 +203,18 @@ TRAINED: dict[str, Make] = {
     "byte-level BPE, Qwen's cuts, NFC": _qwen,
     "byte-level BPE, NFKC, normalized added tokens": _nfkc,
     "byte-level BPE, prefix space": _prefix_space,
-    "byte-level BPE, added tokens eat white space": lambda s, o: _bpe(s, o, lstrip=True, rstrip=True),
-    "byte-level BPE, added tokens are single words": lambda s, o: _add(_bpe(s, ()), (), o, single_word=True),
+    "byte-level BPE, added tokens eat white space": lambda s, o: _bpe(
+        s, o, lstrip=True, rstrip=True
+    ),
+    "byte-level BPE, added tokens are single words": lambda s, o: _add(
+        _bpe(s, ()), (), o, single_word=True
+    ),
     "byte-level BPE, markers in the model's vocabulary": _leaky,
     "byte-level BPE, BOS added by a post-processor": _bos,
     "byte-level BPE, white space as added tokens": _spaces,
-    "SentencePiece BPE, Prepend and Replace (Llama 2)": lambda s, o: _add(_spm(prefix="prepend"), s, o),
+    "SentencePiece BPE, Prepend and Replace (Llama 2)": lambda s, o: _add(
+        _spm(prefix="prepend"), s, o
+    ),
     "SentencePiece BPE, Replace (Gemma)": lambda s, o: _add(_spm(prefix="replace"), s, o),
     "SentencePiece BPE, Metaspace always": lambda s, o: _add(_spm(prefix="always"), s, o),
     "SentencePiece BPE, Metaspace first": lambda s, o: _add(_spm(prefix="first"), s, o),
@@ -178,23 +225,37 @@ TRAINED: dict[str, Make] = {
 }
 REAL: dict[str, Make] = {
     "Mistral v3 SentencePiece (real)": lambda s, o: _add(sentencepiece("always"), s, o),
-    "Mistral v3 SentencePiece, Metaspace first (real)": lambda s, o: _add(sentencepiece("first"), s, o),
+    "Mistral v3 SentencePiece, Metaspace first (real)": lambda s, o: _add(
+        sentencepiece("first"), s, o
+    ),
     "Mistral Tekken (real)": lambda s, o: _add(tekken(), s, o),
 }
 KINDS = (
     "one id a byte",
     *TRAINED,
-    *(name for name, there in zip(REAL, (sentencepiece, sentencepiece, tekken), strict=True) if there.at_hand),
+    *(
+        name
+        for name, there in zip(REAL, (sentencepiece, sentencepiece, tekken), strict=True)
+        if there.at_hand
+    ),
 )
 SINGLE_WORDS = "byte-level BPE, added tokens are single words"
 
 
-def tokenizer(kind: str, special: Sequence[str] = SPECIAL, other: Sequence[str] = MARKUP) -> RustTokenizer:
+def tokenizer(
+    kind: str, special: Sequence[str] = SPECIAL, other: Sequence[str] = MARKUP
+) -> RustTokenizer:
     """A tokenizer of this kind with these added tokens."""
     return (TRAINED | REAL)[kind](special, other)
 
 
 @lru_cache(maxsize=64)
-def codec(kind: str, special: tuple[str, ...] = SPECIAL, other: tuple[str, ...] = MARKUP) -> Tokenizer:
+def codec(
+    kind: str, special: tuple[str, ...] = SPECIAL, other: tuple[str, ...] = MARKUP
+) -> Tokenizer:
     """The codec of a kind; `one id a byte` is the built-in one."""
-    return ByteTokenizer(special, other) if kind == "one id a byte" else HFTokenizer(tokenizer(kind, special, other))
+    return (
+        ByteTokenizer(special, other)
+        if kind == "one id a byte"
+        else HFTokenizer(tokenizer(kind, special, other))
+    )

@@ -1,4 +1,5 @@
-"""What an agent function can say and ask: training weights, statuses, sampling per call, images of ids, a tokenizer's face."""
+"""What an agent function can say and ask: training weights, statuses, sampling per call, images of
+ids, a tokenizer's face."""
 
 import tempfile
 from collections import Counter
@@ -31,12 +32,15 @@ TEXTS = ["one and two", "three", "four and five and six"]
 
 
 def play_with(function, texts=TEXTS, *, out=None, **given):
-    (found,) = tw.rollout(function, [TASK], tw.ScriptedEngine(texts), renderer=renderer("bpe"), out=out, **given)
+    (found,) = tw.rollout(
+        function, [TASK], tw.ScriptedEngine(texts), renderer=renderer("bpe"), out=out, **given
+    )
     return found
 
 
 def talk(weights):
-    """An agent function of as many turns as there are weights, each a function of the number of ids."""
+    """An agent function of as many turns as there are weights, each a function
+    of the number of ids."""
 
     async def play(task, model):
         messages = [*task.messages]
@@ -51,7 +55,9 @@ def talk(weights):
 
 
 weight_lists = st.lists(
-    st.one_of(st.none(), st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=8, max_size=8)), min_size=1, max_size=3
+    st.one_of(st.none(), st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=8, max_size=8)),
+    min_size=1,
+    max_size=3,
 )
 
 
@@ -59,7 +65,10 @@ weight_lists = st.lists(
 @given(weight_lists)
 def test_weights_are_in_the_rows_the_journal_and_the_account(lists):
     with tempfile.TemporaryDirectory() as folder:
-        asked = [None if one is None else (lambda size, one=one: [one[at % 8] for at in range(size)]) for one in lists]
+        asked = [
+            None if one is None else (lambda size, one=one: [one[at % 8] for at in range(size)])
+            for one in lists
+        ]
         found = play_with(talk(asked), out=Path(folder) / "run")
         assert found.error is None
         expected = [
@@ -68,8 +77,12 @@ def test_weights_are_in_the_rows_the_journal_and_the_account(lists):
             for weight in _each(sum(len(found.spans[index].ids) for index in turn.spans), one)
         ]
         (row,) = found.samples()
-        assert [weight for weight, sampled in zip(row.weights, row.mask, strict=True) if sampled] == expected
-        assert not any(weight for weight, sampled in zip(row.weights, row.mask, strict=True) if not sampled)
+        assert [
+            weight for weight, sampled in zip(row.weights, row.mask, strict=True) if sampled
+        ] == expected
+        assert not any(
+            weight for weight, sampled in zip(row.weights, row.mask, strict=True) if not sampled
+        )
         run = RunDir(Path(folder) / "run")
         (again,) = rebuild_trajectories(run.events(), lambda name: TASK).values()
         run.close()
@@ -86,7 +99,12 @@ def test_weights_are_in_the_rows_the_journal_and_the_account(lists):
 def rows_of(*rewards, own=0.0, pick=lambda replies: replies):
     async def play(task, model):
         replies = await model.generate(task.messages, n=len(rewards))
-        return tw.Scores(own, rows=tuple((reward, (reply,)) for reward, reply in zip(rewards, pick(replies), strict=True)))
+        return tw.Scores(
+            own,
+            rows=tuple(
+                (reward, (reply,)) for reward, reply in zip(rewards, pick(replies), strict=True)
+            ),
+        )
 
     return play
 
@@ -197,13 +215,20 @@ def test_sampling_of_one_call():
     async def play(task, model):
         given = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1}
         replies.append(await model.generate(task.messages, stop_ids=[stop], **given))
-        replies.append(await model.generate([*task.messages, replies[0].message, tw.Message("user", "On.")]))
+        replies.append(
+            await model.generate([*task.messages, replies[0].message, tw.Message("user", "On.")])
+        )
         return 1.0
 
     (found,) = tw.rollout(play, [TASK], engine, renderer=renderer("bpe"))
     assert found.error is None, found.error
     first, second = engine.requests
-    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.top_k, first.sampling.min_p) == (0.5, 0.9, 7, 0.1)
+    assert (
+        first.sampling.temperature,
+        first.sampling.top_p,
+        first.sampling.top_k,
+        first.sampling.min_p,
+    ) == (0.5, 0.9, 7, 0.1)
     assert second.sampling == tw.Sampling()
     assert stop in first.stop_ids
     assert stop not in second.stop_ids
@@ -216,7 +241,8 @@ def test_sampling_of_one_call():
 
 
 def several(path, generate):
-    """Play an episode that asks for four replies to one prompt and continues the third, with a real model."""
+    """Play an episode that asks for four replies to one prompt and continues the
+    third, with a real model."""
     kept = []
 
     async def play(task, model):
@@ -226,14 +252,20 @@ def several(path, generate):
         return 1.0
 
     engine = LocalEngine(AutoModelForCausalLM.from_pretrained(path), slots=8)
-    given = {"renderer": tw.load_renderer(path), "limits": tw.Limits(turn_tokens=12, on_turn_length="continue"), "seed": 8}
+    given = {
+        "renderer": tw.load_renderer(path),
+        "limits": tw.Limits(turn_tokens=12, on_turn_length="continue"),
+        "seed": 8,
+    }
     (found,) = tw.rollout(play, [TASK], engine, **given)
     assert found.error is None, found.error
     return found, kept
 
 
 def test_several_replies_of_one_call(tmp_path):
-    path = create_tiny_model(ModelConfig(hidden=32, layers=1), ["alpha kilo tango zulu"] * 20, tmp_path / "m")
+    path = create_tiny_model(
+        ModelConfig(hidden=32, layers=1), ["alpha kilo tango zulu"] * 20, tmp_path / "m"
+    )
 
     async def at_once(model, prompt):
         return await model.generate(prompt, n=4)
@@ -245,7 +277,9 @@ def test_several_replies_of_one_call(tmp_path):
     other, same = several(path, in_turn)
     assert ids == same
     assert len(set(ids)) == 4  # each draws from a seed of its own
-    rows, others = (sorted((row.ids, row.mask, row.logprobs) for row in one.samples()) for one in (found, other))
+    rows, others = (
+        sorted((row.ids, row.mask, row.logprobs) for row in one.samples()) for one in (found, other)
+    )
     assert rows == others
     assert len(rows) == 4
     assert sum(sum(mask) for _, mask, _ in rows) == found.sampled_tokens
@@ -272,7 +306,9 @@ def test_an_error_of_one_reply_is_that_of_the_call():
     assert len(found.turns) == 3
 
 
-@pytest.mark.parametrize("given", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"min_p": 1.0}])
+@pytest.mark.parametrize(
+    "given", [{"top_p": 0.0}, {"top_k": -1}, {"temperature": -1.0}, {"min_p": 1.0}]
+)
 def test_sampling_out_of_range_is_refused(given):
     async def play(task, model):
         await model.generate(task.messages, **given)
@@ -290,7 +326,11 @@ def test_ids_that_follow_a_reply_are_observations():
         ids = codec.encode("<|im_start|>user\nGo.<|im_end|>\n<|im_start|>assistant\n")
         for _ in range(2):
             reply = await model.generate(ids)
-            ids = [*ids, *reply.ids, *codec.encode("\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n")]
+            ids = [
+                *ids,
+                *reply.ids,
+                *codec.encode("\n<|im_start|>user\nOn.<|im_end|>\n<|im_start|>assistant\n"),
+            ]
         await model.generate([*ids[:12], *codec.encode("other")])
         return 1.0
 
@@ -305,7 +345,9 @@ def test_ids_that_follow_a_reply_are_observations():
 def test_the_tokenizers_face_equals_that_of_transformers():
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=bpe(), eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     theirs.chat_template = CHATML
     checked = []
 
@@ -313,23 +355,35 @@ def test_the_tokenizers_face_equals_that_of_transformers():
         ours = model.tokenizer
         text = "one <|im_start|>two three\n"
         assert ours(text)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours([text, "x"])["input_ids"] == theirs([text, "x"], add_special_tokens=False)["input_ids"]
+        assert (
+            ours([text, "x"])["input_ids"]
+            == theirs([text, "x"], add_special_tokens=False)["input_ids"]
+        )
         ids = ours.encode(text, add_special_tokens=False)
         assert ids == theirs.encode(text, add_special_tokens=False)
         for skip in (False, True):
-            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(
+                ids, skip_special_tokens=skip
+            )
         assert ours.batch_decode([ids, ids[:1]]) == theirs.batch_decode([ids, ids[:1]])
         assert (ours.eos_token_id, ours.eos_token) == (theirs.eos_token_id, theirs.eos_token)
-        assert ours.convert_tokens_to_ids("<|im_start|>") == theirs.convert_tokens_to_ids("<|im_start|>")
+        assert ours.convert_tokens_to_ids("<|im_start|>") == theirs.convert_tokens_to_ids(
+            "<|im_start|>"
+        )
         assert len(ours) == len(theirs)
         rows = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Go."}]
-        tools = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+            }
+        ]
         for offered in (None, tools):
             for prompt in (False, True):
                 given = {"tools": offered, "add_generation_prompt": prompt}
-                assert ours.apply_chat_template(rows, tokenize=False, **given) == theirs.apply_chat_template(
+                assert ours.apply_chat_template(
                     rows, tokenize=False, **given
-                )
+                ) == theirs.apply_chat_template(rows, tokenize=False, **given)
                 assert (
                     ours.apply_chat_template(rows, **given)
                     == theirs.apply_chat_template(rows, **given, return_dict=False)
@@ -362,7 +416,16 @@ def test_images_of_ids_are_those_of_messages(sees):
 
     async def by_ids(task, model, expanded):
         ids = model.tokenizer.apply_chat_template(
-            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]}],
+            [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image"},
+                        {"type": "text", "text": "and"},
+                        {"type": "image"},
+                    ],
+                }
+            ],
             add_generation_prompt=True,
         )
         if expanded:

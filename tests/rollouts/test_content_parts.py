@@ -1,4 +1,5 @@
-"""Messages whose content is several texts: one text wherever the template writes no lists, from every source."""
+"""Messages whose content is several texts: one text wherever the template writes no
+lists, from every source."""
 
 from __future__ import annotations
 
@@ -21,14 +22,15 @@ PICTURE = tw.Image(np.zeros((8, 8, 3), np.uint8), alt="a black square")
 LISTS = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.content is string %}{{- m.content }}{%- else %}
 {%- for part in m.content %}{{- '[' + part.text + ']' }}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""  # noqa: E501
 BARE_LISTS = LISTS.replace("'[' + part.text + ']'", "part.text")
 TEMPLATES = {
     "joins texts with +": CHATML,
     "trims": CHATML.replace("{{- message.content }}", "{{- message.content | trim }}"),
     "prints what it gets": CHATML.replace("{{- message.content }}", "{{ message.content }}"),
     "dumps what is no text": CHATML.replace(
-        "{{- message.content }}", "{{- message.content if message.content is string else message.content | tojson }}"
+        "{{- message.content }}",
+        "{{- message.content if message.content is string else message.content | tojson }}",
     ),
     "writes lists with brackets": LISTS,
 }
@@ -66,21 +68,30 @@ def test_several_texts_are_one_text(tmp_path, name):
 
     call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
     prompts = {
-        "row": prompt_of(renderer, tw.tool_env(tools=[], reward=lambda t: 1.0), tw.load_tasks([row])),
+        "row": prompt_of(
+            renderer, tw.tool_env(tools=[], reward=lambda t: 1.0), tw.load_tasks([row])
+        ),
         "observation": prompt_of(renderer, Asks, [tw.Task("x")], ["ok", "ok"]),
-        "result": prompt_of(renderer, tw.tool_env([look], reward=lambda t: 1.0), [tw.Task("x")], [call, "ok"]),
+        "result": prompt_of(
+            renderer, tw.tool_env([look], reward=lambda t: 1.0), [tw.Task("x")], [call, "ok"]
+        ),
     }
     for source, prompt in prompts.items():
         assert "'text'" not in prompt.replace('"', "'"), source
         assert "alpha\nbeta" in prompt, source
 
-    for given in ([Message("user", ("alpha", "beta"))], [Message("system", ("alpha", "beta")), Message("user", "x")]):
+    for given in (
+        [Message("user", ("alpha", "beta"))],
+        [Message("system", ("alpha", "beta")), Message("user", "x")],
+    ):
         assert "alpha\nbeta" in renderer.decode(renderer.open(given).ids)
     asked, reply = Message("user", "x"), renderer.encode_reply("ok")
     ids = [*renderer.open([asked]).ids, *reply]
     new = Message("user", ("alpha", "beta"))
     start = len(ids) - len(reply)
-    composed = renderer.compose([asked, Message("assistant", "ok"), new], [SampledReply(1, reply, start)], ids)
+    composed = renderer.compose(
+        [asked, Message("assistant", "ok"), new], [SampledReply(1, reply, start)], ids
+    )
     assert composed.ids == renderer.extend([asked, Message("assistant", "ok")], reply, [new]).ids
 
 
@@ -108,11 +119,13 @@ def test_an_alt_text_is_a_part_of_its_own():
     class Sees(Asks):
         content = (PICTURE, "Which color?")
 
-    assert "a black square\nWhich color?" in prompt_of(tw.byte_renderer(), Sees, [tw.Task("x")], ["ok", "ok"])
+    assert "a black square\nWhich color?" in prompt_of(
+        tw.byte_renderer(), Sees, [tw.Task("x")], ["ok", "ok"]
+    )
 
 
 def test_warm_up_conversations_have_the_same_texts(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": content}]}
+    rows = [{"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": content}]}  # noqa: E501
             for content in (PARTS, "alpha\nbeta")]  # fmt: skip
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -129,8 +142,12 @@ def test_texts_are_joined_where_nothing_separates_them():
     assert Message("user", ("a", "b")).text == Message("user", ("a", "b")).text_with_alt == "a\nb"
 
 
-@pytest.mark.parametrize("part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "text", "content": "x"}])
+@pytest.mark.parametrize(
+    "part", [{"type": "text"}, {"type": "text", "text": None}, {"type": "text", "content": "x"}]
+)
 def test_a_text_part_without_a_text_is_refused(part):
     with pytest.raises(TypeError, match="give 'text'"):
         Message.of({"role": "user", "content": [part]})
-    assert Message.of({"role": "user", "content": [{"type": "input_text", "text": "x"}]}).text == "x"
+    assert (
+        Message.of({"role": "user", "content": [{"type": "input_text", "text": "x"}]}).text == "x"
+    )

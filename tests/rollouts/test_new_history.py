@@ -1,4 +1,5 @@
-"""Environments that replace the conversation: what the model reads, what is trained, and that records hold it."""
+"""Environments that replace the conversation: what the model reads, what is trained, and
+that records hold it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Valid(Sampler):
 
 
 class Rewrites(tw.Env):
-    """Keeps some messages of the conversation, in order, and adds some; the first one always stays."""
+    """Keeps some messages of the conversation, in order, and adds some; the
+    first one always stays."""
 
     turns = 5
 
@@ -55,12 +57,24 @@ class Rewrites(tw.Env):
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), kind=st.sampled_from(("bytes", "bpe")), history=st.sampled_from(("append", "template")))
+@given(
+    seed=st.integers(0, 2**32),
+    kind=st.sampled_from(("bytes", "bpe")),
+    history=st.sampled_from(("append", "template")),
+)
 def test_the_model_reads_the_messages_of_the_new_conversation(seed, kind, history):
     text = renderer(kind)
     engine = Valid(256 if kind == "bytes" else 250, most=8)
     engine.invalid = text.invalid_ids
-    found = tw.rollout(Rewrites, tasks(2), engine, renderer=text, seed=seed, history=history, limits=tw.Limits(turns=8))
+    found = tw.rollout(
+        Rewrites,
+        tasks(2),
+        engine,
+        renderer=text,
+        seed=seed,
+        history=history,
+        limits=tw.Limits(turns=8),
+    )
     for trajectory in found:
         check_record(trajectory, engine.calls)
         assert trajectory.error is None
@@ -136,8 +150,12 @@ def test_inside_the_models_message_there_is_no_history_to_replace():
 def test_a_process_of_its_own_gives_the_same_episode():
     def play(rules):
         async def both():
-            rollout = Rollout(Sampler(), tw.byte_renderer(), RolloutSettings(limits=tw.Limits(turns=8), seed=3))
-            return await rollout.play(make_episode_specs(Rewrites, tasks(2), phase="train", step=0, rules=rules))
+            rollout = Rollout(
+                Sampler(), tw.byte_renderer(), RolloutSettings(limits=tw.Limits(turns=8), seed=3)
+            )
+            return await rollout.play(
+                make_episode_specs(Rewrites, tasks(2), phase="train", step=0, rules=rules)
+            )
 
         return [facts(one) for one in asyncio.run(both())]
 

@@ -1,4 +1,5 @@
-"""The loop run again against what was recorded: equal where nothing changed, and told where it is not."""
+"""The loop run again against what was recorded: equal where nothing changed, and
+told where it is not."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Fails(Sampler):
 
 
 class World(AsyncTalk):
-    """Says and does all that a world may, by its seed: failures on every call, refusals, rewards of every kind, long texts."""
+    """Says and does all that a world may, by its seed: failures on every call, refusals, rewards of
+    every kind, long texts."""
 
     share = 0.0
     drifts = False
@@ -67,13 +69,19 @@ class World(AsyncTalk):
 
     def trouble(self, where):
         if random.random() < self.share:  # another time it goes well, or not
-            raise random.choice([OSError(f"{where} gone"), tw.ToolFailure("index down"), KeyError("a bug")][: 2 + self.drifts])
+            raise random.choice(
+                [OSError(f"{where} gone"), tw.ToolFailure("index down"), KeyError("a bug")][
+                    : 2 + self.drifts
+                ]
+            )
 
     async def reset(self, task, *, seed=None):
         self.turns = random.Random(seed).randint(1, 6)
         self.trouble("reset")
         opening = await super().reset(task, seed=seed)
-        return [opening, str(random.random())] if self.drifts and isinstance(opening, str) else opening
+        return (
+            [opening, str(random.random())] if self.drifts and isinstance(opening, str) else opening
+        )
 
     async def step(self, action):
         self.trouble("step")
@@ -84,7 +92,9 @@ class World(AsyncTalk):
         if kind == 1:
             return made._replace(reward=None)
         if kind == 2:
-            return made._replace(truncated=True, terminated=False, observation="cut \u00e9 <|im_end|>")
+            return made._replace(
+                truncated=True, terminated=False, observation="cut \u00e9 <|im_end|>"
+            )
         if kind == 3:
             return made._replace(observation="long " * 60)
         if kind == 4:
@@ -126,7 +136,9 @@ def compare_all(trajectories):
 
 def group(share, drifts, restores, grouped):
     body = {"share": share, "drifts": drifts, "restores": restores}
-    return type("World", (World,), body | ({"group_reward": staticmethod(compare_all)} if grouped else {}))
+    return type(
+        "World", (World,), body | ({"group_reward": staticmethod(compare_all)} if grouped else {})
+    )
 
 
 @settings(max_examples=30, deadline=None)
@@ -148,11 +160,25 @@ def test_a_loop_that_did_not_change_comes_to_what_was_recorded(
 ):
     out = tmp_path_factory.mktemp("run")
     random.seed(seed)
-    rules = tw.EnvRules(on_invalid=ask, retries=tw.RetryRules(turn=2, episode=4, engine=1, reward=1, wait_s=0.0))
-    limits = tw.Limits(turns=most, turn_tokens=14, on_turn_length="continue", observation_tokens=60, episode_tokens=500)
+    rules = tw.EnvRules(
+        on_invalid=ask, retries=tw.RetryRules(turn=2, episode=4, engine=1, reward=1, wait_s=0.0)
+    )
+    limits = tw.Limits(
+        turns=most,
+        turn_tokens=14,
+        on_turn_length="continue",
+        observation_tokens=60,
+        episode_tokens=500,
+    )
     made = group(share, drifts, restores, grouped)
     engine = Fails(200 if kind == "bytes" else 250, aborts=abort, ends=0.9, share=fails)
-    words = {"renderer": renderer(kind), "limits": limits, "rules": rules, "history": history, "seed": seed}
+    words = {
+        "renderer": renderer(kind),
+        "limits": limits,
+        "rules": rules,
+        "history": history,
+        "seed": seed,
+    }
     played = tw.rollout(made, tasks(3), engine, samples=2, out=out, **words)
     found = replay_loop(out, renderer=renderer(kind))
     assert (found.episodes, found.left_out) == (len(played), {})
@@ -167,11 +193,15 @@ def test_a_loop_that_did_not_change_comes_to_what_was_recorded(
     abort=st.sampled_from((0.0, 0.3)),
     delay=st.sampled_from((0.0, 1e-4)),
 )
-def test_calls_side_by_side_are_answered_in_the_recorded_order(tmp_path_factory, play, kind, seed, abort, delay):
+def test_calls_side_by_side_are_answered_in_the_recorded_order(
+    tmp_path_factory, play, kind, seed, abort, delay
+):
     out = tmp_path_factory.mktemp("run")
     engine = Fails(200 if kind == "bytes" else 250, aborts=abort, delay=delay, ends=0.9)
     limits = tw.Limits(turns=20, turn_tokens=14, on_turn_length="continue")
-    played = tw.rollout(play, tasks(2), engine, renderer=renderer(kind), limits=limits, seed=seed, out=out)
+    played = tw.rollout(
+        play, tasks(2), engine, renderer=renderer(kind), limits=limits, seed=seed, out=out
+    )
     found = replay_loop(out, env=play, tasks=tasks(2), renderer=renderer(kind))
     assert (found.episodes, found.differences) == (len(played), [])
     assert replay_loop(out, renderer=renderer(kind)).left_out.total() == len(played)
@@ -210,7 +240,9 @@ class Late(Sampler):
 def test_a_machine_that_halts_does_not_change_the_order(tmp_path, monkeypatch):
     """For longer than a recorded answer is held back until the calls before it were made."""
     monkeypatch.setattr(engine, "MAX_DELAY_S", 0.1)
-    tw.rollout(two_workers, tasks(2), Late(), limits=tw.Limits(turns=20), seed=3, out=tmp_path / "run")
+    tw.rollout(
+        two_workers, tasks(2), Late(), limits=tw.Limits(turns=20), seed=3, out=tmp_path / "run"
+    )
     monkeypatch.setattr(sys.modules[__name__], "HALTS", [0.2])
     assert replay_loop(tmp_path / "run", env=two_workers, tasks=tasks(2)).differences == []
 
@@ -256,9 +288,13 @@ def test_changed_rewards_limits_histories_and_renderers_are_told(tmp_path):
     own = replay_loop(tmp_path, reward=lambda trajectory: 10.0).differences
     assert {one.what for one in own} == {"reward"}
     fewer = replay_loop(tmp_path, limits=tw.Limits(turns=2))
-    assert {(one.recorded, one.now) for one in fewer.differences if one.what == "turns"} == {("4", "2")}
+    assert {(one.recorded, one.now) for one in fewer.differences if one.what == "turns"} == {
+        ("4", "2")
+    }
     more = replay_loop(tmp_path, limits=tw.Limits(turns=5))
-    assert {(one.recorded, one.now) for one in more.differences} == {("4 turns, max_turns", "one more turn")}
+    assert {(one.recorded, one.now) for one in more.differences} == {
+        ("4 turns, max_turns", "one more turn")
+    }
     cut = replay_loop(tmp_path, limits=tw.Limits(turns=4, turn_tokens=3)).differences
     assert {one.what for one in cut} == {"reply"}
     other = replay_loop(tmp_path, renderer=renderer("bpe")).differences
@@ -278,14 +314,22 @@ def test_journals_of_older_releases_are_played_with_their_environment_alone(tmp_
     path = tmp_path / "journal.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     new = ("settings", "said", "tools", "scores", "call")
-    old = [{name: value for name, value in event.items() if name not in new} for event in events if event["e"] not in new]
+    old = [
+        {name: value for name, value in event.items() if name not in new}
+        for event in events
+        if event["e"] not in new
+    ]
     path.write_text("".join(json.dumps(event) + "\n" for event in old))
     found = replay_loop(tmp_path)
     assert (found.episodes, found.ok) == (0, False)
-    assert list(found.left_out) == ["recorded by a release without the necessary settings: pass the environment (--env)"]
+    assert list(found.left_out) == [
+        "recorded by a release without the necessary settings: pass the environment (--env)"
+    ]
     words = {"env": AsyncTalk, "tasks": tasks(3), "limits": tw.Limits(turns=4)}
     found = replay_loop(tmp_path, **words)
-    assert {one.what for one in found.differences} <= {"prompt"}, "the seed of an old journal is not in it"
+    assert {one.what for one in found.differences} <= {"prompt"}, (
+        "the seed of an old journal is not in it"
+    )
     assert found.episodes == len(played)
 
 
@@ -306,7 +350,9 @@ def test_what_is_missing_is_said(tmp_path):
     name=st.sampled_from(("strips_on_user", "folds", "swaps")),
     seed=st.integers(0, 2**32),
 )
-def test_tools_rewinds_branches_and_experts_come_again(tmp_path_factory, world, history, name, seed):
+def test_tools_rewinds_branches_and_experts_come_again(
+    tmp_path_factory, world, history, name, seed
+):
     out = tmp_path_factory.mktemp("run")
     text = speaking(name)
     if world is Look and history == "inline":
@@ -314,7 +360,9 @@ def test_tools_rewinds_branches_and_experts_come_again(tmp_path_factory, world, 
     rules = tw.EnvRules(retries=tw.RetryRules(turn=3, wait_s=0.0))
     limits = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
     words = {"renderer": text, "limits": limits, "rules": rules, "history": history, "seed": seed}
-    played = tw.rollout(world, tasks(2), Speaking(250, text=text, aborts=0.2), out=out, want=["routes"], **words)
+    played = tw.rollout(
+        world, tasks(2), Speaking(250, text=text, aborts=0.2), out=out, want=["routes"], **words
+    )
     found = replay_loop(out, renderer=text)
     assert (found.episodes, found.differences) == (len(played), [])
     assert any(turn.extras for trajectory in played for turn in trajectory.turns)

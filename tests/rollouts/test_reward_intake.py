@@ -1,4 +1,5 @@
-"""A reward that sums, statistics of a group or float32 could not hold is refused where it is taken in."""
+"""A reward that sums, statistics of a group or float32 could not hold is refused
+where it is taken in."""
 
 from __future__ import annotations
 
@@ -18,7 +19,19 @@ from turnwright.errors import ConfigError
 from turnwright.training.advantages import advantages
 from turnwright.types.trajectory import Group
 
-HUGE = [1e308, -1e308, 1e39, 1.1e15, math.inf, -math.inf, math.nan, 10**400, -(10**16), np.float64(1e300), Decimal("1e400")]
+HUGE = [
+    1e308,
+    -1e308,
+    1e39,
+    1.1e15,
+    math.inf,
+    -math.inf,
+    math.nan,
+    10**400,
+    -(10**16),
+    np.float64(1e300),
+    Decimal("1e400"),
+]
 LIMITS = tw.Limits(turns=2, turn_tokens=3)
 
 
@@ -57,8 +70,14 @@ def check(trajectory, env):
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
 def test_an_environment_cannot_give_it(isolation):
-    rows = [tw.Task("Go.", info={"place": p, "at": at}, env="pays") for p in PLACES for at in range(len(HUGE))]
-    for trajectory in tw.rollout(Pays, rows, Sampler(), limits=LIMITS, rules=tw.EnvRules(isolation=isolation)):
+    rows = [
+        tw.Task("Go.", info={"place": p, "at": at}, env="pays")
+        for p in PLACES
+        for at in range(len(HUGE))
+    ]
+    for trajectory in tw.rollout(
+        Pays, rows, Sampler(), limits=LIMITS, rules=tw.EnvRules(isolation=isolation)
+    ):
         check(trajectory, "pays")
 
 
@@ -82,15 +101,27 @@ def test_functions_parts_tools_and_agents_cannot_give_it(at):
     environments = {
         "function": (tw.tool_env([], reward=lambda trajectory: value), "x"),
         "part": (tw.tool_env([], reward=tw.rewards(part=lambda trajectory: value)), "x"),
-        "turn": (tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(lambda t, turn: value, of="turn"))), "x"),
-        "group": (tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(lambda ts: [value] * len(ts), of="group"))), "x"),
+        "turn": (
+            tw.tool_env(
+                [], reward=tw.rewards(part=tw.RewardPart(lambda t, turn: value, of="turn"))
+            ),
+            "x",
+        ),
+        "group": (
+            tw.tool_env(
+                [], reward=tw.rewards(part=tw.RewardPart(lambda ts: [value] * len(ts), of="group"))
+            ),
+            "x",
+        ),
         "tool": (tw.tool_env([pay], reward=lambda trajectory: 0.0), call),
         "agent": (play, "x"),
         "rows": (rows, "x"),
     }
     for name, (env, reply) in environments.items():
         task = tw.Task("Go.", env=name)
-        (trajectory,) = tw.rollout(env, [task], tw.ScriptedEngine([reply, "x"]), limits=tw.Limits(turns=2, turn_tokens=80))
+        (trajectory,) = tw.rollout(
+            env, [task], tw.ScriptedEngine([reply, "x"]), limits=tw.Limits(turns=2, turn_tokens=80)
+        )
         check(trajectory, name)
 
 
@@ -128,11 +159,17 @@ def test_what_is_taken_in_is_held_by_statistics_sums_and_float32(advantage):
 def test_an_aborted_episode_has_no_reward():
     async def play(task, model):
         await model.generate(task.messages)
-        return tw.Scores(1.0, (1.0,), {"part": 1.0}, {"calls": 2.0}, "aborted", agents={"main": 1.0})
+        return tw.Scores(
+            1.0, (1.0,), {"part": 1.0}, {"calls": 2.0}, "aborted", agents={"main": 1.0}
+        )
 
     (trajectory,) = tw.rollout(play, [tw.Task("Go.")], Sampler(), limits=LIMITS)
     assert (trajectory.stop, trajectory.reward, trajectory.error) == ("aborted", None, None)
-    assert (trajectory.rewards, trajectory.agent_rewards, trajectory.turns[0].reward) == ({}, {}, None)
+    assert (trajectory.rewards, trajectory.agent_rewards, trajectory.turns[0].reward) == (
+        {},
+        {},
+        None,
+    )
     assert trajectory.metrics["calls"] == 2.0
 
 

@@ -1,4 +1,5 @@
-"""Engines and rewards that fail are asked again, within budgets: what comes of it is what would have come without."""
+"""Engines and rewards that fail are asked again, within budgets: what comes of it is what
+would have come without."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ LIMITS = tw.Limits(generate_s=0.15, turns=12)
 
 @dataclass
 class Flaky(Sampler):
-    """Fails planned calls, by (task, number of the call): as often as the plan says, with the fault of that name."""
+    """Fails planned calls, by (task, number of the call): as often as the plan says, with
+    the fault of that name."""
 
     plan: dict[tuple[str, int], list[str]] = field(default_factory=dict)
     asked: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -51,7 +53,13 @@ class Flaky(Sampler):
 async def two_agents(task, model):
     first = await model.generate("Begin.")
     both = await asyncio.gather(
-        model.generate([{"role": "user", "content": "Begin."}, first.message, {"role": "user", "content": "On."}]),
+        model.generate(
+            [
+                {"role": "user", "content": "Begin."},
+                first.message,
+                {"role": "user", "content": "On."},
+            ]
+        ),
         model.generate("Check.", agent="critic"),
     )
     return float(len(both[0].ids) > 3)
@@ -80,8 +88,14 @@ def test_an_engine_that_is_asked_again_gives_what_it_would_have_given(world, pla
     for trajectory in rows:
         check_record(trajectory, engine.calls)
         times = sum(n for (task, _), n in met.items() if task == trajectory.key.task)
-        assert [(f.phase, f.kind, f.recovery) for f in trajectory.failures] == [("generate", "engine", "asked again")] * times
-        assert trajectory.metrics.get("engine_retries", 0) == times == sum(turn.retries for turn in trajectory.turns)
+        assert [(f.phase, f.kind, f.recovery) for f in trajectory.failures] == [
+            ("generate", "engine", "asked again")
+        ] * times
+        assert (
+            trajectory.metrics.get("engine_retries", 0)
+            == times
+            == sum(turn.retries for turn in trajectory.turns)
+        )
     by_call = {}
     for task, call, seed, context in engine.asked:  # the very same request
         assert by_call.setdefault((task, call), (seed, context)) == (seed, context)
@@ -96,7 +110,9 @@ def test_a_call_that_hangs_is_made_again(world):
     engine = Flaky(plan={("t0", 1): ["hangs"]})
     (got,) = tw.rollout(world, tasks(1), engine, limits=LIMITS, rules=RULES)
     (expected,) = tw.rollout(world, tasks(1), Sampler())
-    assert [(f.type, f.kind, f.turn, f.recovery) for f in got.failures] == [("TimeoutError", "timeout", 1, "asked again")]
+    assert [(f.type, f.kind, f.turn, f.recovery) for f in got.failures] == [
+        ("TimeoutError", "timeout", 1, "asked again")
+    ]
     assert got.reward == expected.reward
     assert got.error is None
 
@@ -116,7 +132,11 @@ def test_budgets_end_it_and_a_broken_contract_is_final(rules, plan, calls, error
     engine = Flaky(plan={("t0", call): list(faults) for call, faults in plan.items()})
     (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=LIMITS, rules=rules)
     assert len(engine.asked) == calls
-    assert (trajectory.error.type, trajectory.error.phase, trajectory.error.recovery) == (error, "generate", "")
+    assert (trajectory.error.type, trajectory.error.phase, trajectory.error.recovery) == (
+        error,
+        "generate",
+        "",
+    )
     assert trajectory.stop == ("timeout" if error == "TimeoutError" else "engine_error")
     assert trajectory.reward is None
 
@@ -124,7 +144,9 @@ def test_budgets_end_it_and_a_broken_contract_is_final(rules, plan, calls, error
 def test_a_failing_engine_is_not_asked_beyond_the_clock():
     engine = Flaky(plan={("t0", 1): ["raises"] * 9})
     rules = tw.EnvRules(retries=tw.RetryRules(engine=9, wait_s=20.0))
-    (trajectory,) = tw.rollout(AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock_s=0.3), rules=rules)
+    (trajectory,) = tw.rollout(
+        AsyncTalk, tasks(1), engine, limits=tw.Limits(wall_clock_s=0.3), rules=rules
+    )
     assert trajectory.stop == "wall_clock"
     assert trajectory.wall_s < 19
 
@@ -146,7 +168,9 @@ def test_the_failures_of_engine_and_world_have_budgets_of_their_own(tmp_path):
     assert got.error is None
     assert [turn.retries for turn in got.turns] == [0, 4, 0]
     assert [f.recovery for f in got.failures] == ["asked again"] * 2 + ["replayed"] * 2
-    found = rebuild_trajectories(read_json_lines(tmp_path / "run" / "journal.jsonl"), {rows[0].id: rows[0]}.get)[got.key]
+    found = rebuild_trajectories(
+        read_json_lines(tmp_path / "run" / "journal.jsonl"), {rows[0].id: rows[0]}.get
+    )[got.key]
     assert [turn.retries for turn in found.turns] == [0, 4, 0]
     assert found.failures == got.failures
 
@@ -186,11 +210,17 @@ class Scored(AsyncTalk):
         (["raises", "nan"], 2, "RewardError", 1),
     ],
 )
-def test_a_reward_that_fails_is_asked_for_again_and_a_value_that_is_none_is_final(faults, most, error, failures):
+def test_a_reward_that_fails_is_asked_for_again_and_a_value_that_is_none_is_final(
+    faults, most, error, failures
+):
     made = type("Scored", (Scored,), {"left_faults": list(faults)})
     rules = tw.EnvRules(retries=tw.RetryRules(reward=most, wait_s=0.0))
-    (trajectory,) = tw.rollout(made, tasks(1), Sampler(), limits=tw.Limits(reward_s=0.1), rules=rules)
-    assert [(f.phase, f.recovery) for f in trajectory.failures] == [("reward", "asked again")] * failures
+    (trajectory,) = tw.rollout(
+        made, tasks(1), Sampler(), limits=tw.Limits(reward_s=0.1), rules=rules
+    )
+    assert [(f.phase, f.recovery) for f in trajectory.failures] == [
+        ("reward", "asked again")
+    ] * failures
     assert trajectory.metrics.get("reward_retries", 0) == failures
     assert (trajectory.error and trajectory.error.type) == error
     steps = sum(turn.reward for turn in trajectory.turns)
@@ -238,4 +268,6 @@ def test_an_environment_whose_process_went_with_its_reward_is_brought_back(fault
     (expected,) = tw.rollout(Fragile, rows, Sampler())
     assert got.error is None
     assert got.reward == expected.reward > 9
-    assert [(f.type, f.phase) for f in got.failures] == [({"dies": "ProcessDied", "hangs": "TimeoutError"}[fault], "reward")]
+    assert [(f.type, f.phase) for f in got.failures] == [
+        ({"dies": "ProcessDied", "hangs": "TimeoutError"}[fault], "reward")
+    ]

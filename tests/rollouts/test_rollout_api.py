@@ -1,4 +1,5 @@
-"""`turnwright.rollout` as users write it: the house's worlds, tools, play functions, loops that run already, mistakes."""
+"""`turnwright.rollout` as users write it: the house's worlds, tools, play functions, loops that
+run already, mistakes."""
 
 from __future__ import annotations
 
@@ -29,11 +30,14 @@ class Guess(tw.Env):
 
 
 def test_the_guessing_game_of_the_house():
-    (trajectory,) = tw.rollout(Guess, [tw.Task(answer="42")], tw.ScriptedEngine(["50", "some", "20", "42"]))
+    (trajectory,) = tw.rollout(
+        Guess, [tw.Task(answer="42")], tw.ScriptedEngine(["50", "some", "20", "42"])
+    )
     assert (trajectory.stop, trajectory.reward, trajectory.error) == ("done", 1.0, None)
     said = [message.text for message in trajectory.messages]
     assert said == [
-        "I think of a number from 1 to 100. Guess.", "50", "lower", "some", "Say a whole number.", "20", "higher", "42",
+        "I think of a number from 1 to "
+        "100. Guess.", "50", "lower", "some", "Say a whole number.", "20", "higher", "42",
     ]  # fmt: skip
     assert [message.text for message in trajectory.final] == ["Yes."]
 
@@ -57,14 +61,19 @@ def test_the_calculator_of_the_house():
     for script, turns in ((["42"], 1), ([call, "42"], 2)):
         (trajectory,) = tw.rollout(env, tasks, engine=tw.ScriptedEngine(script))
         assert (trajectory.stop, trajectory.reward, len(trajectory.turns)) == ("done", 1.0, turns)
-    assert [message.role for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message.role for message in trajectory.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert trajectory.messages[2].text == "42"
     assert "calculator" in tw.byte_renderer().decode(trajectory.prompt_ids(0))
 
 
 @pytest.mark.parametrize("observation", [
     None, "", "text", ["one", "two"], {"role": "tool", "content": "x", "tool_call_id": "c"},
-    [{"role": "system", "content": "s"}, {"role": "tool", "content": ""}, tw.Message("user", "u"), "v"],
+    [{"role": "system", "content": "s"}, {"role": "tool", "content": ""}, tw.Message("user", "u"), "v"],  # noqa: E501
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [Talk, AsyncTalk])
 def test_observations_of_every_shape_are_what_the_model_sees(observation, kind):
@@ -118,7 +127,11 @@ def test_gymnasiums_five_values_are_a_step():
             return "on", 1, False, True, {"k": 1}
 
     (trajectory,) = tw.rollout(Gym, tasks(1), Sampler())
-    assert (trajectory.stop, trajectory.reward, trajectory.turns[0].info) == ("env_truncated", 1.0, {"k": 1})
+    assert (trajectory.stop, trajectory.reward, trajectory.turns[0].info) == (
+        "env_truncated",
+        1.0,
+        {"k": 1},
+    )
 
 
 def test_a_factory_makes_one_world_per_episode():
@@ -222,10 +235,14 @@ def test_a_notebook_that_is_interrupted_stops_its_rollout_and_closes_the_worlds(
 
 def test_episodes_come_back_in_the_order_of_their_tasks_and_in_groups():
     rows = tw.rollout(AsyncTalk, tasks(4), Sampler(delay=1e-3), samples=3)
-    assert [(t.task.id, t.key.sample) for t in rows] == [(f"t{i}", j) for i in range(4) for j in range(3)]
+    assert [(t.task.id, t.key.sample) for t in rows] == [
+        (f"t{i}", j) for i in range(4) for j in range(3)
+    ]
     groups = group_by_task(rows)
     assert [len(g.trajectories) for g in groups] == [3] * 4
-    assert [g.rewards for g in groups] == [[t.reward for t in rows[i : i + 3]] for i in (0, 3, 6, 9)]
+    assert [g.rewards for g in groups] == [
+        [t.reward for t in rows[i : i + 3]] for i in (0, 3, 6, 9)
+    ]
 
 
 def test_without_tasks_nothing_is_played():

@@ -47,7 +47,9 @@ class Wrong(AsyncTalk):
 
 def run(broken, n, samples=1, stop=True):
     world = type("Wrong", (Wrong,), {"broken": frozenset(broken), "closed": 0})
-    rollout = Rollout(Sampler(), tw.byte_renderer(), RolloutSettings(environments=4, stop_on_bugs=stop))
+    rollout = Rollout(
+        Sampler(), tw.byte_renderer(), RolloutSettings(environments=4, stop_on_bugs=stop)
+    )
     todo = make_episode_specs(world, tasks(n), phase="rollout", step=0, samples=samples)
     return rollout, todo, world
 
@@ -83,11 +85,11 @@ def test_without_being_asked_a_rollout_only_records():
 
 
 @pytest.mark.parametrize(("error", "phase", "kind"), [
-    (TypeError("x"), "step", "user_bug"), (KeyError("x"), "reset", "user_bug"), (NameError("x"), "reward", "user_bug"),
+    (TypeError("x"), "step", "user_bug"), (KeyError("x"), "reset", "user_bug"), (NameError("x"), "reward", "user_bug"),  # noqa: E501
     (ZeroDivisionError("x"), "play", "user_bug"), (tw.EnvError("x"), "step", "user_bug"),
     (ConnectionError("x"), "step", "environment"), (RuntimeError("x"), "step", "environment"),
     (MemoryError(), "step", "environment"), (tw.ProcessDied("x"), "step", "environment"),
-    (tw.ToolFailure("x"), "step", "tool"), (TimeoutError(), "step", "timeout"), (OSError("x"), "reward", "reward"),
+    (tw.ToolFailure("x"), "step", "tool"), (TimeoutError(), "step", "timeout"), (OSError("x"), "reward", "reward"),  # noqa: E501
     (tw.RewardError("x"), "step", "reward"), (tw.EngineError("x"), "generate", "engine"),
 ])  # fmt: skip
 def test_whose_doing_an_exception_is(error, phase, kind):
@@ -154,7 +156,9 @@ def test_what_a_parser_breaks_on_is_recorded_first_and_the_parser_named(tmp_path
     engine = tw.ScriptedEngine(["fine", "boom"])
     with RunDir(tmp_path / "run") as run:
         rollout = Rollout(engine, renderer, run=run)
-        (played,) = asyncio.run(rollout.play(make_episode_specs(Talk, tasks(1), phase="rollout", step=0)))
+        (played,) = asyncio.run(
+            rollout.play(make_episode_specs(Talk, tasks(1), phase="rollout", step=0))
+        )
     assert played.error.kind == FailureKind.USER_BUG
     assert played.error.place.startswith(f"{__file__}:")
     assert played.error.type == "KeyError"
@@ -180,14 +184,22 @@ def test_what_a_parser_breaks_on_is_not_trained_where_the_function_goes_on(tmp_p
     (played,) = tw.rollout(play, [tw.Task("go")], engine, renderer=renderer, out=tmp_path / "run")
     assert (played.reward, played.stop, len(played.turns)) == (1.0, "done", 1)
     first, second = (span for span in played.spans if span.sampled)
-    assert (renderer.decode(first.ids)[:4], first.trained, first.untrained) == ("boom", 0, "failed_attempt")
+    assert (renderer.decode(first.ids)[:4], first.trained, first.untrained) == (
+        "boom",
+        0,
+        "failed_attempt",
+    )
     assert second.trained == len(second.ids)
-    assert renderer.decode(played.prompt_ids(0)).count("assistant") == 1  # nothing of it is in the next context
+    assert (
+        renderer.decode(played.prompt_ids(0)).count("assistant") == 1
+    )  # nothing of it is in the next context
     weights = [weight for row in played.samples() for weight in row.weights]
     assert sum(weights) == len(second.ids)
     with RunDir(tmp_path / "run") as run:
         (rebuilt,) = rebuild_trajectories(run.events(), {played.task.id: played.task}.get).values()
-    assert [(span.ids, span.trained) for span in rebuilt.spans] == [(span.ids, span.trained) for span in played.spans]
+    assert [(span.ids, span.trained) for span in rebuilt.spans] == [
+        (span.ids, span.trained) for span in played.spans
+    ]
 
 
 def test_ids_that_no_tokenizer_has_are_still_the_engines_fault():

@@ -19,7 +19,9 @@ SHORT = tw.Limits(turns=8, turn_tokens=6)
 
 def judged(trajectory):
     """A reward that depends on how the episode ended."""
-    return float(len(trajectory.turns)) - 10.0 * (trajectory.turns[-1].finish == "length" if trajectory.turns else 0)
+    return float(len(trajectory.turns)) - 10.0 * (
+        trajectory.turns[-1].finish == "length" if trajectory.turns else 0
+    )
 
 
 class Talks(tw.Env):
@@ -41,7 +43,8 @@ class Talks(tw.Env):
 
 
 def talk(ends):
-    """Return the same as a play function, which ends at a cut reply, or asks on until the limit stops it."""
+    """Return the same as a play function, which ends at a cut reply, or asks on
+    until the limit stops it."""
 
     async def play(task, model):
         rng = random.Random(task.id)
@@ -77,12 +80,20 @@ optional = st.none() | st.integers(60, 400)
 def test_a_function_that_asks_what_an_environment_asks_has_its_episode(
     context, episode_tokens, turn_tokens, turns, on, kind, seed, abort, ends
 ):
-    limits = tw.Limits(turns=turns, turn_tokens=turn_tokens, on_turn_length=on, episode_tokens=episode_tokens, context=context)
+    limits = tw.Limits(
+        turns=turns,
+        turn_tokens=turn_tokens,
+        on_turn_length=on,
+        episode_tokens=episode_tokens,
+        context=context,
+    )
 
     def rows(player):
         engine = Sampler(200, most=30, ends=0.5, aborts=abort)
         engine.vocabulary = 256 if kind == "bytes" else 250
-        found = tw.rollout(player, tasks(2), engine, renderer=renderer(kind), limits=limits, seed=seed)
+        found = tw.rollout(
+            player, tasks(2), engine, renderer=renderer(kind), limits=limits, seed=seed
+        )
         for trajectory in found:
             check_record(trajectory, engine.calls)
             assert trajectory.error is None
@@ -91,15 +102,22 @@ def test_a_function_that_asks_what_an_environment_asks_has_its_episode(
     for own, expected in zip(rows(talk(ends)), rows(Talks), strict=True):
         assert own.reward == expected.reward
         assert own.stop == expected.stop
-        mine, theirs = ([(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in (own, expected))
-        # After its last step an environment has not rendered the observation that a function has not either.
+        mine, theirs = (
+            [(row.ids, row.mask, row.logprobs) for row in one.samples()] for one in (own, expected)
+        )
+        # After its last step an environment has not rendered the observation that a
+        # function has not either.
         assert [row[1].count(1) for row in mine] == [row[1].count(1) for row in theirs]
-        assert [span.ids for span in own.spans if span.sampled] == [span.ids for span in expected.spans if span.sampled]
+        assert [span.ids for span in own.spans if span.sampled] == [
+            span.ids for span in expected.spans if span.sampled
+        ]
 
 
 def episode(play, replies, **limits):
     engine = tw.ScriptedEngine(replies)
-    (found,) = tw.rollout(play, [tw.Task("Go.")], engine, limits=tw.Limits(**{"turns": 8, "turn_tokens": 6} | limits))
+    (found,) = tw.rollout(
+        play, [tw.Task("Go.")], engine, limits=tw.Limits(**{"turns": 8, "turn_tokens": 6} | limits)
+    )
     return found
 
 
@@ -126,7 +144,9 @@ def test_the_conversation_of_a_cut_reply_cannot_go_on():
         copied = {"role": "assistant", "content": reply.text}
         seen["copied"] = await reason_of(model.generate([*messages, copied, more]))
         prompt = await model.render(messages, {})
-        seen["ids"] = await reason_of(model.generate([*prompt, *reply.ids, *more["content"].encode()]))
+        seen["ids"] = await reason_of(
+            model.generate([*prompt, *reply.ids, *more["content"].encode()])
+        )
         seen["itself"] = await reason_of(model.generate([*prompt, *reply.ids]))
         return 0.5
 
@@ -163,7 +183,9 @@ def test_other_conversations_of_the_episode_go_on_whichever_ends_first():
         return LONG if messages[0].text == "cut" else "ok"
 
     for first, second in ((0.0, 0.05), (0.05, 0.0)):
-        (found,) = tw.rollout(play(first, second), [tw.Task("Go.")], tw.ScriptedEngine(script), limits=SHORT)
+        (found,) = tw.rollout(
+            play(first, second), [tw.Task("Go.")], tw.ScriptedEngine(script), limits=SHORT
+        )
         assert found.error is None
         assert found.reward == 1.0
         assert sorted((turn.agent, turn.finish) for turn in found.turns) == [
@@ -215,7 +237,9 @@ def test_a_reply_with_a_misplaced_control_token_has_a_reward_and_no_sequel():
     async def play(task, model):
         messages = [{"role": "user", "content": "Go."}]
         reply = await model.generate(messages)
-        seen["again"] = await reason_of(model.generate([*messages, reply.message, {"role": "user", "content": "On."}]))
+        seen["again"] = await reason_of(
+            model.generate([*messages, reply.message, {"role": "user", "content": "On."}])
+        )
         return -1.0
 
     found = episode(play, [[104, banned, 105, max(text.stop_ids)]])
@@ -247,7 +271,8 @@ def test_an_aborted_function_after_a_cut_reply_stays_aborted():
 
 
 def test_ids_that_a_function_appends_count_as_observed():
-    """Loops of other systems pass ids at each call; `limits.episode_tokens` had counted their replies alone."""
+    """Loops of other systems pass ids at each call; `limits.episode_tokens` had
+    counted their replies alone."""
     seen = {}
 
     async def play(task, model):

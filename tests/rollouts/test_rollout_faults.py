@@ -1,4 +1,5 @@
-"""Invariants 6 and 9: what breaks is a record that names it, has no reward, and takes no sibling with it."""
+"""Invariants 6 and 9: what breaks is a record that names it, has no reward, and
+takes no sibling with it."""
 
 from __future__ import annotations
 
@@ -194,7 +195,9 @@ def _release():
     yield
     RELEASE.set()
     end = time.monotonic() + 20
-    while left := [t for t in threading.enumerate() if t not in before and t.name.startswith("turnwright-env")]:
+    while left := [
+        t for t in threading.enumerate() if t not in before and t.name.startswith("turnwright-env")
+    ]:
         assert time.monotonic() < end, f"threads are left: {left}"
         time.sleep(0.005)
 
@@ -224,7 +227,12 @@ class Broken(Sampler):
             "nan": ([65, end], [-1.0, float("nan")], "stop", 0),
             "inf": ([65, end], [float("-inf"), -1.0], "stop", 0),
             "empty": ([], [], "stop", 0),
-            "too_many": ([65] * (request.max_tokens + 1), [-1.0] * (request.max_tokens + 1), "length", 0),
+            "too_many": (
+                [65] * (request.max_tokens + 1),
+                [-1.0] * (request.max_tokens + 1),
+                "length",
+                0,
+            ),
             "none_id": ([None, end], [-1.0, -1.0], "stop", 0),
             "negative_id": ([-1, end], [-1.0, -1.0], "stop", 0),
             "unknown_id": ([10**6, end], [-1.0, -1.0], "stop", 0),
@@ -278,7 +286,8 @@ def expect(trajectory, fault):
 
 @pytest.mark.parametrize("world", [Sync, Async])
 def test_everything_that_hangs_is_a_record_that_names_it_and_has_no_reward(world):
-    """All at once, with a deadline that the one that does not hang meets on a machine that stands still for a second, too."""
+    """All at once, with a deadline that the one that does not hang meets on a machine that stands
+    still for a second, too."""
     make = factory(world)
     engine = Broken()
     limits = tw.Limits(env_s=2.0, reward_s=2.0, generate_s=2.0)
@@ -309,9 +318,9 @@ def test_every_fault_is_a_record_that_names_it_and_has_no_reward(fault, world):
 
 
 @pytest.mark.parametrize(("fault", "tells"), [
-    ("engine_few_logprobs", "1 logprobs for 2 ids"), ("engine_no_logprobs", "no logprobs"), ("engine_nan", "finite"),
-    ("engine_none_logprob", "missing"), ("engine_empty", "no ids"), ("engine_too_many", "were requested"),
-    ("engine_odd_finish", "'eos'"), ("engine_stale", "older than 0"), ("engine_stop_without_end", "no stop id"),
+    ("engine_few_logprobs", "1 logprobs for 2 ids"), ("engine_no_logprobs", "no logprobs"), ("engine_nan", "finite"),  # noqa: E501
+    ("engine_none_logprob", "missing"), ("engine_empty", "no ids"), ("engine_too_many", "were requested"),  # noqa: E501
+    ("engine_odd_finish", "'eos'"), ("engine_stale", "older than 0"), ("engine_stop_without_end", "no stop id"),  # noqa: E501
     ("engine_raises_oddly", "ConnectionError: refused"),
 ])  # fmt: skip
 def test_an_engine_that_breaks_its_contract_is_told_what_is_wrong(fault, tells):
@@ -332,9 +341,11 @@ def test_of_256_episodes_with_random_faults_each_names_its_own_and_the_others_ar
         made = {"Sync": factory(Sync), "Async": factory(Async)}
         todo = [
             episode for task in tasks_given
-            for episode in make_episode_specs(made[worlds[task.id].__name__], [task], phase="rollout", step=0)
+            for episode in make_episode_specs(made[worlds[task.id].__name__], [task], phase="rollout", step=0)  # noqa: E501
         ]  # fmt: skip
-        rollout = Rollout(engine, tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=256))
+        rollout = Rollout(
+            engine, tw.byte_renderer(), RolloutSettings(limits=limits, concurrency=256)
+        )
         before = asyncio.all_tasks()
         played = await rollout.play(todo)
         assert asyncio.all_tasks() == before, "tasks are left"
@@ -348,7 +359,11 @@ def test_of_256_episodes_with_random_faults_each_names_its_own_and_the_others_ar
         check_record(played[task.id], engine.calls)
         if task.info["fault"]:
             expect(played[task.id], task.info["fault"])
-    hung = [task for task in rows if task.info["fault"] in HANGS and task.info["fault"] != "engine_hangs"]
+    hung = [
+        task
+        for task in rows
+        if task.info["fault"] in HANGS and task.info["fault"] != "engine_hangs"
+    ]
     assert rollout.abandoned == sum(worlds[task.id] is Sync for task in hung)
     fine = [task for task in rows if not task.info["fault"]]
     _, alone = asyncio.run(run(fine, Sampler()))
@@ -384,14 +399,21 @@ def test_a_world_that_cannot_say_its_reward_gives_none():
 
 
 def test_an_episode_that_uses_up_its_time_is_cut_off_by_the_clock():
-    (trajectory,) = tw.rollout(factory(Async), faulty(["step_hangs"]), Sampler(), limits=tw.Limits(wall_clock_s=0.1))
-    assert (trajectory.stop, trajectory.reward, trajectory.error.phase) == ("wall_clock", None, "step")
+    (trajectory,) = tw.rollout(
+        factory(Async), faulty(["step_hangs"]), Sampler(), limits=tw.Limits(wall_clock_s=0.1)
+    )
+    assert (trajectory.stop, trajectory.reward, trajectory.error.phase) == (
+        "wall_clock",
+        None,
+        "step",
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_a_world_is_closed_also_when_its_time_is_long_over(seconds):
     class Blocks(Async):
-        """Blocks the loop far beyond every deadline, as code that should have been synchronous does."""
+        """Blocks the loop far beyond every deadline, as code that should have
+        been synchronous does."""
 
         async def step(self, action):
             time.sleep(seconds)
@@ -402,7 +424,9 @@ def test_a_world_is_closed_also_when_its_time_is_long_over(seconds):
             self.shut()
 
     make = factory(Blocks)
-    (trajectory,) = tw.rollout(make, faulty([""]), Sampler(), limits=tw.Limits(wall_clock_s=0.3, env_s=1.0))
+    (trajectory,) = tw.rollout(
+        make, faulty([""]), Sampler(), limits=tw.Limits(wall_clock_s=0.3, env_s=1.0)
+    )
     assert trajectory.stop == "wall_clock"
     assert make.kind.closed == 1
 
@@ -467,7 +491,9 @@ def test_calls_that_a_play_function_leaves_behind_end_with_it():
         rows = await tw.arollout(one_fails, tasks(3), engine)
         before = [facts(trajectory) for trajectory in rows]
         assert engine.running == 0
-        assert {type(e) for e in await asyncio.gather(*left, return_exceptions=True)} == {tw.UsageError}
+        assert {type(e) for e in await asyncio.gather(*left, return_exceptions=True)} == {
+            tw.UsageError
+        }
         assert [facts(trajectory) for trajectory in rows] == before
         return rows
 
@@ -498,7 +524,9 @@ def test_stopping_a_rollout_closes_its_worlds_and_leaves_nothing_running():
     engine = Sampler(delay=0.02)
 
     async def run():
-        work = asyncio.ensure_future(tw.arollout(make, faulty(["", "reset_hangs", "step_hangs"] * 4), engine))
+        work = asyncio.ensure_future(
+            tw.arollout(make, faulty(["", "reset_hangs", "step_hangs"] * 4), engine)
+        )
         while make.kind.opened < 12:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)

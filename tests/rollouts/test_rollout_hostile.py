@@ -1,4 +1,5 @@
-"""One episode's exception never ends the rollout, whatever kind of exception it is; a real cancellation and Ctrl-C still do."""
+"""One episode's exception never ends the rollout, whatever kind of exception it is; a real
+cancellation and Ctrl-C still do."""
 
 from __future__ import annotations
 
@@ -80,7 +81,20 @@ FAULTS = {
     "cancelled": lambda: throw(asyncio.CancelledError()),
     "cancels": cancel,
 }
-PLACES = ("make", "reset", "step", "info", "reward", "close", "tool", "tools", "function", "parts", "siblings", "play")
+PLACES = (
+    "make",
+    "reset",
+    "step",
+    "info",
+    "reward",
+    "close",
+    "tool",
+    "tools",
+    "function",
+    "parts",
+    "siblings",
+    "play",
+)
 SYNC = {"cancels"}  # what a thread has no task for
 
 
@@ -104,7 +118,11 @@ class Hostile(Talk):
     async def step(self, action):
         await self.hold(self.task, "step")
         step = Talk.step(self, action)
-        return step._replace(info={"bare": Bare(), Bare: [Bare()]}) if self.task.info.get("place") == "info" else step
+        return (
+            step._replace(info={"bare": Bare(), Bare: [Bare()]})
+            if self.task.info.get("place") == "info"
+            else step
+        )
 
     async def reward(self, trajectory):
         await self.hold(self.task, "reward")
@@ -141,7 +159,10 @@ class Blocking(Talk):
 
 
 def broken(place, faults=FAULTS):
-    rows = [tw.Task(f"{place} {name}", id=f"{place}/{name}", info={"place": place, "fault": name}) for name in faults]
+    rows = [
+        tw.Task(f"{place} {name}", id=f"{place}/{name}", info={"place": place, "fault": name})
+        for name in faults
+    ]
     return [*rows, *(tw.Task("fine", id=f"fine{i}") for i in range(2))]
 
 
@@ -236,7 +257,11 @@ def test_what_tools_raise_is_told_to_the_model_or_ends_their_episode_alone(kind,
     assert "Mute" in found["mute"].messages[2].text
     for name in ("base", "generator", "cancels"):
         if name in faults:
-            tool_said = [m.text for m in found[name].messages if m.role == "tool"] if found[name].turns else []
+            tool_said = (
+                [m.text for m in found[name].messages if m.role == "tool"]
+                if found[name].turns
+                else []
+            )
             assert found[name].error is not None or "Error" in tool_said[0], name
 
 
@@ -255,7 +280,12 @@ def test_what_reward_functions_raise_ends_their_episode_alone(shape):
         "parts": tw.rewards(a=pays, b=lambda t: 1.0),
         "group": tw.rewards(a=tw.RewardPart(compares, of="group")),
     }
-    found = survive(tw.tool_env([], reward=reward[shape]), broken("pay"), tw.ScriptedEngine(["42"]), concurrency=3)
+    found = survive(
+        tw.tool_env([], reward=reward[shape]),
+        broken("pay"),
+        tw.ScriptedEngine(["42"]),
+        concurrency=3,
+    )
     held(found, "pay")
 
 
@@ -269,7 +299,8 @@ def test_what_play_functions_raise_ends_their_episode_alone():
 
 
 def test_a_timeout_of_ones_own_around_generate_is_still_ones_own():
-    """A play function may cancel its own calls: that cancellation is not taken for the rollout's, nor swallowed."""
+    """A play function may cancel its own calls: that cancellation is not taken for the
+    rollout's, nor swallowed."""
 
     class Slow(Sampler):
         async def generate(self, request):
@@ -325,12 +356,18 @@ def test_what_environments_raise_while_prompts_are_measured_hides_their_prompt_a
 
     async def sizes():
         rollout = tw.Rollout(Sampler(), tw.byte_renderer())
-        work = asyncio.ensure_future(rollout.prompt_sizes(make_episode_specs(Hostile, rows, phase="x", step=0)))
+        work = asyncio.ensure_future(
+            rollout.prompt_sizes(make_episode_specs(Hostile, rows, phase="x", step=0))
+        )
         await asyncio.wait([work])
         return work
 
     work = asyncio.run(sizes())
-    ended = "a cancellation" if work.cancelled() else work.exception() and type(work.exception()).__name__
+    ended = (
+        "a cancellation"
+        if work.cancelled()
+        else work.exception() and type(work.exception()).__name__
+    )
     assert not ended, f"one environment ended it all: {ended}"
     assert [size is None for size in work.result()] == [task.id[:4] != "fine" for task in rows]
 

@@ -1,4 +1,5 @@
-"""Faults at every await of many episodes at once, by the benchmark that prints them; and long texts off the event loop."""
+"""Faults at every await of many episodes at once, by the benchmark that prints them; and long
+texts off the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ import faults
 
 
 @pytest.mark.parametrize(
-    ("mode", "count"), [("async", 256), ("thread", 256), ("process", 64), pytest.param("process", 256, marks=pytest.mark.slow)]
+    ("mode", "count"),
+    [
+        ("async", 256),
+        ("thread", 256),
+        ("process", 64),
+        pytest.param("process", 256, marks=pytest.mark.slow),
+    ],
 )
 def test_every_fault_at_every_await_is_named_and_touches_nothing_else(mode, count, monkeypatch):
     if count < 256:
@@ -49,4 +56,6 @@ def test_long_texts_are_encoded_aside_to_the_same_ids(monkeypatch):
     got = tw.rollout(Long, tasks(2), Sampler(), limits=limits)
     assert sorted(threads) == ["open"] * 2 + ["render_observation"] * 6
     monkeypatch.setattr(episode, "THREAD_ENCODE_CHARS", 10**9)
-    assert [facts(t) for t in got] == [facts(t) for t in tw.rollout(Long, tasks(2), Sampler(), limits=limits)]
+    assert [facts(t) for t in got] == [
+        facts(t) for t in tw.rollout(Long, tasks(2), Sampler(), limits=limits)
+    ]

@@ -1,4 +1,5 @@
-"""Observations inside the model's own message: what is inserted, what is rewound, and what is read and recorded of it."""
+"""Observations inside the model's own message: what is inserted, what is rewound, and what is
+read and recorded of it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def vocabulary(kind):
 
 
 class Wild(tw.Env):
-    """Goes on in every way, by chance: appends, inserts, rewinds, with control text and characters of several bytes."""
+    """Goes on in every way, by chance: appends, inserts, rewinds, with control text and
+    characters of several bytes."""
 
     turns = 7
 
@@ -50,8 +52,16 @@ class Wild(tw.Env):
             [{"role": "tool", "content": text}, {"role": "user", "content": "On."}],
             tw.InlineObservation(text),
             tw.InlineObservation(text, tail="untrained"),
-            tw.InlineObservation(text, keep_chars=self.rng.randint(0, len(action.raw)), tail=pick(["trained", "untrained"])),
-            tw.InlineObservation(text, keep_tokens=self.rng.randint(0, action.tokens), tail=pick(["trained", "untrained"])),
+            tw.InlineObservation(
+                text,
+                keep_chars=self.rng.randint(0, len(action.raw)),
+                tail=pick(["trained", "untrained"]),
+            ),
+            tw.InlineObservation(
+                text,
+                keep_tokens=self.rng.randint(0, action.tokens),
+                tail=pick(["trained", "untrained"]),
+            ),
         ]
         return tw.Step(pick(said), reward=self.rng.random(), terminated=self.left <= 0)
 
@@ -80,15 +90,27 @@ def check(trajectory, engine, text):
     assert weights + left_out == trajectory.sampled_tokens == sum(len(call.ids) for call in mine)
     trained = Counter()
     for row in rows:
-        assert len(row.ids) == len(row.mask) == len(row.weights) == len(row.logprobs) == len(row.token_rewards)
+        assert (
+            len(row.ids)
+            == len(row.mask)
+            == len(row.weights)
+            == len(row.logprobs)
+            == len(row.token_rewards)
+        )
         for at, weight in enumerate(row.weights):
             assert weight in (0.0, float(row.mask[at]))
             assert (row.logprobs[at] is None) is (row.mask[at] == 0)
             assert row.token_rewards[at] == 0.0 or row.mask[at]
             if weight:
                 trained[tuple(row.ids[: at + 1]), row.logprobs[at]] += 1
-    sampled = Counter((call.context + call.ids[: at + 1], call.logprobs[at]) for call in mine for at in range(len(call.ids)))
-    assert trained <= sampled, "an id is trained twice, or in another context than it was sampled in"
+    sampled = Counter(
+        (call.context + call.ids[: at + 1], call.logprobs[at])
+        for call in mine
+        for at in range(len(call.ids))
+    )
+    assert trained <= sampled, (
+        "an id is trained twice, or in another context than it was sampled in"
+    )
     assert sum(sum(row.token_rewards) for row in rows) == pytest.approx(trajectory.reward, abs=1e-9)
     for span in trajectory.spans:
         span.check()
@@ -102,9 +124,13 @@ def check(trajectory, engine, text):
         path = trajectory.path(turn.prompt)[: turn.context]
         said = [i for index in parent.spans for i in trajectory.spans[index].ids]
         assert path[: parent.context] == trajectory.prompt_ids(turn.parent)
-        assert path[parent.context : begin] == said[: turn.kept], "what was kept of a reply is not what was sampled"
+        assert path[parent.context : begin] == said[: turn.kept], (
+            "what was kept of a reply is not what was sampled"
+        )
         assert control.isdisjoint(path[begin:]), "inserted text became control"
-        if text.decode(text.encode(turn.inserted)) == turn.inserted:  # a tokenizer without bytes knows not every character
+        if (
+            text.decode(text.encode(turn.inserted)) == turn.inserted
+        ):  # a tokenizer without bytes knows not every character
             assert text.decode(path).endswith(turn.inserted)
 
 
@@ -120,7 +146,9 @@ def test_random_insertions_and_rewinds_keep_the_invariants(kind, seed, aborts, s
     text = renderer(kind)
     engine = Sampler(vocabulary(kind), aborts=aborts, ends=0.8, context=4000)
     limits = tw.Limits(turn_tokens=13, on_turn_length="continue")
-    rows = tw.rollout(Wild, tasks(2), engine, renderer=text, seed=seed, limits=limits, stop=stop, history=history)
+    rows = tw.rollout(
+        Wild, tasks(2), engine, renderer=text, seed=seed, limits=limits, stop=stop, history=history
+    )
     for trajectory in rows:
         assert trajectory.error is None, trajectory.error
         check(trajectory, engine, text)
@@ -133,7 +161,12 @@ def test_random_insertions_and_rewinds_keep_the_invariants(kind, seed, aborts, s
 
 
 @settings(max_examples=200, deadline=None)
-@given(kind=st.sampled_from(KINDS), seed=st.integers(0, 2**32), text=st.text(max_size=20), data=st.data())
+@given(
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32),
+    text=st.text(max_size=20),
+    data=st.data(),
+)
 def test_a_cut_keeps_whole_ids_and_says_the_rest(kind, seed, text, data):
     rng, own = random.Random(seed), renderer(kind)
     ids = own.encode(text)
@@ -145,7 +178,9 @@ def test_a_cut_keeps_whole_ids_and_says_the_rest(kind, seed, text, data):
     count, rest = cut_ids(own.decode, ids, chars)
     assert own.decode(ids[:count]) + rest == said[:chars]
     # As many whole ids as can be kept: each longer beginning says more, or ends inside a character.
-    assert not any(said[:chars].startswith(own.decode(ids[:n])) for n in range(count + 1, len(ids) + 1))
+    assert not any(
+        said[:chars].startswith(own.decode(ids[:n])) for n in range(count + 1, len(ids) + 1)
+    )
 
 
 def test_a_cut_within_characters_of_several_bytes_is_exact_in_bytes():
@@ -191,7 +226,9 @@ PICTURES = {
     "parts": [tw.Image(PIXELS, alt="a map"), "x"],
     "numpy": [PIXELS, "x"],
     "pillow": [Pillow.fromarray(PIXELS), "x"],
-    "data uri": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": DATA_URI}}, "x"]}],
+    "data uri": [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": DATA_URI}}, "x"]}
+    ],
     "tool message": [{"role": "tool", "content": [tw.Image(PIXELS, alt="a map"), "x"]}],
     "video": [tw.Video([PIXELS, PIXELS], fps=1, alt="a map"), "x"],
 }
@@ -204,11 +241,14 @@ def sighted(tmp_path_factory):
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_an_image_of_an_inline_observation_reaches_the_model(sighted, name):
-    """A model that sees gets its block inside the reply; a text-only one reads the words, or refuses where there are none."""
+    """A model that sees gets its block inside the reply; a text-only one reads the words, or
+    refuses where there are none."""
     said = PICTURES[name]
     env = type("Said", (Once,), {"said": said})
     reply = sighted.encode_reply("One.")
-    (seen,) = tw.rollout(env, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=sighted, history="inline")
+    (seen,) = tw.rollout(
+        env, tasks(1), tw.ScriptedEngine([reply, reply]), renderer=sighted, history="inline"
+    )
     assert seen.error is None
     turn = seen.turns[1]
     ids, placed = seen.prompt_ids(1), seen.media_placements(turn.prompt)
@@ -236,7 +276,11 @@ def test_a_reply_that_ended_goes_on_before_its_end_token_which_stays_a_leaf():
     assert env.seen == [("One.", "One."), (" Two.", " Two.")]
     assert [m.role for m in trajectory.messages] == ["user", "assistant"]
     assert trajectory.messages[-1].text == "One. But wait. Two."
-    assert (trajectory.final_text, trajectory.turns[1].inserted, trajectory.turns[1].kept) == (" Two.", " But wait.", 4)
+    assert (trajectory.final_text, trajectory.turns[1].inserted, trajectory.turns[1].kept) == (
+        " Two.",
+        " But wait.",
+        4,
+    )
     assert trajectory.turns[1].messages == ()
     rows = list(trajectory.samples())
     assert [sum(row.weights) for row in rows] == [5.0, 6.0]
@@ -245,7 +289,9 @@ def test_a_reply_that_ended_goes_on_before_its_end_token_which_stays_a_leaf():
 
 def test_a_rewound_tail_is_trained_or_not_as_the_environment_says():
     for tail, count in (("trained", 9 + 4), ("untrained", 3 + 4)):
-        trajectory, _ = once(tw.InlineObservation("X", keep_chars=3, tail=tail), ["Answer 7", "end"])
+        trajectory, _ = once(
+            tw.InlineObservation("X", keep_chars=3, tail=tail), ["Answer 7", "end"]
+        )
         assert trajectory.branches == {"rewound": 1}
         assert text_of(trajectory, 1).endswith("assistant\nAnsX")
         assert sum(sum(row.weights) for row in trajectory.samples()) == count
@@ -257,10 +303,18 @@ def test_a_cut_token_is_kept_as_text_that_was_not_sampled():
     text = renderer("bpe")
     reply = text.encode("is the word")
     assert text.token_texts(reply)[:2] == ["is", " the"]
-    trajectory, _ = once(tw.InlineObservation("X", keep_chars=5), [[*reply, min(text.stop_ids)], "end"], renderer=text)
+    trajectory, _ = once(
+        tw.InlineObservation("X", keep_chars=5),
+        [[*reply, min(text.stop_ids)], "end"],
+        renderer=text,
+    )
     inserted = trajectory.spans[2]
     assert trajectory.turns[1].kept == 1
-    assert (text.decode(inserted.ids), inserted.origin, inserted.start) == (" thX", "env", trajectory.turns[0].context + 1)
+    assert (text.decode(inserted.ids), inserted.origin, inserted.start) == (
+        " thX",
+        "env",
+        trajectory.turns[0].context + 1,
+    )
 
 
 def test_a_reply_can_be_rewound_to_its_beginning_and_said_anew():
@@ -283,13 +337,16 @@ def test_an_ordinary_observation_closes_the_message_that_grew():
 
     (trajectory,) = tw.rollout(Two, tasks(1), tw.ScriptedEngine(["abc", " more", "end"]))
     assert text_of(trajectory, 2).endswith(
-        "assistant\na and more<|im_end|>\n<|im_start|>user\nNext?<|im_end|>\n<|im_start|>assistant\n"
+        "assistant\na and "
+        "more<|im_end|>\n<|im_start|>user\nNext?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert [m.text for m in trajectory.messages] == ["Go.", "a and more", "Next?", "end"]
 
 
 def test_thinking_can_be_rewound_and_the_message_reads_as_one():
-    trajectory, env = once(tw.InlineObservation(" Or not.", keep_chars=10), ["<think>sure.</think>7", " So</think>8"])
+    trajectory, env = once(
+        tw.InlineObservation(" Or not.", keep_chars=10), ["<think>sure.</think>7", " So</think>8"]
+    )
     assert env.seen[0] == ("7", "<think>sure.</think>7")
     whole = trajectory.messages[-1]
     assert (whole.reasoning, whole.text) == ("sur Or not. So", "8")
@@ -316,7 +373,9 @@ def test_a_reply_that_goes_on_keeps_the_space_that_it_begins_with(kind):
     text = renderer(kind)
     end = min(text.stop_ids)
     (word,) = [text.encode(" the word")[: 1 if kind != "bytes" else 4]]
-    trajectory, env = once(tw.InlineObservation("so"), [[*text.encode("and"), end], [*word, end]], renderer=text)
+    trajectory, env = once(
+        tw.InlineObservation("so"), [[*text.encode("and"), end], [*word, end]], renderer=text
+    )
     assert env.seen[1] == (" the", " the")
     assert trajectory.messages[-1].text == "andso the"
 
@@ -372,20 +431,30 @@ def test_inline_history_is_not_for_play_functions():
 
 
 def test_a_long_insertion_is_cut_as_any_observation():
-    trajectory, _ = once(tw.InlineObservation("x" * 200, keep_chars=1), ["abc", "b"], limits=tw.Limits(observation_tokens=60))
+    trajectory, _ = once(
+        tw.InlineObservation("x" * 200, keep_chars=1),
+        ["abc", "b"],
+        limits=tw.Limits(observation_tokens=60),
+    )
     assert trajectory.metrics["observation_tokens_cut"] > 0
     assert trajectory.turns[1].inserted.startswith("x")
     assert "tokens shown]" in trajectory.turns[1].inserted
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32), keep=st.floats(0, 1), history=st.sampled_from(("append", "inline")))
-def test_the_journal_tells_inline_turns_and_a_cut_off_run_goes_on(seed, keep, history, tmp_path_factory):
+@given(
+    seed=st.integers(0, 2**32), keep=st.floats(0, 1), history=st.sampled_from(("append", "inline"))
+)
+def test_the_journal_tells_inline_turns_and_a_cut_off_run_goes_on(
+    seed, keep, history, tmp_path_factory
+):
     folder = tmp_path_factory.mktemp("run")
     limits = tw.Limits(turn_tokens=13, on_turn_length="continue")
     rows, settings = tasks(3), {"seed": seed, "limits": limits, "stop": STOPS, "history": history}
     whole = tw.rollout(Wild, rows, Sampler(ends=0.8), out=folder, **settings)
-    found = rebuild_trajectories(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
+    found = rebuild_trajectories(
+        read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get
+    )
     assert [facts(found[t.key]) for t in whole] == [facts(t) for t in whole]
     assert [[list(r.weights) for r in found[t.key].samples()] for t in whole] == [
         [list(r.weights) for r in t.samples()] for t in whole
@@ -393,7 +462,9 @@ def test_the_journal_tells_inline_turns_and_a_cut_off_run_goes_on(seed, keep, hi
     journal = folder / "journal.jsonl"
     lines = journal.read_bytes()
     journal.write_bytes(lines[: int(len(lines) * keep)])
-    left = rebuild_trajectories(read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get)
+    left = rebuild_trajectories(
+        read_json_lines(folder / "journal.jsonl"), {task.id: task for task in rows}.get
+    )
     again = tw.rollout(Wild, rows, Sampler(ends=0.8), **settings)
     assert [facts(left.get(t.key, t)) for t in again] == [facts(t) for t in whole]
 
@@ -404,16 +475,22 @@ def test_token_rewards_sum_to_the_reward_and_stand_at_sampled_ids(trajectory, da
     sampled = [i for i, span in enumerate(trajectory.spans) if span.sampled]
     for index in sampled:
         reward = data.draw(st.none() | st.floats(-3, 3))
-        trajectory.turns.append(tw.Turn("main", -1, 0, (index,), (), tw.Message("assistant", ""), reward=reward))
+        trajectory.turns.append(
+            tw.Turn("main", -1, 0, (index,), (), tw.Message("assistant", ""), reward=reward)
+        )
     rows = list(trajectory.samples())
     for row in rows:
         if trajectory.reward is None:
             assert row.token_rewards is None
             continue
         assert len(row.token_rewards) == len(row.ids)
-        assert all(mask or not reward for mask, reward in zip(row.mask, row.token_rewards, strict=True))
+        assert all(
+            mask or not reward for mask, reward in zip(row.mask, row.token_rewards, strict=True)
+        )
     if trajectory.reward is not None and any(trajectory.spans[i].ids for i in sampled):
-        assert sum(sum(row.token_rewards) for row in rows) == pytest.approx(trajectory.reward, abs=1e-9)
+        assert sum(sum(row.token_rewards) for row in rows) == pytest.approx(
+            trajectory.reward, abs=1e-9
+        )
 
 
 def test_each_turn_pays_at_the_end_of_its_reply_and_the_episode_at_the_last_trained_id():

@@ -1,4 +1,5 @@
-"""Invariant 7 and the limits: no request exceeds the context, no budget is negative, and each stop has its own reason."""
+"""Invariant 7 and the limits: no request exceeds the context, no budget is negative, and each
+stop has its own reason."""
 
 from __future__ import annotations
 
@@ -39,10 +40,19 @@ optional = st.none() | st.integers(1, 400)
     abort=st.sampled_from((0.0, 0.3)),
 )
 def test_no_limit_is_ever_exceeded_and_the_stop_reason_is_right(
-    context, engine_context, episode_tokens, turn_tokens, turns, observation_tokens, on, kind, seed, abort
+    context,
+    engine_context,
+    episode_tokens,
+    turn_tokens,
+    turns,
+    observation_tokens,
+    on,
+    kind,
+    seed,
+    abort,
 ):
     limits = tw.Limits(
-        turns=turns, turn_tokens=turn_tokens, on_turn_length=on, episode_tokens=episode_tokens, context=context,
+        turns=turns, turn_tokens=turn_tokens, on_turn_length=on, episode_tokens=episode_tokens, context=context,  # noqa: E501
         observation_tokens=observation_tokens,
     )  # fmt: skip
     text = renderer(kind)
@@ -115,8 +125,14 @@ def test_a_reply_without_an_end_is_closed_by_template_ids_that_are_not_trained(k
 
 
 def test_a_reply_without_an_end_stops_the_episode_by_default():
-    (trajectory,) = tw.rollout(AsyncTalk, tasks(1), tw.ScriptedEngine(["long reply"]), limits=tw.Limits(turn_tokens=4))
-    assert (trajectory.stop, len(trajectory.turns), trajectory.turns[0].finish) == ("turn_length", 1, "length")
+    (trajectory,) = tw.rollout(
+        AsyncTalk, tasks(1), tw.ScriptedEngine(["long reply"]), limits=tw.Limits(turn_tokens=4)
+    )
+    assert (trajectory.stop, len(trajectory.turns), trajectory.turns[0].finish) == (
+        "turn_length",
+        1,
+        "length",
+    )
     assert trajectory.reward is not None
 
 
@@ -136,7 +152,9 @@ def test_done_wins_over_every_limit():
 
 def test_the_turns_that_a_world_allows_itself_count():
     env = tw.tool_env(tools=[], max_turns=2)
-    (trajectory,) = tw.rollout(env, [tw.Task("Say.", answer="x")], Sampler(), limits=tw.Limits(turns=5))
+    (trajectory,) = tw.rollout(
+        env, [tw.Task("Say.", answer="x")], Sampler(), limits=tw.Limits(turns=5)
+    )
     assert len(trajectory.turns) <= 2
 
 
@@ -147,9 +165,14 @@ def test_the_turns_that_a_world_allows_itself_count():
     kind=st.sampled_from(("bytes", "bpe", "unigram")),
     char=st.sampled_from(("a", "\u4e2d", "ab ", "<|im_end|>")),
 )
-def test_observations_keep_to_their_limit_with_a_mark_that_the_model_can_see(most, sizes, kind, char):
+def test_observations_keep_to_their_limit_with_a_mark_that_the_model_can_see(
+    most, sizes, kind, char
+):
     char = "ab " if kind == "unigram" and char == "\u4e2d" else char  # which it does not know
-    said = [{"role": "tool" if i % 2 else "user", "content": char * size} for i, size in enumerate(sizes)]
+    said = [
+        {"role": "tool" if i % 2 else "user", "content": char * size}
+        for i, size in enumerate(sizes)
+    ]
 
     class Says(tw.Env):
         count = 0
@@ -164,15 +187,23 @@ def test_observations_keep_to_their_limit_with_a_mark_that_the_model_can_see(mos
     text = renderer(kind)
     engine = tw.ScriptedEngine(["a", "b"])
     (free,) = tw.rollout(Says, tasks(1), engine, renderer=text)
-    (held,) = tw.rollout(Says, tasks(1), engine, renderer=text, limits=tw.Limits(observation_tokens=most))
+    (held,) = tw.rollout(
+        Says, tasks(1), engine, renderer=text, limits=tw.Limits(observation_tokens=most)
+    )
     assert (held.error, held.stop) == (None, "done")
     before, after = free.spans[2].ids, held.spans[2].ids
     cut = held.metrics.get("observation_tokens_cut", 0)
     if len(before) <= most:
         assert (before, cut) == (after, 0)
         return
-    bare = len(text.extend([], held.spans[1].ids, [tw.Message(row["role"], "") for row in said]).ids)
-    marks = text.decode(after).count("\n[cut: ") if kind != "unigram" else text.decode(after).count("[cut:")
+    bare = len(
+        text.extend([], held.spans[1].ids, [tw.Message(row["role"], "") for row in said]).ids
+    )
+    marks = (
+        text.decode(after).count("\n[cut: ")
+        if kind != "unigram"
+        else text.decode(after).count("[cut:")
+    )
     # Each mark costs its own ids; what the template writes is never cut.
     assert len(after) <= max(most, bare + 60 * len(said))
     assert bool(cut) == bool(marks)
@@ -183,7 +214,9 @@ def test_observations_keep_to_their_limit_with_a_mark_that_the_model_can_see(mos
 
 async def greedy(task, model):
     """Asks for ten replies at once."""
-    results = await asyncio.gather(*[model.generate(f"Q{i}") for i in range(10)], return_exceptions=True)
+    results = await asyncio.gather(
+        *[model.generate(f"Q{i}") for i in range(10)], return_exceptions=True
+    )
     got = [r for r in results if not isinstance(r, BaseException)]
     assert all(isinstance(r, tw.LimitReached) for r in results if isinstance(r, BaseException))
     return float(len(got))
@@ -191,11 +224,16 @@ async def greedy(task, model):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    turns=st.integers(1, 12), episode_tokens=st.none() | st.integers(1, 60), turn_tokens=st.integers(1, 12),
+    turns=st.integers(1, 12), episode_tokens=st.none() | st.integers(1, 60), turn_tokens=st.integers(1, 12),  # noqa: E501
     seed=st.integers(0, 2**32), delay=st.sampled_from((0.0, 1e-4)),
 )  # fmt: skip
 def test_limits_hold_for_calls_at_the_same_time(turns, episode_tokens, turn_tokens, seed, delay):
-    limits = tw.Limits(turns=turns, turn_tokens=turn_tokens, episode_tokens=episode_tokens, on_turn_length="continue")
+    limits = tw.Limits(
+        turns=turns,
+        turn_tokens=turn_tokens,
+        episode_tokens=episode_tokens,
+        on_turn_length="continue",
+    )
     engine = Sampler(delay=delay)
     (trajectory,) = tw.rollout(greedy, tasks(1), engine, limits=limits, seed=seed)
     check_record(trajectory, engine.calls)
@@ -224,7 +262,12 @@ def test_a_play_function_that_reaches_a_limit_ends_with_that_reason_and_no_rewar
             await model.generate("Q")
 
     (trajectory,) = tw.rollout(play, tasks(1), Sampler(), limits=tw.Limits(turns=3))
-    assert (trajectory.stop, len(trajectory.turns), trajectory.reward, trajectory.error) == ("max_turns", 3, None, None)
+    assert (trajectory.stop, len(trajectory.turns), trajectory.reward, trajectory.error) == (
+        "max_turns",
+        3,
+        None,
+        None,
+    )
 
 
 class Adds(tw.Env):
@@ -248,16 +291,29 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 12345, "b": 67890}}</tool_
     before=st.text("abc ", max_size=8),
     on=st.sampled_from(("stop", "continue")),
 )
-def test_what_a_limit_cut_off_is_never_a_malformed_call_unless_the_world_asked_for_it(turn_tokens, episode_tokens, before, on):
+def test_what_a_limit_cut_off_is_never_a_malformed_call_unless_the_world_asked_for_it(
+    turn_tokens, episode_tokens, before, on
+):
     world = type("Adds", (Adds,), {"seen": []})
-    limits = tw.Limits(turns=2, turn_tokens=turn_tokens, episode_tokens=episode_tokens, on_turn_length=on)
-    (trajectory,) = tw.rollout(world, tasks(1), tw.ScriptedEngine([before + CALL] * 2), limits=limits)
+    limits = tw.Limits(
+        turns=2, turn_tokens=turn_tokens, episode_tokens=episode_tokens, on_turn_length=on
+    )
+    (trajectory,) = tw.rollout(
+        world, tasks(1), tw.ScriptedEngine([before + CALL] * 2), limits=limits
+    )
     cut = [turn for turn in trajectory.turns if turn.finish == "length"]
     whole = len(trajectory.turns) - len(cut)
     assert [action.truncated for action in world.seen].count(False) == whole
-    assert all(call.error is None for action in world.seen if not action.truncated for call in action.tool_calls)
+    assert all(
+        call.error is None
+        for action in world.seen
+        if not action.truncated
+        for call in action.tool_calls
+    )
     if on == "stop":
-        assert not any(action.truncated for action in world.seen), "the world was shown half a reply"
+        assert not any(action.truncated for action in world.seen), (
+            "the world was shown half a reply"
+        )
         assert "malformed_calls" not in trajectory.metrics
         assert len(cut) <= 1
         assert not cut or trajectory.stop in ("turn_length", "episode_tokens")

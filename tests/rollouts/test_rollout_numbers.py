@@ -1,4 +1,5 @@
-"""A reward is a number, a flag is a boolean, whatever library they are of; anything else is an error that says what it was."""
+"""A reward is a number, a flag is a boolean, whatever library they are of; anything else is an
+error that says what it was."""
 
 from __future__ import annotations
 
@@ -27,7 +28,20 @@ NUMBERS: list[tuple[Any, float]] = [
     (Fraction(1, 4), 0.25),
     (Decimal("0.5"), 0.5),
 ]
-NO_NUMBERS: list[Any] = ["1", "1.0", b"1", True, False, np.True_, np.str_("1.0"), np.array([1.0]), [1.0], (1.0,), {}, object()]
+NO_NUMBERS: list[Any] = [
+    "1",
+    "1.0",
+    b"1",
+    True,
+    False,
+    np.True_,
+    np.str_("1.0"),
+    np.array([1.0]),
+    [1.0],
+    (1.0,),
+    {},
+    object(),
+]
 FLAGS: list[tuple[Any, bool]] = [(True, True), (False, False), (np.True_, True), (np.False_, False)]
 NO_FLAGS: list[Any] = ["no", "", "False", 1, 0, 0.0, None, [], b"no", np.int64(1), np.array([True])]
 PLACES = ("step", "reward", "own", "turn", "part", "metric")
@@ -45,7 +59,9 @@ class Pays(tw.Env):
         info = self.info
         if info["place"] in ("flag", "cut"):
             flag = (NO_FLAGS if info["bad"] else [flag for flag, _ in FLAGS])[info["at"]]
-            return tw.Step("more", 1.0, **{"terminated" if info["place"] == "flag" else "truncated": flag})
+            return tw.Step(
+                "more", 1.0, **{"terminated" if info["place"] == "flag" else "truncated": flag}
+            )
         return tw.Step(None, self.value if info["place"] == "step" else 0.0, True)
 
     @property
@@ -69,12 +85,19 @@ class Pays(tw.Env):
 def cases(bad: bool, numbers: list[Any], flags: list[Any]) -> list[tw.Task]:
     rows = [(place, at) for place in PLACES for at in range(len(numbers))]
     rows += [(place, at) for place in ("flag", "cut") for at in range(len(flags))]
-    return [tw.Task("Go.", id=f"{place}-{at}", info={"place": place, "at": at, "bad": bad}) for place, at in rows]
+    return [
+        tw.Task("Go.", id=f"{place}-{at}", info={"place": place, "at": at, "bad": bad})
+        for place, at in rows
+    ]
 
 
-def play(tasks: list[tw.Task], isolation: str, env: Any = Pays) -> dict[tuple[str, int], tw.Trajectory]:
+def play(
+    tasks: list[tw.Task], isolation: str, env: Any = Pays
+) -> dict[tuple[str, int], tw.Trajectory]:
     rules = tw.EnvRules(isolation=isolation)
-    found = tw.rollout(env, tasks, engine=Sampler(), limits=tw.Limits(turns=2, turn_tokens=3), rules=rules)
+    found = tw.rollout(
+        env, tasks, engine=Sampler(), limits=tw.Limits(turns=2, turn_tokens=3), rules=rules
+    )
     return {(one.task.info["place"], one.task.info["at"]): one for one in found}
 
 
@@ -87,17 +110,25 @@ def test_numbers_of_any_library_are_rewards_and_their_booleans_flags(isolation: 
             assert one.stop == ended, (place, FLAGS[at])
             continue
         wanted = NUMBERS[at][1]
-        got = {"part": one.rewards.get("part"), "metric": one.metrics.get("metric")}.get(place, one.reward)
+        got = {"part": one.rewards.get("part"), "metric": one.metrics.get("metric")}.get(
+            place, one.reward
+        )
         assert got == wanted, (place, NUMBERS[at])
         assert type(got) is float, (place, NUMBERS[at], type(got))
 
 
 @pytest.mark.parametrize("isolation", ["thread", "process"])
-def test_what_is_no_number_or_no_flag_is_an_error_that_says_what_was_returned(isolation: str) -> None:
+def test_what_is_no_number_or_no_flag_is_an_error_that_says_what_was_returned(
+    isolation: str,
+) -> None:
     for (place, at), one in play(cases(True, NO_NUMBERS, NO_FLAGS), isolation).items():
         value = NO_FLAGS[at] if place in ("flag", "cut") else NO_NUMBERS[at]
         assert one.error is not None, (place, value, one.reward, one.stop)
-        wanted = ("env_error", "EnvError") if place in ("flag", "cut") else ("reward_error", "RewardError")
+        wanted = (
+            ("env_error", "EnvError")
+            if place in ("flag", "cut")
+            else ("reward_error", "RewardError")
+        )
         assert (one.stop, one.error.type) == wanted, (place, value, one.error)
         assert one.reward is None, (place, value)
         said = "<object object at" if type(value) is object else repr(value)
@@ -113,10 +144,14 @@ def test_reward_functions_parts_turns_and_groups_are_held_to_the_same(number: in
     for name, env in {
         "function": tw.tool_env([], reward=function),
         "part": tw.tool_env([], reward=tw.rewards(part=function)),
-        "turn": tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(lambda trajectory, turn: value, of="turn"))),
+        "turn": tw.tool_env(
+            [], reward=tw.rewards(part=tw.RewardPart(lambda trajectory, turn: value, of="turn"))
+        ),
         "group": tw.tool_env([], reward=tw.rewards(part=tw.RewardPart(group, of="group"))),
     }.items():
-        (one,) = tw.rollout(env, [tw.Task("Go.")], engine=Sampler(), limits=tw.Limits(turns=1, turn_tokens=3))
+        (one,) = tw.rollout(
+            env, [tw.Task("Go.")], engine=Sampler(), limits=tw.Limits(turns=1, turn_tokens=3)
+        )
         assert one.reward == worth, (name, one.error)
         if worth is None:
             assert one.error is not None

@@ -1,4 +1,5 @@
-"""Environments in processes of their own: the same trajectories, and nothing left of what hangs, dies or breaks."""
+"""Environments in processes of their own: the same trajectories, and nothing left of what
+hangs, dies or breaks."""
 
 from __future__ import annotations
 
@@ -148,16 +149,27 @@ def test_what_goes_well_is_the_same_as_without_a_process(world):
 @pytest.mark.parametrize("world", [Faulty, AsyncFaulty])
 def test_every_fault_is_a_record_and_the_others_are_untouched(world):
     names = [*OUTCOMES, "code", "invalid", "", ""]
-    rows = [tw.Task(f"Task {name}", id=f"{i}", info={"fault": name}) for i, name in enumerate(names)]
+    rows = [
+        tw.Task(f"Task {name}", id=f"{i}", info={"fault": name}) for i, name in enumerate(names)
+    ]
     engine = Sampler()
     before, limits = children(), tw.Limits(env_s=3.0, reward_s=3.0)
-    played = dict(zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True))
-    assert children() <= before, "something outlasted its deadline and its grace"  # what hangs here hangs forever
+    played = dict(
+        zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True)
+    )
+    assert children() <= before, (
+        "something outlasted its deadline and its grace"
+    )  # what hangs here hangs forever
     for name, (stop, error, kind, phase) in OUTCOMES.items():
         found = played[name]
         check_record(found, engine.calls)
         assert found.error is not None, name
-        assert (found.stop, found.error.type, found.error.kind, found.error.phase) == (stop, error, kind, phase), name
+        assert (found.stop, found.error.type, found.error.kind, found.error.phase) == (
+            stop,
+            error,
+            kind,
+            phase,
+        ), name
         assert found.reward is None
     assert "signal 11 (SIGSEGV)" in played["dies"].error.message
     assert "signal 9 (SIGKILL)" in played["killed"].error.message
@@ -237,11 +249,12 @@ SCRIPT = """
         rules = tw.EnvRules(isolation=sys.argv[2])
         limits = tw.Limits(turns=10**6, episode_tokens=None, context=None)
         tw.rollout(Slow, tasks, tw.ScriptedEngine(lambda messages, rng: "x"), rules=rules, limits=limits)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(
-    ("isolation", "number"), [("process", signal.SIGINT), ("process", signal.SIGKILL), ("thread", signal.SIGINT)]
+    ("isolation", "number"),
+    [("process", signal.SIGINT), ("process", signal.SIGKILL), ("thread", signal.SIGINT)],
 )
 def test_interrupted_or_killed_a_rollout_leaves_no_environment_behind(isolation, number, tmp_path):
     file = tmp_path / "slow.py"
@@ -304,12 +317,16 @@ class Orphan(Talk):
 
 @pytest.mark.parametrize("retries", [1, 0])
 def test_the_process_that_forks_environments_is_started_again(retries, tmp_path):
-    rows = [tw.Task(f"Task {n}", id=f"t{n}", info={"mark": str(tmp_path / "mark")}) for n in range(3)]
+    rows = [
+        tw.Task(f"Task {n}", id=f"t{n}", info={"mark": str(tmp_path / "mark")}) for n in range(3)
+    ]
     rules = tw.EnvRules(isolation="process", retries=tw.RetryRules(turn=retries, wait_s=0.0))
     played = tw.rollout(Orphan, rows, Sampler(), rules=rules, environments=1)
     expected = [facts(one) for one in tw.rollout(Talk4, rows, Sampler())]
     failed = [one.error.type for one in played if one.error is not None]
-    assert len(failed) == (0 if retries else 1), f"with {retries} retries a turn, {failed} after one death"
+    assert len(failed) == (0 if retries else 1), (
+        f"with {retries} retries a turn, {failed} after one death"
+    )
     assert [facts(one) for one in played][len(failed) :] == expected[len(failed) :]
 
 
@@ -343,8 +360,12 @@ class Stray(Talk):
 def test_a_stray_answer_is_never_taken_for_the_next_call():
     played = tw.rollout(Stray, tasks(2), Sampler(), rules=APART)
     texts = [message.text for one in played for message in one.messages]
-    assert "from the copy" not in texts, "the answer of a fork was taken for that of the environment"
-    assert [facts(one) for one in played] == [facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())]
+    assert "from the copy" not in texts, (
+        "the answer of a fork was taken for that of the environment"
+    )
+    assert [facts(one) for one in played] == [
+        facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())
+    ]
 
 
 class Twice(Talk):
@@ -370,6 +391,6 @@ class Twice(Talk):
 
 def test_an_answer_that_comes_twice_is_heard_once():
     played = tw.rollout(Twice, tasks(2), Sampler(), rules=APART)
-    assert [facts(one) for one in played] == [facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())], (
-        "a second copy of an answer was taken for the answer to the next call"
-    )
+    assert [facts(one) for one in played] == [
+        facts(one) for one in tw.rollout(Talk4, tasks(2), Sampler())
+    ], "a second copy of an answer was taken for the answer to the next call"

@@ -1,4 +1,5 @@
-"""Failures that are recovered from: the same trajectory as without them, nothing sampled lost, and budgets kept."""
+"""Failures that are recovered from: the same trajectory as without them, nothing sampled
+lost, and budgets kept."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ LIMITS = tw.Limits(env_s=2.0, turns=12)
 
 
 class Flaky:
-    """Breaks at planned points, each once: (task, number of the call), whichever instance is asked."""
+    """Breaks at planned points, each once: (task, number of the call),
+    whichever instance is asked."""
 
     plan: ClassVar[dict[tuple[str, int], str]] = {}
     opened = 0
@@ -112,7 +114,11 @@ def kind(world, plan, **more):
 
 def play(world, plan=(), *, n=3, rules=QUICK, engine=None, **more):
     made = kind(world, plan, **more)
-    limits = LIMITS if not any(fault == "hangs" for fault in dict(plan).values()) else tw.Limits(env_s=0.1, turns=12)
+    limits = (
+        LIMITS
+        if not any(fault == "hangs" for fault in dict(plan).values())
+        else tw.Limits(env_s=0.1, turns=12)
+    )
     rows = tw.rollout(made, tasks(n), engine or Sampler(), limits=limits, rules=rules)
     assert made.opened == made.closed, "an environment was left open"
     assert not made.plan, "a planned failure was not met"
@@ -122,7 +128,9 @@ def play(world, plan=(), *, n=3, rules=QUICK, engine=None, **more):
 @FEW
 @given(
     world=st.sampled_from((FlakySync, FlakyAsync, Saves)),
-    at=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), unique_by=lambda pair: pair[0], min_size=1),
+    at=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 5)), unique_by=lambda pair: pair[0], min_size=1
+    ),
     fault=st.sampled_from(("raises", "tool")),
 )
 def test_an_environment_that_fails_once_gives_the_trajectory_of_one_that_does_not(world, at, fault):
@@ -142,7 +150,9 @@ def test_an_environment_that_fails_once_gives_the_trajectory_of_one_that_does_no
         assert (failure.phase, failure.turn) == (("step", call - 1) if call else ("reset", -1))
         assert failure.recovery == ("restored" if restored else "replayed")
         assert failure.traceback
-        assert [turn.retries for turn in trajectory.turns] == [int(i == call - 1) for i in range(len(trajectory.turns))]
+        assert [turn.retries for turn in trajectory.turns] == [
+            int(i == call - 1) for i in range(len(trajectory.turns))
+        ]
     fresh = sum(1 for call in calls.values() if world is not Saves or call == 0)
     assert made.opened == 3 + fresh
 
@@ -152,12 +162,18 @@ def test_a_step_that_hangs_is_replayed_in_a_fresh_instance(call):
     expected, _ = play(FlakyAsync, n=1)
     got, made = play(FlakyAsync, {("t0", call): "hangs"}, n=1)
     assert [facts(t) for t in got] == [facts(t) for t in expected]
-    assert (got[0].failures[0].kind, got[0].failures[0].recovery, made.opened) == ("timeout", "replayed", 2)
+    assert (got[0].failures[0].kind, got[0].failures[0].recovery, made.opened) == (
+        "timeout",
+        "replayed",
+        2,
+    )
 
 
 @FEW
 @given(call=st.integers(2, 5), world=st.sampled_from((FlakySync, FlakyAsync)))
-def test_where_a_replay_says_something_else_the_episode_begins_anew_and_keeps_what_was_sampled(call, world):
+def test_where_a_replay_says_something_else_the_episode_begins_anew_and_keeps_what_was_sampled(
+    call, world
+):
     engine = Sampler()
     (trajectory,), made = play(world, {("t0", call): "raises"}, n=1, engine=engine, drifts=True)
     (failure,) = trajectory.failures
@@ -209,7 +225,9 @@ def test_a_wait_between_retries_ends_with_the_episode():
             raise ConnectionError("always")
 
     rules = tw.EnvRules(retries=tw.RetryRules(turn=9, wait_s=20.0))
-    (trajectory,) = tw.rollout(kind(Down, {}), tasks(1), Sampler(), limits=tw.Limits(wall_clock_s=0.3), rules=rules)
+    (trajectory,) = tw.rollout(
+        kind(Down, {}), tasks(1), Sampler(), limits=tw.Limits(wall_clock_s=0.3), rules=rules
+    )
     assert trajectory.stop == "wall_clock"
 
 
@@ -225,22 +243,42 @@ class Picky(AsyncTalk):
 
 
 @FEW
-@given(rejected=st.sampled_from(("trained", "untrained")), most=st.integers(1, 4), seed=st.integers(0, 50))
-def test_asked_again_the_model_stands_where_it_stood_and_its_rejected_replies_stay(rejected, most, seed):
+@given(
+    rejected=st.sampled_from(("trained", "untrained")),
+    most=st.integers(1, 4),
+    seed=st.integers(0, 50),
+)
+def test_asked_again_the_model_stands_where_it_stood_and_its_rejected_replies_stay(
+    rejected, most, seed
+):
     engine = Sampler(vocabulary=128)
-    rules = tw.EnvRules(on_invalid="resample", rejected_replies=rejected, max_resamples_per_turn=most)
-    (trajectory,) = tw.rollout(Picky, tasks(1), engine, rules=rules, seed=seed, limits=tw.Limits(turns=20))
+    rules = tw.EnvRules(
+        on_invalid="resample", rejected_replies=rejected, max_resamples_per_turn=most
+    )
+    (trajectory,) = tw.rollout(
+        Picky, tasks(1), engine, rules=rules, seed=seed, limits=tw.Limits(turns=20)
+    )
     asked = [turn for turn in trajectory.turns if turn.info.get("asked_again")]
     taken = [turn for turn in trajectory.turns if not turn.info.get("asked_again")]
     assert trajectory.branches.get("asked_again", 0) == len(asked)
-    assert [c.context for c in engine.calls] == [tuple(trajectory.prompt_ids(i)) for i in range(len(trajectory.turns))]
+    assert [c.context for c in engine.calls] == [
+        tuple(trajectory.prompt_ids(i)) for i in range(len(trajectory.turns))
+    ]
     for before, after in zip(trajectory.turns, trajectory.turns[1:], strict=False):
         if before.info.get("asked_again"):
-            assert (after.context, after.prompt, after.messages) == (before.context, before.prompt, before.messages)
+            assert (after.context, after.prompt, after.messages) == (
+                before.context,
+                before.prompt,
+                before.messages,
+            )
             assert after.reply is not before.reply
     assert len([m for m in trajectory.messages if m.role == "assistant"]) == len(taken)
     whole = sum(sum(row.weights) for row in trajectory.samples())
-    left_out = sum(len(trajectory.spans[i].ids) for turn in asked for i in turn.spans) if rejected == "untrained" else 0
+    left_out = (
+        sum(len(trajectory.spans[i].ids) for turn in asked for i in turn.spans)
+        if rejected == "untrained"
+        else 0
+    )
     assert whole == trajectory.sampled_tokens - left_out
     ledger = advantages([tw.Group(trajectory.task, [trajectory])], CreditSettings(min_group=1))
     assert ledger.tokens.get("invalid_action", 0) in (left_out, 0)
@@ -255,7 +293,11 @@ def test_rejected_replies_are_no_turns_of_the_limit_and_the_last_mistake_is_an_o
     rules = tw.EnvRules(on_invalid="resample", max_resamples_per_turn=2)
     (trajectory,) = tw.rollout(Never, tasks(1), Sampler(), rules=rules, limits=tw.Limits(turns=3))
     assert (trajectory.stop, len(trajectory.turns)) == ("max_turns", 9)
-    assert [bool(turn.info.get("asked_again")) for turn in trajectory.turns] == [True, True, False] * 3
+    assert [bool(turn.info.get("asked_again")) for turn in trajectory.turns] == [
+        True,
+        True,
+        False,
+    ] * 3
     assert trajectory.turns[3].messages[0].text == "no"
     assert trajectory.metrics["invalid_actions"] == 9
 
@@ -280,15 +322,22 @@ def test_asked_again_inside_a_message_goes_on_where_it_stood():
 
 def told(trajectory):
     """All that a journal has to bring back."""
-    failures = [(f.type, f.message, f.phase, f.kind, f.place, f.turn, f.recovery) for f in trajectory.failures]
+    failures = [
+        (f.type, f.message, f.phase, f.kind, f.place, f.turn, f.recovery)
+        for f in trajectory.failures
+    ]
     turns = [(t.retries, t.reply, t.context, t.spans) for t in trajectory.turns]
-    earlier = [(t.retries, t.reply, t.context, t.spans, dict(t.info)) for t in trajectory.failed_turns]
+    earlier = [
+        (t.retries, t.reply, t.context, t.spans, dict(t.info)) for t in trajectory.failed_turns
+    ]
     return facts(trajectory), failures, turns, earlier
 
 
 @pytest.mark.parametrize("drifts", [False, True])
 def test_a_run_cut_off_at_any_line_goes_on_to_the_same_episodes(tmp_path, drifts):
-    made = kind(FlakySync, {("t0", 2): "raises", ("t1", 0): "tool", ("t2", 4): "raises"}, drifts=drifts)
+    made = kind(
+        FlakySync, {("t0", 2): "raises", ("t1", 0): "tool", ("t2", 4): "raises"}, drifts=drifts
+    )
     rows = tasks(3)
     by_id = {task.id: task for task in rows}
     full = tw.rollout(made, rows, Sampler(), limits=LIMITS, rules=QUICK, out=tmp_path / "full")
@@ -304,12 +353,17 @@ def test_a_run_cut_off_at_any_line_goes_on_to_the_same_episodes(tmp_path, drifts
 
         async def go_on(recorded=recorded, engine=engine):
             return await Rollout(
-                engine, tw.byte_renderer(), RolloutSettings(limits=LIMITS), earlier=EarlierEpisodes(finished=recorded)
+                engine,
+                tw.byte_renderer(),
+                RolloutSettings(limits=LIMITS),
+                earlier=EarlierEpisodes(finished=recorded),
             ).play(todo)
 
         again = asyncio.run(go_on())
         assert [t.key for t in again] == [t.key for t in full]
-        assert {c.session.split("/")[2] for c in engine.calls} == {t.id for t in rows} - {k.task for k in recorded}
+        assert {c.session.split("/")[2] for c in engine.calls} == {t.id for t in rows} - {
+            k.task for k in recorded
+        }
         if not drifts:
             assert [facts(t) for t in again] == [facts(t) for t in full]
     shutil.rmtree(tmp_path / "full")

@@ -1,4 +1,5 @@
-"""Rewards in processes of their own: used again, killed whole at their deadline, and nothing of them is left."""
+"""Rewards in processes of their own: used again, killed whole at their deadline, and
+nothing of them is left."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _nothing_is_left():
     gc.collect()
     assert children() <= before[0], "a process is left"
     assert set(os.listdir("/proc/self/fd")) <= before[1], "a descriptor is left"
-    assert set(Path(tempfile.gettempdir()).glob("turnwright-env-*")) <= folders, "a temporary directory is left"
+    assert set(Path(tempfile.gettempdir()).glob("turnwright-env-*")) <= folders, (
+        "a temporary directory is left"
+    )
 
 
 def fault(trajectory):
@@ -84,9 +87,24 @@ def ranks(trajectories):
 
 
 OUTCOMES = {
-    "spins": ("timeout", "TimeoutError", "timeout", "the reward 'heavy' did not answer by its deadline"),
-    "daemon": ("timeout", "TimeoutError", "timeout", "the reward 'heavy' did not answer by its deadline"),
-    "dies": ("reward_error", "ProcessDied", "reward", "the process of the reward 'heavy' died by signal 6 (SIGABRT)"),
+    "spins": (
+        "timeout",
+        "TimeoutError",
+        "timeout",
+        "the reward 'heavy' did not answer by its deadline",
+    ),
+    "daemon": (
+        "timeout",
+        "TimeoutError",
+        "timeout",
+        "the reward 'heavy' did not answer by its deadline",
+    ),
+    "dies": (
+        "reward_error",
+        "ProcessDied",
+        "reward",
+        "the process of the reward 'heavy' died by signal 6 (SIGABRT)",
+    ),
     "raises": ("reward_error", "ConnectionError", "reward", "no route"),
     "bug": ("reward_error", "KeyError", "user_bug", "'mine'"),
     "exits": ("reward_error", "RuntimeError", "reward", "raised SystemExit(3)"),
@@ -106,11 +124,17 @@ def test_every_fault_of_a_scorer_is_a_record_that_names_it_and_the_others_are_un
     played = tw.rollout(env, rows, tw.ScriptedEngine(ENGINE), limits=limits, rules=rules)
     for name, trajectory in zip(names, played, strict=True):
         if name not in OUTCOMES:
-            assert (trajectory.reward, trajectory.error) == (None if name == "none" else 0.5, None), name
+            assert (trajectory.reward, trajectory.error) == (
+                None if name == "none" else 0.5,
+                None,
+            ), name
             continue
         error = trajectory.error
         assert error is not None, name
-        assert (trajectory.stop, error.type, error.kind, error.phase) == (*OUTCOMES[name][:3], "reward"), name
+        assert (trajectory.stop, error.type, error.kind, error.phase) == (
+            *OUTCOMES[name][:3],
+            "reward",
+        ), name
         assert OUTCOMES[name][3] in error.message
         assert trajectory.reward is None
         if name == "bug":
@@ -125,7 +149,9 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        (played,) = tw.rollout(tw.tool_env([], reward=process), tasks(1), tw.ScriptedEngine(ENGINE), rules=APART)
+        (played,) = tw.rollout(
+            tw.tool_env([], reward=process), tasks(1), tw.ScriptedEngine(ENGINE), rules=APART
+        )
     finally:
         for one in held:
             os.close(one)
@@ -136,8 +162,12 @@ def test_a_process_with_more_open_files_than_select_takes_has_them_too():
 
 def test_processes_are_used_again_and_are_not_ours(monkeypatch):
     # More workers start where rewards hang.
-    monkeypatch.setattr(importlib.import_module("turnwright.envs.isolation.process_pool"), "_STALL_S", 600.0)
-    env = tw.tool_env([], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process))
+    monkeypatch.setattr(
+        importlib.import_module("turnwright.envs.isolation.process_pool"), "_STALL_S", 600.0
+    )
+    env = tw.tool_env(
+        [], reward=tw.rewards(process=tw.RewardPart(process, isolation="process"), here=process)
+    )
     played = tw.rollout(env, tasks(24), tw.ScriptedEngine(ENGINE))
     own, apart = ({t.rewards[name] for t in played} for name in ("here", "process"))
     assert own == {os.getpid()}
@@ -148,13 +178,18 @@ def test_processes_are_used_again_and_are_not_ours(monkeypatch):
 def test_parts_of_every_kind_have_the_values_that_they_have_without_a_process():
     def env(**isolation):
         turn, rank = tw.RewardPart(each_turn, 0.1, of="turn"), tw.RewardPart(ranks, of="group")
-        return tw.tool_env([], reward=tw.rewards(heavy=(heavy, 2.0), waits=waits, turn=turn, rank=rank, **isolation))
+        return tw.tool_env(
+            [],
+            reward=tw.rewards(heavy=(heavy, 2.0), waits=waits, turn=turn, rank=rank, **isolation),
+        )
 
     rows = [tw.Task("go", answer="3"), tw.Task("come", answer="4")]
     alone = tw.rollout(env(), rows, tw.ScriptedEngine(ENGINE), samples=3)
     apart = tw.rollout(env(isolation="process"), rows, tw.ScriptedEngine(ENGINE), samples=3)
     assert [facts(t) for t in apart] == [facts(t) for t in alone]
-    assert {t.reward for t in apart} == {1.1 + answer + rank for answer in (3, 4) for rank in range(3)}
+    assert {t.reward for t in apart} == {
+        1.1 + answer + rank for answer in (3, 4) for rank in range(3)
+    }
 
 
 class Marks(Talk):
@@ -174,7 +209,10 @@ class Marks(Talk):
 
 
 def test_the_reward_of_an_environment_runs_in_a_process_where_it_can_be_sent_there():
-    rows = [tw.Task("go", id=name, info={"fault": name, "parent": os.getpid()}) for name in ("", "spins")]
+    rows = [
+        tw.Task("go", id=name, info={"fault": name, "parent": os.getpid()})
+        for name in ("", "spins")
+    ]
     fine, spins = tw.rollout(Marks, rows, Sampler(), limits=tw.Limits(reward_s=1.0), rules=APART)
     assert fine.reward == sum(turn.reward for turn in fine.turns) + 1.0
     assert spins.error.message == "the reward 'Marks.reward' did not answer by its deadline"
@@ -197,15 +235,21 @@ def test_a_reward_that_hangs_in_a_thread_is_named_too():
         return 1.0
 
     env = tw.tool_env([], reward=tw.rewards(fine=process, stuck=stuck))
-    (trajectory,) = tw.rollout(env, tasks(1), tw.ScriptedEngine(ENGINE), limits=tw.Limits(reward_s=0.3))
+    (trajectory,) = tw.rollout(
+        env, tasks(1), tw.ScriptedEngine(ENGINE), limits=tw.Limits(reward_s=0.3)
+    )
     stop.append(True)
     assert trajectory.error.message == "the reward 'stuck' did not answer by its deadline"
 
 
 def test_a_function_that_no_process_can_find_is_said_when_it_is_given():
-    with pytest.raises(tw.UsageError, match=r"the reward 'x'.*no other process can find .*top level of a file"):
+    with pytest.raises(
+        tw.UsageError, match=r"the reward 'x'.*no other process can find .*top level of a file"
+    ):
         tw.rewards(x=lambda trajectory: 1.0, isolation="process")
-    with pytest.raises(tw.UsageError, match=r"isolation = 'magic'; write \"thread\" or \"process\""):
+    with pytest.raises(
+        tw.UsageError, match=r"isolation = 'magic'; write \"thread\" or \"process\""
+    ):
         tw.rewards(x=tw.RewardPart(heavy, isolation="magic"))
 
 
@@ -214,7 +258,9 @@ def test_outside_of_a_rollout_and_inside_of_an_isolated_one_it_works_as_well():
     reward = tw.rewards(heavy=heavy, isolation="process")
     assert asyncio.run(reward(trajectory)).total == 0.5
     env = tw.tool_env([], reward=reward)
-    (apart,) = tw.rollout(env, tasks(1), tw.ScriptedEngine(ENGINE), rules=tw.EnvRules(isolation="process"))
+    (apart,) = tw.rollout(
+        env, tasks(1), tw.ScriptedEngine(ENGINE), rules=tw.EnvRules(isolation="process")
+    )
     assert apart.reward == 0.5
 
 
@@ -268,7 +314,9 @@ def test_tools_of_every_kind_go_to_a_process():
     call = '<tool_call>{"name": "plus", "arguments": {"a": 2}}</tool_call>'
     call += '<tool_call>{"name": "counter", "arguments": {"step": 3}}</tool_call>'
     env = tw.tool_env([add, Counter], reward=heavy)
-    (trajectory,) = tw.rollout(env, tasks(1), tw.ScriptedEngine([call, "done"]), rules=tw.EnvRules(isolation="process"))
+    (trajectory,) = tw.rollout(
+        env, tasks(1), tw.ScriptedEngine([call, "done"]), rules=tw.EnvRules(isolation="process")
+    )
     assert trajectory.error is None
     plus, counter = (message.text for message in trajectory.messages if message.role == "tool")
     assert plus == "3"
@@ -282,14 +330,21 @@ class Daemonic(Talk):
     turns = 3
 
     def step(self, action):
-        code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(300)"
-        server = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+        code = (
+            "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, "
+            "flush=True); time.sleep(300)"
+        )
+        server = subprocess.Popen(
+            [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE
+        )
         server.stdout.readline()
         os.kill(os.getpid(), 9)
 
 
 def test_what_a_killed_environment_started_in_a_session_of_its_own_goes_with_it():
-    (trajectory,) = tw.rollout(Daemonic, tasks(1), Sampler(), rules=tw.EnvRules(isolation="process"))
+    (trajectory,) = tw.rollout(
+        Daemonic, tasks(1), Sampler(), rules=tw.EnvRules(isolation="process")
+    )
     assert trajectory.error.type == "ProcessDied"  # and nothing is left, says the fixture
 
 
@@ -340,16 +395,26 @@ def patient(monkeypatch, tmp_path):
 @pytest.mark.usefixtures("patient")
 def test_an_environment_that_is_stopped_while_it_blocks_its_loop_is_closed(monkeypatch, tmp_path):
     monkeypatch.setattr(fork_server, "EXIT_GRACE_S", 4.0)
-    rows = tw.rollout(Blocks, tasks(2), Sampler(), limits=tw.Limits(env_s=0.5), rules=tw.EnvRules(isolation="process"))
+    rows = tw.rollout(
+        Blocks,
+        tasks(2),
+        Sampler(),
+        limits=tw.Limits(env_s=0.5),
+        rules=tw.EnvRules(isolation="process"),
+    )
     assert {t.error.type for t in rows} == {"TimeoutError"}
     notes = collections.Counter(path.stem for path in tmp_path.iterdir())
     assert notes == {"made": notes["closed"], "closed": notes["made"]}
 
 
 @pytest.mark.usefixtures("patient")
-def test_an_environment_that_is_stopped_in_the_middle_of_a_call_is_closed_and_says_nothing(capfd, tmp_path):
+def test_an_environment_that_is_stopped_in_the_middle_of_a_call_is_closed_and_says_nothing(
+    capfd, tmp_path
+):
     limits = tw.Limits(env_s=0.5)
-    rows = tw.rollout(Groups, tasks(12), Sampler(), limits=limits, rules=tw.EnvRules(isolation="process"))
+    rows = tw.rollout(
+        Groups, tasks(12), Sampler(), limits=limits, rules=tw.EnvRules(isolation="process")
+    )
     assert {t.error.type for t in rows} == {"TimeoutError"}
     err = capfd.readouterr().err
     assert "never retrieved" not in err
@@ -370,6 +435,10 @@ def test_the_start_of_a_process_is_not_part_of_what_a_reset_may_take(monkeypatch
 
     monkeypatch.setattr(ForkServer, "fork", late)
     (trajectory,) = tw.rollout(
-        AsyncTalk, tasks(1), Sampler(), limits=tw.Limits(env_s=1.0), rules=tw.EnvRules(isolation="process")
+        AsyncTalk,
+        tasks(1),
+        Sampler(),
+        limits=tw.Limits(env_s=1.0),
+        rules=tw.EnvRules(isolation="process"),
     )
     assert trajectory.error is None

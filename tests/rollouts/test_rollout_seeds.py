@@ -21,7 +21,14 @@ def test_every_part_of_a_key_has_numbers_of_its_own():
 
 
 def test_evaluations_of_a_run_draw_the_same_numbers():
-    before, after = EpisodeKey("eval-before-sampled", 0, "t", 1), EpisodeKey("eval-after-sampled", 80, "t", 1)
-    assert episode_seed(5, before) == episode_seed(5, after) == episode_seed(5, replace(before, phase="eval-sampled"))
+    before, after = (
+        EpisodeKey("eval-before-sampled", 0, "t", 1),
+        EpisodeKey("eval-after-sampled", 80, "t", 1),
+    )
+    assert (
+        episode_seed(5, before)
+        == episode_seed(5, after)
+        == episode_seed(5, replace(before, phase="eval-sampled"))
+    )
     assert episode_seed(5, before) != episode_seed(5, replace(after, sample=2))
     assert episode_seed(5, before) != episode_seed(6, after)

@@ -1,4 +1,5 @@
-"""Stop texts: found wherever they lie in the ids, cut from what the environment reads, never added to what was sampled."""
+"""Stop texts: found wherever they lie in the ids, cut from what the environment reads, never
+added to what was sampled."""
 
 from __future__ import annotations
 
@@ -34,11 +35,15 @@ def test_the_first_complete_text_is_found_wherever_it_lies_in_the_ids(kind, seed
         texts.append(said[start : start + data.draw(st.integers(1, 8))])
     texts = [t for t in texts if "\ufffd" not in t] or ["</x>"]
     stop = tw.StopText(texts, text.decode)
-    slow = next((n for n in range(1, len(ids) + 1) if any(t in text.decode(ids[:n]) for t in texts)), 0)
+    slow = next(
+        (n for n in range(1, len(ids) + 1) if any(t in text.decode(ids[:n]) for t in texts)), 0
+    )
     assert stop.first_completion(ids) == slow
     split = data.draw(st.integers(0, len(ids)))
     if not slow or split < slow:
-        assert stop.continued_after(ids[:split]).first_completion(ids[split:]) == max(0, slow - split)
+        assert stop.continued_after(ids[:split]).first_completion(ids[split:]) == max(
+            0, slow - split
+        )
     cut = stop.cut(said)
     assert said.startswith(cut)
     assert any(cut.endswith(t) for t in texts) or not any(t in said for t in texts)
@@ -71,7 +76,8 @@ class Ask(tw.Env):
 
 
 def test_the_ids_stay_and_the_text_for_the_environment_is_cut():
-    """The stop text ends inside a token: the ids keep the whole token, the environment reads up to the mark."""
+    """The stop text ends inside a token: the ids keep the whole token, the environment
+    reads up to the mark."""
     text = renderer("bpe")
     Ask.seen = []
     inside = text.encode("is the word")
@@ -81,7 +87,12 @@ def test_the_ids_stay_and_the_text_for_the_environment_is_cut():
     assert Ask.seen == [("is th", False), ("no more", False)]
     prompt, reply, close, observation = trajectory.spans[:4]
     assert (trajectory.turns[0].finish, list(reply.ids)) == ("stop", inside[:2])
-    assert (close.origin, len(close.ids), set(close.ids) <= text.stop_ids, close.mask) == ("template", 1, True, [0])
+    assert (close.origin, len(close.ids), set(close.ids) <= text.stop_ids, close.mask) == (
+        "template",
+        1,
+        True,
+        [0],
+    )
     assert trajectory.prompt_ids(1) == [*prompt.ids, *reply.ids, *close.ids, *observation.ids]
 
 
@@ -111,7 +122,14 @@ def test_episodes_with_stop_texts_keep_the_invariants(kind, seed, aborts):
     for trajectory in rows:
         check_record(trajectory, engine.calls)
         for turn in trajectory.turns:
-            said = text.decode([i for index in turn.spans for i in trajectory.spans[index].ids if i not in text.stop_ids])
+            said = text.decode(
+                [
+                    i
+                    for index in turn.spans
+                    for i in trajectory.spans[index].ids
+                    if i not in text.stop_ids
+                ]
+            )
             found = [said.index(t) + len(t) for t in stops if t in said]
             assert turn.reply.text == (said[: min(found)] if found else said) or "<" in said
 

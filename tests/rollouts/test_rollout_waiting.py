@@ -28,7 +28,11 @@ def none_left():
 
 
 @FEW
-@given(waits=st.lists(st.sampled_from(("now", "soon", "never", "raises", "swallows")), min_size=1, max_size=6))
+@given(
+    waits=st.lists(
+        st.sampled_from(("now", "soon", "never", "raises", "swallows")), min_size=1, max_size=6
+    )
+)
 def test_one_timer_serves_waits_of_every_kind_in_a_row(waits):
     async def kind(name):
         if name == "soon":
@@ -89,7 +93,9 @@ def test_the_wall_clock_ends_any_wait_and_an_extension_gives_time_again():
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("outer", "inner", "which"), [(0.02, 60, "outer"), (60, 0.02, "inner"), (0.02, 0.02, "outer")])
+@pytest.mark.parametrize(
+    ("outer", "inner", "which"), [(0.02, 60, "outer"), (60, 0.02, "inner"), (0.02, 0.02, "outer")]
+)
 def test_of_nested_deadlines_the_one_that_came_is_told(outer, inner, which):
     told = []
 
@@ -130,7 +136,10 @@ def test_a_cancellation_from_outside_is_no_timeout():
 
 
 @FEW
-@given(calls=st.lists(st.sampled_from(("quick", "slow", "raises", "hangs", "exits")), max_size=25), most=st.integers(1, 4))
+@given(
+    calls=st.lists(st.sampled_from(("quick", "slow", "raises", "hangs", "exits")), max_size=25),
+    most=st.integers(1, 4),
+)
 def test_every_call_gets_its_own_result_and_no_thread_is_left(calls, most):
     release = threading.Event()
     ran = []
@@ -154,8 +163,11 @@ def test_every_call_gets_its_own_result_and_no_thread_is_left(calls, most):
         others = [future for future in futures if future not in hangs]
         given_up = 0
         while others and (await asyncio.wait(others, timeout=0.02))[1]:
-            # Whoever hangs in a thread is given up by its deadline; another thread serves those that queue behind it.
-            running = [future for future in hangs if not future.done() and futures.index(future) in ran]
+            # Whoever hangs in a thread is given up by its deadline; another thread serves
+            # those that queue behind it.
+            running = [
+                future for future in hangs if not future.done() and futures.index(future) in ran
+            ]
             given_up += sum(future.cancel() for future in running)
         waiting = [future for future in hangs if not future.done()]
         await asyncio.sleep(0.005)
@@ -170,7 +182,9 @@ def test_every_call_gets_its_own_result_and_no_thread_is_left(calls, most):
             if name in ("quick", "slow"):
                 assert future.result() == number
             elif name != "hangs":
-                assert isinstance(future.exception(), LookupError if name == "raises" else RuntimeError)
+                assert isinstance(
+                    future.exception(), LookupError if name == "raises" else RuntimeError
+                )
         threads.close()
         release.set()
 

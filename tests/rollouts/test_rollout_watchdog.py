@@ -1,4 +1,5 @@
-"""What is said when nothing moves: by itself after a while, with stacks when asked, and never else."""
+"""What is said when nothing moves: by itself after a while, with stacks when
+asked, and never else."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ class Blocks(Stuck):
 def play(world, n=3, seconds=0.2, **settings):
     settings = RolloutSettings(watchdog_s=seconds, **settings)
     rollout = Rollout(Sampler(), tw.byte_renderer(), settings)
-    return rollout, asyncio.run(rollout.play(make_episode_specs(world, tasks(n), phase="rollout", step=0)))
+    return rollout, asyncio.run(
+        rollout.play(make_episode_specs(world, tasks(n), phase="rollout", step=0))
+    )
 
 
 def test_without_progress_it_says_what_is_pending(capfd):
@@ -114,7 +117,9 @@ def test_calls_that_never_return_are_named(phase):
     names = [thread.name for thread in threading.enumerate()]
     release.set()
     what = "test_calls_that_never_return_are_named.<locals>.Hangs"
-    assert sorted(rollout.abandoned_calls) == [f"rollout/0/t{i}/0/0 {what}.{phase}" for i in range(2)]
+    assert sorted(rollout.abandoned_calls) == [
+        f"rollout/0/t{i}/0/0 {what}.{phase}" for i in range(2)
+    ]
     assert rollout.abandoned == 2
     for call in rollout.abandoned_calls:
         assert f"turnwright-env abandoned in {call}" in names

@@ -1,4 +1,5 @@
-"""The scheduler of asynchronous training: its bound holds in every schedule, and nothing is lost or trained twice."""
+"""The scheduler of asynchronous training: its bound holds in every schedule, and nothing is
+lost or trained twice."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ EXAMPLES = settings(max_examples=NUMBER, deadline=None)
 
 @dataclass
 class Run:
-    """A run on a clock of whole numbers: groups take the next of `durations`, updates take `update`."""
+    """A run on a clock of whole numbers: groups take the next of `durations`,
+    updates take `update`."""
 
     groups: int
     staleness: int
@@ -41,7 +43,8 @@ class Run:
     refill: int = 0
     kind: type[BatchScheduler] = BatchScheduler
     restarts: dict[int, int] = field(default_factory=dict)
-    """Number of the event before which the process is killed, and of the updates since its checkpoint."""
+    """Number of the event before which the process is killed, and of the updates
+    since its checkpoint."""
     trained: dict[int, list[int]] = field(default_factory=dict)
     entered: dict[int, int] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
@@ -55,7 +58,9 @@ class Run:
     def restarted(self, scheduler: BatchScheduler, lost: int) -> BatchScheduler:
         fresh = self.scheduler()
         version = max(0, scheduler.version - lost)  # that of the checkpoint
-        before = {group for step, batch in self.trained.items() if step < version for group in batch}
+        before = {
+            group for step, batch in self.trained.items() if step < version for group in batch
+        }
         left = [(group, at) for group, at in self.entered.items() if group not in before]
         fresh.restore(json.loads(json.dumps({"version": version, "open": left})))
         return fresh
@@ -67,10 +72,16 @@ class Run:
         training, restarts = False, dict(self.restarts)
         while scheduler.version < self.steps:
             if count in restarts:
-                scheduler, events, training = self.restarted(scheduler, restarts.pop(count)), [], False
+                scheduler, events, training = (
+                    self.restarted(scheduler, restarts.pop(count)),
+                    [],
+                    False,
+                )
             while len(events) - training < self.places and (group := scheduler.admit()) is not None:
                 known = self.entered.setdefault(group, scheduler.version)
-                assert known <= scheduler.version, "a group of an earlier process entered before its policy"
+                assert known <= scheduler.version, (
+                    "a group of an earlier process entered before its policy"
+                )
                 duration = self.durations[numbers % len(self.durations)]
                 self.duration_of[group] = duration
                 heapq.heappush(events, (now + duration, numbers, group))
@@ -79,25 +90,35 @@ class Run:
             if not training:
                 batch = scheduler.take(self.trained.get(step))
             if batch is not None:
-                assert self.trained.setdefault(step, batch) == batch, "a resumed run trains the batches of before"
+                assert self.trained.setdefault(step, batch) == batch, (
+                    "a resumed run trains the batches of before"
+                )
                 assert len(batch) == self.groups
                 self.lags += [step - self.entered[group] for group in batch]
                 training = True
                 numbers += 1
                 heapq.heappush(events, (now + self.update, numbers, -1))
                 continue
-            assert events, f"deadlock at version {scheduler.version}: nothing runs, enters or trains"
+            assert events, (
+                f"deadlock at version {scheduler.version}: nothing runs, enters or trains"
+            )
             now, _, group = heapq.heappop(events)
             count += 1
             if group < 0:
                 training = False
                 scheduler.advance()
-                self.discarded = scheduler.discarded if isinstance(scheduler, DiscardingScheduler) else []
+                self.discarded = (
+                    scheduler.discarded if isinstance(scheduler, DiscardingScheduler) else []
+                )
             elif group in self.discarded:
                 pass
-            elif self.durations[numbers % len(self.durations)] % 3 == 0 and scheduler.replace(group, "no_signal"):
+            elif self.durations[numbers % len(self.durations)] % 3 == 0 and scheduler.replace(
+                group, "no_signal"
+            ):
                 numbers += 1
-                heapq.heappush(events, (now + self.durations[numbers % len(self.durations)], numbers, group))
+                heapq.heappush(
+                    events, (now + self.durations[numbers % len(self.durations)], numbers, group)
+                )
             else:
                 scheduler.complete(group)
                 self.finished.add(group)
@@ -123,14 +144,18 @@ def check(run: Run) -> None:
     """Assert what every run promises."""
     trained = [group for batch in run.trained.values() for group in batch]
     assert max(run.lags) <= run.staleness
-    assert sorted(trained) == sorted(run.entered) == list(range(run.groups * run.steps)), "once each"
+    assert sorted(trained) == sorted(run.entered) == list(range(run.groups * run.steps)), (
+        "once each"
+    )
     assert run.finished == set(trained), "no finished group is discarded"
     assert not run.discarded
 
 
 @EXAMPLES
 @given(random_runs())
-def test_every_group_that_enters_trains_once_within_the_bound_in_any_order_of_completion(run: Run) -> None:
+def test_every_group_that_enters_trains_once_within_the_bound_in_any_order_of_completion(
+    run: Run,
+) -> None:
     check(run.play())
     event(f"lag_max {max(run.lags)} of {run.staleness}")
 
@@ -200,7 +225,9 @@ def test_groups_of_one_deadline_are_spread_over_the_steps_before_it() -> None:
     for group in (6, 7):
         assert scheduler.admit() == group
         scheduler.complete(group)
-    assert scheduler.take() is None, "0 to 3 are due in step 2, which has places for two: this one has to take the others"
+    assert scheduler.take() is None, (
+        "0 to 3 are due in step 2, which has places for two: this one has to take the others"
+    )
     scheduler.complete(3)
     scheduler.complete(1)
     assert scheduler.take() == [1, 3]
@@ -209,7 +236,11 @@ def test_groups_of_one_deadline_are_spread_over_the_steps_before_it() -> None:
 def test_replacements_are_counted_by_reason_up_to_the_refill_of_each_group() -> None:
     scheduler = BatchScheduler(1, 0, steps=1, refill=2)
     assert scheduler.admit() == 0
-    assert [scheduler.replace(0, "no_signal"), scheduler.replace(0, "failed"), scheduler.replace(0, "no_signal")] == [
+    assert [
+        scheduler.replace(0, "no_signal"),
+        scheduler.replace(0, "failed"),
+        scheduler.replace(0, "no_signal"),
+    ] == [
         True,
         True,
         False,
@@ -242,7 +273,9 @@ def test_misuse_and_foreign_states_are_refused_with_what_to_do() -> None:
 def ks_statistic(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the largest distance of two empirical distribution functions (Kolmogorov-Smirnov)."""
     a, b = sorted(first), sorted(second)
-    return max(abs(bisect_right(a, value) / len(a) - bisect_right(b, value) / len(b)) for value in {*a, *b})
+    return max(
+        abs(bisect_right(a, value) / len(a) - bisect_right(b, value) / len(b)) for value in {*a, *b}
+    )
 
 
 def long_tailed(kind: type[BatchScheduler], staleness: int) -> tuple[list[int], list[int]]:
@@ -256,7 +289,9 @@ def long_tailed(kind: type[BatchScheduler], staleness: int) -> tuple[list[int], 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("kind", [BatchScheduler, FifoScheduler])
-def test_what_is_trained_is_distributed_as_what_was_sampled(kind: type[BatchScheduler], staleness: int) -> None:
+def test_what_is_trained_is_distributed_as_what_was_sampled(
+    kind: type[BatchScheduler], staleness: int
+) -> None:
     sampled, trained = long_tailed(kind, staleness)
     assert ks_statistic(sampled, trained) == 0
     assert statistics.fmean(trained) == pytest.approx(statistics.fmean(sampled), rel=0.01)

@@ -1,4 +1,5 @@
-"""The modes of `[schedule]` on a clock that jumps: the shipped stream and batches, sleeping engine, environment and trainer."""
+"""The modes of `[schedule]` on a clock that jumps: the shipped stream and batches, sleeping engine,
+environment and trainer."""
 
 from __future__ import annotations
 
@@ -25,21 +26,28 @@ def test_every_mode_trains_each_group_once_within_its_bound(name: str) -> None:
     assert sorted(group for batch in run.trained for group in batch) == list(range(20))
     assert row["lag_max"] <= {"sync": 0, "one_step_off": 1}.get(name, run.staleness)
     assert row["turns_trained"] == row["turns_sampled"]
-    assert row["busy"] == pytest.approx(row["useful"]), "nothing is sampled twice, also across pauses"
+    assert row["busy"] == pytest.approx(row["useful"]), (
+        "nothing is sampled twice, also across pauses"
+    )
     assert row["useful"] <= row["ideal_busy"]
     if run.mode != "async" or run.staleness == 0:
-        assert all(batch == list(range(step * 5, step * 5 + 5)) for step, batch in enumerate(run.trained))
+        assert all(
+            batch == list(range(step * 5, step * 5 + 5)) for step, batch in enumerate(run.trained)
+        )
 
 
 def test_overlap_saves_time_in_the_order_of_the_modes() -> None:
     useful = [
-        figures(Schedule(steps=4, groups=5, **MODES[name]).run())["useful"] for name in ("sync", "one_step_off", "async_2")
+        figures(Schedule(steps=4, groups=5, **MODES[name]).run())["useful"]
+        for name in ("sync", "one_step_off", "async_2")
     ]
     assert useful[0] < useful[1] < useful[2]
 
 
 def test_a_synchronous_batch_takes_as_long_as_its_longest_episode_allows() -> None:
-    run = Schedule(steps=1, groups=2, **MODES["sync"]).run()  # 16 episodes and 16 places: no call waits
+    run = Schedule(
+        steps=1, groups=2, **MODES["sync"]
+    ).run()  # 16 episodes and 16 places: no call waits
     assert figures(run)["ratio_to_list"] == pytest.approx(1.0, abs=1e-6)
     assert run.waits == [pytest.approx(scheduling.bound(range(2)), abs=1e-6)]
 

@@ -1,4 +1,5 @@
-"""A stream: submissions share places, oldest policy first, then most turns; nothing that waits for a place loses time."""
+"""A stream: submissions share places, oldest policy first, then most turns; nothing that waits
+for a place loses time."""
 
 from __future__ import annotations
 
@@ -56,14 +57,20 @@ def test_a_submission_has_its_own_sampling_and_oldest_version():
 
     class Sees(Sampler):
         async def generate(self, request):
-            seen[request.session.split("/")[1]] = (request.min_version, request.sampling.temperature, sorted(request.extras))
+            seen[request.session.split("/")[1]] = (
+                request.min_version,
+                request.sampling.temperature,
+                sorted(request.extras),
+            )
             return await super().generate(request)
 
     async def play():
         rollout = Rollout(Sees(version=5), tw.byte_renderer())
         async with rollout.stream() as stream:
             first = stream.submit(specs(AsyncTalk, 1, 0), min_version=2, extras=["routes"])
-            second = stream.submit(specs(AsyncTalk, 1, 1), min_version=4, sampling=tw.Sampling(temperature=0.5))
+            second = stream.submit(
+                specs(AsyncTalk, 1, 1), min_version=4, sampling=tw.Sampling(temperature=0.5)
+            )
             await asyncio.gather(first, second)
 
     asyncio.run(play())
@@ -85,7 +92,9 @@ def test_an_environment_at_work_needs_no_place():
 
         engine = Slow()
         rollout = Rollout(engine, tw.byte_renderer(), RolloutSettings(concurrency=1))
-        found = await rollout.play(make_episode_specs(Meets, tasks(2), phase="train", step=0, samples=1))
+        found = await rollout.play(
+            make_episode_specs(Meets, tasks(2), phase="train", step=0, samples=1)
+        )
         assert engine.peak == 1
         return found
 
@@ -151,7 +160,9 @@ def test_the_oldest_policy_enters_first_then_the_most_turns():
             entered.append((version, turns))
             gate.leave(True)
 
-        calls = [asyncio.create_task(call(*one)) for one in [(3, 9), (2, 0), (2, 4), (3, 1), (1, 0)]]
+        calls = [
+            asyncio.create_task(call(*one)) for one in [(3, 9), (2, 0), (2, 4), (3, 1), (1, 0)]
+        ]
         await asyncio.sleep(0)
         gate.leave(True)
         await asyncio.gather(*calls)
@@ -163,12 +174,20 @@ def test_the_oldest_policy_enters_first_then_the_most_turns():
 @given(
     places=st.integers(1, 5),
     most=st.none() | st.integers(1, 4),
-    plan=st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.lists(st.integers(0, 3), max_size=4), st.integers(0, 9))),
+    plan=st.lists(
+        st.tuples(
+            st.booleans(),
+            st.integers(0, 3),
+            st.lists(st.integers(0, 3), max_size=4),
+            st.integers(0, 9),
+        )
+    ),
     holds=st.lists(st.integers(0, 12), max_size=3),
 )
 @settings(max_examples=150, deadline=None)
 def test_places_are_never_exceeded_nor_lost(places, most, plan, holds):
-    """Episodes that start, call, are cancelled at any instant, while training is held now and then: in the end all is free."""
+    """Episodes that start, call, are cancelled at any instant, while training is held now and then:
+    in the end all is free."""
 
     async def run():
         gate, alive, calls = CallGate(places, most), Counter(), Counter()
@@ -197,7 +216,10 @@ def test_places_are_never_exceeded_nor_lost(places, most, plan, holds):
                 place.end()
                 deadline.close()
 
-        running = [asyncio.create_task(episode(training, version, ticks)) for training, version, ticks, _ in plan]
+        running = [
+            asyncio.create_task(episode(training, version, ticks))
+            for training, version, ticks, _ in plan
+        ]
         cancels = [(tick, task) for (*_, tick), task in zip(plan, running, strict=True) if tick > 4]
         for tick in range(14):
             for at, task in cancels:
@@ -210,7 +232,9 @@ def test_places_are_never_exceeded_nor_lost(places, most, plan, holds):
             await asyncio.sleep(0)
         gate.resume()
         for outcome in await asyncio.gather(*running, return_exceptions=True):
-            assert outcome is None or isinstance(outcome, (asyncio.CancelledError, RuntimeError)), outcome
+            assert outcome is None or isinstance(outcome, (asyncio.CancelledError, RuntimeError)), (
+                outcome
+            )
         assert (gate.calls, gate.starting, gate.alive, gate.training_calls) == (0, 0, 0, 0)
         await asyncio.wait_for(gate.wait_free(), 5)
 

@@ -1,4 +1,5 @@
-"""One turn of an environment crosses the modules of `rollouts` that docs/architecture.md walks through, and no other."""
+"""One turn of an environment crosses the modules of `rollouts` that docs/architecture.md walks
+through, and no other."""
 
 import re
 import sys
@@ -40,11 +41,17 @@ def test_a_turn_crosses_the_modules_of_its_walk(tmp_path: Path) -> None:
     sys.setprofile(trace)
     threading.setprofile(trace)
     try:
-        (trajectory,) = tw.rollout(env.factory, [task], engine=Engine(env.solver), out=tmp_path / "run")
+        (trajectory,) = tw.rollout(
+            env.factory, [task], engine=Engine(env.solver), out=tmp_path / "run"
+        )
     finally:
         sys.setprofile(profiles[0])
         threading.setprofile(profiles[1])
     assert len(trajectory.turns) > 1
-    walk = PAGE.read_text(encoding="utf-8").partition("## One turn of an environment")[2].partition("\n## ")[0]
+    walk = (
+        PAGE.read_text(encoding="utf-8")
+        .partition("## One turn of an environment")[2]
+        .partition("\n## ")[0]
+    )
     assert trace.modules == set(re.findall(r"`(rollouts/\w+\.py):", walk))
     assert len(trace.modules) <= 11

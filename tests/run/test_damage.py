@@ -1,4 +1,5 @@
-"""Damage to what a run goes on from is named: its journal, line by line, and its checkpoints, file by file."""
+"""Damage to what a run goes on from is named: its journal, line by line, and its
+checkpoints, file by file."""
 
 from __future__ import annotations
 
@@ -42,7 +43,19 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended; its copies are damaged and gone on with from a step before its end."""
     folder = tmp_path_factory.mktemp("damage")
     (folder / "recipe.toml").write_text(RECIPE)
-    assert main(["train", str(folder / "recipe.toml"), "--out", str(folder / "run"), "--display", "none"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(folder / "recipe.toml"),
+                "--out",
+                str(folder / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
     return folder / "run"
 
 
@@ -72,7 +85,9 @@ def paid(journal: Path) -> None:
     text = journal.read_bytes()
     found = re.search(rb'"reward":0.0,"rewards"', text) or re.search(rb'"reward":\d', text)
     assert found is not None
-    journal.write_bytes(text[: found.start()] + found.group().replace(b"0.0", b"9.0", 1) + text[found.end() :])
+    journal.write_bytes(
+        text[: found.start()] + found.group().replace(b"0.0", b"9.0", 1) + text[found.end() :]
+    )
 
 
 def flipped(journal: Path) -> None:
@@ -91,7 +106,9 @@ def shortened(journal: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [gone, halved, paid, flipped, shortened])
-def test_a_journal_that_was_damaged_is_named(harm, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_journal_that_was_damaged_is_named(
+    harm, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     harm(run / "journal.jsonl")
     status, said = resume(run, capsys)
     assert status != 0, "the run went on from a journal that was damaged"
@@ -99,7 +116,9 @@ def test_a_journal_that_was_damaged_is_named(harm, run: Path, capsys: pytest.Cap
     assert said.count("\n") == 1
 
 
-def test_a_last_line_that_a_kill_cut_off_is_no_damage(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_line_that_a_kill_cut_off_is_no_damage(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (run / "journal.jsonl").open("ab") as file:
         file.write(b'{"e":"turn","k":["train",2,"x')
     assert resume(run, capsys) == (0, "")
@@ -117,7 +136,10 @@ def test_lines_of_older_runs_are_not_checked(tmp_path: Path) -> None:
     text = path.read_bytes()
     path.write_bytes(text.replace(b"older", b"elder"))
     list(read_json_lines(path))  # nobody knows what it was
-    for damaged in (text.replace(b'"n":0', b'"n":2', 1), text.replace(text.splitlines(keepends=True)[3], b"")):
+    for damaged in (
+        text.replace(b'"n":0', b'"n":2', 1),
+        text.replace(text.splitlines(keepends=True)[3], b""),
+    ):
         path.write_bytes(damaged)
         told = ""
         try:
@@ -127,7 +149,9 @@ def test_lines_of_older_runs_are_not_checked(tmp_path: Path) -> None:
         assert "checksum" in told, "an edited or missing line is read as if nothing were"
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "tokenizer.json"]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_offered(
     name: str, run: Path, whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,5 @@
-"""The death of an environment's process, in any phase and more than once, leaves a run as if undisturbed."""
+"""The death of an environment's process, in any phase and more than once, leaves a
+run as if undisturbed."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class World(tw.Env):
     @staticmethod
     def tasks(split, n, seed):
         return [tw.Task(f"{split} {i}", id=f"{split}{i}", answer=str(i)) for i in range(min(n, 8))]
-'''
+'''  # noqa: E501
 RECIPE = """\
 [model]
 hidden = 32
@@ -82,11 +83,21 @@ steps = 1
 tasks = 2
 samples = 1
 """
-PHASES = {"demonstrate": "_demonstrate", "gate": "_check_gate", "eval": "_evaluate", "train": "_train_step"}
+PHASES = {
+    "demonstrate": "_demonstrate",
+    "gate": "_check_gate",
+    "eval": "_evaluate",
+    "train": "_train_step",
+}
 
 
 def train(
-    folder: Path, out: str, monkeypatch: pytest.MonkeyPatch, phase: str = "", deaths: int = 0, recipe: str = RECIPE
+    folder: Path,
+    out: str,
+    monkeypatch: pytest.MonkeyPatch,
+    phase: str = "",
+    deaths: int = 0,
+    recipe: str = RECIPE,
 ) -> int:
     """Train in `folder / out`; in a phase, the process of an environment dies so many times."""
 
@@ -107,7 +118,9 @@ def train(
         (folder / "deaths").mkdir(exist_ok=True)
         for number in range(deaths):
             (folder / "deaths" / str(number)).touch()
-        return main(["train", str(folder / "recipe.toml"), "--out", str(folder / out), "--display", "none"])
+        return main(
+            ["train", str(folder / "recipe.toml"), "--out", str(folder / out), "--display", "none"]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +155,13 @@ def test_deaths_in_a_phase_change_nothing(phase, peace, tmp_path, monkeypatch):
 
 def test_an_environment_that_dies_each_time_ends_the_run_with_a_line(tmp_path, monkeypatch, capsys):
     recipe = RECIPE.replace("demos = 12", "demos = 1")
-    assert train(tmp_path, "run", monkeypatch, "demonstrate", deaths=2 * MAX_DEATHS, recipe=recipe) == 1
-    assert len(list((tmp_path / "deaths").iterdir())) == MAX_DEATHS - 1  # played once, and MAX_DEATHS times again
+    assert (
+        train(tmp_path, "run", monkeypatch, "demonstrate", deaths=2 * MAX_DEATHS, recipe=recipe)
+        == 1
+    )
+    assert (
+        len(list((tmp_path / "deaths").iterdir())) == MAX_DEATHS - 1
+    )  # played once, and MAX_DEATHS times again
     said = capsys.readouterr().err
     assert "1 of 1 demonstrations failed, the first with ProcessDied" in said
     assert "Traceback" not in said

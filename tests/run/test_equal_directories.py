@@ -107,8 +107,21 @@ steps = 1
 [eval]
 tasks = 2
 """
-CLOCKS = bench.TIMES | {"journal", "wall_s", "env_s", "generate_s", "reward_s", "time", "crc", "out", "began", "host", "pid"}
-"""Keys whose values are times, or depend on them: a line of the journal is sealed with its times."""
+CLOCKS = bench.TIMES | {
+    "journal",
+    "wall_s",
+    "env_s",
+    "generate_s",
+    "reward_s",
+    "time",
+    "crc",
+    "out",
+    "began",
+    "host",
+    "pid",
+}
+"""Keys whose values are times, or depend on them: a line of the journal is
+sealed with its times."""
 
 
 def train(recipe: Path, out: Path) -> Path:
@@ -140,16 +153,23 @@ def without_clocks(value: Any) -> Any:
 
 
 def content(run: Path, file: Path) -> Any:
-    """What a file says, without times and its own place; lines in any order, for episodes end in any."""
+    """What a file says, without times and its own place; lines in any order,
+    for episodes end in any."""
     data = (run / file).read_bytes().replace(str(run).encode(), b"RUN")
     if file.suffix == ".jsonl":
-        return sorted(json.dumps(without_clocks(json.loads(line)), sort_keys=True) for line in data.splitlines())
+        return sorted(
+            json.dumps(without_clocks(json.loads(line)), sort_keys=True)
+            for line in data.splitlines()
+        )
     return without_clocks(json.loads(data)) if file.suffix == ".json" else data
 
 
 @pytest.mark.parametrize("name", ["dropout", "self_play"])
 def test_equal_seeds_write_equal_directories(name, recipes, tmp_path):
-    first, second = train(recipes[name], tmp_path / "first"), train(recipes[name], tmp_path / "second")
+    first, second = (
+        train(recipes[name], tmp_path / "first"),
+        train(recipes[name], tmp_path / "second"),
+    )
     files = sorted(path.relative_to(first) for path in first.rglob("*") if path.is_file())
     assert files == sorted(path.relative_to(second) for path in second.rglob("*") if path.is_file())
     differ = [str(file) for file in files if content(first, file) != content(second, file)]

@@ -51,7 +51,8 @@ def spans(run: Path) -> dict[str, list[Any]]:
 
 
 def test_ctrl_c_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Episodes that were cut off are played again, and come out as in a run that was not stopped."""
+    """Episodes that were cut off are played again, and come out as in a run
+    that was not stopped."""
     tw.train(env=Echo, out=tmp_path / "peace", **SETTINGS)
     original = RolloutStream.submit
     calls = 0
@@ -76,14 +77,22 @@ def test_ctrl_c_then_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
-    with pytest.raises(TurnwrightError, match=r"episodes of the eval-before-sampled episodes failed.*the world is flat"):
+    with pytest.raises(
+        TurnwrightError,
+        match=r"episodes of the eval-before-sampled episodes failed.*the world is flat",
+    ):
         tw.train(env=Broken, out=tmp_path / "run", **SETTINGS)
 
 
 def test_no_signal_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One task, no demonstrator: all groups tie, the run ends well and says why nothing was learned."""
+    """One task, no demonstrator: all groups tie, the run ends well and says
+    why nothing was learned."""
     tasks = [tw.Task("What is 6 * 7?", answer="42")]
-    env = tw.tool_env(tools=[], reward=lambda trajectory: float(trajectory.final_text.strip() == "42"), max_turns=2)
+    env = tw.tool_env(
+        tools=[],
+        reward=lambda trajectory: float(trajectory.final_text.strip() == "42"),
+        max_turns=2,
+    )
     settings = SETTINGS | {"display": "plain"}
     tw.train(model=tw.tiny(hidden=32), env=env, tasks=tasks, out=tmp_path / "run", **settings)
     said = " ".join(capsys.readouterr().err.split())

@@ -42,8 +42,11 @@ tasks = 4
 
 
 def benchmark(*, fresh: bool = False) -> ModuleType:
-    """Import `benchmarks/kill_resume.py`; its processes are forked unless each is to be a `fresh` interpreter."""
-    spec = importlib.util.spec_from_file_location("kill_resume", ROOT / "benchmarks" / "kill_resume.py")
+    """Import `benchmarks/kill_resume.py`; its processes are forked unless each is to be
+    a `fresh` interpreter."""
+    spec = importlib.util.spec_from_file_location(
+        "kill_resume", ROOT / "benchmarks" / "kill_resume.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,7 +59,8 @@ def benchmark(*, fresh: bool = False) -> ModuleType:
 
 
 def finish(words: Sequence[str]) -> None:
-    """Run a command that is not killed in this process, which has imported what each other one has to."""
+    """Run a command that is not killed in this process, which has imported what
+    each other one has to."""
     assert main(list(words[words.index("train") :])) == 0
 
 
@@ -118,25 +122,33 @@ class Inserts(tw.Env):
     @staticmethod
     def tasks(split, n, seed):
         return [tw.Task(f"Say {split} {number}.") for number in range(n)]
-"""
+"""  # noqa: E501
 
 
 def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
     bench = benchmark()
     (tmp_path / "inserts.py").write_text(INSERTS)
     recipe = bench.RECIPE.replace('use = "hop"', f'use = "{tmp_path / "inserts.py"}:Inserts"')
-    recipe = recipe[: recipe.index("[warmup]")] + recipe[recipe.index("[train]") :].replace("steps = 16", "steps = 4").replace(
-        "tasks = 24", "tasks = 8"
-    )
+    recipe = recipe[: recipe.index("[warmup]")] + recipe[recipe.index("[train]") :].replace(
+        "steps = 16", "steps = 4"
+    ).replace("tasks = 24", "tasks = 8")
     recipe = recipe.replace("turn_tokens = 8", 'turn_tokens = 8\non_turn_length = "continue"')
-    recipe = recipe.replace("[rollout]", '[rollout]\nstop = ["e", "an"]').replace("[train]", "[train]\nrefill = 2")
+    recipe = recipe.replace("[rollout]", '[rollout]\nstop = ["e", "an"]').replace(
+        "[train]", "[train]\nrefill = 2"
+    )
     outcome = bench.compare(tmp_path, [*bench.instants(2, 0.9, random.Random(1))], recipe)
     assert outcome.kills
     assert outcome.ids_equal
     assert outcome.weights_equal
     assert outcome.metrics_equal
-    rows = [json.loads(line) for path in tmp_path.rglob("metrics.jsonl") for line in path.read_text().splitlines()]
-    assert any(row.get("groups_refilled") for row in rows)  # and which tasks they were of was the same again
+    rows = [
+        json.loads(line)
+        for path in tmp_path.rglob("metrics.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    assert any(
+        row.get("groups_refilled") for row in rows
+    )  # and which tasks they were of was the same again
 
 
 GIVES_UP = """\
@@ -159,14 +171,24 @@ def tasks(split, n, seed):
 def test_what_a_function_gave_up_is_not_played_again(tmp_path: Path) -> None:
     bench = benchmark()
     (tmp_path / "gives_up.py").write_text(GIVES_UP)
-    recipe = SMALL[: SMALL.index("[warmup]")] + SMALL[SMALL.index("[train]") :].replace("steps = 2", "steps = 4")
-    recipe = recipe.replace('use = "hop"', f'name = "say"\ntasks = "{tmp_path / "gives_up.py"}:tasks"').replace(
+    recipe = SMALL[: SMALL.index("[warmup]")] + SMALL[SMALL.index("[train]") :].replace(
+        "steps = 2", "steps = 4"
+    )
+    recipe = recipe.replace(
+        'use = "hop"', f'name = "say"\ntasks = "{tmp_path / "gives_up.py"}:tasks"'
+    ).replace(
         "[rollout]", f'[rollout]\nfunction = "{tmp_path / "gives_up.py"}:play"\nmax_failed = 1.0'
     )
     recipe = recipe.replace("group_size = 2", "group_size = 8")
-    outcome = bench.compare(tmp_path, ["mid-episode", "mid-episode", "mid-episode"], f"{recipe}[checkpoint]\nevery = 4\n")
+    outcome = bench.compare(
+        tmp_path,
+        ["mid-episode", "mid-episode", "mid-episode"],
+        f"{recipe}[checkpoint]\nevery = 4\n",
+    )
     assert outcome.kills, "no kill landed"
-    stops = {event.get("stop") for event in bench.events(tmp_path / "war") if event["e"] == "closed"}
+    stops = {
+        event.get("stop") for event in bench.events(tmp_path / "war") if event["e"] == "closed"
+    }
     assert "aborted" in stops
     assert outcome.good
 
@@ -226,7 +248,9 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_killed_before_it_began(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_before_it_began(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The directory is there and empty: nothing to resume, and the first command works again."""
     out = tmp_path / "run"
     out.mkdir()
@@ -243,7 +267,9 @@ def test_killed_before_it_began(tmp_path: Path, recipe: Path, capsys: pytest.Cap
     assert "--resume" in capsys.readouterr().err
 
 
-def test_killed_while_the_model_was_made(tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_while_the_model_was_made(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """config.json is there and the model half written: it is made anew."""
     out, other = tmp_path / "run", tmp_path / "other"
     assert main(["train", str(recipe), "--out", str(other), "--display", "none"]) == 0

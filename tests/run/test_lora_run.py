@@ -47,10 +47,16 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def rows(out: Path, phase: str) -> list[dict[str, Any]]:
-    return [row for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if row["phase"] == phase]
+    return [
+        row
+        for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+        if row["phase"] == phase
+    ]
 
 
-def test_a_run_with_adapters_goes_on_and_its_checkpoint_is_a_model(tmp_path: Path, recipe: Path, capsys: Any) -> None:
+def test_a_run_with_adapters_goes_on_and_its_checkpoint_is_a_model(
+    tmp_path: Path, recipe: Path, capsys: Any
+) -> None:
     out, other = tmp_path / "run", tmp_path / "other"
     assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
     assert [row["step"] for row in rows(out, "train")] == [1, 2, 3]
@@ -69,7 +75,16 @@ def test_a_run_with_adapters_goes_on_and_its_checkpoint_is_a_model(tmp_path: Pat
     capsys.readouterr()
     assert main(["eval", "--run", str(out)]) == 0
     # A run may begin where an adapter ended; its model is the adapted one.
-    words = ["--model.path", str(last), "--out", str(other), "--train.steps", "1", "--display", "none"]
+    words = [
+        "--model.path",
+        str(last),
+        "--out",
+        str(other),
+        "--train.steps",
+        "1",
+        "--display",
+        "none",
+    ]
     assert main(["train", str(recipe), *words]) == 0
     assert (other / "model" / "model.safetensors").is_file()
     assert (other / "checkpoints" / "step-00001" / "adapter_model.safetensors").is_file()

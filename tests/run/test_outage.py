@@ -1,4 +1,5 @@
-"""Failures that pass do not stay: an outage of the world, and kills of what belongs to a run, leave it as if undisturbed."""
+"""Failures that pass do not stay: an outage of the world, and kills of what belongs to a run, leave
+it as if undisturbed."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ class World(tw.Env):
     @staticmethod
     def tasks(split, n, seed):
         return [tw.Task(f"{split} {i}", id=f"{split}{i}", answer=str(i)) for i in range(min(n, 8))]
-'''
+'''  # noqa: E501
 RECIPE = """\
 [model]
 hidden = 32
@@ -111,8 +112,9 @@ def test_a_run_that_an_outage_stopped_goes_on_as_if_there_had_been_none(
 def test_a_failure_that_a_step_went_on_without_counts_for_good(
     world: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Invariant 10: a run that is killed behind such a step trains on the same episodes as one that was not."""
-    (world / "world.py").write_text(WORLD.replace("self.reach()\n        return f", "self.fail()\n        return f").replace(
+    """Invariant 10: a run that is killed behind such a step trains on the same
+    episodes as one that was not."""
+    (world / "world.py").write_text(WORLD.replace("self.reach()\n        return f", "self.fail()\n        return f").replace(  # noqa: E501
         "    def reach(self)", '''    def fail(self):
         with (HERE / "resets").open("a") as file:
             file.write(".")
@@ -141,22 +143,32 @@ def test_a_failure_that_a_step_went_on_without_counts_for_good(
     assert bench.weights(copy) == bench.weights(out)
 
 
-SMALL = bench.TREE.replace("steps = 12", "steps = 3").replace("tasks = 4\nevery = 6", "tasks = 2\ngreedy = false")
+SMALL = bench.TREE.replace("steps = 12", "steps = 3").replace(
+    "tasks = 4\nevery = 6", "tasks = 2\ngreedy = false"
+)
 
 
 def test_kills_of_what_is_below_a_run_and_an_outage_leave_it_as_undisturbed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A slice of `benchmarks/kill_resume.py --tree`; kills of the run itself are in test_kill_resume.py."""
+    """A slice of `benchmarks/kill_resume.py --tree`; kills of the run itself
+    are in test_kill_resume.py."""
     (tmp_path / "world.py").write_text(bench.WORLD)
     (tmp_path / "recipe.toml").write_text(SMALL)
     peace, war = tmp_path / "peace", tmp_path / "war"
     assert train(tmp_path / "recipe.toml", "--out", peace) == 0
-    rng, todo, done, over = random.Random(0), ["outage", "environment", "forks environments"], [], threading.Event()
+    rng, todo, done, over = (
+        random.Random(0),
+        ["outage", "environment", "forks environments"],
+        [],
+        threading.Event(),
+    )
 
     def disturb() -> None:
         while todo and not over.wait(rng.uniform(0.02, 0.3)):
-            if bench.size(war) and (what := bench.disturb(os.getpid(), todo[-1], tmp_path / "down", rng)):
+            if bench.size(war) and (
+                what := bench.disturb(os.getpid(), todo[-1], tmp_path / "down", rng)
+            ):
                 done.append(todo.pop())
                 assert what
 

@@ -1,4 +1,5 @@
-"""Runs of several policies: what a resumed one comes to, opponents that are not trained, evaluation, and what is refused."""
+"""Runs of several policies: what a resumed one comes to, opponents that are not trained,
+evaluation, and what is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ async def play(task, model):
     replies = [await model.generate(task.messages, agent=agent) for agent in ("asker", "solver-1", "solver-2")]
     values = [float(sum(reply.ids) % 3) for reply in replies]
     return tw.Scores(sum(values), agents=dict(zip(("asker", "solver-1", "solver-2"), values)))
-"""
+"""  # noqa: E501
 RECIPE = """\
 [model]
 hidden = 32
@@ -75,7 +76,20 @@ def recipe(folder: Path, other: str, more: str = "") -> Path:
 
 def trained(folder: Path, other: str, name: str = "run", more: str = "", *words: str) -> Path:
     out = folder / name
-    assert main(["train", str(recipe(folder, other, more)), "--out", str(out), "--display", "none", *words]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(recipe(folder, other, more)),
+                "--out",
+                str(out),
+                "--display",
+                "none",
+                *words,
+            ]
+        )
+        == 0
+    )
     return out
 
 
@@ -87,20 +101,26 @@ def versions(out: Path, agent: str) -> dict[int, set[int]]:
     found: dict[int, set[int]] = {}
     for row in read_json_lines(out / "trajectories.jsonl"):
         if row["key"]["phase"] == "train":
-            used = {span["version"] for span in row["spans"] if span["mask"] and span["agent"] == agent}
+            used = {
+                span["version"] for span in row["spans"] if span["mask"] and span["agent"] == agent
+            }
             found.setdefault(row["key"]["step"], set()).update(used)
     return found
 
 
 def sampled(out: Path, step: int, agent: str) -> int:
-    keyed = [row for row in read_json_lines(out / "trajectories.jsonl") if row["key"]["phase"] == "train"]
+    keyed = [
+        row for row in read_json_lines(out / "trajectories.jsonl") if row["key"]["phase"] == "train"
+    ]
     spans = [span for row in keyed if row["key"]["step"] == step for span in row["spans"]]
     return sum(len(span["ids"]) for span in spans if span["mask"] and span["agent"] == agent)
 
 
 def state(checkpoint: Path) -> dict[Path, dict[str, torch.Tensor]]:
     """Weights and optimizers."""
-    return {path.relative_to(checkpoint): load_file(path) for path in checkpoint.rglob("*.safetensors")}
+    return {
+        path.relative_to(checkpoint): load_file(path) for path in checkpoint.rglob("*.safetensors")
+    }
 
 
 PAST = 'past = { of = "solver", every = 1, keep = 2 }'
@@ -117,7 +137,9 @@ def test_a_resumed_run_comes_to_the_same_policies_and_opponents(tmp_path: Path, 
     both = [row for row in steps if "policy/asker/lr" in row and "policy/solver/lr" in row]
     assert both
     assert all(row["policy/asker/lr"] == pytest.approx(2 * row["policy/solver/lr"]) for row in both)
-    assert [row["untrained"]["frozen"] for row in steps] == [sampled(out, step, "solver-2") for step in range(4)]
+    assert [row["untrained"]["frozen"] for row in steps] == [
+        sampled(out, step, "solver-2") for step in range(4)
+    ]
     lag = 0 if mode == "sync" else 1
     expected = {step: {step - lag, step - lag - 1} - {-1, -2} or {0} for step in range(4)}
     assert all(used <= expected[step] for step, used in versions(out, "solver-2").items())
@@ -130,11 +152,16 @@ def test_a_resumed_run_comes_to_the_same_policies_and_opponents(tmp_path: Path, 
     before = state(last)
     assert len(before) == 4  # adapter and optimizer of each
     episodes = (out / "trajectories.jsonl").read_bytes()
-    # Without the last checkpoint, and without the episodes of the last step, the run is played and trained again.
+    # Without the last checkpoint, and without the episodes of the last step, the run is
+    # played and trained again.
     shutil.rmtree(last)
     assert main(["train", "--resume", str(out), "--display", "none"]) == 0
     after = state(last)
-    assert all(torch.equal(after[file][name], tensor) for file, tensors in before.items() for name, tensor in tensors.items())
+    assert all(
+        torch.equal(after[file][name], tensor)
+        for file, tensors in before.items()
+        for name, tensor in tensors.items()
+    )
     assert (out / "trajectories.jsonl").read_bytes() == episodes
 
 
@@ -146,7 +173,9 @@ def test_policies_are_trained_while_their_weights_change_in_flight(tmp_path: Pat
     assert max(row.get("lag_max", 0) for row in steps) <= 1
     for name in ("asker", "solver"):
         assert max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in steps) < 1e-4
-    for step, used in versions(out, "solver-2").items():  # an opponent exists before the oldest group of its step can begin
+    for step, used in versions(
+        out, "solver-2"
+    ).items():  # an opponent exists before the oldest group of its step can begin
         assert used <= {max(0, step - 1), max(0, step - 2)}
 
 
@@ -157,11 +186,17 @@ def check_last_step_again(out: Path) -> None:
     shutil.rmtree(last)
     assert main(["train", "--resume", str(out), "--display", "none"]) == 0
     after = state(last)
-    assert all(torch.equal(after[file][name], tensor) for file, tensors in before.items() for name, tensor in tensors.items())
+    assert all(
+        torch.equal(after[file][name], tensor)
+        for file, tensors in before.items()
+        for name, tensor in tensors.items()
+    )
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_policies_that_are_adapters_of_one_model_play_in_one_engine(tmp_path: Path, monkeypatch: Any, mode: str) -> None:
+def test_policies_that_are_adapters_of_one_model_play_in_one_engine(
+    tmp_path: Path, monkeypatch: Any, mode: str
+) -> None:
     """Two that are trained, and the model itself as an opponent."""
     made: list[LocalEngine] = []
 
@@ -171,18 +206,28 @@ def test_policies_that_are_adapters_of_one_model_play_in_one_engine(tmp_path: Pa
 
     monkeypatch.setattr(setup, "LocalEngine", recorded)
     more = "" if mode == "sync" else '[schedule]\nmode = "async"\nstaleness = 1\n'
-    words = ["--engine.adapters", "rows", *(() if mode == "sync" else ("--train.correction", "tis"))]
+    words = [
+        "--engine.adapters",
+        "rows",
+        *(() if mode == "sync" else ("--train.correction", "tis")),
+    ]
     out = trained(tmp_path, "trained = false", "run", more, *words)
     (engine,) = made
     assert [engine.adapter(number).version for number in range(3)] == [0, 4, 4]
     for name in ("asker", "solver"):
-        assert 0 < max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows(out, "train")) < 1e-4
+        assert (
+            0
+            < max(row.get(f"policy/{name}/mismatch_max", 0.0) for row in rows(out, "train"))
+            < 1e-4
+        )
     assert all(used == {0} for used in versions(out, "solver-2").values())
     if mode == "sync":
         check_last_step_again(out)
 
 
-def test_adapters_of_other_layers_than_the_decoder_s_are_refused_in_one_engine(tmp_path: Path, capsys: Any) -> None:
+def test_adapters_of_other_layers_than_the_decoder_s_are_refused_in_one_engine(
+    tmp_path: Path, capsys: Any
+) -> None:
     path = recipe(tmp_path, "trained = false")
     path.write_text(path.read_text().replace("rank = 4", 'rank = 4\ntargets = ["lm_head"]'))
     words = ["--out", str(tmp_path / "run"), "--display", "none", "--engine.adapters", "rows"]
@@ -201,7 +246,9 @@ def test_a_policy_with_a_teacher_of_its_own_is_resumed_too(tmp_path: Path) -> No
 
 
 @pytest.mark.beside("serve")
-def test_a_run_is_evaluated_with_its_policies_and_each_is_a_model(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_is_evaluated_with_its_policies_and_each_is_a_model(
+    tmp_path: Path, capsys: Any
+) -> None:
     out = trained(tmp_path, "trained = false")
     assert all(used == {0} for used in versions(out, "solver-2").values())
     capsys.readouterr()
@@ -209,7 +256,10 @@ def test_a_run_is_evaluated_with_its_policies_and_each_is_a_model(tmp_path: Path
     assert "success" in capsys.readouterr().out
     last = out / "checkpoints" / "step-00004"
     assert main(["serve", str(out), "--port", "0"]) == 2
-    assert f"it holds several policies; name one of {last / 'asker'}, {last / 'solver'}" in capsys.readouterr().err
+    assert (
+        f"it holds several policies; name one of {last / 'asker'}, {last / 'solver'}"
+        in capsys.readouterr().err
+    )
     words = ["--model.path", str(last / "asker"), "--train.steps", "1", "--eval.tasks", "1"]
     other = trained(tmp_path, f'path = "{last / "solver"}"', "other", "", *words)
     assert (other / "checkpoints" / "step-00001" / "other").is_dir()
@@ -219,13 +269,20 @@ def test_an_agent_without_a_policy_is_an_error_and_is_named(tmp_path: Path, caps
     path = recipe(tmp_path, "")
     path.write_text(path.read_text().replace('agents = ["solver-*"]', 'agents = ["judge"]'))
     assert main(["train", str(path), "--out", str(tmp_path / "run"), "--display", "none"]) == 1
-    assert "no policy plays the agent 'solver-2'; the policies and their agents are asker: asker" in capsys.readouterr().err
+    assert (
+        "no policy plays the agent 'solver-2'; the policies and their agents are asker: asker"
+        in capsys.readouterr().err
+    )
     # A function that tells its agents is refused before anything is played.
     (tmp_path / "play.py").write_text(PLAY + 'play.agents = ("asker", "solver-1", "solver-2")\n')
     assert main(["train", str(path), "--out", str(tmp_path / "told"), "--display", "none"]) == 2
     assert "solver-2" in capsys.readouterr().err
     assert not (tmp_path / "told" / "journal.jsonl").exists()
-    world = path.read_text().replace('function = "play.py:play"\n', "").replace('tasks = "play.py:tasks"', 'use = "hop"')
+    world = (
+        path.read_text()
+        .replace('function = "play.py:play"\n', "")
+        .replace('tasks = "play.py:tasks"', 'use = "hop"')
+    )
     path.write_text(world)
     assert main(["train", str(path), "--out", str(tmp_path / "world"), "--display", "none"]) == 2
     assert "hop: no policy plays the agent 'main'" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Runs with `[quant]`: killed and resumed, played without a trainer, in bfloat16, and updates that change no code."""
+"""Runs with `[quant]`: killed and resumed, played without a trainer, in bfloat16, and
+updates that change no code."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     from turnwright_serve.serve import make_service
 
     out = tmp_path / "run"
-    assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype]) == 0
+    assert (
+        main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype])
+        == 0
+    )
     assert all(row["codes_changed"] > 0 for row in rows(out, "train") if row["optimizer_steps"])
     checkpoint = out / "checkpoints" / "step-00003"
     model, quant = load(checkpoint, dtype=getattr(torch, dtype))[0], quant_of(checkpoint)
@@ -71,7 +75,10 @@ def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     assert main(["rollout", str(plain), *words]) == 0
     assert main(["rollout", str(plain), *words, "--quant.kind", "none"]) == 0
     assert len(made) == 4
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in made.pop().state_dict().items())
+    assert all(
+        torch.equal(tensor, model.state_dict()[name])
+        for name, tensor in made.pop().state_dict().items()
+    )
     made += [make_service(checkpoint)[1]._model.module] if dtype == "float32" else []
     for model in made:
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
@@ -88,7 +95,10 @@ def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_
     from turnwright_serve.server import JsonHttpServer
 
     out, prompt = tmp_path / "run", list(range(10, 30))
-    assert main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"]) == 0
+    assert (
+        main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"])
+        == 0
+    )
     first, *_, last = sorted((out / "checkpoints").glob("step-*"))
     quant = quant_of(last)
 
@@ -100,7 +110,9 @@ def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_
         return found
 
     async def play(client: Any, sessions: str) -> list[Any]:
-        calls = (client.generate(Request(prompt, 30, frozenset(), n, f"{sessions}{n}")) for n in range(8))
+        calls = (
+            client.generate(Request(prompt, 30, frozenset(), n, f"{sessions}{n}")) for n in range(8)
+        )
         return list(await asyncio.gather(*calls))
 
     async def work() -> tuple[list[Any], list[Any]]:
@@ -124,16 +136,33 @@ def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_
         assert max(found) < (0.5 if quant.kind == "fp8" else 1e-4)
         assert sum(found) < 0.1 * sum(masters)
     capsys.readouterr()
-    # A server rounds no activations, so another client must not send it values that are trained with them.
-    words = ["eval", "--run", str(out), "--engine.kind", kind, "--engine.urls", '["http://127.0.0.1:1"]']
+    # A server rounds no activations, so another client must not send it values that
+    # are trained with them.
+    words = [
+        "eval",
+        "--run",
+        str(out),
+        "--engine.kind",
+        kind,
+        "--engine.urls",
+        '["http://127.0.0.1:1"]',
+    ]
     if quant.kind == "fp8":
         assert main(words) == 2
-        assert "was trained with fp8 activations, which servers do not round" in capsys.readouterr().err
+        assert (
+            "was trained with fp8 activations, which servers do not round"
+            in capsys.readouterr().err
+        )
 
 
-def test_a_step_that_changes_no_code_is_reported_once(tmp_path: Path, recipe: Path, capsys: Any) -> None:
+def test_a_step_that_changes_no_code_is_reported_once(
+    tmp_path: Path, recipe: Path, capsys: Any
+) -> None:
     out = tmp_path / "run"
-    assert main(["train", str(recipe), "--out", str(out), "--display", "plain", "--train.lr", "1e-12"]) == 0
+    assert (
+        main(["train", str(recipe), "--out", str(out), "--display", "plain", "--train.lr", "1e-12"])
+        == 0
+    )
     still = [row for row in rows(out, "train") if row["optimizer_steps"]]
     assert len(still) > 1
     assert [row["codes_changed"] for row in still] == [0.0] * len(still)
@@ -142,7 +171,9 @@ def test_a_step_that_changes_no_code_is_reported_once(tmp_path: Path, recipe: Pa
 
 
 IMAGE = "np.random.default_rng(self.left).integers(0, 256, (32, 32, 3), np.uint8)"
-SEES = LONG.replace("class Long", "class Sees").replace("import random\n", "import random\nimport numpy as np\n")
+SEES = LONG.replace("class Long", "class Sees").replace(
+    "import random\n", "import random\nimport numpy as np\n"
+)
 SEES = SEES.replace('"On."', f'[{{"role": "user", "content": [tw.Image({IMAGE}), "On."]}}]')
 
 
@@ -151,14 +182,23 @@ def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, 
     from turnwright.training.trainer import checks
 
     (tmp_path / "sees.py").write_text(SEES)
-    plain = RECIPE.partition("[lora]")[0].replace("kl = 0.01\n", "").replace("long.py:Long", "sees.py:Sees")
+    plain = (
+        RECIPE.partition("[lora]")[0]
+        .replace("kl = 0.01\n", "")
+        .replace("long.py:Long", "sees.py:Sees")
+    )
     out, recipe = tmp_path / "run", tmp_path / "sees.toml"
-    recipe.write_text(plain.replace("hidden = 32", "vision = true\nheads = 4") + f"[eval]\ntasks = 4\n[quant]\n{KINDS[kind]}")
+    recipe.write_text(
+        plain.replace("hidden = 32", "vision = true\nheads = 4")
+        + f"[eval]\ntasks = 4\n[quant]\n{KINDS[kind]}"
+    )
     assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
     trained = [row for row in rows(out, "train") if row["optimizer_steps"]]
     assert trained
     assert all(row["codes_changed"] > 0 for row in trained)
-    assert max(row["mismatch_max"] for row in trained) < (checks.ROUNDED_BOUND if kind == "fp8" else 1e-4)
+    assert max(row["mismatch_max"] for row in trained) < (
+        checks.ROUNDED_BOUND if kind == "fp8" else 1e-4
+    )
     checkpoint = out / "checkpoints" / "step-00003"
     model = load(checkpoint)[0]
     names = quantized_names(model, quant_of(checkpoint))
@@ -168,7 +208,9 @@ def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mixture_of_experts_learns_with_its_experts_replayed(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+def test_a_mixture_of_experts_learns_with_its_experts_replayed(
+    tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
     """Each expert on its own grid, trained with the experts that the engine took."""
     benchmark()  # which the next one imports
     monkeypatch.syspath_prepend(ROOT / "benchmarks")

@@ -1,4 +1,5 @@
-"""A run of two processes under torchrun: it trains, it can be killed, and one process goes on with it."""
+"""A run of two processes under torchrun: it trains, it can be killed, and one
+process goes on with it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ pytest.importorskip("peft")
 
 def start(*words: object) -> subprocess.Popen[str]:
     """`torchrun --nproc-per-node 2 -m turnwright ...`, in a process group of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "turnwright"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "turnwright",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(
         [*command, *map(str, words)],
@@ -71,7 +80,8 @@ def test_killed_with_two_processes_and_gone_on_with_one(tmp_path: Path, recipe: 
     assert main(["train", "--resume", str(out), "--display", "none"]) == 0
     assert [row["step"] for row in rows(out)] == list(range(1, 9))
     assert (out / "summary.json").exists()
-    # What two processes sampled and trained is what one samples and trains, until rounding tells them apart.
+    # What two processes sampled and trained is what one samples and trains, until
+    # rounding tells them apart.
     assert main(["train", str(recipe), "--out", str(alone), "--display", "none"]) == 0
     for mine, theirs in zip(rows(out)[:2], rows(alone)[:2], strict=True):
         assert mine["sampled_tokens"] == theirs["sampled_tokens"]
@@ -86,9 +96,20 @@ def train(words: list[str], folder: Path) -> None:
 
 
 def test_what_stops_one_stops_all_with_one_line(tmp_path: Path, recipe: Path) -> None:
-    words = ["train", str(recipe), "--out", str(tmp_path / "run"), "--display", "none", "--train.max-mismatch", "1e-12"]
+    words = [
+        "train",
+        str(recipe),
+        "--out",
+        str(tmp_path / "run"),
+        "--display",
+        "none",
+        "--train.max-mismatch",
+        "1e-12",
+    ]
     run_ranks(train, 2, words, tmp_path)
-    (status, said), (other, silent) = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+    (status, said), (other, silent) = (
+        json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)
+    )
     assert (status, other) == (1, 0)
     assert said.count("turnwright: error: ") == 1
     assert "turnwright: error: " not in silent

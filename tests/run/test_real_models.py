@@ -1,4 +1,5 @@
-"""The same recipe trains any Hugging Face causal model by one line, and says in one line what is wrong with a directory."""
+"""The same recipe trains any Hugging Face causal model by one line, and says in one line what is
+wrong with a directory."""
 
 from __future__ import annotations
 
@@ -45,11 +46,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2": {"tie_word_embeddings": True},
     "Qwen3": {"head_dim": 16},
     "Mistral": {"sliding_window": None},
-    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
+    "Qwen3Moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "head_dim": 8,
+    },
 }
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
+    "message['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt "
+    "%}<|im_start|>assistant\n{% endif %}"
 )
 
 
@@ -65,10 +72,15 @@ def make(family: str, directory: Path) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     texts = [f"{family} lookup amber birch answer {number}" for number in range(10)]
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
     )
     config = getattr(transformers, f"{family}Config")(
         vocab_size=len(fast) + 5,  # padded, as many are
@@ -96,9 +108,25 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trains_and_evaluates(family: str, tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trains_and_evaluates(
+    family: str, tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = make(family, tmp_path / "model"), tmp_path / "run"
-    assert main(["train", str(recipe), "--model.path", str(model), "--out", str(out), "--display", "none"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(recipe),
+                "--model.path",
+                str(model),
+                "--out",
+                str(out),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
     steps = [row for row in rows(out) if row["phase"] == "train"]
     assert len(steps) == 2
     assert all(row["mismatch"] < 1e-4 for row in steps if "mismatch" in row)
@@ -109,7 +137,16 @@ def test_trains_and_evaluates(family: str, tmp_path: Path, recipe: Path, capsys:
 
 def test_bfloat16_on_a_cpu(tmp_path: Path, recipe: Path) -> None:
     model, out = make("Qwen3", tmp_path / "model"), tmp_path / "run"
-    words = ["--model.path", str(model), "--model.dtype", "bfloat16", "--out", str(out), "--display", "none"]
+    words = [
+        "--model.path",
+        str(model),
+        "--model.dtype",
+        "bfloat16",
+        "--out",
+        str(out),
+        "--display",
+        "none",
+    ]
     assert main(["train", str(recipe), *words]) == 0
     assert (out / "summary.json").exists()
 
@@ -126,9 +163,15 @@ def larger_tokenizer(model: Path) -> None:
     file = model / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    first = 1 + max([*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])])
+    first = 1 + max(
+        [
+            *tokenizer["model"]["vocab"].values(),
+            *(token["id"] for token in tokenizer["added_tokens"]),
+        ]
+    )
     tokenizer["added_tokens"] += [
-        flags | {"id": first + number, "content": f"<|more{number}|>", "special": True} for number in range(10)
+        flags | {"id": first + number, "content": f"<|more{number}|>", "special": True}
+        for number in range(10)
     ]
     file.write_text(json.dumps(tokenizer))
 
@@ -143,12 +186,23 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_in_one_line(mistake: str, tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_one_line(
+    mistake: str, tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = make("Qwen3", tmp_path / "model"), tmp_path / "run"
     spoil, said = MISTAKES[mistake]
     spoil(model)
     capsys.readouterr()
-    command = ["train", str(recipe), "--model.path", str(model), "--out", str(out), "--display", "none"]
+    command = [
+        "train",
+        str(recipe),
+        "--model.path",
+        str(model),
+        "--out",
+        str(out),
+        "--display",
+        "none",
+    ]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -158,9 +212,13 @@ def test_mistakes_in_one_line(mistake: str, tmp_path: Path, recipe: Path, capsys
 
 
 def test_full_disk_keeps_the_last_checkpoint(
-    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A file may not grow beyond a limit that the journal keeps to and the optimizer's state does not."""
+    """A file may not grow beyond a limit that the journal keeps to and the
+    optimizer's state does not."""
     resource = pytest.importorskip("resource")
     model = make("Qwen3", tmp_path / "model")
     out, peace = tmp_path / "run", tmp_path / "peace"

@@ -1,4 +1,5 @@
-"""Several environments in one run, play functions, and tasks from a file of which some are too long."""
+"""Several environments in one run, play functions, and tasks from a file of
+which some are too long."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ async def play(task, model):
 def train(folder: Path, recipe: str) -> Path:
     file, out = folder / "recipe.toml", folder / "run"
     file.write_text(recipe)
-    assert main(["train", str(file), "--model.hidden", "32", "--out", str(out), "--display", "none"]) == 0
+    assert (
+        main(["train", str(file), "--model.hidden", "32", "--out", str(out), "--display", "none"])
+        == 0
+    )
     return out
 
 
@@ -45,7 +49,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_two_environments_by_weight(tmp_path: Path) -> None:
-    envs = '[[env]]\nuse = "hop"\nweight = 2\n[[env]]\nuse = "hop_json"\n[warmup]\ndemos = 30\nsteps = 2\ngate_success = 0.0\n'
+    envs = (
+        '[[env]]\nuse = "hop"\nweight = 2\n[[env]]\nuse = "hop_json"\n[warmup]\ndemos = '
+        "30\nsteps = 2\ngate_success = 0.0\n"
+    )
     out = train(tmp_path, envs + COMMON.format(limits="", rollout=""))
     rows = lines(out / "trajectories.jsonl")
     trained = Counter(row["task"]["env"] for row in rows if row["key"]["phase"] == "train")
@@ -68,7 +75,9 @@ def test_a_play_function(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text(
         "".join(json.dumps({"prompt": f"number {i}", "answer": "1"}) + "\n" for i in range(20))
     )
-    recipe = '[[env]]\ntasks = "tasks.jsonl"\n' + COMMON.format(limits="", rollout='function = "player.py:play"')
+    recipe = '[[env]]\ntasks = "tasks.jsonl"\n' + COMMON.format(
+        limits="", rollout='function = "player.py:play"'
+    )
     out = train(tmp_path, recipe)
     steps = [row for row in lines(out / "metrics.jsonl") if row["phase"] == "train"]
     assert len(steps) == 2
@@ -81,7 +90,9 @@ def test_long_prompts_are_left_out_and_listed(tmp_path: Path) -> None:
         "    def reset(self, task, *, seed=None):\n        return None\n\n"
         "    def step(self, action):\n        return tw.Step(reward=0.0, terminated=True)\n"
     )
-    rows = [{"id": f"t{i}", "prompt": "word " * (200 if i % 4 == 0 else 3) + str(i)} for i in range(40)]
+    rows = [
+        {"id": f"t{i}", "prompt": "word " * (200 if i % 4 == 0 else 3) + str(i)} for i in range(40)
+    ]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = '[[env]]\nuse = "world.py:World"\ntasks = "tasks.jsonl"\n'
     out = train(tmp_path, recipe + COMMON.format(limits="prompt_tokens = 100", rollout=""))

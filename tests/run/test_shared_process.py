@@ -1,4 +1,5 @@
-"""Code of environments in the process of a run: what it changes there is set back, or is one line."""
+"""Code of environments in the process of a run: what it changes there is set
+back, or is one line."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def write(folder: Path, act: str) -> None:
 
 @pytest.fixture
 def begins(monkeypatch, tmp_path):
-    """Environments act only once a run has begun: what happens during its set-up is an error of its own."""
+    """Environments act only once a run has begun: what happens during its
+    set-up is an error of its own."""
     play = TrainingRun.play
 
     async def told(self):
@@ -109,7 +111,19 @@ def begins(monkeypatch, tmp_path):
 def peace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("peace")
     write(folder, "pass")
-    assert main(["train", str(folder / "recipe.toml"), "--out", str(folder / "run"), "--display", "none"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(folder / "recipe.toml"),
+                "--out",
+                str(folder / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
     return folder / "run"
 
 
@@ -132,7 +146,19 @@ def test_a_change_of_the_process_changes_no_run(what, peace, begins, tmp_path, m
 
 def test_a_change_of_torch_s_settings_is_named_once(begins, tmp_path, capsys):
     write(tmp_path, HARMLESS["dtype"])
-    assert main(["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"), "--display", "plain"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "recipe.toml"),
+                "--out",
+                str(tmp_path / "run"),
+                "--display",
+                "plain",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr()
     said = printed.out + printed.err
     assert said.count("code of environment World set torch's default dtype to torch.float64") == 1
@@ -140,16 +166,36 @@ def test_a_change_of_torch_s_settings_is_named_once(begins, tmp_path, capsys):
 
 def test_an_interrupt_that_code_raises_is_of_its_episode(begins, tmp_path):
     write(tmp_path, ONCE + "raise KeyboardInterrupt")
-    assert main(["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"), "--display", "none"]) == 0
-    failed = [json.loads(line)["error"] for line in (tmp_path / "run" / "trajectories.jsonl").open()]
-    assert sum(error is not None and "KeyboardInterrupt" in error["message"] for error in failed) <= 1
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "recipe.toml"),
+                "--out",
+                str(tmp_path / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
+    failed = [
+        json.loads(line)["error"] for line in (tmp_path / "run" / "trajectories.jsonl").open()
+    ]
+    assert (
+        sum(error is not None and "KeyboardInterrupt" in error["message"] for error in failed) <= 1
+    )
 
 
 @pytest.mark.parametrize("what", FATAL)
-def test_what_ends_the_event_loop_is_a_line_that_names_the_environment(what, begins, tmp_path, capsys):
+def test_what_ends_the_event_loop_is_a_line_that_names_the_environment(
+    what, begins, tmp_path, capsys
+):
     write(tmp_path, FATAL[what])
     run = tmp_path / "run"
-    assert main(["train", str(tmp_path / "recipe.toml"), "--out", str(run), "--display", "none"]) == 1
+    assert (
+        main(["train", str(tmp_path / "recipe.toml"), "--out", str(run), "--display", "none"]) == 1
+    )
     said = capsys.readouterr().err
     assert "code of environment World raised" in said
     assert f"turnwright train --resume {run}" in said
@@ -158,7 +204,15 @@ def test_what_ends_the_event_loop_is_a_line_that_names_the_environment(what, beg
 
 def process(folder: Path) -> subprocess.CompletedProcess[str]:
     """Train in a process of its own, whose files may be closed."""
-    command = [sys.executable, "-m", "turnwright", "train", str(folder / "recipe.toml"), "--out", str(folder / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "turnwright",
+        "train",
+        str(folder / "recipe.toml"),
+        "--out",
+        str(folder / "run"),
+    ]
     return subprocess.run(
         [*command, "--display", "none"],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2] / "src")},
@@ -173,7 +227,9 @@ def test_closed_files_are_a_line_that_names_the_environment(tmp_path):
     write(tmp_path, "os.closerange(3, 256)")
     (tmp_path / "begun").touch()
     (tmp_path / "world.py").write_text(
-        (tmp_path / "world.py").read_text().replace('(HERE / "begun")', "(HERE / 'run' / 'metrics.jsonl')")
+        (tmp_path / "world.py")
+        .read_text()
+        .replace('(HERE / "begun")', "(HERE / 'run' / 'metrics.jsonl')")
     )
     done = process(tmp_path)
     assert done.returncode == 1

@@ -1,4 +1,5 @@
-"""The recipes as they are shipped: of the built-in environments, and of user code of other frameworks."""
+"""The recipes as they are shipped: of the built-in environments, and of user
+code of other frameworks."""
 
 import os
 import re
@@ -20,7 +21,9 @@ BUILT_IN = ("search", "code", "frozen_lake", "hinted_math")
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_is_short_and_loads(recipe: Path, tmp_path: Path) -> None:
-    written = [line for line in recipe.read_text().splitlines() if line and not line.startswith("#")]
+    written = [
+        line for line in recipe.read_text().splitlines() if line and not line.startswith("#")
+    ]
     foreign = recipe.parent.name == "compat"
     assert len(written) <= (35 if foreign else 25)
     if foreign:  # its rows are made by the script that its first lines name
@@ -29,7 +32,9 @@ def test_a_recipe_is_short_and_loads(recipe: Path, tmp_path: Path) -> None:
             (home / name).parent.mkdir(exist_ok=True)
             (home / name).touch()
         recipe = home / recipe.name
-        (script,) = re.findall(r"^# +python recipes/compat/(\w+\.py)", recipe.read_text(), re.MULTILINE)
+        (script,) = re.findall(
+            r"^# +python recipes/compat/(\w+\.py)", recipe.read_text(), re.MULTILINE
+        )
         assert (home / script).is_file()
     assert load(recipe, envs=tuple(BUILTIN)).config.env
 
@@ -44,7 +49,13 @@ def test_the_environment_of_a_recipe_takes_its_arguments(name: str) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_five_steps_run_end_to_end(name: str) -> None:
     command = [sys.executable, "benchmarks/recipes.py", name]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     row = done.stdout.splitlines()[-1].split("|")
     assert (row[1].strip(), row[2].strip(), row[5].strip()) == (name, "5", "0")

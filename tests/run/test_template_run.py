@@ -1,4 +1,5 @@
-"""A run is of one chat template: it is written down, saved with checkpoints, and no other one goes on with it."""
+"""A run is of one chat template: it is written down, saved with checkpoints, and no
+other one goes on with it."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "mine.jinja").write_text(template_source("qwen3_with_thinking"))
     (folder / "small.toml").write_text(SMALL)
-    assert main(["train", str(folder / "small.toml"), "--out", str(folder / "out"), "--display", "none"]) == 0
+    assert (
+        main(
+            ["train", str(folder / "small.toml"), "--out", str(folder / "out"), "--display", "none"]
+        )
+        == 0
+    )
     return folder
 
 
@@ -62,7 +68,10 @@ def test_the_hash_stands_in_the_configuration_and_in_every_trajectory(run: Path)
     row = json.loads((run / "out" / "config.json").read_text())["template"]
     assert set(row) == {"hash", "origin", "template", "tokenizer", "settings"}
     assert row["origin"] == str(run / "mine.jinja")
-    found = [json.loads(line)["template"] for line in (run / "out" / "trajectories.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["template"]
+        for line in (run / "out" / "trajectories.jsonl").read_text().splitlines()
+    ]
     assert found
     assert set(found) == {row["hash"]}
 
@@ -72,12 +81,22 @@ def test_a_checkpoint_brings_its_template_along_arguments_and_all(run: Path) -> 
     assert checkpoints
     for path in checkpoints:
         renderer = load_renderer(path)
-        assert renderer.fingerprint == json.loads((run / "out" / "config.json").read_text())["template"]["hash"]
-        assert renderer.decode(renderer.open([Message("user", "Hi")]).ids).endswith("assistant\n<think>\n\n</think>\n\n")
+        assert (
+            renderer.fingerprint
+            == json.loads((run / "out" / "config.json").read_text())["template"]["hash"]
+        )
+        assert renderer.decode(renderer.open([Message("user", "Hi")]).ids).endswith(
+            "assistant\n<think>\n\n</think>\n\n"
+        )
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoints[-1])
-    served = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
-    assert list(served["input_ids"]) == load_renderer(checkpoints[-1]).open([Message("user", "Hi")]).ids
+    served = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    )
+    assert (
+        list(served["input_ids"])
+        == load_renderer(checkpoints[-1]).open([Message("user", "Hi")]).ids
+    )
 
 
 @pytest.mark.beside("view")
@@ -85,17 +104,25 @@ def test_the_sanity_check_counts_in_metrics(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "out" / "metrics.jsonl").read_text().splitlines()]
     (step,) = [row for row in rows if row["phase"] == "train"]
     assert step["render_checks"] == 4
-    causes = {name.removeprefix("render_mismatch_") for row in rows for name in row if name.startswith("render_mismatch_")}
+    causes = {
+        name.removeprefix("render_mismatch_")
+        for row in rows
+        for name in row
+        if name.startswith("render_mismatch_")
+    }
     kept = [json.loads(line) for line in (run / "out" / "sanity.jsonl").read_text().splitlines()]
     assert len(kept) == len({row["cause"] for row in kept})
     assert causes <= {row["cause"] for row in kept}
-    # With enable_thinking = false the generation prompt closes a thought that no finished turn shows.
+    # With enable_thinking = false the generation prompt closes a thought that
+    # no finished turn shows.
     assert "prefill" in {row["cause"] for row in kept}
     page = (run / "out" / "report.html").read_text()
     assert "<h2>Sanity check</h2>" in page
 
 
-def test_another_template_does_not_go_on_with_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_template_does_not_go_on_with_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = run / "mine.jinja", str(run / "out")
     source = file.read_text()
     try:
@@ -105,37 +132,65 @@ def test_another_template_does_not_go_on_with_a_run(run: Path, capsys: pytest.Ca
         assert "tokenizer" not in said
         # A checkpoint has its own copy: it is played with the template that it was trained with.
         capsys.readouterr()
-        assert main(["eval", "--run", out, "--samples", "1", "--tasks", "2", "--display", "none"]) == 0
-        said = refused(capsys, "eval", "--run", out, "--model.template", "chatm", "--display", "none")
+        assert (
+            main(["eval", "--run", out, "--samples", "1", "--tasks", "2", "--display", "none"]) == 0
+        )
+        said = refused(
+            capsys, "eval", "--run", out, "--model.template", "chatm", "--display", "none"
+        )
         assert "did you mean 'chatml'" in said
         file.unlink()
-        assert "cannot be read (No such file" in refused(capsys, "train", "--resume", out, "--display", "none")
+        assert "cannot be read (No such file" in refused(
+            capsys, "train", "--resume", out, "--display", "none"
+        )
     finally:
         file.write_text(source)
     assert main(["train", "--resume", out, "--display", "none"]) == 0
 
 
-def test_another_tokenizer_or_other_stop_ids_do_not_go_on_with_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_or_other_stop_ids_do_not_go_on_with_a_run(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, out = run / "out" / "model", str(run / "out")
     for name, change, what in (
-        ("tokenizer.json", lambda text: text.replace('"version":', '"truncation": null, "version":', 1), ""),
-        ("tokenizer.json", lambda text: text.replace('"content": "<|image_pad|>"', '"content": "<|imag_pad|>"'), "tokenizer"),
-        ("generation_config.json", lambda text: re.sub(r'"eos_token_id": \[[^]]*\]', '"eos_token_id": [5]', text), "settings"),
-        ("tokenizer_config.json", lambda text: text.replace("{", '{"bos_token": "<|endoftext|>",', 1), "chat template"),
+        (
+            "tokenizer.json",
+            lambda text: text.replace('"version":', '"truncation": null, "version":', 1),
+            "",
+        ),
+        (
+            "tokenizer.json",
+            lambda text: text.replace('"content": "<|image_pad|>"', '"content": "<|imag_pad|>"'),
+            "tokenizer",
+        ),
+        (
+            "generation_config.json",
+            lambda text: re.sub(r'"eos_token_id": \[[^]]*\]', '"eos_token_id": [5]', text),
+            "settings",
+        ),
+        (
+            "tokenizer_config.json",
+            lambda text: text.replace("{", '{"bos_token": "<|endoftext|>",', 1),
+            "chat template",
+        ),
     ):
         text = (model / name).read_text()
         try:
             (model / name).write_text(change(text))
             assert change(text) != text
             if what:
-                assert f"started with another {what} " in refused(capsys, "train", "--resume", out, "--display", "none")
+                assert f"started with another {what} " in refused(
+                    capsys, "train", "--resume", out, "--display", "none"
+                )
             else:
                 assert main(["train", "--resume", out, "--display", "none"]) == 0
         finally:
             (model / name).write_text(text)
 
 
-def test_episodes_of_another_template_are_not_trained_on(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_episodes_of_another_template_are_not_trained_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     journal = run / "out" / "journal.jsonl"
     text = journal.read_text()
     hash_ = json.loads((run / "out" / "config.json").read_text())["template"]["hash"]
@@ -147,7 +202,9 @@ def test_episodes_of_another_template_are_not_trained_on(run: Path, tmp_path: Pa
         journal.write_text(text)
 
 
-def test_mistakes_are_found_before_anything_is_loaded(run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_found_before_anything_is_loaded(
+    run: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     recipe, out = str(run / "small.toml"), str(tmp_path / "new")
     for words, said in (
         (["--model.template", "qwen3_without_thinkin"], "did you mean 'qwen3_without_thinking'"),
@@ -156,4 +213,6 @@ def test_mistakes_are_found_before_anything_is_loaded(run: Path, capsys: pytest.
     ):
         assert said in refused(capsys, "train", recipe, "--out", out, "--display", "none", *words)
         assert not Path(out).exists()
-    assert "did you mean 'chatml'" in refused(capsys, "train", recipe, "--dry-run", "--model.template", "chatm")
+    assert "did you mean 'chatml'" in refused(
+        capsys, "train", recipe, "--dry-run", "--model.template", "chatm"
+    )

@@ -31,14 +31,23 @@ from turnwright_cluster.codec import (
 )
 
 LEAVES = (
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text()
 )
 LEAVES = LEAVES.filter(lambda leaf: not isinstance(leaf, str) or leaf.isprintable())
 
 
 @given(
     st.recursive(
-        LEAVES, lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(max_size=3), inner)
+        LEAVES,
+        lambda inner: (
+            st.lists(inner)
+            | st.lists(inner).map(tuple)
+            | st.dictionaries(st.text(max_size=3), inner)
+        ),
     )
 )
 def test_data_of_tasks_arrives_as_it_was(value):
@@ -47,7 +56,9 @@ def test_data_of_tasks_arrives_as_it_was(value):
     assert repr(found) == repr(value)  # tuples and floats too
 
 
-@pytest.mark.parametrize("value", [{1, 2}, b"bytes", float("nan"), 2**70, {1: "one"}, object(), {"tuple": [1]}])
+@pytest.mark.parametrize(
+    "value", [{1, 2}, b"bytes", float("nan"), 2**70, {1: "one"}, object(), {"tuple": [1]}]
+)
 def test_data_that_json_would_change_is_refused(value):
     with pytest.raises(UsageError, match="task 'x' has a"):
         pack([value], "task 'x'")
@@ -55,10 +66,23 @@ def test_data_that_json_would_change_is_refused(value):
 
 def test_a_group_arrives_as_it_was(tmp_path):
     picture = tw.Image(b"", name="p")
-    task = tw.Task([{"role": "user", "content": "hi"}], answer=(1, 2.5), id="t", info={"a": [1, (2,)]}, env="e")
+    task = tw.Task(
+        [{"role": "user", "content": "hi"}], answer=(1, 2.5), id="t", info={"a": [1, (2,)]}, env="e"
+    )
     key = EpisodeKey("train", 3, "t", 1)
     plays = {key: (({"e": "turn", "k": ["train", 3, "t", 1, 0], "n": 0},),)}
-    spec = GroupSpec("e", task, (key,), Sampling(0.7, min_p=0.1), frozenset({"routes"}), 4, False, True, plays, {"x": [1]})
+    spec = GroupSpec(
+        "e",
+        task,
+        (key,),
+        Sampling(0.7, min_p=0.1),
+        frozenset({"routes"}),
+        4,
+        False,
+        True,
+        plays,
+        {"x": [1]},
+    )
     row = orjson.loads(dumps(spec_row(spec, MediaStore(tmp_path))))
     assert read_spec(row, lambda ref: picture) == spec
 
@@ -69,11 +93,13 @@ def test_images_of_a_task_arrive_by_hash(tmp_path):
     pixels = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
     store = MediaStore(tmp_path)
     task = tw.Task(
-        [{"role": "user", "content": ["see", tw.Image(pixels, alt="dots")]}], images=[tw.Image(pixels, max_pixels=4)]
+        [{"role": "user", "content": ["see", tw.Image(pixels, alt="dots")]}],
+        images=[tw.Image(pixels, max_pixels=4)],
     )
     row = spec_row(GroupSpec("e", task, (EpisodeKey("train", 0, task.id, 0),), Sampling()), store)
     found = read_spec(
-        json.loads(dumps(row)), lambda ref: tw.Image(store.pixels(ImageRef(ref.sha256)), max_pixels=ref.max_pixels)
+        json.loads(dumps(row)),
+        lambda ref: tw.Image(store.pixels(ImageRef(ref.sha256)), max_pixels=ref.max_pixels),
     )
     part = found.task.messages[0].content[1]
     assert isinstance(part, ImageRef)
@@ -87,7 +113,15 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
     banned = renderer.banned_ids | {7}
     stop = StopText(["end"], renderer.decode).continued_after([101, 110])
     request = Request(
-        [1, 2, 101, 110], 5, frozenset({3}), 2**64 - 1, "train/0/t/1/0", "train/0/t", 2, Sampling(top_k=3), "main"
+        [1, 2, 101, 110],
+        5,
+        frozenset({3}),
+        2**64 - 1,
+        "train/0/t/1/0",
+        "train/0/t",
+        2,
+        Sampling(top_k=3),
+        "main",
     )
     for field, value in {
         "stop_text": stop,
@@ -112,7 +146,9 @@ def test_an_engine_call_and_its_answer_arrive_as_they_were():
     with pytest.raises(ValueError, match="ids of a context of"):
         read_request(row, renderer.decode, renderer.banned_ids, ends[1])
     routes = ExpertRoutes(bytes(range(12)), 2, 3)
-    answer = Generation([1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3, True)
+    answer = Generation(
+        [1, 2], [-0.1, None], "stop", 4, 9, {ROUTES: (2, routes)}, "mask", 3, 1, [(1, 5)], 3, True
+    )
     again = read_generation(json.loads(dumps(generation_row(answer))))
     assert again == answer
 

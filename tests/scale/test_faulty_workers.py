@@ -1,4 +1,5 @@
-"""A worker that is slow, cannot play, or sends what does not fit is named, and its groups are asked for elsewhere."""
+"""A worker that is slow, cannot play, or sends what does not fit is named, and its groups
+are asked for elsewhere."""
 
 from __future__ import annotations
 
@@ -42,19 +43,34 @@ async def run_with_workers(folder, alone, *more, seed=0, elsewhere=True, recipe=
     notes = []
     with RunDir(folder / "run") as run:
         pool = (
-            WorkerPool(config, specs, run, alone / "model", recipe=folder.resolve(), note=notes.append) if elsewhere else None
+            WorkerPool(
+                config, specs, run, alone / "model", recipe=folder.resolve(), note=notes.append
+            )
+            if elsewhere
+            else None
         )
         settings = RolloutSettings(limits=config.limits, seed=seed)
         renderer = load_renderer(alone / "model")
         rollout = Rollout(tw.ScriptedEngine(say), renderer, settings, run=run, elsewhere=pool)
         async with rollout.stream() as stream:
             url = None if pool is None else pool._server.url
-            yield SimpleNamespace(stream=stream, spec=specs[0], notes=notes, pool=pool, run=run, url=url, rollout=rollout)
+            yield SimpleNamespace(
+                stream=stream,
+                spec=specs[0],
+                notes=notes,
+                pool=pool,
+                run=run,
+                url=url,
+                rollout=rollout,
+            )
 
 
 def group(spec, number=0):
     task = spec.tasks("train", 4, 0)[number]
-    return [EpisodeSpec.of(spec, task, EpisodeKey("train", 0, task.id, sample)) for sample in range(SAMPLES)]
+    return [
+        EpisodeSpec.of(spec, task, EpisodeKey("train", 0, task.id, sample))
+        for sample in range(SAMPLES)
+    ]
 
 
 def worker(open_run, link=RunLink, name="true"):
@@ -93,7 +109,10 @@ class Sibling(RunLink):
     """Sends the end of an episode that it was not asked for."""
 
     def event(self, lease, event):
-        super().event(lease, {**event, "k": ["train", 0, "train-3", 0, 0]} if event["e"] == "closed" else event)
+        super().event(
+            lease,
+            {**event, "k": ["train", 0, "train-3", 0, 0]} if event["e"] == "closed" else event,
+        )
 
 
 class HalfAnEpisode(RunLink):
@@ -124,7 +143,9 @@ class Unknown(RunLink):
 
     def event(self, lease, event):
         if event["e"] == "closed":
-            event = {name: value for name, value in event.items() if name != "e" or event["k"][3]} | {"e": "over"}
+            event = {
+                name: value for name, value in event.items() if name != "e" or event["k"][3]
+            } | {"e": "over"}
         super().event(lease, event)
 
 
@@ -138,7 +159,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.__name__ for fault in FAULTS])
-def test_a_worker_that_sends_what_does_not_fit_is_named_and_others_are_asked(fault, alone, tmp_path):
+def test_a_worker_that_sends_what_does_not_fit_is_named_and_others_are_asked(
+    fault, alone, tmp_path
+):
     async def play():
         async with run_with_workers(tmp_path, alone) as here:
             faulty = worker(here, fault, "faulty")
@@ -157,18 +180,28 @@ def test_a_worker_that_sends_what_does_not_fit_is_named_and_others_are_asked(fau
     assert all(t.stop is not None and not t.stop.failed for t in found)
     spec = resolve_env(load(tmp_path / "recipe.toml").config.env[0])
     tasks = {task.id: task for task in spec.tasks("train", 4, 0)}
-    journal = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    journal = [
+        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    ]
     rebuilt = rebuild_trajectories(journal, tasks.get)
     assert sampled(rebuilt[t.key] for t in found) == sampled(found)
 
 
 async def post(link, body, more=0):
-    """Report these bytes, under a length of some more; return the status line, or nothing where the bytes do not suffice."""
+    """Report these bytes, under a length of some more; return the status line, or nothing where the
+    bytes do not suffice."""
     parts = urlsplit(link.url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    heads = {"host": parts.netloc, "authorization": f"Bearer {tokens.found(link.url)}", "content-type": "application/json"}
+    heads = {
+        "host": parts.netloc,
+        "authorization": f"Bearer {tokens.found(link.url)}",
+        "content-type": "application/json",
+    }
     heads |= link._id | {"content-length": str(len(body) + more)}
-    writer.write(b"POST /report HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in heads.items()).encode())
+    writer.write(
+        b"POST /report HTTP/1.1\r\n"
+        + "".join(f"{name}: {value}\r\n" for name, value in heads.items()).encode()
+    )
     writer.write(b"\r\n" + body)
     await writer.drain()
     status = b"" if more else await reader.readline()
@@ -201,7 +234,9 @@ def test_a_body_of_another_form_is_refused_and_nothing_of_it_is_taken(alone, tmp
             return found, taken
 
     found, taken = asyncio.run(play())
-    assert {name: status.split()[1] for name, status in found.items()} == dict.fromkeys(BODIES, "400")
+    assert {name: status.split()[1] for name, status in found.items()} == dict.fromkeys(
+        BODIES, "400"
+    )
     assert taken == 0
 
 
@@ -232,7 +267,9 @@ def test_a_slow_worker_is_named_and_its_turns_are_not_sampled_again(alone, tmp_p
     assert any("worker slow: slow: it did nothing for" in note for note in notes)
     assert pool.asked_again == {"failed": 1}
     assert sampled(found) == sampled(asyncio.run(play_alone(tmp_path / "alone", alone)))
-    events = [json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
+    ]
     assert sum("resumed" in event for event in events) == 3 * SAMPLES  # three turns of each episode
 
 
@@ -253,13 +290,18 @@ def test_a_group_that_no_worker_can_play_stops_the_run(alone, tmp_path):
             finally:
                 await end(unable)
 
-    with pytest.raises(TurnwrightError, match=r"failed on workers 5 times, the last unable: could not play it: ImportError"):
+    with pytest.raises(
+        TurnwrightError,
+        match=r"failed on workers 5 times, the last unable: could not play it: ImportError",
+    ):
         asyncio.run(play())
 
 
 def test_calls_of_workers_wait_without_their_clocks_while_training_calls_are_held(alone, tmp_path):
     async def play():
-        async with run_with_workers(tmp_path, alone, "--limits.generate_s=0.3", "--limits.wall_clock_s=0.5") as here:
+        async with run_with_workers(
+            tmp_path, alone, "--limits.generate_s=0.3", "--limits.wall_clock_s=0.5"
+        ) as here:
             honest = worker(here)
             await until(lambda: any("true joined" in note for note in here.notes))
             here.stream.gate.hold_new()
@@ -281,7 +323,8 @@ def test_without_a_worker_the_run_stops_after_a_while(alone, tmp_path):
             await here.stream.submit(group(here.spec))
 
     with pytest.raises(
-        TurnwrightError, match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwright worker --join"
+        TurnwrightError,
+        match=r"no worker for 0.5 s \(scale.wait_s\): start some with turnwright worker --join",
     ):
         asyncio.run(play())
 

@@ -27,7 +27,8 @@ from turnwright_cluster.pool import WorkerPool
         ([], "# environments and rewards: this process"),
         (
             ["--scale.listen=0.0.0.0:7070"],
-            "# environments and rewards: workers that join at 0.0.0.0:7070 (turnwright worker --join)",
+            "# environments and rewards: workers that join at 0.0.0.0:7070 (turnwright worker "
+            "--join)",
         ),
         (
             ["--scale.ray=auto", "--scale.ray-workers=8"],
@@ -47,18 +48,35 @@ def test_the_dry_run_ends_with_where_everything_would_run(tmp_path, words, line,
 
 
 def test_the_dry_run_names_the_cluster_of_the_servers(tmp_path, capsys):
-    words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.servers=4", "--model.heads=1", "--model.kv-heads=1"]
+    words = [
+        "--scale.ray=auto",
+        "--engine.kind=vllm",
+        "--engine.servers=4",
+        "--model.heads=1",
+        "--model.kv-heads=1",
+    ]
     assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert "# engine: vllm servers, 4 started by the run on the Ray cluster auto, each with 1 CPUs and 1 GPUs" in printed
-    assert "# environments and rewards: one worker a node of 1 CPUs on the Ray cluster auto" in printed
+    assert (
+        "# engine: vllm servers, 4 started by the run on the Ray cluster auto, each with 1 CPUs "
+        "and 1 GPUs" in printed
+    )
+    assert (
+        "# environments and rewards: one worker a node of 1 CPUs on the Ray cluster auto" in printed
+    )
 
 
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("--engine.update=group", 'must be "disk" or "lora" for servers that the run starts on a Ray cluster'),
-        ("--engine.colocate=true", "is for servers on the trainer's device; leave it out with scale.ray"),
+        (
+            "--engine.update=group",
+            'must be "disk" or "lora" for servers that the run starts on a Ray cluster',
+        ),
+        (
+            "--engine.colocate=true",
+            "is for servers on the trainer's device; leave it out with scale.ray",
+        ),
         ("--scale.ray-engine-gpus=1.5", "must be an integer above 1"),
     ],
 )
@@ -72,7 +90,10 @@ def test_servers_of_several_policies_are_placed_for_training_only(tmp_path, caps
     recipe = write_recipe(tmp_path, more='[[policy]]\nname = "one"\n[[policy]]\nname = "two"\n')
     words = ["--scale.ray=auto", "--engine.kind=vllm", "--engine.update=lora", "--lora.rank=2"]
     assert main(["eval", str(recipe), *words]) == 2
-    assert "only turnwright train starts the servers of several policies there" in capsys.readouterr().err
+    assert (
+        "only turnwright train starts the servers of several policies there"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_port_of_relays_has_no_use_on_a_ray_cluster(tmp_path, capsys):
@@ -86,11 +107,15 @@ def test_a_port_of_relays_has_no_use_on_a_ray_cluster(tmp_path, capsys):
 def test_the_dry_run_names_the_list_of_servers(tmp_path, capsys):
     words = ["--engine.kind=auto", f"--engine.urls-file={tmp_path / 'engines.txt'}"]
     assert main(["train", str(write_recipe(tmp_path)), "--dry-run", *words]) == 0
-    assert f"# engine: auto servers, those that {tmp_path / 'engines.txt'} lists" in capsys.readouterr().out.splitlines()
+    assert (
+        f"# engine: auto servers, those that {tmp_path / 'engines.txt'} lists"
+        in capsys.readouterr().out.splitlines()
+    )
 
 
 def train_without_ray(recipe, out, report):
-    """Train with Ray, as if it were not installed, and alone; write the statuses and what is reported."""
+    """Train with Ray, as if it were not installed, and alone; write the statuses
+    and what is reported."""
     assert "ray" not in sys.modules
     sys.modules["ray"] = None
     importlib.import_module("turnwright_cluster.pool")
@@ -103,7 +128,9 @@ def train_without_ray(recipe, out, report):
 
 
 def test_without_the_extra_nothing_imports_ray_and_the_recipe_is_the_same(alone, tmp_path):
-    run_ranks(train_without_ray, 1, alone.parent / "recipe.toml", tmp_path / "run", tmp_path / "report")
+    run_ranks(
+        train_without_ray, 1, alone.parent / "recipe.toml", tmp_path / "run", tmp_path / "report"
+    )
     *statuses, said = json.loads((tmp_path / "report").read_text())
     assert statuses == [2, 0]
     assert "scale.ray needs Ray (ray is missing): pip install 'turnwright[ray]'" in said

@@ -30,8 +30,12 @@ def test_a_node_that_joins_gets_a_worker_and_one_that_leaves_is_no_error(alone, 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
     try:
         with processes() as started:
-            started.append(start("train", recipe, "--out", run, "--scale.ray", cluster.address, log=log))
-            wait_for(lambda: [e for e in events(run, "turn") if e["k"][0] == "train"], why=log.read_text)
+            started.append(
+                start("train", recipe, "--out", run, "--scale.ray", cluster.address, log=log)
+            )
+            wait_for(
+                lambda: [e for e in events(run, "turn") if e["k"][0] == "train"], why=log.read_text
+            )
             assert log.read_text().count("joined: up to") == 1
             node = cluster.add_node(num_cpus=2)
             wait_for(lambda: log.read_text().count("joined: up to") == 2, why=log.read_text)
@@ -53,7 +57,9 @@ def test_a_killed_actor_is_restarted_and_its_groups_are_asked_for_again(alone, t
     run = tmp_path / "run"
     with processes() as started:
         started.append(start("train", recipe, "--out", run, *WORDS, log=log))
-        wait_for(lambda: [e for e in events(run, "turn") if e["k"][0] == "train"], why=log.read_text)
+        wait_for(
+            lambda: [e for e in events(run, "turn") if e["k"][0] == "train"], why=log.read_text
+        )
         victim = actors()[0]
         os.kill(victim, signal.SIGKILL)
         finished(started[0], log)

@@ -1,4 +1,5 @@
-"""What is asked of Ray, and what its errors do: a cluster of stand-ins, with Ray's own exceptions."""
+"""What is asked of Ray, and what its errors do: a cluster of stand-ins, with
+Ray's own exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ OPTIONS = {"max_restarts": -1, "max_task_retries": 0}
 
 
 class Cluster:
-    """Bundles, actors and their options as they are asked for; `faults` are raised by calls of a name, in order."""
+    """Bundles, actors and their options as they are asked for; `faults` are raised by
+    calls of a name, in order."""
 
     def __init__(self, monkeypatch, module):
         from turnwright_cluster import ray_workers
@@ -39,7 +41,9 @@ class Cluster:
             monkeypatch.setattr(module, "placement_group", self._group)
             monkeypatch.setattr(module, "remove_placement_group", lambda group: None)
             index = "placement_group_bundle_index"
-            monkeypatch.setattr(module, "PlacementGroupSchedulingStrategy", lambda group, **given: given[index])
+            monkeypatch.setattr(
+                module, "PlacementGroupSchedulingStrategy", lambda group, **given: given[index]
+            )
 
     def _nodes(self):
         self._call("nodes")
@@ -78,7 +82,9 @@ class Cluster:
             self.started.append(given)
             self._call("run")
 
-        return SimpleNamespace(**{one.__name__: SimpleNamespace(remote=one) for one in (locate, start, ended, run)})
+        return SimpleNamespace(
+            **{one.__name__: SimpleNamespace(remote=one) for one in (locate, start, ended, run)}
+        )
 
 
 @pytest.fixture
@@ -98,7 +104,9 @@ def keep(cluster, tmp_path, until, gpus=0.0, count=1):
         return tmp_path / host
 
     async def work():
-        engines = RayEngines(ScaleConfig(ray="auto", ray_engine_cpus=2.0, ray_engine_gpus=gpus), note=notes.append)
+        engines = RayEngines(
+            ScaleConfig(ray="auto", ray_engine_cpus=2.0, ray_engine_gpus=gpus), note=notes.append
+        )
         servers = PlacedServers("vllm", count, tmp_path, tmp_path / "logs", 60.0, {})
         try:
             await engines.start(servers, directory, listed)
@@ -112,12 +120,17 @@ def keep(cluster, tmp_path, until, gpus=0.0, count=1):
     return notes
 
 
-@pytest.mark.parametrize(("gpus", "bundle"), [(0.0, {}), (0.5, {"GPU": 0.5}), (1.0, {"GPU": 1.0}), (4.0, {"GPU": 4.0})])
-def test_a_bundle_has_the_gpus_of_one_server_and_an_actor_has_all_of_them(cluster, tmp_path, gpus, bundle):
+@pytest.mark.parametrize(
+    ("gpus", "bundle"), [(0.0, {}), (0.5, {"GPU": 0.5}), (1.0, {"GPU": 1.0}), (4.0, {"GPU": 4.0})]
+)
+def test_a_bundle_has_the_gpus_of_one_server_and_an_actor_has_all_of_them(
+    cluster, tmp_path, gpus, bundle
+):
     keep(cluster, tmp_path, lambda urls: len(urls) == 3, gpus, 3)
     assert cluster.bundles == [([{"CPU": 2.0, **bundle}] * 3, "SPREAD")]
     assert cluster.options == [
-        {"num_cpus": 2.0, "num_gpus": gpus, "scheduling_strategy": number, **OPTIONS} for number in range(3)
+        {"num_cpus": 2.0, "num_gpus": gpus, "scheduling_strategy": number, **OPTIONS}
+        for number in range(3)
     ]
     assert cluster.started == [tmp_path / "10.0.0.2"] * 3
 
@@ -131,15 +144,26 @@ def test_an_unexpected_error_is_noted_once_and_the_server_is_kept(cluster, tmp_p
     last = f"http://10.0.0.2:{8000 + starts}"
     notes = keep(cluster, tmp_path, lambda urls: urls == (last,) and not cluster.faults[call])
     again = [note for note in notes if "is started again" in note]
-    assert len(again) == (3 if call == "ended" else 1)  # each server that answered has a URL of its own
-    assert all("server 0" in note and "RaySystemError" in note and "the store is gone" in note for note in again)
+    assert len(again) == (
+        3 if call == "ended" else 1
+    )  # each server that answered has a URL of its own
+    assert all(
+        "server 0" in note and "RaySystemError" in note and "the store is gone" in note
+        for note in again
+    )
 
 
-def test_an_actor_that_died_for_good_is_replaced_and_one_that_is_restarted_is_not(cluster, tmp_path):
+def test_an_actor_that_died_for_good_is_replaced_and_one_that_is_restarted_is_not(
+    cluster, tmp_path
+):
     from ray.exceptions import ActorDiedError, ActorUnavailableError
 
     cluster.faults["ended"] = [ActorUnavailableError("restarting", b"\0" * 16), ActorDiedError()]
-    keep(cluster, tmp_path, lambda urls: urls == ("http://10.0.0.2:8003",) and not cluster.faults["ended"])
+    keep(
+        cluster,
+        tmp_path,
+        lambda urls: urls == ("http://10.0.0.2:8003",) and not cluster.faults["ended"],
+    )
     assert len(cluster.options) == 2
 
 
@@ -154,7 +178,9 @@ def test_a_cluster_that_fails_ends_the_run_with_the_reason(cluster, tmp_path):
 def test_a_server_that_never_starts_ends_the_run_with_the_reason(cluster, tmp_path):
     cluster.faults["start"] = [OSError("no such device")] * 99
     with pytest.raises(
-        EngineError, match="none of 1 servers started on the Ray cluster auto: unexpected OSError: no such device"
+        EngineError,
+        match="none of 1 servers started on the Ray cluster auto: unexpected OSError: no such "
+        "device",
     ):
         keep(cluster, tmp_path, lambda urls: False)
     assert len(cluster.started) == 8
@@ -168,7 +194,10 @@ def test_unexpected_errors_of_workers_and_nodes_are_noted_once_and_workers_are_k
     cluster, notes, dead = Cluster(monkeypatch, ray_workers), [], []
     monkeypatch.setattr(ray_workers, "NODES_S", 0.01)
     monkeypatch.setattr(ray_workers, "NodeAffinitySchedulingStrategy", lambda node, soft: node)
-    cluster.faults = {"run": [RaySystemError("lost")] * 3, "nodes": [None, *[RaySystemError("no answer")] * 3]}
+    cluster.faults = {
+        "run": [RaySystemError("lost")] * 3,
+        "nodes": [None, *[RaySystemError("no answer")] * 3],
+    }
 
     async def work():
         workers = ray_workers.RayWorkers(
@@ -182,7 +211,14 @@ def test_unexpected_errors_of_workers_and_nodes_are_noted_once_and_workers_are_k
 
     asyncio.run(work())
     assert (
-        len([note for note in notes if note.startswith("worker ray-n1: unexpected RaySystemError: ") and "lost" in note]) == 1
+        len(
+            [
+                note
+                for note in notes
+                if note.startswith("worker ray-n1: unexpected RaySystemError: ") and "lost" in note
+            ]
+        )
+        == 1
     )
     assert len([note for note in notes if "does not list its nodes" in note]) == 1
     assert dead == ["Ray: RaySystemError"] * 3

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from process_kit import children
 from ray_kit import TOKEN, with_text, write_server
-from scale_kit import events, final_weights, finished, kill, processes, start, wait_for, write_recipe
+from scale_kit import (
+    events,
+    final_weights,
+    finished,
+    kill,
+    processes,
+    start,
+    wait_for,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.ray
 WORDS = ("--model.heads", "1", "--model.kv-heads", "1")
@@ -34,7 +43,9 @@ def pids(text: str) -> list[int]:
 def test_servers_on_ray_lose_no_call_when_an_actor_and_a_server_are_killed(command, tmp_path):
     alone, run, log = tmp_path / "alone", tmp_path / "run", tmp_path / "log"
     with processes() as started:
-        started.append(start("train", write_recipe(tmp_path, pause=0.3), *WORDS, "--out", alone, log=log))
+        started.append(
+            start("train", write_recipe(tmp_path, pause=0.3), *WORDS, "--out", alone, log=log)
+        )
         finished(started[0], log)
         started.append(start(*command, "--out", run, log=log, **{TOKEN: "a-key"}))
         wait_for(lambda: len(events(run, "turn")) > 2, 120, log.read_text)

@@ -1,4 +1,5 @@
-"""Workers play whatever a recipe names: group rewards, agent functions, other frameworks' schedulers; also asynchronously."""
+"""Workers play whatever a recipe names: group rewards, agent functions, other frameworks'
+schedulers; also asynchronously."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class Scheduler(MultiTurnScheduler):
 
     def check_finished(self, infer_request, response_choice, current_turn):
         return current_turn >= 3
-'''
+'''  # noqa: E501
 HEAD = "import asyncio\nfrom swift.rollout.multi_turn import MultiTurnScheduler\n"
 
 
@@ -46,8 +47,14 @@ def recipe_of(folder, use):
     recipe = write_recipe(folder)
     world = folder / "world.py"
     world.write_text(world.read_text().replace("import os\n", HEAD + "import os\n") + MORE)
-    (folder / "tasks.jsonl").write_text("".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(12)))
-    recipe.write_text(recipe.read_text().replace("world.py:World", f"world.py:{use}").replace("[env.args]\npause = 0.0\n", ""))
+    (folder / "tasks.jsonl").write_text(
+        "".join(f'{{"prompt": "say {i}", "answer": "{i}"}}\n' for i in range(12))
+    )
+    recipe.write_text(
+        recipe.read_text()
+        .replace("world.py:World", f"world.py:{use}")
+        .replace("[env.args]\npause = 0.0\n", "")
+    )
     return recipe
 
 
@@ -57,9 +64,15 @@ async def play_both(folder, alone, use):
     for name in ("here", "there"):
         recipe = recipe_of(folder / name, use)
         config = [f"--env.tasks={folder / name / 'tasks.jsonl'}"] if use == "Scheduler" else []
-        async with run_with_workers(folder / name, alone, *config, elsewhere=name == "there", recipe=recipe) as run:
+        async with run_with_workers(
+            folder / name, alone, *config, elsewhere=name == "there", recipe=recipe
+        ) as run:
             tasks = run.spec.tasks("train", 4, 0)
-            keys = [(task, EpisodeKey("train", 0, task.id, sample)) for task in tasks[:2] for sample in range(3)]
+            keys = [
+                (task, EpisodeKey("train", 0, task.id, sample))
+                for task in tasks[:2]
+                for sample in range(3)
+            ]
             submitted = run.stream.submit([EpisodeSpec.of(run.spec, *given) for given in keys])
             workers = [worker(run)] if name == "there" else []
             found.append(await submitted)
@@ -78,16 +91,41 @@ def test_a_worker_plays_what_a_recipe_names(use, alone, tmp_path):
 
 def test_an_asynchronous_run_is_played_by_workers(tmp_path):
     recipe, log, port = write_recipe(tmp_path, steps=4), tmp_path / "log", free_port()
-    run, words = tmp_path / "run", ["--schedule.mode", "async", "--train.correction", "tis", "--eval.every", "2"]
+    run, words = (
+        tmp_path / "run",
+        ["--schedule.mode", "async", "--train.correction", "tis", "--eval.every", "2"],
+    )
     with processes() as started:
-        started.append(start("train", recipe, "--out", run, *words, "--scale.listen", f"127.0.0.1:{port}", log=log))
+        started.append(
+            start(
+                "train",
+                recipe,
+                "--out",
+                run,
+                *words,
+                "--scale.listen",
+                f"127.0.0.1:{port}",
+                log=log,
+            )
+        )
         for name in ("one", "two"):
-            started.append(start("worker", "--join", f"http://127.0.0.1:{port}", "--name", name, log=tmp_path / name))
+            started.append(
+                start(
+                    "worker",
+                    "--join",
+                    f"http://127.0.0.1:{port}",
+                    "--name",
+                    name,
+                    log=tmp_path / name,
+                )
+            )
         finished(started[0], log)
     assert len(events(run, "trained")) == 4
     assert final_weights(run)
     assert not events(run, "asked_again")
-    assert load(recipe).config.rollout.groups * 4 == sum(len(event["keys"]) for event in events(run, "batch"))
+    assert load(recipe).config.rollout.groups * 4 == sum(
+        len(event["keys"]) for event in events(run, "batch")
+    )
 
 
 POLICIES = """\
@@ -142,17 +180,35 @@ def test_workers_play_policies_that_are_trained_and_those_that_are_not(tmp_path)
     port = free_port()
     with processes() as started:
         for name, words in (("alone", []), ("run", ["--scale.listen", f"127.0.0.1:{port}"])):
-            started.append(start("train", recipe, "--out", tmp_path / name, *words, log=tmp_path / f"{name}.log"))
-        started.append(start("worker", "--join", f"http://127.0.0.1:{port}", "--name", "one", log=tmp_path / "one.log"))
+            started.append(
+                start(
+                    "train", recipe, "--out", tmp_path / name, *words, log=tmp_path / f"{name}.log"
+                )
+            )
+        started.append(
+            start(
+                "worker",
+                "--join",
+                f"http://127.0.0.1:{port}",
+                "--name",
+                "one",
+                log=tmp_path / "one.log",
+            )
+        )
         finished(started[0], tmp_path / "alone.log")
         finished(started[1], tmp_path / "run.log")
-    last = [tmp_path / name / "checkpoints" / "step-00003" / "asker" / "model.safetensors" for name in ("alone", "run")]
+    last = [
+        tmp_path / name / "checkpoints" / "step-00003" / "asker" / "model.safetensors"
+        for name in ("alone", "run")
+    ]
     assert last[0].read_bytes() == last[1].read_bytes()
     assert not events(tmp_path / "run", "asked_again")
     turns = [event for event in events(tmp_path / "run", "turn") if event["k"][0] == "train"]
     versions = {agent: set() for agent in ("asker", "rival", "judge")}
     for event in turns:
-        versions[event["turn"]["agent"]] |= {(event["k"][1], s["version"]) for s in event["spans"] if "logprobs" in s}
+        versions[event["turn"]["agent"]] |= {
+            (event["k"][1], s["version"]) for s in event["spans"] if "logprobs" in s
+        }
     assert versions["asker"] == {(step, step) for step in range(3)}
     assert versions["judge"] == {(step, 0) for step in range(3)}
     assert any(version < step for step, version in versions["rival"])

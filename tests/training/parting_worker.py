@@ -1,4 +1,5 @@
-"""Two ranks, forked once torch is imported: they meet, part, and tell at the very end whether their group is there."""
+"""Two ranks, forked once torch is imported: they meet, part, and tell at the very end whether
+their group is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each rank of the tests does, and a single process likewise: the same steps by the trainer's own calls."""
+"""What each rank of the tests does, and a single process likewise: the same steps by
+the trainer's own calls."""
 
 from __future__ import annotations
 
@@ -15,7 +16,12 @@ from turnwright.errors import TurnwrightError
 from turnwright.training import Checkpoints, Ranks, Trainer, add_lora
 from turnwright.training.distributed import ProcessRanks
 from turnwright.training.model import models
-from turnwright.training.model.quantize import OnGrid, grid_of, quantize_for_training, quantized_names
+from turnwright.training.model.quantize import (
+    OnGrid,
+    grid_of,
+    quantize_for_training,
+    quantized_names,
+)
 from turnwright.training.trainer.leader import RankZeroTrainer, follow_rank_zero
 from turnwright.types import Group, Task
 
@@ -26,7 +32,14 @@ IDS = list(range(3, 20))
 CASES = {
     "grpo": {},
     # Everything that scores, corrects, or needs a whole trajectory at once.
-    "gspo": {"algorithm": "gspo", "minibatches": 2, "epochs": 2, "kl": 0.1, "correction": "tis", "gradient_signal_steps": 5},
+    "gspo": {
+        "algorithm": "gspo",
+        "minibatches": 2,
+        "epochs": 2,
+        "kl": 0.1,
+        "correction": "tis",
+        "gradient_signal_steps": 5,
+    },
     "lora": {"kl": 0.1},
     "bfloat16": {},
     "int4": {},
@@ -37,13 +50,19 @@ CASES |= {name: {"algorithm": name} for name in ALGORITHMS if name not in CASES}
 
 
 def steps_of(step: int):
-    """Groups of a step: mostly many passes; once a single trajectory that is trained, which one rank gets; once none."""
+    """Groups of a step: mostly many passes; once a single trajectory that is trained, which one
+    rank gets; once none."""
     if step == LONE:
         rows = [chain([(P, [1, 2]), (M, [3, 4, 5])], sample=n, reward=float(n)) for n in (0, 1)]
         rows[0].spans[1].untrained = "banned_id"
         return [Group(Task("t", id="t"), rows)]
     if step == NONE:
-        return [Group(Task("t", id="t"), [chain([(P, [1, 2]), (M, [3])], sample=n, reward=1.0) for n in (0, 1)])]
+        return [
+            Group(
+                Task("t", id="t"),
+                [chain([(P, [1, 2]), (M, [3])], sample=n, reward=1.0) for n in (0, 1)],
+            )
+        ]
     return random_groups(step, groups=3 + step % 3, size=3, high=4 + 5 * (step % 4))
 
 
@@ -85,7 +104,9 @@ def play(case: str, source: Path, out: Path, ranks: ProcessRanks) -> None:
     scored = trainer.logprobs([t for g in random_groups(1) for t in g.trajectories])
     if ranks.rank == 0:
         torch.save(sent, out / f"{case}.pt")
-        (out / f"{case}.json").write_text(json.dumps({"warm": warm, "steps": figures, "scored": scored}))
+        (out / f"{case}.json").write_text(
+            json.dumps({"warm": warm, "steps": figures, "scored": scored})
+        )
 
 
 def lead(source: Path, out: Path, ranks: ProcessRanks) -> None:

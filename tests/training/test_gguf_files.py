@@ -1,4 +1,5 @@
-"""A policy's weights as a GGUF file: transformers reads from it what was written, of every kind of model that is written."""
+"""A policy's weights as a GGUF file: transformers reads from it what was written, of every kind of
+model that is written."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ WORDS = [f"w{number}" for number in range(64)]
 def made(architecture: str, heads: int, kv_heads: int, *, tied: bool, seed: int) -> Any:
     torch.manual_seed(seed)
     head_dim = 128 if architecture == "qwen3" else 8  # what transformers reads of a qwen3 file
-    sizes = {"vocab_size": len(WORDS), "hidden_size": 8 * heads, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 8 * heads,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+    }
     sizes |= {"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     config = CONFIGS[architecture](**sizes, tie_word_embeddings=tied, max_position_embeddings=64)
     model = AutoModelForCausalLM.from_config(config)
@@ -39,7 +45,8 @@ def made(architecture: str, heads: int, kv_heads: int, *, tied: bool, seed: int)
 
 
 def header_of(model: Any, architecture: str, folder: Path) -> Path:
-    """Write the key-values of a model, as `turnwright.training.model.from_gguf` leaves them in its directory."""
+    """Write the key-values of a model, as `turnwright.training.model.from_gguf` leaves
+    them in its directory."""
     config, source = model.config, folder / "source.gguf"
     file = GGUFWriter(source, architecture)
     add_sizes(file, config)
@@ -69,7 +76,12 @@ def header_of(model: Any, architecture: str, folder: Path) -> Path:
     seed=st.integers(0, 99),
 )
 def test_transformers_reads_what_was_written(
-    tmp_path_factory: pytest.TempPathFactory, architecture: str, heads: tuple[int, int], tied: bool, half: bool, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    architecture: str,
+    heads: tuple[int, int],
+    tied: bool,
+    half: bool,
+    seed: int,
 ) -> None:
     folder = tmp_path_factory.mktemp("gguf")
     model = made(architecture, *heads, tied=tied, seed=seed)
@@ -81,7 +93,9 @@ def test_transformers_reads_what_was_written(
     kinds = {tensor.tensor_type.name for tensor in GGUFReader(directory / "model.gguf").tensors}
     assert kinds == ({"F32", "BF16"} if half else {"F32"})
 
-    read = AutoModelForCausalLM.from_pretrained(directory, gguf_file="model.gguf", dtype=next(iter(given.values())).dtype)
+    read = AutoModelForCausalLM.from_pretrained(
+        directory, gguf_file="model.gguf", dtype=next(iter(given.values())).dtype
+    )
     found = dict(unique_weights(read))
     for name, tensor in given.items():
         assert torch.equal(found[name], tensor), name
@@ -99,17 +113,25 @@ def test_key_values_and_tensors_that_are_no_weights_stay(tmp_path: Path) -> None
     assert factors.data.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_a_file_that_reads_back_differently_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_reads_back_differently_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from turnwright.errors import SyncError
 
     model = made("llama", 4, 2, tied=True, seed=0)
     directories = GgufDirectories(tmp_path / "weights", header_of(model, "llama", tmp_path))
-    monkeypatch.setattr(gguf.GGUFWriter, "add_file_type", lambda self, kind: self.add_tensor("blk.9.x", torch.ones(2).numpy()))
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_file_type",
+        lambda self, kind: self.add_tensor("blk.9.x", torch.ones(2).numpy()),
+    )
     directories.write(unique_weights(model), 1)
     stored = GgufDirectories._stored
 
     def damaged(self: Any, name: str, tensor: Any, *, back: bool = False) -> Any:
-        return stored(self, name, tensor if back or "q_proj" not in name else tensor + 1e-6, back=back)
+        return stored(
+            self, name, tensor if back or "q_proj" not in name else tensor + 1e-6, back=back
+        )
 
     monkeypatch.setattr(GgufDirectories, "_stored", damaged)
     with pytest.raises(SyncError, match="read back differ"):
@@ -129,8 +151,11 @@ def test_an_architecture_that_is_not_known_is_refused(tmp_path: Path) -> None:
 
 
 def test_llamacpp_is_for_a_trainer_of_one_process() -> None:
-    """Its expected scores are those of the whole model, and several ranks have a part of it each."""
-    config = RunConfig(env=(EnvConfig(use="hop"),), engine=EngineConfig(kind="llamacpp", missing_logprobs="mask"))
+    """Its expected scores are those of the whole model, and several ranks
+    have a part of it each."""
+    config = RunConfig(
+        env=(EnvConfig(use="hop"),), engine=EngineConfig(kind="llamacpp", missing_logprobs="mask")
+    )
     model = made("llama", 2, 1, tied=True, seed=0)
     assert len(_expected_scores(config, model, None)([1, 2, 3])) == 2 * LIKELIEST
     with pytest.raises(ConfigError, match="a trainer of one process"):

@@ -1,4 +1,5 @@
-"""`simple.py` and `turnwright train`: from the same warmed weights, the same episodes, losses and weights to the last bit."""
+"""`simple.py` and `turnwright train`: from the same warmed weights, the same episodes, losses and
+weights to the last bit."""
 
 from __future__ import annotations
 
@@ -32,16 +33,28 @@ def trained(out: Path, env: str, vision: bool) -> Path:
     )
 
 
-async def learned(run: Path, env: str) -> tuple[torch.nn.Module, list[list[tw.Trajectory]], list[float]]:
+async def learned(
+    run: Path, env: str
+) -> tuple[torch.nn.Module, list[list[tw.Trajectory]], list[float]]:
     """What the page makes of the warmed weights of a run."""
     config = load_run_config(run).config
     env_spec = tw.resolve_env(env)
-    plan = TaskPlan([env_spec], steps=simple.STEPS, groups=simple.GROUPS, held_out=config.eval.tasks, seed=config.seed)
-    model, renderer = load_model_and_renderer(run / "model", run / "checkpoints" / "warmed", config.model)
+    plan = TaskPlan(
+        [env_spec],
+        steps=simple.STEPS,
+        groups=simple.GROUPS,
+        held_out=config.eval.tasks,
+        seed=config.seed,
+    )
+    model, renderer = load_model_and_renderer(
+        run / "model", run / "checkpoints" / "warmed", config.model
+    )
     tasks = [choice.task for choice in plan.train]
 
     episodes, losses = [], []
-    async for step, played, loss in simple.learn(env_spec, tasks, model, renderer, seed=config.seed):
+    async for step, played, loss in simple.learn(
+        env_spec, tasks, model, renderer, seed=config.seed
+    ):
         assert step == len(losses)
         episodes.append(played)
         losses.append(loss)

@@ -34,7 +34,11 @@ EPISODES = st.lists(st.tuples(st.sampled_from([None, 0.0, 0.25, 1.0]), REASONS),
 def test_good_episodes_are_those_at_the_mean_or_above_spread_over_the_step(episodes):
     credits = [credit(number, *episode) for number, episode in enumerate(episodes)]
     good = good_episodes(credits)
-    usable = [one for one in credits if one.reason in (None, NO_SIGNAL) and one.trajectory.reward is not None]
+    usable = [
+        one
+        for one in credits
+        if one.reason in (None, NO_SIGNAL) and one.trajectory.reward is not None
+    ]
     if not usable:
         assert not good
         return
@@ -42,7 +46,10 @@ def test_good_episodes_are_those_at_the_mean_or_above_spread_over_the_step(episo
     allowed = [one for one in usable if one.trajectory.reward >= mean]
     assert len(good) == min(MOST, len(allowed))
     assert all(one.reason is None and one.advantage == 1.0 for one in good)
-    places = [next(i for i, one in enumerate(allowed) if one.trajectory is found.trajectory) for found in good]
+    places = [
+        next(i for i, one in enumerate(allowed) if one.trajectory is found.trajectory)
+        for found in good
+    ]
     assert places == sorted(set(places))
     gaps = [after - before for before, after in pairwise(places)]
     assert not gaps or max(gaps) - min(gaps) <= 1
@@ -55,13 +62,16 @@ class Batch:
 
 
 def shares(before, after):
-    """Return what is measured, with the policy before the step scored, and with the engine's logprobs for it."""
+    """Return what is measured, with the policy before the step scored, and with the
+    engine's logprobs for it."""
     before, after = (torch.tensor(scores, dtype=torch.float64) for scores in (before, after))
     scores = iter([before, after])
     scored = StepLimit(Batch(), lambda batch: next(scores), exact=False).share()
     batch = Batch()
     batch.engine_n = before
-    assert StepLimit(batch, lambda batch: after, exact=True).share() == pytest.approx(scored, nan_ok=True)
+    assert StepLimit(batch, lambda batch: after, exact=True).share() == pytest.approx(
+        scored, nan_ok=True
+    )
     return scored
 
 
@@ -91,7 +101,9 @@ def test_a_step_to_no_number_is_taken_back():
     with torch.no_grad():
         model.weight.fill_(math.inf)
     optimizer.shorten(before, share)
-    assert all(torch.equal(parameter, old) for parameter, old in zip(model.parameters(), kept, strict=True))
+    assert all(
+        torch.equal(parameter, old) for parameter, old in zip(model.parameters(), kept, strict=True)
+    )
 
 
 @given(st.floats(0.0, 1.0), st.integers(0, 99))
@@ -104,7 +116,9 @@ def test_shortening_keeps_that_share_of_every_parameter(share, seed):
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, rng.uniform(-1.0, 1.0))
     optimizer.step(0.1)
-    moved = [parameter.detach() - old for parameter, old in zip(model.parameters(), kept, strict=True)]
+    moved = [
+        parameter.detach() - old for parameter, old in zip(model.parameters(), kept, strict=True)
+    ]
     optimizer.shorten(before, share)
     for parameter, old, step in zip(model.parameters(), kept, moved, strict=True):
         torch.testing.assert_close(parameter.detach() - old, share * step)
@@ -138,7 +152,14 @@ def test_a_step_that_breaks_the_policy_is_shortened_and_recorded(tmp_path, monke
         display="none",
         limits={"turns": 1, "turn_tokens": 2, "on_turn_length": "continue"},
         rollout={"groups": 4, "group_size": 8},
-        warmup={"demos": 100, "steps": 40, "batch": 16, "lr": 1e-2, "gate_tasks": 16, "gate_success": 0.1},
+        warmup={
+            "demos": 100,
+            "steps": 40,
+            "batch": 16,
+            "lr": 1e-2,
+            "gate_tasks": 16,
+            "gate_success": 0.1,
+        },
         train={"steps": 3, "lr": lr, "gradient_signal_steps": 20},
         eval={"tasks": 8, "greedy": False},
     )
@@ -146,5 +167,8 @@ def test_a_step_that_breaks_the_policy_is_shortened_and_recorded(tmp_path, monke
     steps = [row for row in rows if row["phase"] == "train"]
     shortened = [row for row in steps if row["step_kl"] > MAX_GOOD_KL]
     assert all(row["step_share"] == 1.0 for row in steps if row not in shortened)
-    assert all(row["step_share"] == pytest.approx((MAX_GOOD_KL / row["step_kl"]) ** 0.5) for row in shortened)
+    assert all(
+        row["step_share"] == pytest.approx((MAX_GOOD_KL / row["step_kl"]) ** 0.5)
+        for row in shortened
+    )
     assert bool(shortened) == (lr > 0.1)

@@ -1,4 +1,5 @@
-"""How far a reader of a training step has to go: the modules of `turnwright.training` that a default step runs through."""
+"""How far a reader of a training step has to go: the modules of `turnwright.training` that a
+default step runs through."""
 
 from __future__ import annotations
 

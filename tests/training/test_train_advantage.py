@@ -16,7 +16,9 @@ from turnwright.types import Failure, Group, StopReason, Task
 
 
 def group(*rewards, task="t"):
-    rows = [chain([(P, [1]), (M, [2, 3])], task=task, sample=i, reward=r) for i, r in enumerate(rewards)]
+    rows = [
+        chain([(P, [1]), (M, [2, 3])], task=task, sample=i, reward=r) for i, r in enumerate(rewards)
+    ]
     return Group(Task(task, id=task), rows)
 
 
@@ -36,7 +38,11 @@ def test_golden_std():
 
 
 def test_golden_mean():
-    assert values(advantages([group(3.0, 0.0, 0.0)], CreditSettings(kind="mean"))) == [2.0, -1.0, -1.0]
+    assert values(advantages([group(3.0, 0.0, 0.0)], CreditSettings(kind="mean"))) == [
+        2.0,
+        -1.0,
+        -1.0,
+    ]
 
 
 def test_golden_uneven_groups():
@@ -63,7 +69,9 @@ def test_failed_and_unrewarded_are_not_in_the_baseline():
 
 
 def test_reward_none_is_not_zero():
-    assert values(advantages([group(1.0, 1.0, None)])) == [None] * 3  # with 0.0 in its place there would be a signal
+    assert (
+        values(advantages([group(1.0, 1.0, None)])) == [None] * 3
+    )  # with 0.0 in its place there would be a signal
 
 
 def test_ties_have_no_signal_but_count():
@@ -82,7 +90,10 @@ def test_groups_of_one_are_dropped(rewards):
 
 
 def test_min_group():
-    assert reasons(advantages([group(0.0, 1.0, 0.5)], CreditSettings(min_group=4))) == ["group_too_small"] * 3
+    assert (
+        reasons(advantages([group(0.0, 1.0, 0.5)], CreditSettings(min_group=4)))
+        == ["group_too_small"] * 3
+    )
     assert reasons(advantages([group(1.0)], CreditSettings(min_group=1))) == ["no_signal"]
     assert advantages([Group(Task("t"), [])]).credits == ()
 
@@ -112,7 +123,9 @@ def test_rewards_are_finite(bad):
 def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
     ledger = advantages(made, CreditSettings(min_group=min_group))
     everything = [t for g in made for t in g.trajectories]
-    assert sum(ledger.tokens.values()) == ledger.sampled == sum(t.sampled_tokens for t in everything)
+    assert (
+        sum(ledger.tokens.values()) == ledger.sampled == sum(t.sampled_tokens for t in everything)
+    )
     assert len(ledger.credits) == len(everything)
     for credit in ledger.credits:
         assert (credit.advantage is None) == (credit.reason is not None)
@@ -122,12 +135,19 @@ def test_invariant_1_every_sampled_id_is_accounted_for(made, min_group, random):
     shuffled = [Group(g.task, random.sample(g.trajectories, len(g.trajectories))) for g in made]
     random.shuffle(shuffled)
     again = advantages(shuffled, CreditSettings(min_group=min_group))
-    assert [(c.trajectory.key, c.reason) for c in again.credits] == [(c.trajectory.key, c.reason) for c in ledger.credits]
+    assert [(c.trajectory.key, c.reason) for c in again.credits] == [
+        (c.trajectory.key, c.reason) for c in ledger.credits
+    ]
     assert values(again) == pytest.approx(values(ledger), abs=1e-12)
 
 
 @settings(max_examples=120, deadline=None)
 @given(trajectories(sampled_roots=True))
 def test_trainable_tokens_are_those_of_the_samples(trajectory):
-    placed = sum(1 for sample in trajectory.samples() for place, weight in enumerate(sample.weights) if weight and place)
+    placed = sum(
+        1
+        for sample in trajectory.samples()
+        for place, weight in enumerate(sample.weights)
+        if weight and place
+    )
     assert trainable_tokens(trajectory) == placed

@@ -1,4 +1,5 @@
-"""Every algorithm against a slow float64 reference written from its formula, and against values worked out by hand."""
+"""Every algorithm against a slow float64 reference written from its formula, and against
+values worked out by hand."""
 
 import math
 import random
@@ -18,7 +19,13 @@ from turnwright.training.algorithms import BUILT_IN, TokenBatch
 from turnwright.training.algorithms.settings import check_custom, load_custom
 from turnwright.types import Group, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 MOST, BUFFER, FIXED = 14, 0.5, 7
 
 
@@ -31,7 +38,8 @@ def slow_logprobs(model, ids):
 
 
 def example(noise=0.6):
-    """Three groups, one of them without signal, whose engine disagrees with `Model64()` by up to `noise` nats."""
+    """Three groups, one of them without signal, whose engine disagrees with `Model64()`
+    by up to `noise` nats."""
     made = random_groups(21, groups=3, size=3, turns=3, rewards=(0.0, 1.0, 0.3))
     for t in made[1].trajectories:
         t.reward = 0.5
@@ -42,7 +50,9 @@ def example(noise=0.6):
             logp = slow_logprobs(model, sample.ids)
             for span in t.spans:
                 if span.sampled:
-                    span.logprobs = [logp[i] + rng.uniform(-noise, noise) for i in range(span.start, span.end)]
+                    span.logprobs = [
+                        logp[i] + rng.uniform(-noise, noise) for i in range(span.start, span.end)
+                    ]
     return made
 
 
@@ -56,7 +66,9 @@ class Episode:
         logp, reference = slow_logprobs(now, sample.ids), slow_logprobs(ref, sample.ids)
         before = sample.logprobs if old is None else slow_logprobs(old, sample.ids)
         self.reward, self.group = trajectory.reward, group
-        self.now, self.old, self.ref = ([row[place] for place in places] for row in (logp, before, reference))
+        self.now, self.old, self.ref = (
+            [row[place] for place in places] for row in (logp, before, reference)
+        )
         self.ratios = [math.exp(a - b) for a, b in zip(self.now, self.old, strict=True)]
 
     def __len__(self):
@@ -93,7 +105,10 @@ def grpo(episodes, kl, high=0.28):
         rewards = siblings(episodes, e)
         advantage = (e.reward - mean(rewards)) / (sample_std(rewards) + 1e-4)
         flat = max(rewards) == min(rewards)  # nothing to learn: neither policy nor KL term
-        total += sum(0.0 if flat else ppo(r, advantage, 0.2, high) + kl * k3(e, t) for t, r in enumerate(e.ratios))
+        total += sum(
+            0.0 if flat else ppo(r, advantage, 0.2, high) + kl * k3(e, t)
+            for t, r in enumerate(e.ratios)
+        )
     return total / sum(map(len, episodes))
 
 
@@ -110,14 +125,23 @@ def dr_grpo(episodes, kl):
 def dapo(episodes, kl):
     for e in episodes:
         cache = BUFFER * MOST
-        over = 0.0 if len(e) <= MOST - cache else -1.0 if len(e) > MOST else (MOST - cache - len(e)) / cache
+        over = (
+            0.0
+            if len(e) <= MOST - cache
+            else -1.0
+            if len(e) > MOST
+            else (MOST - cache - len(e)) / cache
+        )
         e.reward += over
     return grpo(episodes, kl)
 
 
 def rloo(episodes, kl):
     total = 0.0
-    paid = [e.reward - kl * sum(old - ref for old, ref in zip(e.now, e.ref, strict=True)) for e in episodes]
+    paid = [
+        e.reward - kl * sum(old - ref for old, ref in zip(e.now, e.ref, strict=True))
+        for e in episodes
+    ]
     for i, e in enumerate(episodes):
         others = [paid[j] for j, other in enumerate(episodes) if other.group == e.group and j != i]
         total += sum(ppo(ratio, paid[i] - mean(others), 0.2, 0.2) for ratio in e.ratios)
@@ -131,9 +155,14 @@ def normalised(values):
 
 
 def reinforce_pp(episodes, kl):
-    togo = [[e.reward - kl * sum(e.now[s] - e.ref[s] for s in range(t, len(e))) for t in range(len(e))] for e in episodes]
+    togo = [
+        [e.reward - kl * sum(e.now[s] - e.ref[s] for s in range(t, len(e))) for t in range(len(e))]
+        for e in episodes
+    ]
     rows = zip(episodes, normalised(togo), strict=True)
-    total = sum(ppo(r, a, 0.2, 0.2) for e, values in rows for r, a in zip(e.ratios, values, strict=True))
+    total = sum(
+        ppo(r, a, 0.2, 0.2) for e, values in rows for r, a in zip(e.ratios, values, strict=True)
+    )
     return total / sum(map(len, episodes))
 
 
@@ -141,7 +170,10 @@ def reinforce_pp_baseline(episodes, kl):
     lifted = [[e.reward - mean(siblings(episodes, e))] * len(e) for e in episodes]
     total = 0.0
     for e, values in zip(episodes, normalised(lifted), strict=True):
-        total += sum(ppo(r, a, 0.2, 0.2) + kl * k2(e, t) for t, (r, a) in enumerate(zip(e.ratios, values, strict=True)))
+        total += sum(
+            ppo(r, a, 0.2, 0.2) + kl * k2(e, t)
+            for t, (r, a) in enumerate(zip(e.ratios, values, strict=True))
+        )
     return total / sum(map(len, episodes))
 
 
@@ -164,16 +196,26 @@ def cispo(episodes, kl):
         if max(rewards) == min(rewards):
             continue
         advantage = (e.reward - mean(rewards)) / (sample_std(rewards) + 1e-4)
-        total += sum(-min(r, 5.0) * advantage * e.now[t] + kl * k3(e, t) for t, r in enumerate(e.ratios))
+        total += sum(
+            -min(r, 5.0) * advantage * e.now[t] + kl * k3(e, t) for t, r in enumerate(e.ratios)
+        )
     return total / sum(map(len, episodes))
 
 
-FORMULAS = dict(zip(ALGORITHMS, (grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo), strict=True))
+FORMULAS = dict(
+    zip(
+        ALGORITHMS,
+        (grpo, dr_grpo, dapo, rloo, reinforce_pp, reinforce_pp_baseline, gspo, cispo),
+        strict=True,
+    )
+)
 
 
 def config(name, **more):
     given = {**STILL, "algorithm": name, "fixed_length": FIXED, **more}
-    return TrainConfig(**given, **({"overlong_tokens": MOST, "overlong_buffer": BUFFER} if name == "dapo" else {}))
+    return TrainConfig(
+        **given, **({"overlong_tokens": MOST, "overlong_buffer": BUFFER} if name == "dapo" else {})
+    )
 
 
 def learn(model, made, name, **more):
@@ -203,7 +245,9 @@ def test_later_epochs_take_the_ratio_against_the_policy_before_the_first(name):
     moving = {"lr": 3e-3, "max_grad_norm": 1.0}
     model = Model64()
     first = Trainer(model, config(name, **moving)).step(made, step=0, steps=1).metrics["loss"]
-    episodes = [Episode(t, n, model, model, Model64()) for n, g in enumerate(made) for t in g.trajectories]
+    episodes = [
+        Episode(t, n, model, model, Model64()) for n, g in enumerate(made) for t in g.trajectories
+    ]
     both = Trainer(Model64(), config(name, **moving, epochs=2)).step(made, step=0, steps=1).metrics
     assert both["loss"] == pytest.approx((first + FORMULAS[name](episodes, 0.0)) / 2, rel=1e-9)
 
@@ -219,9 +263,15 @@ def test_the_gradient_of_gspo_is_that_of_its_formula():
         rewards = [t.reward for t in g.trajectories]
         for t in g.trajectories:
             (sample,) = t.samples()
-            logits = model(torch.tensor([sample.ids]), torch.arange(len(sample.ids))[None]).logits[0]
+            logits = model(torch.tensor([sample.ids]), torch.arange(len(sample.ids))[None]).logits[
+                0
+            ]
             logp = torch.log_softmax(logits, -1)
-            gaps = [logp[i - 1, sample.ids[i]] - sample.logprobs[i] for i, weight in enumerate(sample.weights) if weight]
+            gaps = [
+                logp[i - 1, sample.ids[i]] - sample.logprobs[i]
+                for i, weight in enumerate(sample.weights)
+                if weight
+            ]
             advantage = (t.reward - mean(rewards)) / (sample_std(rewards) + 1e-4)
             total = total - torch.exp(torch.stack(gaps).mean()) * advantage
     (total / 9).backward()
@@ -246,7 +296,10 @@ def test_neither_layout_nor_order_nor_branches_change_the_gradient(name):
 
 
 def pair(rewards=(1.0, 0.0), ids=((3, 4), (5,))):
-    rows = [chain([(P, [1, 2]), (M, list(i))], sample=n, reward=r) for n, (r, i) in enumerate(zip(rewards, ids, strict=True))]
+    rows = [
+        chain([(P, [1, 2]), (M, list(i))], sample=n, reward=r)
+        for n, (r, i) in enumerate(zip(rewards, ids, strict=True))
+    ]
     return [Group(Task("t", id="t"), rows)]
 
 
@@ -257,9 +310,15 @@ def pair(rewards=(1.0, 0.0), ids=((3, 4), (5,))):
         ("dr_grpo", [0.5, -0.5]),
         ("rloo", [1.0, -1.0]),
         # three tokens: 1, 1, 0: mean 2/3, deviation sqrt(2)/3
-        ("reinforce_pp", [(1 / 3) / (math.sqrt(2) / 3 + 1e-4), (-2 / 3) / (math.sqrt(2) / 3 + 1e-4)]),
+        (
+            "reinforce_pp",
+            [(1 / 3) / (math.sqrt(2) / 3 + 1e-4), (-2 / 3) / (math.sqrt(2) / 3 + 1e-4)],
+        ),
         # 1/2, 1/2, -1/2: mean 1/6, the same deviation
-        ("reinforce_pp_baseline", [(1 / 3) / (math.sqrt(2) / 3 + 1e-4), (-2 / 3) / (math.sqrt(2) / 3 + 1e-4)]),
+        (
+            "reinforce_pp_baseline",
+            [(1 / 3) / (math.sqrt(2) / 3 + 1e-4), (-2 / 3) / (math.sqrt(2) / 3 + 1e-4)],
+        ),
     ],
 )
 def test_advantages_by_hand(name, values):
@@ -272,7 +331,9 @@ def one(name, ratio, advantage, *, sequence=0.0):
     settings = resolve_settings(TrainConfig(algorithm=name))
     logp = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     value = torch.tensor([advantage], dtype=torch.float64)
-    given = TokenBatch(logp, value * 0 - 1.0, value, value * 0 + sequence, settings.clip_low, settings.clip_high)
+    given = TokenBatch(
+        logp, value * 0 - 1.0, value, value * 0 + sequence, settings.clip_low, settings.clip_high
+    )
     made = settings.algorithm.loss(given)
     made.loss.sum().backward()
     return made.loss.item(), logp.grad.item(), bool(made.clipped)
@@ -285,11 +346,23 @@ def one(name, ratio, advantage, *, sequence=0.0):
         ("dapo", 1.25, 2.0, 0.0, (-2.5, -2.5, False)),  # the higher upper bound
         ("dapo", 1.30, 2.0, 0.0, (-2.56, 0.0, True)),
         ("rloo", 0.5, -2.0, 0.0, (1.6, 0.0, True)),
-        ("gspo", 1.9, 2.0, 2e-4, (-2.0 * math.exp(2e-4), -2.0 * math.exp(2e-4), False)),  # its own ratio plays no part
+        (
+            "gspo",
+            1.9,
+            2.0,
+            2e-4,
+            (-2.0 * math.exp(2e-4), -2.0 * math.exp(2e-4), False),
+        ),  # its own ratio plays no part
         ("gspo", 1.0, 2.0, 5e-4, (-2.0 * 1.0004, 0.0, True)),
         ("gspo", 1.0, -2.0, -4e-4, (2.0 * 0.9997, 0.0, True)),
         ("cispo", 1.5, 2.0, 0.0, (-3.0 * (math.log(1.5) - 1), -3.0, False)),
-        ("cispo", 8.0, 2.0, 0.0, (-10.0 * (math.log(8.0) - 1), -10.0, True)),  # bounded, and still pulled
+        (
+            "cispo",
+            8.0,
+            2.0,
+            0.0,
+            (-10.0 * (math.log(8.0) - 1), -10.0, True),
+        ),  # bounded, and still pulled
         ("cispo", 0.01, -2.0, 0.0, (0.02 * (math.log(0.01) - 1), 0.02, False)),
     ],
 )
@@ -299,7 +372,9 @@ def test_tokens_by_hand(name, ratio, advantage, sequence, expected):
     assert found[2] == expected[2]
 
 
-@pytest.mark.parametrize(("tokens", "lost"), [(5, 0.0), (10, 0.0), (12, -0.2), (15, -0.5), (20, -1.0), (31, -1.0)])
+@pytest.mark.parametrize(
+    ("tokens", "lost"), [(5, 0.0), (10, 0.0), (12, -0.2), (15, -0.5), (20, -1.0), (31, -1.0)]
+)
 def test_overlong_by_hand(tokens, lost):
     row = chain([(P, [1]), (M, [2] * 5), (E, [3] * 9), (M, [4] * (tokens - 5))], reward=1.0)
     assert overlong_penalty(row, 20, 0.5) == pytest.approx(lost)
@@ -314,14 +389,26 @@ def test_every_name_has_an_algorithm():
 
 def test_explicit_keys_win_and_what_they_take_away_is_told():
     plain = resolve_settings(TrainConfig(algorithm="dr_grpo"))
-    assert (plain.advantage, plain.aggregation, plain.clip_high, plain.notes) == ("mean", "fixed", 0.2, ())
+    assert (plain.advantage, plain.aggregation, plain.clip_high, plain.notes) == (
+        "mean",
+        "fixed",
+        0.2,
+        (),
+    )
     mixed = resolve_settings(TrainConfig(algorithm="dr_grpo", advantage="std", clip_high=0.5))
     assert (mixed.advantage, mixed.aggregation, mixed.clip_high) == ("std", "fixed", 0.5)
     (note,) = mixed.notes
-    assert "train.advantage = 'std' replaces dr_grpo's own 'mean', which defines the algorithm" in note
+    assert (
+        "train.advantage = 'std' replaces dr_grpo's own 'mean', which defines the algorithm" in note
+    )
     (note,) = resolve_settings(TrainConfig(kl=0.1, kl_estimator="k1")).notes
     assert "constrains nothing" in note
-    assert resolve_settings(TrainConfig(algorithm="rloo", kl_in="loss", kl_estimator="k2")).kl_estimator == "k2"
+    assert (
+        resolve_settings(
+            TrainConfig(algorithm="rloo", kl_in="loss", kl_estimator="k2")
+        ).kl_estimator
+        == "k2"
+    )
     assert resolve_settings(TrainConfig(kl_in="reward")).kl_estimator == "k1"
 
 
@@ -337,7 +424,10 @@ def test_explicit_keys_win_and_what_they_take_away_is_told():
         ({"correction": "tis", "old_logprobs": "engine"}, "apply twice the correction"),
         ({"correction_high": 3.0}, r'no meaning with correction = "none"'),
         ({"correction": "tis", "correction_low": 0.5}, "has no lower bound"),
-        ({"correction": "icepop", "correction_low": 5.0, "correction_high": 2.0}, r"must be under train\.correction_high = 2"),
+        (
+            {"correction": "icepop", "correction_low": 5.0, "correction_high": 2.0},
+            r"must be under train\.correction_high = 2",
+        ),
         ({"discount": 0.9}, 'set credit = "turn"'),
         ({"loss_scale": "last"}, r"did you mean 'last_round'\?"),
     ],
@@ -356,21 +446,29 @@ def write(tmp_path, body):
     return f"{file}:mine"
 
 
-OWN = "def mine(tokens):\n    return -torch.minimum(tokens.ratio, torch.full_like(tokens.ratio, 1.5)) * tokens.advantage\n"
+OWN = (
+    "def mine(tokens):\n    return -torch.minimum(tokens.ratio, torch.full_like(tokens.ratio, "
+    "1.5)) * tokens.advantage\n"
+)
 
 
 def test_an_algorithm_of_ones_own_trains(tmp_path):
     made = example()
     spec = write(tmp_path, OWN)
     figures, base = learn(Model64(), made, spec, old_logprobs="engine")
-    episodes = [Episode(t, n, Model64(), Model64()) for n, g in enumerate(made) for t in g.trajectories]
+    episodes = [
+        Episode(t, n, Model64(), Model64()) for n, g in enumerate(made) for t in g.trajectories
+    ]
     total = 0.0
     for e in episodes:
         rewards = siblings(episodes, e)
         advantage = (e.reward - mean(rewards)) / (sample_std(rewards) + 1e-4)
         total -= sum(min(ratio, 1.5) * advantage for ratio in e.ratios)
     assert figures["loss"] == pytest.approx(total / sum(map(len, episodes)), rel=1e-10)
-    assert distance(learn(Model64(), made, spec, old_logprobs="engine", micro_tokens=1)[1], base) < 1e-10
+    assert (
+        distance(learn(Model64(), made, spec, old_logprobs="engine", micro_tokens=1)[1], base)
+        < 1e-10
+    )
 
 
 def test_every_built_in_passes_the_check_of_ones_own():
@@ -382,7 +480,10 @@ def test_every_built_in_passes_the_check_of_ones_own():
     ("body", "said"),
     [
         ("mine = 3\n", "is int, not a function"),
-        ("def mine(tokens, more):\n    return tokens.logp\n", r"must take one argument.*def mine\(tokens\)"),
+        (
+            "def mine(tokens, more):\n    return tokens.logp\n",
+            r"must take one argument.*def mine\(tokens\)",
+        ),
         ("def mine(tokens):\n    return 1 / 0\n", "raised ZeroDivisionError on 6 tokens"),
         ("def mine(tokens):\n    return 0.0\n", "returned float, not a tensor"),
         (
@@ -390,18 +491,27 @@ def test_every_built_in_passes_the_check_of_ones_own():
             r"of shape \(\) for 6 tokens.*without mean or sum",
         ),
         ("def mine(tokens):\n    return tokens.logp / (tokens.old - tokens.old)\n", "not finite"),
-        ("def mine(tokens):\n    return -tokens.advantage * tokens.logp.detach()\n", "no gradient reaches the policy"),
-        ("def mine(tokens):\n    return (tokens.logp.detach() - tokens.logp).abs().sqrt()\n", "gradient is not finite"),
         (
-            "def mine(tokens):\n    return -tokens.ratio * (tokens.advantage - tokens.advantage.mean())\n",
+            "def mine(tokens):\n    return -tokens.advantage * tokens.logp.detach()\n",
+            "no gradient reaches the policy",
+        ),
+        (
+            "def mine(tokens):\n    return (tokens.logp.detach() - tokens.logp).abs().sqrt()\n",
+            "gradient is not finite",
+        ),
+        (
+            "def mine(tokens):\n    return -tokens.ratio * (tokens.advantage - "
+            "tokens.advantage.mean())\n",
             "depends on the others of its pass",
         ),
         (
-            "def mine(tokens):\n    return -tokens.advantage * tokens.logp.mean() + 0 * tokens.logp\n",
+            "def mine(tokens):\n    return -tokens.advantage * tokens.logp.mean() + 0 * "
+            "tokens.logp\n",
             "depends on the others of its pass",
         ),
         (
-            "def mine(tokens):\n    tokens.advantage.mul_(2)\n    return -tokens.logp * tokens.advantage\n",
+            "def mine(tokens):\n    tokens.advantage.mul_(2)\n    return -tokens.logp * "
+            "tokens.advantage\n",
             "modifies its input tensors in place",
         ),
     ],

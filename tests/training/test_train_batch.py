@@ -17,7 +17,9 @@ from turnwright.training.forward.batch import OVERHEAD_TOKENS, rows_of, split_mi
 def batch_of(made, aggregation="token", micro_tokens=64, **more):
     ledger = advantages(made)
     return ledger, make_batch(
-        ledger.credits, LossDenominator.of(ledger.credits, aggregation, **more), micro_tokens=micro_tokens
+        ledger.credits,
+        LossDenominator.of(ledger.credits, aggregation, **more),
+        micro_tokens=micro_tokens,
     )
 
 
@@ -78,10 +80,17 @@ def test_rows_end_behind_the_last_target():
 
 @pytest.mark.parametrize(
     ("aggregation", "expected"),
-    [("token", [1 / 5] * 5), ("trajectory", [1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6]), ("fixed", [1 / 20] * 5)],
+    [
+        ("token", [1 / 5] * 5),
+        ("trajectory", [1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6]),
+        ("fixed", [1 / 20] * 5),
+    ],
 )
 def test_weights_by_hand(aggregation, expected):
-    made = [chain([(P, [1]), (M, [2, 3])], sample=0, reward=1.0), chain([(P, [1]), (M, [4, 5, 6])], sample=1, reward=0.0)]
+    made = [
+        chain([(P, [1]), (M, [2, 3])], sample=0, reward=1.0),
+        chain([(P, [1]), (M, [4, 5, 6])], sample=1, reward=0.0),
+    ]
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in made]
     batch = make_batch(credits, LossDenominator.of(credits, aggregation, 10), micro_tokens=99)
     assert batch.weights_n.tolist() == pytest.approx(expected)
@@ -119,4 +128,6 @@ def test_length_sorting_bounds_the_padding():
     _, batch = batch_of(random_groups(groups=8, size=8, high=20), micro_tokens=100_000)
     real = sum(len(row.ids) for t in batch.trajectories for row in rows_of(t, 0))
     assert 1 < len(batch.micros) < 10
-    assert sum(micro.ids_bt.numel() for micro in batch.micros) - real <= OVERHEAD_TOKENS * len(batch.micros)
+    assert sum(micro.ids_bt.numel() for micro in batch.micros) - real <= OVERHEAD_TOKENS * len(
+        batch.micros
+    )

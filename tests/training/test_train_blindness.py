@@ -24,9 +24,17 @@ def blinded(source: Path, target: Path) -> Path:
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
     weights = load_file(source / "model.safetensors")
-    mergers = [name for name in weights if ".visual." in name and "merger" in name and ".linear_fc2." in name]
+    mergers = [
+        name
+        for name in weights
+        if ".visual." in name and "merger" in name and ".linear_fc2." in name
+    ]
     assert mergers, sorted(weights)
-    save_file(weights | {name: weights[name] * 0 for name in mergers}, target / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {name: weights[name] * 0 for name in mergers},
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
     return target
 
 

@@ -48,7 +48,10 @@ def test_a_checkpoint_is_a_model_directory(kept, trainer, tiny_dir):
     assert kept.latest().cursor == {"step": 1, "phase": "reinforce", "drawn": [[1, "a"]]}
     model, _ = models.load(path)
     assert fingerprint(model) == fingerprint(trainer.model)
-    assert model.generation_config.eos_token_id == models.load(tiny_dir)[0].generation_config.eos_token_id
+    assert (
+        model.generation_config.eos_token_id
+        == models.load(tiny_dir)[0].generation_config.eos_token_id
+    )
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (path / name).read_bytes() == (tiny_dir / name).read_bytes()
     from transformers import AutoModelForCausalLM
@@ -89,7 +92,9 @@ def test_resume_goes_on_bit_for_bit(kept, trainer, memory):
     assert [one.state() for one in resumed.signals] == [one.state() for one in whole.signals]
     assert all((one.average > 0) == (memory > 0) for one in whole.signals)
     for step in (8, 9, 10):
-        first, second = (t.step(random_groups(step % 3), step=step, steps=12).metrics for t in (whole, resumed))
+        first, second = (
+            t.step(random_groups(step % 3), step=step, steps=12).metrics for t in (whole, resumed)
+        )
         unlike = {name for name in first if first[name] != second[name]}
         assert unlike <= {"train_s", "tokens_per_s"}
     assert fingerprint(whole.model) == fingerprint(resumed.model)
@@ -190,7 +195,9 @@ def test_a_full_disk_leaves_the_last_good_one(kept, trainer, monkeypatch, fails,
             patch.setattr(module, "flush", full)
         else:
             patch.setattr(Checkpoints, "_publish", full)
-        with pytest.raises(TraceError, match=r"step-2 could not be written: the disk (is full|quota)") as caught:
+        with pytest.raises(
+            TraceError, match=r"step-2 could not be written: the disk (is full|quota)"
+        ) as caught:
             kept.save("step-2", trainer, {"step": 2})
     assert str(good) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -201,7 +208,8 @@ def test_a_full_disk_leaves_the_last_good_one(kept, trainer, monkeypatch, fails,
 
 
 def child(body):
-    """Run `body` in a forked process, which has torch loaded already; returns (process id, reading end of its pipe)."""
+    """Run `body` in a forked process, which has torch loaded already; returns (process id,
+    reading end of its pipe)."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -216,9 +224,12 @@ def child(body):
 
 @pytest.mark.parametrize("limit", [100_000, 300_000])
 def test_a_file_that_cannot_grow(kept, trainer, limit):
-    """A real failure of the system in the middle of a file: of the model's, and of the optimizer's."""
+    """A real failure of the system in the middle of a file: of the model's,
+    and of the optimizer's."""
     good = kept.save("step-1", trainer, {"step": 1})
-    sizes = [(good / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors")]
+    sizes = [
+        (good / name).stat().st_size for name in ("model.safetensors", "optimizer.safetensors")
+    ]
     assert sum(size < limit for size in sizes) == (limit == 300_000)
 
     def body(writer):
@@ -232,13 +243,17 @@ def test_a_file_that_cannot_grow(kept, trainer, limit):
     pid, pipe = child(body)
     said = pipe.read().decode()
     os.waitpid(pid, 0)
-    assert re.search(r"step-2 could not be written: a file may not grow so large; the last good one, .*step-1, remains", said)
+    assert re.search(
+        r"step-2 could not be written: a file may not grow so large; the last good one, .*step-1, remains",  # noqa: E501
+        said,
+    )
     assert names(kept) == ["step-1"]
     assert kept.latest().cursor == {"step": 1}
 
 
 def test_killed_while_saving(kept, trainer):
-    """Kills at random instants of a process that does nothing but save: what bears a name is complete, each time."""
+    """Kills at random instants of a process that does nothing but save: what bears a name
+    is complete, each time."""
     rng = random.Random(0)
     expected = fingerprint(trainer.model)
 

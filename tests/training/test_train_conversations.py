@@ -1,4 +1,5 @@
-"""Warm-up from a dataset of conversations: every reply a sampled span, nothing else, through the same renderer."""
+"""Warm-up from a dataset of conversations: every reply a sampled span, nothing else,
+through the same renderer."""
 
 import asyncio
 import json
@@ -68,7 +69,10 @@ def sampled(renderer, trajectory):
 def test_what_the_assistant_says_is_sampled_and_nothing_else(tmp_path):
     renderer, (plain, calling), notes = learned(tmp_path, [PLAIN, CALLING])
     assert notes == []
-    assert [text.removesuffix("<|im_end|>") for text in sampled(renderer, plain)] == ["Hello.", "Bye."]
+    assert [text.removesuffix("<|im_end|>") for text in sampled(renderer, plain)] == [
+        "Hello.",
+        "Bye.",
+    ]
     told = "".join(renderer.decode(span.ids) for span in plain.spans if not span.sampled)
     assert "Be brief." in told
     assert "Bye <|im_end|> now." in told  # as text: the world cannot end a turn
@@ -81,10 +85,13 @@ def test_what_the_assistant_says_is_sampled_and_nothing_else(tmp_path):
 
 
 def test_the_ids_are_those_of_the_template(tmp_path):
-    """Fed ids are those of the whole conversation as the chat template writes it, where it strips nothing."""
+    """Fed ids are those of the whole conversation as the chat template writes it,
+    where it strips nothing."""
     renderer, (calling,), _ = learned(tmp_path, [CALLING], renderer=template_renderer("chatml"))
     said = read_conversation(CALLING, "row")
-    whole = renderer.template.render([*said.opening, said.replies[0], *said.answers[0], said.replies[1]], said.tools)
+    whole = renderer.template.render(
+        [*said.opening, said.replies[0], *said.answers[0], said.replies[1]], said.tools
+    )
     (row,) = calling.samples()
     assert renderer.decode(row.ids).rstrip() == whole.rstrip()
 
@@ -98,16 +105,25 @@ def test_thinking_is_written_as_the_template_does():
 
 
 def test_what_cannot_be_learned_is_left_out_and_counted(tmp_path):
-    long = {"messages": [{"role": "user", "content": "x " * 500}, {"role": "assistant", "content": "y"}]}
+    long = {
+        "messages": [{"role": "user", "content": "x " * 500}, {"role": "assistant", "content": "y"}]
+    }
     silent = {"messages": [{"role": "user", "content": "x"}]}
     first = {"messages": [{"role": "assistant", "content": "x"}]}
     fake = {
         "tools": [ADD],
-        "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<tool_call>nonsense</tool_call>"}],
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "<tool_call>nonsense</tool_call>"},
+        ],
     }
-    _, found, (note,) = learned(tmp_path, [PLAIN, long, silent, first, fake, silent], limits=Limits(context=400))
+    _, found, (note,) = learned(
+        tmp_path, [PLAIN, long, silent, first, fake, silent], limits=Limits(context=400)
+    )
     assert len(found) == 1
-    assert note.startswith("skipped 5 of 6 conversations in said.jsonl: 2 without an assistant message, ")
+    assert note.startswith(
+        "skipped 5 of 6 conversations in said.jsonl: 2 without an assistant message, "
+    )
     for reason in (
         "1 over the context",
         "1 starting with an assistant message",
@@ -150,15 +166,46 @@ tasks = 2
 
 def test_a_run_learns_what_the_dataset_says(tmp_path, capsys):
     rows = [
-        {"messages": [{"role": "user", "content": f"code of {name}"}, {"role": "assistant", "content": "answer 7"}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"code of {name}"},
+                {"role": "assistant", "content": "answer 7"},
+            ]
+        }
         for name in ("amber", "birch", "cedar")
     ]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    assert main(["train", str(tmp_path / "recipe.toml"), "--out", str(tmp_path / "run"), "--display", "none"]) == 0
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "recipe.toml"),
+                "--out",
+                str(tmp_path / "run"),
+                "--display",
+                "none",
+            ]
+        )
+        == 0
+    )
+    metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [row["loss"] for row in metrics if row["phase"] == "warmup"]
     assert len(losses) == 12
     assert losses[-1] < 0.5 * losses[0]
-    assert main(["train", str(tmp_path / "recipe.toml"), "--warmup.dataset", "no.jsonl", "--out", str(tmp_path / "other")]) == 2
+    assert (
+        main(
+            [
+                "train",
+                str(tmp_path / "recipe.toml"),
+                "--warmup.dataset",
+                "no.jsonl",
+                "--out",
+                str(tmp_path / "other"),
+            ]
+        )
+        == 2
+    )
     assert "no such file" in capsys.readouterr().err

@@ -17,7 +17,8 @@ STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "weight_decay"
 
 
 def shifted(made, gaps):
-    """The groups as an engine would have sampled them whose logprobs are lower by `gaps`, one for each trajectory."""
+    """The groups as an engine would have sampled them whose logprobs are lower by `gaps`,
+    one for each trajectory."""
     for g in with_logprobs(Model64(), made):
         for t, gap in zip(g.trajectories, gaps, strict=True):
             for span in t.spans:
@@ -28,7 +29,11 @@ def shifted(made, gaps):
 
 def learn(made, **keys):
     model = Model64()
-    figures = Trainer(model, TrainConfig(**STILL, max_mismatch=1e9, **keys)).step(made, step=0, steps=1).metrics
+    figures = (
+        Trainer(model, TrainConfig(**STILL, max_mismatch=1e9, **keys))
+        .step(made, step=0, steps=1)
+        .metrics
+    )
     return figures, gradient(model)
 
 
@@ -45,7 +50,9 @@ def test_no_disagreement_no_difference():
 def test_weights_multiply_and_what_is_left_out_is_counted():
     """Ratios 1, 1, 1.2 and 6 by trajectory: IcePop leaves the last one out, TIS holds it at 2."""
     gaps = [0.0, 0.0, math.log(1.2), math.log(6.0)]
-    parts = [shifted(random_groups(2), [0.0 if n == k else 99.0 for n in range(4)]) for k in range(4)]
+    parts = [
+        shifted(random_groups(2), [0.0 if n == k else 99.0 for n in range(4)]) for k in range(4)
+    ]
     # A trajectory alone: the others' ratio of e^99 is left out.
     alone = [learn(part, correction="icepop")[1] for part in parts]
     made = shifted(random_groups(2), gaps)
@@ -66,7 +73,9 @@ def test_sequence_corrections_do_not_depend_on_layout_or_branches(kind):
     assert 0 < figures["correction_masked"] < 1
     trees = [Group(g.task, [branched(t) for t in g.trajectories]) for g in made]
     for other, micro_tokens in ((made, 1), (trees, 1), (trees, 4096)):
-        again, found = learn(other, correction=kind, minibatches=2, epochs=2, micro_tokens=micro_tokens)
+        again, found = learn(
+            other, correction=kind, minibatches=2, epochs=2, micro_tokens=micro_tokens
+        )
         assert distance(found, base) < 1e-9
         assert again["correction_ess"] == pytest.approx(figures["correction_ess"])
 
@@ -75,11 +84,17 @@ def test_a_correction_needs_logprobs():
     made = shifted(random_groups(4), [0.0] * 4)
     span = next(s for s in made[0].trajectories[0].spans if s.sampled)
     span.logprobs = [None] * len(span.ids)
-    with pytest.raises(ConfigError, match=r"train\.correction = 'tis' needs a logprob for every sampled id; .* to 'none'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.correction = 'tis' needs a logprob for every sampled id; .* to 'none'",
+    ):
         learn(made, correction="tis")
 
 
-@pytest.mark.parametrize(("keys", "stops"), [({"max_mismatch_kl": 0.1}, True), ({"max_mismatch_kl": 0.5}, False), ({}, False)])
+@pytest.mark.parametrize(
+    ("keys", "stops"),
+    [({"max_mismatch_kl": 0.1}, True), ({"max_mismatch_kl": 0.5}, False), ({}, False)],
+)
 def test_a_mean_divergence_over_its_bound_stops_the_step(keys, stops):
     made = shifted(random_groups(5), [0.7, -0.7, 0.7, -0.7])  # k3 is 0.31 and 0.20
     model = Model64()
@@ -88,7 +103,9 @@ def test_a_mean_divergence_over_its_bound_stops_the_step(keys, stops):
     if not stops:
         assert trainer.step(made, step=0, steps=9).metrics["optimizer_steps"] == 1
         return
-    with pytest.raises(SyncError, match=r"sample from different policies: KL.* over train\.max_mismatch_kl = 0\.1") as caught:
+    with pytest.raises(
+        SyncError, match=r"sample from different policies: KL.* over train\.max_mismatch_kl = 0\.1"
+    ) as caught:
         trainer.step(made, step=0, steps=9)
     assert "\n" not in str(caught.value)
     assert fingerprint(model) == before

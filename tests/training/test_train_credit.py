@@ -1,4 +1,5 @@
-"""Credit by turn, loss scales, KL estimators and penalties: by hand, by enumeration, and in the account of every id."""
+"""Credit by turn, loss scales, KL estimators and penalties: by hand, by enumeration, and in
+the account of every id."""
 
 import itertools
 import math
@@ -14,11 +15,24 @@ from train_model64 import Model64
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.training import TRAINED, Trainer, trainable_tokens
-from turnwright.training.advantages import CreditSettings, TokenWeights, advantages, discounted_returns, last_round, loss_scale
+from turnwright.training.advantages import (
+    CreditSettings,
+    TokenWeights,
+    advantages,
+    discounted_returns,
+    last_round,
+    loss_scale,
+)
 from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
 from turnwright.types import Group, Message, RowReward, Task, Turn
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 def episode(replies, rewards, *, own=0.0, sample=0, roles=None):
@@ -30,21 +44,40 @@ def episode(replies, rewards, *, own=0.0, sample=0, roles=None):
     for turn in range(len(replies)):
         said = (Message(roles[turn] if roles else "user", "x"),)
         made.turns.append(
-            Turn("main", 2 * turn, 0, (1 + 2 * turn,), said, Message("assistant", "y"), parent=turn - 1, reward=rewards[turn])
+            Turn(
+                "main",
+                2 * turn,
+                0,
+                (1 + 2 * turn,),
+                said,
+                Message("assistant", "y"),
+                parent=turn - 1,
+                reward=rewards[turn],
+            )
         )
     return made
 
 
 def by_turn(ledger):
     """The advantage of each turn's first id, by trajectory."""
-    return [c.advantages_of([(index, 0) for t in c.trajectory.turns for index in t.spans]) for c in ledger.credits]
+    return [
+        c.advantages_of([(index, 0) for t in c.trajectory.turns for index in t.spans])
+        for c in ledger.credits
+    ]
 
 
 def in_rows(rewards, sample=0, added=0.0):
     """A trajectory whose replies are rows of their own, of one id each, with their rewards."""
-    made = branched(episode([[3 + number + 2 * sample] for number in range(len(rewards))], [0.0] * len(rewards), sample=sample))
+    made = branched(
+        episode(
+            [[3 + number + 2 * sample] for number in range(len(rewards))],
+            [0.0] * len(rewards),
+            sample=sample,
+        )
+    )
     made.turns = [
-        Turn("main", 2 * number, 0, (2 * number + 1,), (), Message("assistant", "y")) for number in range(len(rewards))
+        Turn("main", 2 * number, 0, (2 * number + 1,), (), Message("assistant", "y"))
+        for number in range(len(rewards))
     ]
     made.row_rewards = [RowReward(reward, (number,)) for number, reward in enumerate(rewards)]
     made.reward = math.fsum(rewards) / len(rewards) + added
@@ -59,7 +92,12 @@ def test_returns_by_hand():
     assert discounted_returns([1.0, 2.0], 1.0) == [3.0, 2.0]
 
 
-TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), episode([[6]], [4.0], sample=1)])]
+TWO = [
+    Group(
+        Task("t", id="t"),
+        [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), episode([[6]], [4.0], sample=1)],
+    )
+]
 
 
 @pytest.mark.parametrize(
@@ -73,15 +111,27 @@ TWO = [Group(Task("t", id="t"), [episode([[3], [4, 5]], [1.0, 2.0], own=0.5), ep
         (
             "std",
             1.0,
-            [[-0.25 / (math.sqrt(1.625) + 1e-4), 1.25 / (math.sqrt(1.625) + 1e-4)], [0.25 / (math.sqrt(1.625) + 1e-4)]],
+            [
+                [-0.25 / (math.sqrt(1.625) + 1e-4), 1.25 / (math.sqrt(1.625) + 1e-4)],
+                [0.25 / (math.sqrt(1.625) + 1e-4)],
+            ],
         ),
         # tokens 3.5, 2.5, 2.5, 4: mean 3.125, variance 0.421875
-        ("batch", 1.0, [[v / (math.sqrt(0.421875) + 1e-4) for v in (0.375, -0.625)], [0.875 / (math.sqrt(0.421875) + 1e-4)]]),
+        (
+            "batch",
+            1.0,
+            [
+                [v / (math.sqrt(0.421875) + 1e-4) for v in (0.375, -0.625)],
+                [0.875 / (math.sqrt(0.421875) + 1e-4)],
+            ],
+        ),
     ],
 )
 def test_turn_advantages_by_hand(kind, discount, expected):
     found = by_turn(advantages(TWO, CreditSettings(kind, credit="turn", discount=discount)))
-    assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
+    assert [value for row in found for value in row] == pytest.approx(
+        [value for row in expected for value in row], abs=1e-12
+    )
 
 
 ROWS = [Group(Task("t", id="t"), [in_rows([1.0, 0.0, 0.5]), in_rows([1.0], 1, added=0.25)])]
@@ -94,23 +144,43 @@ ROWS = [Group(Task("t", id="t"), [in_rows([1.0, 0.0, 0.5]), in_rows([1.0], 1, ad
         ("mean", [[0.125, -0.875, -0.375], [0.375]]),
         ("rloo", [[-0.25, -1.25, -0.75], [0.75]]),
         # (0.125 ** 2 + 0.875 ** 2 + 0.375 ** 2) / 3 + 0.375 ** 2 over 2 - 1
-        ("std", [[v / (math.sqrt(0.921875 / 3 + 0.140625) + 1e-4) for v in row] for row in ([0.125, -0.875, -0.375], [0.375])]),
+        (
+            "std",
+            [
+                [v / (math.sqrt(0.921875 / 3 + 0.140625) + 1e-4) for v in row]
+                for row in ([0.125, -0.875, -0.375], [0.375])
+            ],
+        ),
         # ids 1, 0, 0.5, 1.25: mean 0.6875
-        ("batch", [[v / (math.sqrt(0.23046875) + 1e-4) for v in row] for row in ([0.3125, -0.6875, -0.1875], [0.5625])]),
+        (
+            "batch",
+            [
+                [v / (math.sqrt(0.23046875) + 1e-4) for v in row]
+                for row in ([0.3125, -0.6875, -0.1875], [0.5625])
+            ],
+        ),
     ],
 )
 @pytest.mark.parametrize("credit", ["trajectory", "turn"])
 def test_advantages_of_rows_by_hand(kind, expected, credit):
     """Each row's own reward against the mean of the episodes' means."""
     found = by_turn(advantages(ROWS, CreditSettings(kind, credit=credit, discount=0.5)))
-    assert [value for row in found for value in row] == pytest.approx([value for row in expected for value in row], abs=1e-12)
+    assert [value for row in found for value in row] == pytest.approx(
+        [value for row in expected for value in row], abs=1e-12
+    )
 
 
 def test_rows_give_a_signal_where_the_episodes_are_equal():
     rewards = [[1.0, 0.0], [0.0, 1.0]]
-    credits = advantages([Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])], CreditSettings("mean"))
+    credits = advantages(
+        [Group(Task("t", id="t"), [in_rows(row, n) for n, row in enumerate(rewards)])],
+        CreditSettings("mean"),
+    )
     assert by_turn(credits) == [[0.5, -0.5], [-0.5, 0.5]]
-    same = advantages([Group(Task("t", id="t"), [in_rows([0.5, 0.5], n) for n in range(2)])], CreditSettings("mean"))
+    same = advantages(
+        [Group(Task("t", id="t"), [in_rows([0.5, 0.5], n) for n in range(2)])],
+        CreditSettings("mean"),
+    )
     assert {one.reason for one in same.credits} == {"no_signal"}
 
 
@@ -139,9 +209,17 @@ def test_the_gradient_is_that_of_each_row_with_its_advantage():
 
 
 def test_turns_give_a_signal_where_the_sums_are_equal():
-    made = [Group(Task("t", id="t"), [episode([[3], [4]], [1.0, 0.0]), episode([[3], [4]], [0.0, 1.0], sample=1)])]
+    made = [
+        Group(
+            Task("t", id="t"),
+            [episode([[3], [4]], [1.0, 0.0]), episode([[3], [4]], [0.0, 1.0], sample=1)],
+        )
+    ]
     assert [c.reason for c in advantages(made).credits] == ["no_signal"] * 2
-    assert by_turn(advantages(made, CreditSettings("rloo", credit="turn"))) == [[0.0, -1.0], [0.0, 1.0]]
+    assert by_turn(advantages(made, CreditSettings("rloo", credit="turn"))) == [
+        [0.0, -1.0],
+        [0.0, 1.0],
+    ]
 
 
 STOP, GO = 8, 9
@@ -151,21 +229,34 @@ PATHS = [(STOP,), (GO, STOP), (GO, GO, STOP), (GO, GO, GO)]
 
 
 def path(actions, sample=0):
-    return episode([[a] for a in actions], [PAID[a][turn] for turn, a in enumerate(actions)], sample=sample)
+    return episode(
+        [[a] for a in actions], [PAID[a][turn] for turn, a in enumerate(actions)], sample=sample
+    )
 
 
 def chance(model, trajectory):
     """The log-probability of a trajectory under a model that can say nothing but stop and go."""
     (sample,) = trajectory.samples()
-    logits = model(torch.tensor([sample.ids]), torch.arange(len(sample.ids))[None]).logits[0][:, [STOP, GO]]
+    logits = model(torch.tensor([sample.ids]), torch.arange(len(sample.ids))[None]).logits[0][
+        :, [STOP, GO]
+    ]
     logp = torch.log_softmax(logits, -1)
-    return sum(logp[i - 1, sample.ids[i] - STOP] for i, weight in enumerate(sample.weights) if weight)
+    return sum(
+        logp[i - 1, sample.ids[i] - STOP] for i, weight in enumerate(sample.weights) if weight
+    )
 
 
 def enumerated(kind, credit, discount=1.0, aggregation="fixed"):
-    """The exact mean of the trainer's gradient over all groups of two, and the gradient of the expected return."""
+    """The exact mean of the trainer's gradient over all groups of two, and the gradient
+    of the expected return."""
     model = Model64()
-    keys = {"advantage": kind, "credit": credit, "discount": discount, "aggregation": aggregation, "fixed_length": 1}
+    keys = {
+        "advantage": kind,
+        "credit": credit,
+        "discount": discount,
+        "aggregation": aggregation,
+        "fixed_length": 1,
+    }
     trainer = Trainer(model, TrainConfig(**keys, **STILL), banned_ids=set(range(50)) - {STOP, GO})
     odds = [float(chance(model, path(actions)).exp()) for actions in PATHS]
     assert math.fsum(odds) == pytest.approx(1.0)
@@ -175,14 +266,17 @@ def enumerated(kind, credit, discount=1.0, aggregation="fixed"):
         trainer.step([Group(Task("t", id="t"), [path(first), path(second, 1)])], step=0, steps=1)
         total = total - p * q * gradient(model)
     model.zero_grad()
-    sum(chance(model, path(a)).exp() * sum(PAID[x][k] for k, x in enumerate(a)) for a in PATHS).backward()
+    sum(
+        chance(model, path(a)).exp() * sum(PAID[x][k] for k, x in enumerate(a)) for a in PATHS
+    ).backward()
     return total, gradient(model)
 
 
 @pytest.mark.parametrize(("kind", "share"), [("rloo", 1.0), ("mean", 0.5)])
 @pytest.mark.parametrize("credit", ["turn", "trajectory"])
 def test_the_gradient_is_unbiased(kind, share, credit):
-    """By enumeration of all pairs of trajectories, whose ends differ, through the whole trainer in float64."""
+    """By enumeration of all pairs of trajectories, whose ends differ, through the
+    whole trainer in float64."""
     found, exact = enumerated(kind, credit)
     assert (found - share * exact).norm() < 1e-12 * exact.norm()
 
@@ -206,7 +300,10 @@ def test_last_round_by_hand():
     roles = ["user", "tool", "user", "tool"]
     made = episode([[3, 4], [5], [6, 7, 8], [9]], [0.0] * 4, roles=roles)
     weights = last_round(made)
-    assert {span: list(given) for span, given in weights.by_span.items()} == {1: [0.0, 0.0], 3: [0.0]}
+    assert {span: list(given) for span, given in weights.by_span.items()} == {
+        1: [0.0, 0.0],
+        3: [0.0],
+    }
     whole = [Group(made.task, [made, episode([[3]], [1.0], sample=1)])]
     ledger = advantages(whole, CreditSettings(scale=last_round))
     assert ledger.tokens == {TRAINED: 5, "earlier_round": 3}
@@ -220,13 +317,29 @@ def own(tmp_path, body):
 
 
 def test_weights_multiply_the_loss_of_their_tokens(tmp_path):
-    made = [Group(Task("t", id="t"), [episode([[3, 4], [5, 6]], [1.0, 0.0]), episode([[6, 5], [3, 4]], [0.0, 0.0], sample=1)])]
+    made = [
+        Group(
+            Task("t", id="t"),
+            [
+                episode([[3, 4], [5, 6]], [1.0, 0.0]),
+                episode([[6, 5], [3, 4]], [0.0, 0.0], sample=1),
+            ],
+        )
+    ]
     plain = {**STILL, "aggregation": "fixed", "fixed_length": 1}
 
     def learned(body):
         model = Model64()
-        spec = "default" if body is None else own(tmp_path, f"def weigh(trajectory):\n    return {body}\n")
-        figures = Trainer(model, TrainConfig(**plain, loss_scale=spec)).step(made, step=0, steps=1).metrics
+        spec = (
+            "default"
+            if body is None
+            else own(tmp_path, f"def weigh(trajectory):\n    return {body}\n")
+        )
+        figures = (
+            Trainer(model, TrainConfig(**plain, loss_scale=spec))
+            .step(made, step=0, steps=1)
+            .metrics
+        )
         return gradient(model), figures
 
     first, seen = learned("[1, 0]")
@@ -267,12 +380,21 @@ def test_wrong_weights_are_refused(tmp_path, body, said):
 
 
 @settings(max_examples=100, deadline=None)
-@given(groups(sampled_roots=True), st.sampled_from(("std", "rloo", "batch", "group_batch")), st.integers(0, 99))
+@given(
+    groups(sampled_roots=True),
+    st.sampled_from(("std", "rloo", "batch", "group_batch")),
+    st.integers(0, 99),
+)
 def test_invariant_1_with_weights(made, kind, seed):
     def scale(trajectory):
         spans = enumerate(trajectory.spans)
         return TokenWeights(
-            {i: [float((seed + i + n) % 3) for n in range(len(s.ids))] for i, s in spans if s.sampled}, "loss_scale"
+            {
+                i: [float((seed + i + n) % 3) for n in range(len(s.ids))]
+                for i, s in spans
+                if s.sampled
+            },
+            "loss_scale",
         )
 
     ledger = advantages(made, CreditSettings(kind, credit="turn", discount=0.9, scale=scale))
@@ -291,7 +413,10 @@ def test_invariant_1_with_weights(made, kind, seed):
 
 
 def test_estimators_by_hand():
-    logp, reference = torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double()
+    logp, reference = (
+        torch.tensor([math.log(0.5)]).double(),
+        torch.tensor([math.log(0.25)]).double(),
+    )
     assert k1(logp, reference).item() == pytest.approx(math.log(2))
     assert k2(logp, reference).item() == pytest.approx(math.log(2) ** 2 / 2)
     assert k3(logp, reference).item() == pytest.approx(0.5 - 1 + math.log(2))
@@ -299,7 +424,8 @@ def test_estimators_by_hand():
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_means_and_gradients_of_the_estimators(name):
-    """By enumeration over seven ids: what each estimates, and where its gradient in a loss leads."""
+    """By enumeration over seven ids: what each estimates, and where its
+    gradient in a loss leads."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
     q = torch.log_softmax(torch.randn(7, generator=generator, dtype=torch.float64), 0)
@@ -328,10 +454,18 @@ OWNERS = torch.tensor([0, 1, 1, 0])
         ("tis", {"correction_high": 3.0}, [0.1, 1.5, 1.9, 3.0]),
         ("icepop", {}, [0.0, 1.5, 1.9, 4.0]),
         ("icepop", {"correction_low": 0.05, "correction_high": 1.8}, [0.1, 1.5, 0.0, 0.0]),
-        ("sequence_mis", {}, [0.4, 2.85, 2.85, 0.4]),  # products 0.4 and 2.85, whatever rows the tokens are in
+        (
+            "sequence_mis",
+            {},
+            [0.4, 2.85, 2.85, 0.4],
+        ),  # products 0.4 and 2.85, whatever rows the tokens are in
         ("sequence_mis", {"correction_high": 2.8}, [0.4, 0.0, 0.0, 0.4]),
         ("sequence_mis_mean", {}, [0.0] * 4),
-        ("sequence_mis_mean", {"correction_low": 0.6, "correction_high": 1.6}, [1.0, 0.0, 0.0, 1.0]),  # 0.63 and 1.69
+        (
+            "sequence_mis_mean",
+            {"correction_low": 0.6, "correction_high": 1.6},
+            [1.0, 0.0, 0.0, 1.0],
+        ),  # 0.63 and 1.69
     ],
 )
 def test_corrections_by_hand(kind, bounds, expected):

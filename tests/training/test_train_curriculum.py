@@ -32,17 +32,22 @@ class Short(Last):
 class Raises(Last):
     def weights(self, keys): return [1 / 0 for key in keys]
 class Other: pass
-"""
+"""  # noqa: E501
 
 
 def world(name, count, weight=1.0):
     made = SimpleNamespace(name=name, weight=weight)
-    made.tasks = lambda split, n, seed: [Task(f"{name} {i}", id=f"{name}-{i}", info={"kind": i % 3}) for i in range(count)]
+    made.tasks = lambda split, n, seed: [
+        Task(f"{name} {i}", id=f"{name}-{i}", info={"kind": i % 3}) for i in range(count)
+    ]
     return made
 
 
 def config_of(*samplers, key=None, adapt=None, mode="sync", staleness=2, groups=4):
-    envs = tuple(EnvConfig(use="hop", sampler=name, key=None if name == "uniform" else key) for name in samplers)
+    envs = tuple(
+        EnvConfig(use="hop", sampler=name, key=None if name == "uniform" else key)
+        for name in samplers
+    )
     schedule = ScheduleConfig(mode=mode, staleness=staleness)
     return RunConfig(env=envs, rollout=RolloutConfig(groups=groups, adapt=adapt), schedule=schedule)
 
@@ -50,7 +55,14 @@ def config_of(*samplers, key=None, adapt=None, mode="sync", staleness=2, groups=
 def plan_of(config, worlds=None, state=None, step=0):
     worlds = worlds or [world(f"w{i}", 12) for i in range(len(config.env))]
     curriculum = Curriculum.of(config, worlds)
-    plan = TaskPlan(worlds, steps=9, groups=config.rollout.groups, held_out=0, seed=config.seed, curriculum=curriculum)
+    plan = TaskPlan(
+        worlds,
+        steps=9,
+        groups=config.rollout.groups,
+        held_out=0,
+        seed=config.seed,
+        curriculum=curriculum,
+    )
     plan.begin(state, step)
     return plan
 
@@ -58,7 +70,12 @@ def plan_of(config, worlds=None, state=None, step=0):
 def played(choices, step, rate):
     """Four episodes a task, of which `rate` succeed."""
     return [
-        chain([(P, [1]), (M, [2])], task=choice.task.id, sample=sample, reward=float(sample < 4 * rate(choice.task.id)))
+        chain(
+            [(P, [1]), (M, [2])],
+            task=choice.task.id,
+            sample=sample,
+            reward=float(sample < 4 * rate(choice.task.id)),
+        )
         for choice in choices
         for sample in range(4)
     ]
@@ -101,9 +118,15 @@ def test_adapt_without_tables_of_environments_keeps_the_draws_of_one():
 
 def test_uniform_beside_a_sampler_draws_what_it_draws_alone():
     """The environment's own draws are the passes of a run without a curriculum."""
-    alone, beside = plan_of(config_of("uniform", "uniform")), plan_of(config_of("uniform", "window"))
+    alone, beside = (
+        plan_of(config_of("uniform", "uniform")),
+        plan_of(config_of("uniform", "window")),
+    )
     for step in range(8):
-        first = [[c.task.id for c in plan.step(step) if c.task.id.startswith("w0/")] for plan in (alone, beside)]
+        first = [
+            [c.task.id for c in plan.step(step) if c.task.id.startswith("w0/")]
+            for plan in (alone, beside)
+        ]
         assert first[0] == first[1]
         beside.observe(step, played(beside.step(step), step, lambda id: 0.5))
 
@@ -117,7 +140,11 @@ cases = st.tuples(
 ).filter(lambda case: case[2] is not None or set(case[0]) != {"uniform"})
 
 
-@given(case=cases, stop=st.integers(1, 7), rates=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=12, max_size=12))
+@given(
+    case=cases,
+    stop=st.integers(1, 7),
+    rates=st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=12, max_size=12),
+)
 def test_a_plan_restored_at_any_step_draws_the_same(case, stop, rates):
     names, key, adapt, mode, staleness = case
     config = config_of(*names, key=key, adapt=adapt, mode=mode, staleness=staleness)
@@ -148,13 +175,18 @@ def test_each_rewarded_group_is_observed_once_replaced_ones_too(rates, replaced)
         if by_id.get(trajectory.task.id, 0.0) is None:
             trajectory.reward = None
     plan.observe(0, found)
-    assert seen == [(id, rate) for id, rate in by_id.items() if rate is not None] + [(one.task.id, 0.0) for one in spare]
+    assert seen == [(id, rate) for id, rate in by_id.items() if rate is not None] + [
+        (one.task.id, 0.0) for one in spare
+    ]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_the_draw_of_an_asynchronous_step_depends_on_steps_before_its_staleness_only(staleness):
     plans = [plan_of(config_of("window", mode="async", staleness=staleness)) for _ in range(2)]
-    found = [drawn(plan, 6, rate) for plan, rate in zip(plans, (lambda id: 0.0, lambda id: 0.5), strict=True)]
+    found = [
+        drawn(plan, 6, rate)
+        for plan, rate in zip(plans, (lambda id: 0.0, lambda id: 0.5), strict=True)
+    ]
     same = [ids == others for ids, others in zip(*found, strict=True)]
     assert all(same[: staleness + 1])
     assert not all(same)
@@ -177,7 +209,11 @@ def test_a_sampler_prefers_tasks_with_signal_and_draws_every_other_one_at_last(n
 
 def test_tasks_of_a_key_share_statistics_and_come_once_before_any_comes_twice():
     plan = plan_of(config_of("window", key="kind"), [world("w0", 60)])
-    ids = [id for step in drawn(plan, 10, lambda id: 0.5 if int(id[3:]) % 3 == 1 else 0.0)[2:] for id in step]
+    ids = [
+        id
+        for step in drawn(plan, 10, lambda id: 0.5 if int(id[3:]) % 3 == 1 else 0.0)[2:]
+        for id in step
+    ]
     of_kind = [id for id in ids if int(id[3:]) % 3 == 1]
     assert len(of_kind) > len(ids) * 0.6
     assert max(map(of_kind.count, of_kind)) <= 1 + len(of_kind) // 20

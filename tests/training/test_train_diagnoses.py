@@ -35,11 +35,14 @@ def calculator(expression: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("say", "fires"), [("42", True), ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', False)]
+    ("say", "fires"),
+    [("42", True), ('<tool_call>{"name": "calculator", "arguments": {}}</tool_call>', False)],
 )
 def test_a_model_that_never_calls_its_tool(say, fires):
     env = tw.tool_env(
-        tools=[calculator], reward=lambda trajectory: len(trajectory.key.task) / 100 + trajectory.key.sample, max_turns=2
+        tools=[calculator],
+        reward=lambda trajectory: len(trajectory.key.task) / 100 + trajectory.key.sample,
+        max_turns=2,
     )
     tasks = [tw.Task("6 * 7?"), tw.Task("6 * 8?")]
     played = tw.rollout(env, tasks, engine=tw.ScriptedEngine([say, "42"]), samples=2)
@@ -71,8 +74,12 @@ def play(env):
 
 
 def test_one_part_of_the_reward_and_ties_and_truncation():
-    reward = tw.rewards(form=lambda trajectory: 1.0, right=lambda trajectory: float(trajectory.key.sample % 2))
-    assert names([row(play(tw.tool_env(tools=[calculator], reward=reward)))] * LAST) == ["one part of the reward dominates"]
+    reward = tw.rewards(
+        form=lambda trajectory: 1.0, right=lambda trajectory: float(trajectory.key.sample % 2)
+    )
+    assert names([row(play(tw.tool_env(tools=[calculator], reward=reward)))] * LAST) == [
+        "one part of the reward dominates"
+    ]
     assert names([row(play(Talks))] * LAST) == []
     found = names([row(play(Endless))] * LAST)
     assert "everything truncated" in found
@@ -94,7 +101,10 @@ def steps(model, spoil):
             spoil(model, None)
         if number >= LAST:
             spoil(None, groups)
-        rows.append({"phase": "train", "success": 0.5} | trainer.step(groups, step=number, steps=2 * LAST).metrics)
+        rows.append(
+            {"phase": "train", "success": 0.5}
+            | trainer.step(groups, step=number, steps=2 * LAST).metrics
+        )
     return rows
 
 
@@ -133,7 +143,9 @@ def test_a_warm_up_that_cannot_meet_its_gate(tmp_path):
             train={"steps": 1},
             eval={"tasks": 2},
         )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert names(rows) == ["the warmup gate is not met"]
 
 
@@ -142,7 +154,15 @@ def test_a_model_whose_task_needs_no_looking(tmp_path, capfd):
         """Pays whatever is said, seen or not."""
 
         def reset(self, task, *, seed=None):
-            return [{"role": "user", "content": [{"type": "image", "image": tw_image()}, {"type": "text", "text": "Say."}]}]
+            return [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "image", "image": tw_image()},
+                        {"type": "text", "text": "Say."},
+                    ],
+                }
+            ]
 
         def step(self, action):
             return tw.Step("so", reward=1.0, terminated=True)

@@ -16,7 +16,13 @@ from turnwright.training.policies import Policies, Policy
 from turnwright.training.task_plan import TaskChoice, play_with_dynamic_sampling
 from turnwright.types import Group, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 def policies(config):
@@ -27,7 +33,9 @@ def policies(config):
 
 def world(name, count, weight=1.0):
     made = SimpleNamespace(name=name, weight=weight)
-    made.tasks = lambda split, n, seed: [Task(f"{name} {i}", id=f"{name}-{i}") for i in range(count)]
+    made.tasks = lambda split, n, seed: [
+        Task(f"{name} {i}", id=f"{name}-{i}") for i in range(count)
+    ]
     made.train_and_eval_tasks = lambda n, share, seed: (made.tasks("train", n, seed), [])
     return made
 
@@ -39,7 +47,12 @@ def plan(*worlds, groups=4):
 def played(choices, rewards, lengths=(3, 3)):
     """Two trajectories a task, whose rewards `rewards` gives by the task's id."""
     return [
-        chain([(P, [1, 2]), (M, [3] * lengths[sample])], task=choice.task.id, sample=sample, reward=reward)
+        chain(
+            [(P, [1, 2]), (M, [3] * lengths[sample])],
+            task=choice.task.id,
+            sample=sample,
+            reward=reward,
+        )
         for choice in choices
         for sample, reward in enumerate(rewards(choice.task.id))
     ]
@@ -59,32 +72,51 @@ def groups(plan_, config, rewards, step=0):
 def test_groups_without_signal_are_replaced_until_none_is_left():
     whole = plan(world("a", 20))
     hopeless = {choice.task.id for choice in whole.step(0)[:3]}
-    found, refilled, turns = groups(whole, TrainConfig(algorithm="dapo"), lambda id_: (0.0, float(id_ not in hopeless)))
+    found, refilled, turns = groups(
+        whole, TrainConfig(algorithm="dapo"), lambda id_: (0.0, float(id_ not in hopeless))
+    )
     assert [len(turn) for turn in turns] == [4, 3]
     assert refilled == 3
     assert len({id_ for turn in turns for id_ in turn}) == 7  # no task twice in a step
     assert len(found) == 14
-    assert groups(whole, TrainConfig(algorithm="dapo"), lambda id_: (0.0, float(id_ not in hopeless)))[2] == turns
+    assert (
+        groups(whole, TrainConfig(algorithm="dapo"), lambda id_: (0.0, float(id_ not in hopeless)))[
+            2
+        ]
+        == turns
+    )
     assert groups(whole, TrainConfig(), lambda id_: (0.0, 0.0))[1:] == (0, turns[:1])
 
 
 def test_it_ends_after_so_many_times_and_where_tasks_end():
     config = TrainConfig(algorithm="dapo", refill=2)
-    assert [len(turn) for turn in groups(plan(world("a", 50)), config, lambda _: (1.0, 1.0))[2]] == [4, 4, 4]
-    assert [len(turn) for turn in groups(plan(world("a", 6)), config, lambda _: (1.0, 1.0))[2]] == [4, 2]
-    assert [len(turn) for turn in groups(plan(world("a", 4)), config, lambda _: (1.0, 1.0))[2]] == [4]
+    assert [
+        len(turn) for turn in groups(plan(world("a", 50)), config, lambda _: (1.0, 1.0))[2]
+    ] == [4, 4, 4]
+    assert [len(turn) for turn in groups(plan(world("a", 6)), config, lambda _: (1.0, 1.0))[2]] == [
+        4,
+        2,
+    ]
+    assert [len(turn) for turn in groups(plan(world("a", 4)), config, lambda _: (1.0, 1.0))[2]] == [
+        4
+    ]
 
 
 def test_replaced_by_tasks_of_the_same_world():
     both = plan(world("a", 20), world("b", 20))
-    _, _, turns = groups(both, TrainConfig(refill=1), lambda id_: (0.0, float(id_.startswith("a/"))))
+    _, _, turns = groups(
+        both, TrainConfig(refill=1), lambda id_: (0.0, float(id_.startswith("a/")))
+    )
     assert turns[1]
     assert len(turns[1]) == sum(id_.startswith("b/") for id_ in turns[0])
     assert all(id_.startswith("b/") for id_ in turns[1])
 
 
 def test_failures_are_not_replaced():
-    made = played([TaskChoice(None, Task("x", id="x")), TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
+    made = played(
+        [TaskChoice(None, Task("x", id="x")), TaskChoice(None, Task("y", id="y"))],
+        lambda _: (1.0, 1.0),
+    )
     made[0].reward = None
     rows = [Group(made[0].task, made[:2]), Group(made[2].task, made[2:])]
     assert policies(TrainConfig(refill=1)).tied_groups(rows) == {"y"}
@@ -100,7 +132,10 @@ def test_lengths_that_cost_reward_are_a_signal():
 def test_what_is_filtered_stands_in_no_denominator():
     signal = played([TaskChoice(None, Task("x", id="x"))], lambda _: (0.0, 1.0))
     flat = played([TaskChoice(None, Task("y", id="y"))], lambda _: (1.0, 1.0))
-    alone, both = [Group(signal[0].task, signal)], [Group(signal[0].task, signal), Group(flat[0].task, flat)]
+    alone, both = (
+        [Group(signal[0].task, signal)],
+        [Group(signal[0].task, signal), Group(flat[0].task, flat)],
+    )
 
     def norm(rows, **config):
         return Trainer(Model64(), TrainConfig(**STILL | config)).step(rows, step=0, steps=1).metrics

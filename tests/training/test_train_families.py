@@ -1,4 +1,5 @@
-"""The trainer's logprobs on models of several families, against each row alone through the stock model."""
+"""The trainer's logprobs on models of several families, against each row alone
+through the stock model."""
 
 import importlib
 
@@ -11,7 +12,13 @@ from turnwright.training import LossDenominator, Trainer, make_batch
 from turnwright.training.advantages import advantages
 from turnwright.types import Group
 
-SMALL = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 HEADS = {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -21,12 +28,20 @@ FAMILIES = {
     "qwen3": ("Qwen3", SMALL | HEADS | {"tie_word_embeddings": True}, "plain"),
     "qwen3_moe": ("Qwen3Moe", SMALL | HEADS | MOE, "plain"),
     # Soft-capped logits, and a window shorter than the rows.
-    "gemma2": ("Gemma2", SMALL | HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 8}, "cap"),
+    "gemma2": (
+        "Gemma2",
+        SMALL | HEADS | {"final_logit_softcapping": 2.0, "sliding_window": 8},
+        "cap",
+    ),
     # Scaled logits.
     "granite": ("Granite", SMALL | {"num_key_value_heads": 1, "logits_scaling": 4.0}, "over"),
     "cohere": ("Cohere", SMALL | {"num_key_value_heads": 1, "logit_scale": 0.25}, "times"),
     # Learned positions, and a body that is not called `model`.
-    "gpt2": ("GPT2", {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}, "plain"),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 60, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128},
+        "plain",
+    ),
 }
 
 
@@ -53,7 +68,11 @@ def test_logprobs_of_families(family):
         for sample in t.samples():
             with torch.no_grad():
                 logp = torch.log_softmax(model(input_ids=torch.tensor([sample.ids])).logits[0], -1)
-            expected += [float(logp[p - 1, sample.ids[p]]) for p, weight in enumerate(sample.weights) if weight]
+            expected += [
+                float(logp[p - 1, sample.ids[p]])
+                for p, weight in enumerate(sample.weights)
+                if weight
+            ]
     assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-4
     figures = trainer.step(made, step=0, steps=1).metrics
     assert figures["ratio_mean"] == 1.0

@@ -1,4 +1,5 @@
-"""How a run finds its own footing: a gate relative to its demonstrations, an early end, and the way back to a better policy."""
+"""How a run finds its own footing: a gate relative to its demonstrations, an early end, and the way
+back to a better policy."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ class Echo(tw.Env):
     @staticmethod
     def tasks(split, n, seed):
         rng = random.Random(f"{split} {seed} {n}")  # another number of tasks is another list
-        return [tw.Task(info={"word": rng.choice("abcd"), "number": f"{split} {rng.random()}"}) for _ in range(n)]
+        return [
+            tw.Task(info={"word": rng.choice("abcd"), "number": f"{split} {rng.random()}"})
+            for _ in range(n)
+        ]
 
     @staticmethod
     def solver(messages, rng):
@@ -85,7 +89,9 @@ def train(env, out, **sections):
         "train": {"steps": 3, "lr": 0.0},
         "eval": {"tasks": 16, "greedy": False},
     }
-    merged = {name: {**value, **sections.get(name, {})} for name, value in {**sections, **given}.items()}
+    merged = {
+        name: {**value, **sections.get(name, {})} for name, value in {**sections, **given}.items()
+    }
     tw.train(model=tw.tiny(**TINY), env=env, out=out, display="none", **merged)
     return json.loads((out / "summary.json").read_text())
 
@@ -105,7 +111,9 @@ def test_a_gate_is_relative_to_the_demonstrations_unless_it_is_given():
     assert (Gate.of(given, demos).success, Gate.of(given, demos).demo_success) == (0.2, None)
     assert Gate.of(RunConfig(), [demo(None)]).success == NO_DEMONSTRATOR
     score = EvalResult(n=10, successes=3, turns=1.0, reward=0.3, failed=0, counts=())
-    assert "success is 0.30, the gate 0.38 (0.75 of the demonstrations' 0.50)" in gate.unmet(score, 0.0)
+    assert "success is 0.30, the gate 0.38 (0.75 of the demonstrations' 0.50)" in gate.unmet(
+        score, 0.0
+    )
 
 
 def test_rewards_that_differ_are_counted():
@@ -120,7 +128,9 @@ def test_demonstrations_do_not_depend_on_the_steps():
     few, many = ([choice.task.id for choice in plan.demonstrated(spec, 20)] for plan in plans)
     assert few == many
     assert len(set(few)) == 20
-    assert [choice.task.id for choice in plans[0].train] != [choice.task.id for choice in plans[1].train][:2]
+    assert [choice.task.id for choice in plans[0].train] != [
+        choice.task.id for choice in plans[1].train
+    ][:2]
 
 
 def test_demonstrations_are_played_in_the_environment_that_a_function_replaces():
@@ -129,7 +139,11 @@ def test_demonstrations_are_played_in_the_environment_that_a_function_replaces()
 
     spec = replace(as_env_spec(Echo), agent_function=elsewhere)
     plan = TaskPlan([spec], steps=1, groups=2, held_out=4, seed=0)
-    played = asyncio.run(demonstrations([spec], plan, tw.byte_renderer(), RunConfig(warmup=WarmupConfig(demos=8)), "append"))
+    played = asyncio.run(
+        demonstrations(
+            [spec], plan, tw.byte_renderer(), RunConfig(warmup=WarmupConfig(demos=8)), "append"
+        )
+    )
     assert [trajectory.reward for trajectory in played] == [1.0] * 8
 
 
@@ -151,7 +165,9 @@ def test_demonstrations_that_a_limit_cuts(stop, says):
 def test_a_missed_gate_goes_on_where_rewards_differ(tmp_path):
     summary = train(Coin, tmp_path / "run")
     assert summary["warmup_steps"] == 2
-    gates = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    gates = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["gate_passed"] for row in gates if row["phase"] == "gate"] == [False]
 
 
@@ -166,7 +182,9 @@ def test_a_missed_gate_stops_the_run_where_all_rewards_are_equal(tmp_path):
         def pay(self, said):
             return float(said == self.word * 2)
 
-    with pytest.raises(TurnwrightError, match=r"the gate 0.75 \(0.75 of the demonstrations' 1.00\)"):
+    with pytest.raises(
+        TurnwrightError, match=r"the gate 0.75 \(0.75 of the demonstrations' 1.00\)"
+    ):
         train(Nothing, tmp_path / "run")
 
 
@@ -176,8 +194,13 @@ def test_a_gate_that_is_met_is_asked_again(tmp_path):
             return 1.0
 
     train(Paid, tmp_path / "run", train={"steps": 1})
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [(row.get("name"), row["gate_passed"]) for row in rows if row["phase"] == "gate"] == [(None, True), ("again", True)]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [(row.get("name"), row["gate_passed"]) for row in rows if row["phase"] == "gate"] == [
+        (None, True),
+        ("again", True),
+    ]
 
 
 def test_reinforcement_ends_once_the_success_is_reached(tmp_path):
@@ -187,7 +210,9 @@ def test_reinforcement_ends_once_the_success_is_reached(tmp_path):
 
     summary = train(Paid, tmp_path / "run", train={"steps": 9, "lr": 0.0, "stop_success": 0.9})
     assert summary["rl_steps"] == 5
-    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == ["step-00005"]
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == [
+        "step-00005"
+    ]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     tw.train(model=tw.tiny(**TINY), env=Paid, out=tmp_path / "run", display="none", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
@@ -242,25 +267,41 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, mode):
 
 
 def test_an_extended_run_that_is_interrupted_equals_one_that_was_not(tmp_path):
-    """The steps since the last checkpoint are trained again on their episodes, at their learning rates."""
+    """The steps since the last checkpoint are trained again on their episodes, at
+    their learning rates."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for run in (whole, broken):
-        train(Coin, run, train={"steps": 2, "lr": 1e-3, "schedule": "linear"}, checkpoint={"every": 2, "keep": 9})
+        train(
+            Coin,
+            run,
+            train={"steps": 2, "lr": 1e-3, "schedule": "linear"},
+            checkpoint={"every": 2, "keep": 9},
+        )
         resume(Coin, run, train={"steps": 5})
     for name in ("step-00004", "step-00005"):
         shutil.rmtree(broken / "checkpoints" / name)
     (broken / "summary.json").unlink()
     resume(Coin, broken)
-    weights = [(run / "checkpoints" / "step-00005" / "model.safetensors").read_bytes() for run in (whole, broken)]
+    weights = [
+        (run / "checkpoints" / "step-00005" / "model.safetensors").read_bytes()
+        for run in (whole, broken)
+    ]
     assert weights[0] == weights[1]
 
 
 def test_an_extension_keeps_the_tasks_of_the_steps_before():
     spec = as_env_spec(Echo)
-    short, longer = (TaskPlan([spec], steps=steps, groups=2, held_out=4, seed=0) for steps in (3, (3, 6)))
-    ids = [[choice.task.id for step in range(3) for choice in plan.step(step)] for plan in (short, longer)]
+    short, longer = (
+        TaskPlan([spec], steps=steps, groups=2, held_out=4, seed=0) for steps in (3, (3, 6))
+    )
+    ids = [
+        [choice.task.id for step in range(3) for choice in plan.step(step)]
+        for plan in (short, longer)
+    ]
     assert ids[0] == ids[1]
-    assert not set(ids[0]) & {choice.task.id for step in range(3, 6) for choice in longer.step(step)}
+    assert not set(ids[0]) & {
+        choice.task.id for step in range(3, 6) for choice in longer.step(step)
+    }
 
 
 def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
@@ -268,7 +309,10 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
     train(Coin, run)
     before, metrics = (run / "journal.jsonl").read_bytes(), (run / "metrics.jsonl").read_bytes()
     run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
-    line = f"{run} is finished after 3 steps; extend it with: turnwright train --resume {run} --train.steps 6"
+    line = (
+        f"{run} is finished after 3 steps; extend it with: turnwright train --resume {run} "
+        "--train.steps 6"
+    )
     assert watch.notes == [line]
     after = (run / "journal.jsonl").read_bytes()
     assert after.startswith(before)
@@ -278,7 +322,9 @@ def test_a_finished_run_says_so_and_how_to_extend_it(tmp_path):
 
 def test_reinforcement_ends_when_gradients_show_nothing(tmp_path):
     run, watch = tmp_path / "run", Noting()
-    summary = train(Coin, run, train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 3})
+    summary = train(
+        Coin, run, train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 3}
+    )
     assert (summary["rl_steps"], summary["stopped_by"]) == (3, "train.patience")
     assert [row["lr"] for row in rows_of(run, "train")] == [0.0] * 3
     run_training(load_run_config(run), resume=run, watch=watch, env_specs=[as_env_spec(Coin)])
@@ -294,8 +340,17 @@ def test_a_step_with_an_update_starts_the_patience_anew(tmp_path, monkeypatch):
         return float(trainer.updates == 2)
 
     monkeypatch.setattr(Trainer, "signal_share", property(share))
-    train(Coin, tmp_path / "run", train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 2})
-    assert [row["lr"] > 0 for row in rows_of(tmp_path / "run", "train")] == [False, True, False, False]
+    train(
+        Coin,
+        tmp_path / "run",
+        train={"steps": 9, "lr": 1e-3, "gradient_signal_steps": 20, "patience": 2},
+    )
+    assert [row["lr"] > 0 for row in rows_of(tmp_path / "run", "train")] == [
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -349,13 +404,20 @@ class Four(Echo):
 
 
 def test_few_tasks_are_played_more_often(tmp_path):
-    summary = train(Four, tmp_path / "run", eval={"tasks": 64}, train={"steps": 1}, warmup={"gate_success": 0.0})
+    summary = train(
+        Four, tmp_path / "run", eval={"tasks": 64}, train={"steps": 1}, warmup={"gate_success": 0.0}
+    )
     assert (summary["n_eval"], summary["eval_tasks"]) == (66, 3)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()
+    ]
     assert sum(row["key"]["phase"] == "train" for row in rows) == 8
     names = [found.name for found in diagnose([], summary)]
     assert names == ["few held-out tasks"]
-    (line,) = [line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")]
+    (line,) = [
+        line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")
+    ]
     assert line.endswith("on 66 episodes of 3 held-out tasks")
 
 
@@ -364,7 +426,10 @@ def test_a_step_has_as_many_episodes_with_fewer_tasks_than_groups():
     assert (plan.size(0), plan.group_size(0, 8)) == (1, 128)
     plan = TaskPlan([as_env_spec(Echo)], steps=2, groups=16, held_out=3, seed=0)
     assert (plan.size(0), plan.group_size(0, 8)) == (16, 8)
-    assert [eval_samples(*given) for given in ((3, 256, 1), (40, 256, 1), (256, 256, 1), (4, 4, 2), (3, 4, 2))] == [
+    assert [
+        eval_samples(*given)
+        for given in ((3, 256, 1), (40, 256, 1), (256, 256, 1), (4, 4, 2), (3, 4, 2))
+    ] == [
         22,
         2,
         1,
@@ -384,7 +449,9 @@ def test_tasks_of_the_evaluation_are_trained_where_that_is_allowed_and_labeled(t
     assert phases["eval-after-sampled"] < phases["train"]
     assert len(phases["train"]) == 4
     assert "evaluated on trained tasks" in [found.name for found in diagnose([], summary)]
-    (line,) = [line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")]
+    (line,) = [
+        line for line in closing_lines(tmp_path / "run", "again") if line.startswith("success")
+    ]
     assert line.endswith("episodes of tasks that were trained too")
     with pytest.raises(UsageError, match="is in training and held out"):
         TaskPlan([as_env_spec(Both)], steps=2, groups=2, held_out=2, seed=0)
@@ -426,7 +493,8 @@ def test_a_class_that_is_paid_at_the_end_needs_no_reward_function(lifetime, warn
 
 def test_what_cannot_learn_is_named_before_the_start():
     unpaid = as_env_spec(
-        tw.tool_env([count], solver=Echo.solver, tasks=[tw.Task(f"count {n}") for n in range(9)]), name="counts"
+        tw.tool_env([count], solver=Echo.solver, tasks=[tw.Task(f"count {n}") for n in range(9)]),
+        name="counts",
     )
     silent = as_env_spec(Echo)
     fresh, warm = RunConfig(), RunConfig(warmup=WarmupConfig(demos=9))
@@ -434,13 +502,20 @@ def test_what_cannot_learn_is_named_before_the_start():
     assert cannot_learn(warm, [silent]) == []
     assert [f"counts: {NO_REWARD}"] == cannot_learn(warm, [unpaid])
     assert NO_REWARD in "".join(finding.text for finding in check_env(unpaid))
-    with pytest.raises(ConfigError, match=r"warmup.demos = 9, but Echo has no demonstrator or solver"):
+    with pytest.raises(
+        ConfigError, match=r"warmup.demos = 9, but Echo has no demonstrator or solver"
+    ):
         cannot_learn(warm, [replace(silent, solver=None)])
 
 
 def test_a_run_begins_with_why_it_may_learn_nothing(tmp_path):
     watch = Noting()
-    given = {"out": str(tmp_path / "run"), "train": {"steps": 1}, "eval": {"tasks": 2}, "model": tw.tiny(**TINY)}
+    given = {
+        "out": str(tmp_path / "run"),
+        "train": {"steps": 1},
+        "eval": {"tasks": 2},
+        "model": tw.tiny(**TINY),
+    }
     run_training(from_python(given, "a test"), watch=watch, env_specs=[as_env_spec(Echo)])
     assert watch.notes[0] == f"warning: {NO_START}"
 
@@ -459,5 +534,7 @@ def test_few_tasks_are_played_more_often_from_python_too(tmp_path):
         train={"steps": 1},
         eval={"tasks": 1},
     )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["trajectories"] for row in rows if row["phase"] == "train"] == [12]

@@ -1,4 +1,5 @@
-"""Invariants 4 and 5: where a gradient is and is not, and that no layout of the batch changes it."""
+"""Invariants 4 and 5: where a gradient is and is not, and that no layout of
+the batch changes it."""
 
 from dataclasses import replace
 
@@ -15,11 +16,18 @@ from turnwright.training import Trainer
 from turnwright.training.advantages import advantages
 from turnwright.types import Group, Span, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 def learn(model, made, **settings):
-    """One step that leaves the weights as they are: its loss, and the gradient that it left on them."""
+    """One step that leaves the weights as they are: its loss, and the gradient
+    that it left on them."""
     trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
     figures = trainer.step(made, step=0, steps=10).metrics
     return figures["loss"], gradient(model)
@@ -29,13 +37,23 @@ def learn(model, made, **settings):
 
 
 def check_probe(made, shift=0, model=None):
-    """d loss / d logits is 0 but for the positions before a sampled id whose advantage is not 0, moved by `shift`."""
+    """d loss / d logits is 0 but for the positions before a sampled id whose advantage is
+    not 0, moved by `shift`."""
     model = model or Model64(whole=True)
     learn(model, made, micro_tokens=1)  # one row a pass, so that passes can be told apart
-    rows = [(sample, credit.advantage) for credit in advantages(made).trained for sample in credit.trajectory.samples()]
-    probed = [([place for place, weight in enumerate(sample.weights) if weight and place], value) for sample, value in rows]
+    rows = [
+        (sample, credit.advantage)
+        for credit in advantages(made).trained
+        for sample in credit.trajectory.samples()
+    ]
+    probed = [
+        ([place for place, weight in enumerate(sample.weights) if weight and place], value)
+        for sample, value in rows
+    ]
     # Passes come sorted by length; rows of the same length keep their order.
-    probed = sorted(((places, value) for places, value in probed if places), key=lambda row: row[0][-1])
+    probed = sorted(
+        ((places, value) for places, value in probed if places), key=lambda row: row[0][-1]
+    )
     for (places, value), logits in zip(probed, model.logits, strict=True):
         size = logits.grad[0].abs().amax(-1)
         assert size.shape == (places[-1],)
@@ -50,7 +68,9 @@ def check_probe(made, shift=0, model=None):
 def example():
     """Two rewarded chains of different lengths, one of them with a branch."""
     first = chain([(P, [1, 2]), (M, [3, 4]), (E, [5, 6]), (M, [7]), (E, [8])], reward=1.0)
-    second = chain([(P, [1, 2]), (M, [9, 8, 7]), (E, [6]), (M, [5, 4]), (E, [3])], sample=1, reward=0.0)
+    second = chain(
+        [(P, [1, 2]), (M, [9, 8, 7]), (E, [6]), (M, [5, 4]), (E, [3])], sample=1, reward=0.0
+    )
     second.spans.append(Span(P, [11, 12, 13, 14, 15], 1, 4))
     second.spans.append(Span(M, [16, 17], 5, 9, [-1.0, -1.0], 0))
     second.spans.append(Span(M, [18], 6, 11, [-1.0], 0, untrained="rewound"))
@@ -89,7 +109,11 @@ def test_invariant_5_micro_batches(aggregation, micro_tokens):
 
 
 @settings(max_examples=20, deadline=None)
-@given(groups(max_groups=3, max_size=4), st.sampled_from(("token", "trajectory", "fixed")), st.sampled_from((1, 20, 64)))
+@given(
+    groups(max_groups=3, max_size=4),
+    st.sampled_from(("token", "trajectory", "fixed")),
+    st.sampled_from((1, 20, 64)),
+)
 def test_invariant_5_on_random_forests(made, aggregation, micro_tokens):
     if not any(credit.tokens for credit in advantages(made).trained):
         return
@@ -139,7 +163,9 @@ def test_invariant_5_hugging_face_float32(tiny_model, aggregation):
     loss, base = learn(tiny_model, made, aggregation=aggregation)
     trees = [Group(g.task, [branched(t) for t in g.trajectories]) for g in made]
     for other, micro_tokens in ((made, 1), (made, 200), (trees, 4096), (trees, 150)):
-        other_loss, found = learn(tiny_model, other, aggregation=aggregation, micro_tokens=micro_tokens)
+        other_loss, found = learn(
+            tiny_model, other, aggregation=aggregation, micro_tokens=micro_tokens
+        )
         assert distance(found, base) < 5e-6
         assert abs(other_loss - loss) < 1e-5
 

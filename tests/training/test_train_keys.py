@@ -1,4 +1,5 @@
-"""Keys of `[train]` that other systems have too: warm-up, entropy bonus, dual clip, passes, own functions, and more."""
+"""Keys of `[train]` that other systems have too: warm-up, entropy bonus, dual clip, passes,
+own functions, and more."""
 
 import json
 from types import SimpleNamespace
@@ -21,11 +22,19 @@ from turnwright.training.task_plan import with_steps_of_epochs
 from turnwright.training.trainer.optimizer import schedule
 from turnwright.types import Group, StopReason, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 def test_the_learning_rate_rises_then_falls():
-    assert [schedule("linear", step, 6, 2) for step in range(6)] == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25])
+    assert [schedule("linear", step, 6, 2) for step in range(6)] == pytest.approx(
+        [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]
+    )
     assert [schedule("constant", step, 4, 1) for step in range(3)] == [0.5, 1.0, 1.0]
     given = {**STILL, "lr": 1e-2, "schedule": "linear", "lr_warmup_steps": 3}
     trainer = Trainer(Model64(), TrainConfig(**given))
@@ -35,11 +44,18 @@ def test_the_learning_rate_rises_then_falls():
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "cap", "expected", "slope"),
-    [(5.0, -1.0, None, 5.0, True), (5.0, -1.0, 3.0, 3.0, False), (2.0, -1.0, 3.0, 2.0, True), (5.0, 1.0, 3.0, -1.28, False)],
+    [
+        (5.0, -1.0, None, 5.0, True),
+        (5.0, -1.0, 3.0, 3.0, False),
+        (2.0, -1.0, 3.0, 2.0, True),
+        (5.0, 1.0, 3.0, -1.28, False),
+    ],
 )
 def test_the_cap_bounds_the_loss_of_a_negative_advantage(ratio, advantage, cap, expected, slope):
     logp = torch.tensor([ratio]).log().requires_grad_()
-    found = clipped(TokenBatch(logp, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), 0.2, 0.28, cap))
+    found = clipped(
+        TokenBatch(logp, torch.zeros(1), torch.tensor([advantage]), torch.zeros(1), 0.2, 0.28, cap)
+    )
     assert float(found.loss.detach()) == pytest.approx(expected)
     (given,) = torch.autograd.grad(found.loss.sum(), logp)
     assert bool(given.any()) is slope
@@ -50,7 +66,9 @@ def test_the_cap_reaches_the_loss_of_a_step():
     made = [random_groups(1, rewards=(0.0, 1.0))]
     losses = []
     for cap in (None, 1.01):
-        trainer = Trainer(Model64(), TrainConfig(**{**STILL, "lr": 0.05, "epochs": 3}, clip_cap=cap))
+        trainer = Trainer(
+            Model64(), TrainConfig(**{**STILL, "lr": 0.05, "epochs": 3}, clip_cap=cap)
+        )
         losses.append(trainer.step(made[0], step=0, steps=1).metrics["clip_fraction"])
     assert losses[1] > losses[0]
 
@@ -70,7 +88,9 @@ def test_the_gradient_of_the_bonus_is_that_of_the_mean_entropy(micro, temperatur
     made, slopes = random_groups(3, vocabulary=49), []
     for weight in (0.0, 0.3):
         config = TrainConfig(**STILL, entropy=weight, micro_tokens=micro)
-        trainer = Trainer(Model64(), config, sampling=Sampling(temperature=temperature), banned_ids={49})
+        trainer = Trainer(
+            Model64(), config, sampling=Sampling(temperature=temperature), banned_ids={49}
+        )
         _, (_, batches) = trainer.step(made, step=0, steps=1)
         slopes.append(gradient(trainer.model))
     trainer.optimizer.zero_grad()
@@ -87,23 +107,32 @@ def test_the_bonus_raises_the_entropy():
     ends = []
     for weight in (0.0, 1.0):
         trainer = Trainer(Model64(), TrainConfig(**{**STILL, "lr": 0.01}, entropy=weight))
-        ends.append([trainer.step(made, step=step, steps=8).metrics["entropy"] for step in range(8)][-1])
+        ends.append(
+            [trainer.step(made, step=step, steps=8).metrics["entropy"] for step in range(8)][-1]
+        )
     assert ends[1] > ends[0]
 
 
 @pytest.mark.parametrize(("every", "distances"), [(0, (0, 1, 1)), (1, (0, 0, 0)), (2, (0, 1, 0))])
 def test_the_reference_is_renewed(tmp_path, every, distances):
-    made, run = played(tmp_path / "run", steps=3, epochs=1, minibatches=1, reference_every=every, lr=1e-2)
+    made, run = played(
+        tmp_path / "run", steps=3, epochs=1, minibatches=1, reference_every=every, lr=1e-2
+    )
     with run:
         run_sync(made.play())
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     found = [row["kl"] for row in rows if row["phase"] == "train"]
     assert [value > 1e-9 for value in found] == [bool(one) for one in distances]
 
 
 def groups_of(rewards, stops=(), **more):
     stops = [*stops, *[StopReason.DONE] * (len(rewards) - len(stops))]
-    rows = [chain([(P, [1, 2]), (M, [3, 4])], sample=i, reward=reward, **more) for i, reward in enumerate(rewards)]
+    rows = [
+        chain([(P, [1, 2]), (M, [3, 4])], sample=i, reward=reward, **more)
+        for i, reward in enumerate(rewards)
+    ]
     for row, stop in zip(rows, stops, strict=True):
         row.stop = stop
     return [Group(rows[0].task, rows)]
@@ -113,14 +142,22 @@ def credits_of(config, groups):
     return advantages(groups, credit_settings(config))
 
 
-@pytest.mark.parametrize("stop", [StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT])
+@pytest.mark.parametrize(
+    "stop", [StopReason.TURN_LENGTH, StopReason.EPISODE_TOKENS, StopReason.CONTEXT]
+)
 def test_cut_episodes_are_compared_but_not_trained(stop):
     made = groups_of([0.0, 0.0, 1.0], [stop])
     plain, filtered = (credits_of(TrainConfig(overlong_filter=on), made) for on in (False, True))
     assert [credit.reason for credit in filtered.credits] == ["overlong", None, None]
-    assert [credit.advantage for credit in filtered.credits][1:] == [credit.advantage for credit in plain.credits][1:]
+    assert [credit.advantage for credit in filtered.credits][1:] == [
+        credit.advantage for credit in plain.credits
+    ][1:]
     assert filtered.tokens == {"overlong": 2, "trained": 4}
-    metrics = Trainer(Model64(), TrainConfig(**STILL, overlong_filter=True)).step(made, step=0, steps=1).metrics
+    metrics = (
+        Trainer(Model64(), TrainConfig(**STILL, overlong_filter=True))
+        .step(made, step=0, steps=1)
+        .metrics
+    )
     assert (metrics["tokens_overlong"], metrics["tokens_trained"]) == (2, 4)
 
 
@@ -137,14 +174,23 @@ def write(tmp_path, body):
 
 def test_an_advantage_of_ones_own(tmp_path):
     own = write(
-        tmp_path, "def own(trajectories, returns):\n    best = max(returns)[0]\n    return [r[0] - best for r in returns]\n"
+        tmp_path,
+        "def own(trajectories, returns):\n    best = max(returns)[0]\n    return [r[0] - best for "
+        "r in returns]\n",
     )
     config = TrainConfig(advantage=own)
-    assert [credit.advantage for credit in credits_of(config, groups_of([0.0, 0.5, 2.0])).credits] == [-2.0, -1.5, 0.0]
+    assert [
+        credit.advantage for credit in credits_of(config, groups_of([0.0, 0.5, 2.0])).credits
+    ] == [-2.0, -1.5, 0.0]
     tied = credits_of(config, groups_of([1.0, 1.0]))
     assert {credit.reason for credit in tied.credits} == {"no_signal"}
-    shaped = TrainConfig(advantage=own, overlong_tokens=2, overlong_buffer=1.0)  # a reward of its own reaches the function
-    assert [credit.advantage for credit in credits_of(shaped, groups_of([0.0, 1.0])).credits] == [-1.0, 0.0]
+    shaped = TrainConfig(
+        advantage=own, overlong_tokens=2, overlong_buffer=1.0
+    )  # a reward of its own reaches the function
+    assert [credit.advantage for credit in credits_of(shaped, groups_of([0.0, 1.0])).credits] == [
+        -1.0,
+        0.0,
+    ]
     trainer = Trainer(Model64(), TrainConfig(**STILL, advantage=own))
     assert trainer.step(groups_of([0.0, 1.0]), step=0, steps=1).metrics["tokens_trained"] == 4
 
@@ -152,10 +198,22 @@ def test_an_advantage_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("def own(trajectories, returns):\n    return [0.0]", "returned 1 entries for 2 trajectories"),
-        ("def own(trajectories, returns):\n    return ['x', 0.0]", "entry 0: 'x' is neither a number nor numbers"),
-        ("def own(trajectories, returns):\n    return [[1.0, 2.0], 0.0]", "must be 1 finite numbers"),
-        ("def own(trajectories, returns):\n    return [float('nan'), 0.0]", "must be 1 finite numbers"),
+        (
+            "def own(trajectories, returns):\n    return [0.0]",
+            "returned 1 entries for 2 trajectories",
+        ),
+        (
+            "def own(trajectories, returns):\n    return ['x', 0.0]",
+            "entry 0: 'x' is neither a number nor numbers",
+        ),
+        (
+            "def own(trajectories, returns):\n    return [[1.0, 2.0], 0.0]",
+            "must be 1 finite numbers",
+        ),
+        (
+            "def own(trajectories, returns):\n    return [float('nan'), 0.0]",
+            "must be 1 finite numbers",
+        ),
         ("def own(trajectories, returns):\n    raise KeyError('gold')", "raised KeyError: 'gold'"),
     ],
 )
@@ -168,7 +226,9 @@ def test_a_wrong_advantage_is_named_with_its_task(tmp_path, body, said):
 def test_own_functions_are_checked_before_anything_is_played(tmp_path):
     for key, body in (("advantage", "def own(one):\n    return 1"), ("group_filter", "own = 3")):
         config = TrainConfig(**{key: write(tmp_path, body)})
-        with pytest.raises(ConfigError, match=f"train.{key} = .*(must take|is int, not a function)"):
+        with pytest.raises(
+            ConfigError, match=f"train.{key} = .*(must take|is int, not a function)"
+        ):
             credit_settings(config)
 
 
@@ -207,16 +267,24 @@ def test_passes_over_the_tasks_set_the_steps(tmp_path):
         train={"data_epochs": 1.5},
         **sections,
     )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["train"]["steps"]
     assert out
-    assert steps == sum(row["phase"] == "train" for row in rows) == 4  # 10 of 12 tasks are for training: 15 groups
+    assert (
+        steps == sum(row["phase"] == "train" for row in rows) == 4
+    )  # 10 of 12 tasks are for training: 15 groups
 
 
 def test_tasks_without_end_have_no_passes():
-    spec = SimpleNamespace(name="hop", tasks=lambda split, n, seed: [Task("a", id=str(i)) for i in range(n)])
+    spec = SimpleNamespace(
+        name="hop", tasks=lambda split, n, seed: [Task("a", id=str(i)) for i in range(n)]
+    )
     with pytest.raises(ConfigError, match="hop has no finite list of training tasks"):
         with_steps_of_epochs(RunConfig(train=TrainConfig(data_epochs=2.0)), [spec])
-    finite = SimpleNamespace(name="a", tasks=lambda split, n, seed: [Task("a", id=str(i)) for i in range(10)])
+    finite = SimpleNamespace(
+        name="a", tasks=lambda split, n, seed: [Task("a", id=str(i)) for i in range(10)]
+    )
     config = RunConfig(train=TrainConfig(data_epochs=2.0), rollout=RolloutConfig(groups=8))
     assert with_steps_of_epochs(config, [finite, finite]).train.steps == 5

@@ -1,4 +1,5 @@
-"""Tokens of several policy versions in a step: lag, checks of the current ones, metrics by lag, and a leaked cache."""
+"""Tokens of several policy versions in a step: lag, checks of the current ones, metrics by
+lag, and a leaked cache."""
 
 import json
 from dataclasses import replace
@@ -25,7 +26,8 @@ NOW = 5
 
 
 def aged(versions, *, split=False):
-    """A chain with one reply of three ids for each (version, version of its cache); or each reply on a root of its own."""
+    """A chain with one reply of three ids for each (version, version of its cache); or each reply
+    on a root of its own."""
     pieces = [(P, [1, 2])]
     for number, _ in enumerate(versions):
         pieces += [(M, [3 + number, 4, 5]), (E, [6, 7])]
@@ -43,7 +45,9 @@ def aged(versions, *, split=False):
 
 def batch_of(trajectories, version=NOW):
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
-    return make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=64, version=version)
+    return make_batch(
+        credits, LossDenominator.of(credits, "token"), micro_tokens=64, version=version
+    )
 
 
 VERSIONS = st.tuples(st.integers(0, NOW), st.none() | st.integers(0, NOW))
@@ -53,7 +57,15 @@ VERSIONS = st.tuples(st.integers(0, NOW), st.none() | st.integers(0, NOW))
 def test_every_token_has_the_lag_of_the_span_that_sampled_it(episodes, split):
     trajectories = [aged(versions, split=split) for versions in episodes]
     batch = batch_of(trajectories)
-    found = list(zip(batch.trajectory_n.tolist(), batch.slots, batch.lags_n.tolist(), batch.kept_n.tolist(), strict=True))
+    found = list(
+        zip(
+            batch.trajectory_n.tolist(),
+            batch.slots,
+            batch.lags_n.tolist(),
+            batch.kept_n.tolist(),
+            strict=True,
+        )
+    )
     assert len(found) == 3 * sum(map(len, episodes))
     for index, (span_index, _), lag, kept in found:
         span = trajectories[index].spans[span_index]
@@ -71,18 +83,24 @@ def test_a_reply_continued_after_an_update_has_two_lags():
 
 
 def test_a_token_of_a_newer_policy_is_refused():
-    with pytest.raises(SyncError, match=r"sampled by policy 5, newer than policy 4 that is trained; pass Trainer\.step"):
+    with pytest.raises(
+        SyncError,
+        match=r"sampled by policy 5, newer than policy 4 that is trained; pass Trainer\.step",
+    ):
         batch_of([aged([(5, None)])], 4)
 
 
 def spoiled(groups, gap=0.2, *, version=NOW):
-    """Shift the engine's logprobs of replies in the first trajectory of each group, which another version sampled."""
+    """Shift the engine's logprobs of replies in the first trajectory of each group, which
+    another version sampled."""
     for group in groups:
         for number, trajectory in enumerate(group.trajectories):
             for span in trajectory.spans:
                 if span.sampled:
                     span.version = NOW if number else version
-                    span.logprobs = [logprob - (0.0 if number else gap) for logprob in span.logprobs]
+                    span.logprobs = [
+                        logprob - (0.0 if number else gap) for logprob in span.logprobs
+                    ]
     return groups
 
 
@@ -104,7 +122,9 @@ def test_the_bound_is_of_tokens_of_the_current_version_with_a_correction_too(cor
     assert found["lag_mean"] == pytest.approx(stale / metrics["tokens_sampled"])
     assert found["mismatch_kl_by_lag"]["0"] < 1e-9 < found["mismatch_kl_by_lag"]["1"]
     with pytest.raises(SyncError, match=rf"over train\.max_mismatch = 0\.001 for {stale} of"):
-        Trainer(model, TrainConfig(correction=correction)).step(spoiled(groups, 0.0), step=0, steps=1, version=NOW)
+        Trainer(model, TrainConfig(correction=correction)).step(
+            spoiled(groups, 0.0), step=0, steps=1, version=NOW
+        )
     assert fingerprint(model) == before
 
 
@@ -114,7 +134,9 @@ def test_tokens_on_a_kept_cache_are_measured_apart():
     for group in groups:
         for span in group.trajectories[0].spans:
             span.cache_version = NOW - 2 if span.sampled else None
-    _, records = Trainer(model, TrainConfig(correction="tis", **STILL)).step(groups, step=0, steps=1, version=NOW)
+    _, records = Trainer(model, TrainConfig(correction="tis", **STILL)).step(
+        groups, step=0, steps=1, version=NOW
+    )
     found = lag_metrics(records[1])
     assert found["tokens_by_cache"]["kept"] == sum(g.trajectories[0].sampled_tokens for g in groups)
     assert found["mismatch_kl_by_cache"]["own"] < 1e-9 < found["mismatch_kl_by_cache"]["kept"]
@@ -129,7 +151,8 @@ def test_a_synchronous_step_has_no_metrics_by_lag():
 
 
 @pytest.mark.parametrize(
-    ("cached", "says"), [("spoiled", "and none of the ids of other calls"), ("all", "Every call"), ("none", "")]
+    ("cached", "says"),
+    [("spoiled", "and none of the ids of other calls"), ("all", "Every call"), ("none", "")],
 )
 def test_an_error_names_the_prefix_cache_if_only_calls_that_used_it_mismatch(cached, says):
     model = Model64()
@@ -138,8 +161,17 @@ def test_an_error_names_the_prefix_cache_if_only_calls_that_used_it_mismatch(cac
         for number, trajectory in enumerate(group.trajectories):
             for index, span in enumerate(trajectory.spans):
                 if span.sampled:
-                    turn = Turn("main", span.parent, span.start, (index,), (), {"role": "assistant", "content": ""})
-                    turn.cached = 1 if cached == "all" or (cached == "spoiled" and not number) else 0
+                    turn = Turn(
+                        "main",
+                        span.parent,
+                        span.start,
+                        (index,),
+                        (),
+                        {"role": "assistant", "content": ""},
+                    )
+                    turn.cached = (
+                        1 if cached == "all" or (cached == "spoiled" and not number) else 0
+                    )
                     trajectory.turns.append(turn)
     with pytest.raises(SyncError, match="engine and trainer disagree") as caught:
         Trainer(model, TrainConfig(correction="tis")).step(groups, step=0, steps=1, version=NOW)
@@ -148,7 +180,8 @@ def test_an_error_names_the_prefix_cache_if_only_calls_that_used_it_mismatch(cac
 
 
 class Parity(tw.Env):
-    """Pays for texts of odd length, so that a model without any training has groups with a signal."""
+    """Pays for texts of odd length, so that a model without any training has
+    groups with a signal."""
 
     max_turns = 3
 
@@ -192,7 +225,9 @@ class OldEngine(LocalEngine):
         (OldEngine, "its logprobs lack the last update"),
     ],
 )
-def test_a_leaked_cache_and_a_lost_update_are_named_within_one_update_with_a_correction(tmp_path, monkeypatch, engine, says):
+def test_a_leaked_cache_and_a_lost_update_are_named_within_one_update_with_a_correction(
+    tmp_path, monkeypatch, engine, says
+):
     monkeypatch.setattr(setup, "LocalEngine", engine)
     with pytest.raises(SyncError, match=says):
         tw.train(
@@ -206,5 +241,7 @@ def test_a_leaked_cache_and_a_lost_update_are_named_within_one_update_with_a_cor
             train={"steps": 2, "lr": 1e-2, "schedule": "constant", "correction": "tis"},
             eval={"tasks": 2},
         )
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in rows if row["phase"] == "train"] == [1]

@@ -13,7 +13,8 @@ def test_a_toy_reward_rises():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "ok"), [([0.2, 0.3] * 10, False), ([0.3] * STEPS, False), ([0.1] * ENDS + [0.5] * 15, True)]
+    ("rewards", "ok"),
+    [([0.2, 0.3] * 10, False), ([0.3] * STEPS, False), ([0.1] * ENDS + [0.5] * 15, True)],
 )
 def test_luck_is_not_learning(rewards, ok):
     found = _judge("x", rewards, 1.0)

@@ -18,7 +18,11 @@ from turnwright.training import Checkpoints, Trainer, add_lora
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwright.training.model.weight_export import cast
-from turnwright.training.trainer.trainer import ADAPTER_MICRO_TOKENS, LARGE_MICRO_TOKENS, MICRO_TOKENS
+from turnwright.training.trainer.trainer import (
+    ADAPTER_MICRO_TOKENS,
+    LARGE_MICRO_TOKENS,
+    MICRO_TOKENS,
+)
 
 peft = pytest.importorskip("peft")
 LORA = LoraConfig(rank=4)
@@ -64,7 +68,9 @@ def test_what_leaves_is_what_peft_would_merge(tiny_dir, tiny_model):
     theirs = models.load(tiny_dir)[0]
     assert list(sent) == [n for n in theirs.state_dict() if n != "lm_head.weight"]  # tied
     adapter = {name: p for name, p in tiny_model.state_dict().items() if "lora_" in name}
-    wrapped = peft.get_peft_model(theirs, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linear_layers(theirs, ("all",))))
+    wrapped = peft.get_peft_model(
+        theirs, peft.LoraConfig(r=4, lora_alpha=8, target_modules=linear_layers(theirs, ("all",)))
+    )
     wrapped.load_state_dict({f"base_model.model.{n}": p for n, p in adapter.items()}, strict=False)
     merged = wrapped.merge_and_unload().state_dict()
     assert any(not torch.equal(sent[n], models.load(tiny_dir)[0].state_dict()[n]) for n in sent)
@@ -131,7 +137,8 @@ def test_resume_goes_on_bit_for_bit(tmp_path, tiny_dir, tiny_model, kl):
 
 
 def test_dropout_is_resumed_bit_for_bit(tmp_path, tiny_dir, tiny_model):
-    """The process shares torch's generator with the code of environments, so neither may move what the other draws."""
+    """The process shares torch's generator with the code of environments, so neither may move
+    what the other draws."""
     rows = random_groups(0)[0].trajectories
     add_lora(tiny_model, LoraConfig(rank=4, dropout=0.5), seed=1)
     whole = Trainer(tiny_model, CONFIG, seed=3)
@@ -171,7 +178,9 @@ def steps_with(tiny_dir, reference, lora=LORA, warm=False, kl=0.5):
         trainer.supervised(random_groups(5)[0].trajectories, lr=1e-2)
         trainer.reset_optimizer()
     trainer.reference()
-    return trainer, [trainer.step(random_groups(s), step=s, steps=9).metrics["kl"] for s in range(3)]
+    return trainer, [
+        trainer.step(random_groups(s), step=s, steps=9).metrics["kl"] for s in range(3)
+    ]
 
 
 def test_switched_off_and_copied_are_one_policy_before_the_adapter_is_trained(tiny_dir):
@@ -211,12 +220,19 @@ def test_a_reference_that_is_not_there_is_refused(tiny_dir):
 
 
 def test_targets_are_linear_layers_by_name(tiny_model):
-    assert linear_layers(tiny_model, ("q_proj",)) == [f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)]
-    assert linear_layers(tiny_model, ("1.mlp.up_proj", "lm_head")) == ["model.layers.1.mlp.up_proj", "lm_head"]
+    assert linear_layers(tiny_model, ("q_proj",)) == [
+        f"model.layers.{n}.self_attn.q_proj" for n in (0, 1)
+    ]
+    assert linear_layers(tiny_model, ("1.mlp.up_proj", "lm_head")) == [
+        "model.layers.1.mlp.up_proj",
+        "lm_head",
+    ]
     every = linear_layers(tiny_model, ("all",))
     assert "lm_head" not in every
     assert len(every) == 14
-    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM has no linear layer 'query'; it has .*q_proj"):
+    with pytest.raises(
+        ConfigError, match=r"Qwen3ForCausalLM has no linear layer 'query'; it has .*q_proj"
+    ):
         linear_layers(tiny_model, ("query",))
     with pytest.raises(ConfigError, match="embed_tokens"):
         linear_layers(tiny_model, ("embed_tokens",))
@@ -225,10 +241,14 @@ def test_targets_are_linear_layers_by_name(tiny_model):
 def test_dropout_is_of_the_warm_up_alone(tiny_model):
     add_lora(tiny_model, LoraConfig(rank=4, dropout=0.5), seed=1)
     trainer = Trainer(tiny_model, TrainConfig(lr=1e-2, max_mismatch=1e9))
-    losses = {trainer.supervised(random_groups(0)[0].trajectories, lr=0.0)["loss"] for _ in range(2)}
+    losses = {
+        trainer.supervised(random_groups(0)[0].trajectories, lr=0.0)["loss"] for _ in range(2)
+    }
     assert len(losses) == 1  # B is zero
     trainer.supervised(random_groups(0)[0].trajectories, lr=1e-2)
-    losses = {trainer.supervised(random_groups(0)[0].trajectories, lr=0.0)["loss"] for _ in range(3)}
+    losses = {
+        trainer.supervised(random_groups(0)[0].trajectories, lr=0.0)["loss"] for _ in range(3)
+    }
     assert len(losses) == 3
     assert trainer.step(random_groups(1), step=0, steps=2).metrics["ratio_mean"] == 1.0
     assert not any(module.training for module in tiny_model.modules())
@@ -270,12 +290,18 @@ def test_adapters_that_are_no_adapters_of_this_model(tmp_path, tiny_dir, tiny_mo
     (path / "adapter_config.json").write_text(text.replace('"r": 4', '"r": 2'))
     with pytest.raises(ModelError, match="belongs to another model"):
         models.load(path)
-    (path / "adapter_config.json").write_text(text.replace(str(tiny_dir.resolve()), "gone/elsewhere"))
+    (path / "adapter_config.json").write_text(
+        text.replace(str(tiny_dir.resolve()), "gone/elsewhere")
+    )
     with pytest.raises(ModelError, match="gone/elsewhere, which is no model directory here"):
         models.load(path)
     for named in (7, "a\0b", None):
-        (path / "adapter_config.json").write_text(json.dumps(json.loads(text) | {"base_model_name_or_path": named}))
-        with pytest.raises(ModelError, match="a model without a name, which is no model directory here"):
+        (path / "adapter_config.json").write_text(
+            json.dumps(json.loads(text) | {"base_model_name_or_path": named})
+        )
+        with pytest.raises(
+            ModelError, match="a model without a name, which is no model directory here"
+        ):
             models.load(path)
     (path / "adapter_config.json").write_text(text)
     (path / "adapter_model.safetensors").write_bytes(b"no")
@@ -284,7 +310,9 @@ def test_adapters_that_are_no_adapters_of_this_model(tmp_path, tiny_dir, tiny_mo
 
 
 def test_other_kinds_of_adapters_are_refused(tiny_model):
-    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), tiny_model)
+    peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=["q_proj"], use_dora=True), tiny_model
+    )
     with pytest.raises(ConfigError, match="no plain LoRA"):
         Trainer(tiny_model, CONFIG)
 
@@ -299,11 +327,17 @@ def test_a_right_engine_has_no_mismatch(tiny_dir, tiny_model):
     sampler = models.load(tiny_dir)[0]
     sampler.load_state_dict(dict(trainer.weights()), strict=False)
     sampler.tie_weights()
-    figures = Trainer(tiny_model, TrainConfig()).step(with_logprobs(sampler, random_groups(3)), step=0, steps=2).metrics
+    figures = (
+        Trainer(tiny_model, TrainConfig())
+        .step(with_logprobs(sampler, random_groups(3)), step=0, steps=2)
+        .metrics
+    )
     assert figures["mismatch_max"] < 1e-4
 
 
-def test_a_large_model_is_trained_in_small_passes_and_an_adapter_of_it_in_smaller_ones(tiny_dir, monkeypatch):
+def test_a_large_model_is_trained_in_small_passes_and_an_adapter_of_it_in_smaller_ones(
+    tiny_dir, monkeypatch
+):
     """By default, and on a CPU; a step of all weights has gradients beside any pass."""
 
     def limit(**settings):

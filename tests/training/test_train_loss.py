@@ -1,4 +1,5 @@
-"""The loss against a slow float64 reference written from its formula, and against values worked out by hand."""
+"""The loss against a slow float64 reference written from its formula, and against
+values worked out by hand."""
 
 import math
 
@@ -38,7 +39,9 @@ def slow_loss(model, old_model, reference, made, config, temperature, banned):
     total = 0.0
     for credit in ledger.trained:
         (sample,) = credit.trajectory.samples()
-        now, old, ref = (slow_logprobs(m, sample.ids, temperature, banned) for m in (model, old_model, reference))
+        now, old, ref = (
+            slow_logprobs(m, sample.ids, temperature, banned) for m in (model, old_model, reference)
+        )
         own = 0.0
         for place, weight in enumerate(sample.weights):
             if not weight:
@@ -60,7 +63,9 @@ def slow_loss(model, old_model, reference, made, config, temperature, banned):
 def disturbed(model, size, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        parameter.data += size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += size * torch.randn(
+            parameter.shape, generator=generator, dtype=torch.float64
+        )
     return model
 
 
@@ -80,7 +85,14 @@ def test_against_the_formula(aggregation, old, kl):
                 if span.sampled:
                     span.logprobs = [-3.0 - 0.3 * i for i in range(len(span.ids))]
     config = TrainConfig(
-        lr=0.0, kl=kl, old_logprobs=old, aggregation=aggregation, fixed_length=7, max_mismatch=1e9, clip_low=0.1, clip_high=0.4
+        lr=0.0,
+        kl=kl,
+        old_logprobs=old,
+        aggregation=aggregation,
+        fixed_length=7,
+        max_mismatch=1e9,
+        clip_low=0.1,
+        clip_high=0.4,
     )
     model = Model64()
     trainer = Trainer(model, config, sampling=Sampling(temperature=temperature), banned_ids=banned)
@@ -109,7 +121,9 @@ def test_later_epochs_against_the_formula():
 def terms(ratio, advantage):
     logp = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     one = torch.ones(1, dtype=torch.float64)
-    tokens = TokenBatch(logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28)
+    tokens = TokenBatch(
+        logp, torch.zeros(1, dtype=torch.float64), advantage * one, 0 * one, 0.2, 0.28
+    )
     made = GRPO.loss(tokens)
     made.loss.sum().backward()
     return made.loss.item(), logp.grad.item(), bool(made.clipped)
@@ -133,7 +147,10 @@ def test_clip_by_hand(ratio, advantage, loss, slope, clipped):
 
 
 def test_k3_by_hand():
-    logp, reference = torch.tensor([math.log(0.5)]).double(), torch.tensor([math.log(0.25)]).double()
+    logp, reference = (
+        torch.tensor([math.log(0.5)]).double(),
+        torch.tensor([math.log(0.25)]).double(),
+    )
     assert k3(logp, reference).item() == pytest.approx(0.5 - 1 - math.log(0.5))
     assert k3(logp, logp).item() == 0
 
@@ -143,8 +160,13 @@ def test_k3_by_hand():
 def test_k3_estimates_the_divergence(seed, scale):
     """Its mean under the policy is KL(policy || reference) exactly, by enumeration."""
     generator = torch.Generator().manual_seed(seed)
-    p, q = (torch.log_softmax(scale * torch.randn(7, generator=generator, dtype=torch.float64), 0) for _ in range(2))
-    assert (p.exp() * k3(p, q)).sum().item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-12)
+    p, q = (
+        torch.log_softmax(scale * torch.randn(7, generator=generator, dtype=torch.float64), 0)
+        for _ in range(2)
+    )
+    assert (p.exp() * k3(p, q)).sum().item() == pytest.approx(
+        (p.exp() * (p - q)).sum().item(), abs=1e-12
+    )
 
 
 def test_tempered_and_banned_distribution():
@@ -172,6 +194,10 @@ def test_mismatch_by_hand():
     assert figures["mismatch_mean"] == pytest.approx(0.2)
     assert figures["mismatch_p95"] == pytest.approx(0.1)
     weights = [1.0, math.exp(0.5), math.exp(-0.1)]
-    assert figures["mismatch_kl"] == pytest.approx(sum(w - 1 - math.log(w) for w in weights) / 3, rel=1e-6)
-    assert figures["importance_ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-6)
+    assert figures["mismatch_kl"] == pytest.approx(
+        sum(w - 1 - math.log(w) for w in weights) / 3, rel=1e-6
+    )
+    assert figures["importance_ess"] == pytest.approx(
+        sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-6
+    )
     assert logprob_mismatch(trainer, torch.full((4,), math.nan)) == {}

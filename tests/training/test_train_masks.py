@@ -1,4 +1,5 @@
-"""Sampling-mask replay: what top-k and top-p leave is renormalised in the trainer, found once a step and then kept."""
+"""Sampling-mask replay: what top-k and top-p leave is renormalised in the trainer, found
+once a step and then kept."""
 
 import json
 
@@ -9,7 +10,15 @@ from hypothesis import strategies as st
 from train_kit import gradient, random_groups
 from train_model64 import Model64
 
-from turnwright.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwright.config import (
+    EvalConfig,
+    Limits,
+    ModelConfig,
+    ResolvedConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from turnwright.config.dump import to_json_dict
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import truncate
@@ -61,25 +70,34 @@ def test_it_is_replayed_when_the_logits_have_changed():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     kept = law.support(logits, torch.tensor([1]))
     later = torch.tensor([[0.0, 1.0, 5.0, 9.0]])  # by which 1 is no longer among the two best
-    share = [float(law.stats(later, torch.tensor([i]), kept, entropy=False).logprobs_m.exp()) for i in range(4)]
+    share = [
+        float(law.stats(later, torch.tensor([i]), kept, entropy=False).logprobs_m.exp())
+        for i in range(4)
+    ]
     assert share[0] + share[1] == pytest.approx(1.0)
     assert share[1] == pytest.approx(1 / (1 + torch.tensor(-1.0).exp().item()))
     assert share[2] == share[3] == 0.0
 
 
-@pytest.mark.parametrize("config", [{"epochs": 2, "minibatches": 2}, {"algorithm": "gspo", "epochs": 2}, {"kl": 0.1}])
+@pytest.mark.parametrize(
+    "config", [{"epochs": 2, "minibatches": 2}, {"algorithm": "gspo", "epochs": 2}, {"kl": 0.1}]
+)
 def test_a_step_does_not_depend_on_its_passes(config):
     slopes, figures = [], []
     for micro in (8, 10**6):
         given = {"max_mismatch": 1e9, "schedule": "constant", "lr": 1e-2, "micro_tokens": micro}
-        trainer = Trainer(Model64(), TrainConfig(**given | config), sampling=Sampling(top_p=0.7, top_k=20))
+        trainer = Trainer(
+            Model64(), TrainConfig(**given | config), sampling=Sampling(top_p=0.7, top_k=20)
+        )
         trainer.reference()
         metrics, records = trainer.step(random_groups(3), step=0, steps=1)
         figures.append(metrics)
         slopes.append(gradient(trainer.model))
         shut = records[1][0].support.excluded(50)
         assert 0 < shut.double().mean() < 1
-        assert int((~shut).sum(1).max()) <= 21  # the one that was sampled comes on top where it was not among them
+        assert (
+            int((~shut).sum(1).max()) <= 21
+        )  # the one that was sampled comes on top where it was not among them
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
     assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], rel=1e-9)
 
@@ -88,15 +106,25 @@ def played(out, *, min_p=0.0, **train):
     config = RunConfig(
         out=str(out),
         model=ModelConfig(hidden=32, layers=1),
-        rollout=RolloutConfig(groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p),
+        rollout=RolloutConfig(
+            groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p
+        ),
         limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
-        train=TrainConfig(**{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05} | train),
+        train=TrainConfig(
+            **{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05}
+            | train
+        ),
         eval=EvalConfig(tasks=0, greedy=False),
     )
-    tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
+    tasks = [
+        Task(f"Say something long about {thing}.", id=thing)
+        for thing in ("rivers", "trees", "towns", "tea")
+    ]
     run = RunDir(out)
     run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
-    return TrainingRun(config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()), run
+    return TrainingRun(
+        config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()
+    ), run
 
 
 @pytest.mark.parametrize("min_p", [0.0, 0.3])
@@ -104,25 +132,41 @@ def test_a_run_whose_engine_cuts_trains_on_the_same_distribution(tmp_path, min_p
     made, run = played(tmp_path / "run", min_p=min_p)
     with run:
         run_sync(made.play())
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if row["phase"] == "train"]
     assert len(steps) == 2
     assert all(row["mismatch_max"] < 1e-4 for row in steps)
     assert all(row["optimizer_steps"] == 4 for row in steps)
     first = json.loads((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()[-1])
-    assert {one["sampling"].get("min_p", 0.0) for one in first["spans"] if "sampling" in one} == {min_p}
+    assert {one["sampling"].get("min_p", 0.0) for one in first["spans"] if "sampling" in one} == {
+        min_p
+    }
 
 
 def test_the_trainer_renormalizes_over_what_min_p_leaves():
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     shares = [
-        float(LogitDistribution(min_p=0.2).stats(logits, torch.tensor([i]), entropy=False).logprobs_m.exp()) for i in (0, 1)
+        float(
+            LogitDistribution(min_p=0.2)
+            .stats(logits, torch.tensor([i]), entropy=False)
+            .logprobs_m.exp()
+        )
+        for i in (0, 1)
     ]
     assert sum(shares) == pytest.approx(1.0)  # exp(-1) is over 0.2, exp(-2) is not
 
 
 def test_a_trainer_that_does_not_know_of_it_stops_the_run(tmp_path):
     made, run = played(tmp_path / "run")
-    made.policies.trained[0].trainer.distribution = LogitDistribution(0.8, made.parts.renderer.banned_ids)
-    with run, pytest.raises(SyncError, match=r"samples at temperature 0.8 with top_p 1, top_k 0 and min_p 0"):
+    made.policies.trained[0].trainer.distribution = LogitDistribution(
+        0.8, made.parts.renderer.banned_ids
+    )
+    with (
+        run,
+        pytest.raises(
+            SyncError, match=r"samples at temperature 0.8 with top_p 1, top_k 0 and min_p 0"
+        ),
+    ):
         run_sync(made.play())

@@ -28,7 +28,13 @@ from turnwright.training.trainer.memory import (
     short_passes,
 )
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 class Full(Model64):
@@ -43,12 +49,16 @@ class Full(Model64):
         self.failed = 0
 
     def measure(self, module, args, kwargs, output):
-        if (kwargs["input_ids"] if kwargs else args[0]).numel() <= self.room or not torch.is_grad_enabled():
+        if (
+            kwargs["input_ids"] if kwargs else args[0]
+        ).numel() <= self.room or not torch.is_grad_enabled():
             return  # what keeps no activations has room
 
         def fail(grad):
             self.failed += 1
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.64 GiB. GPU 0 has ...")
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 4.64 GiB. GPU 0 has ..."
+            )
 
         if not self.in_backward:
             fail(None)
@@ -58,11 +68,16 @@ class Full(Model64):
 
 def steps(model, **config):
     told = []
-    return Trainer(model, TrainConfig(**STILL | {"micro_tokens": 64} | config), on_note=told.append), told
+    return Trainer(
+        model, TrainConfig(**STILL | {"micro_tokens": 64} | config), on_note=told.append
+    ), told
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize("config", [{}, {"epochs": 2, "minibatches": 2, "correction": "tis"}, {"kl": 0.1, "algorithm": "gspo"}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"epochs": 2, "minibatches": 2, "correction": "tis"}, {"kl": 0.1, "algorithm": "gspo"}],
+)
 def test_passes_are_halved_once_and_the_result_is_the_same(in_backward, config):
     model = Full()
     trainer, _ = steps(model, **config)
@@ -102,7 +117,9 @@ def test_a_second_time_is_an_error_that_leaves_the_weights():
     model.room = 5
     trainer, told = steps(model, lr=0.1)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(TurnwrightError, match=r"passes of 32 tokens, already half of train.micro_tokens") as caught:
+    with pytest.raises(
+        TurnwrightError, match=r"passes of 32 tokens, already half of train.micro_tokens"
+    ) as caught:
         trainer.step(random_groups(1), step=0, steps=1)
     assert "limits.context" in str(caught.value)
     assert len(told) == 1
@@ -123,7 +140,8 @@ def test_other_errors_pass_through():
 
 
 class Rows:
-    """A pass of a small function, whose blocks are known: x (8 n bytes), x @ x.T (8 n^2) and a sum."""
+    """A pass of a small function, whose blocks are known: x (8 n bytes), x @
+    x.T (8 n^2) and a sum."""
 
     def __init__(self):
         self.weight = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
@@ -139,7 +157,9 @@ class Rows:
 def test_blocks_of_a_pass_are_seen_as_they_come_and_go():
     found = Rows().trace(10)
     live = found.live_bytes()
-    squares = 2 * 8 * 10**2  # the product and its exponential, which exp keeps for the backward pass
+    squares = (
+        2 * 8 * 10**2
+    )  # the product and its exponential, which exp keeps for the backward pass
     assert squares <= max(live[: found.forward_events]) <= squares + 3 * 8 * 10
     assert 8 * 10**2 <= found.saved < squares
     assert live[-1] == 0
@@ -165,7 +185,9 @@ def test_blocks_are_carried_on_one_by_one(sizes, order, tokens, rows):
         events.insert(order.randint(events.index(number) + 1, len(events)), -1 - number)
 
     def passed(count, length):
-        return Allocations([float(a + b * count + c * count * length) for a, b, c in sizes], events, 1)
+        return Allocations(
+            [float(a + b * count + c * count * length) for a, b, c in sizes], events, 1
+        )
 
     lengths, length = (16, 32, 64), max(1, tokens // rows)
     expected = passed(tokens, length)
@@ -210,7 +232,12 @@ def test_the_parts_of_an_estimate(tiny_dir):
     model = Model64()
     size = sum(p.nbytes for p in model.parameters())
     found = estimate(Trainer(model, TrainConfig(kl=0.1)), longest=100)
-    assert (found.weights, found.gradients, found.optimizer, found.reference) == (size, size, 2 * size, size)
+    assert (found.weights, found.gradients, found.optimizer, found.reference) == (
+        size,
+        size,
+        2 * size,
+        size,
+    )
     assert (found.engine, found.update, found.longest) == (0, size, 100)
     assert found.activations > 0
     assert found.process > 10**8
@@ -220,7 +247,12 @@ def test_the_parts_of_an_estimate(tiny_dir):
         parameter.requires_grad_(False)
     first = next(half.parameters()).numel()
     found = estimate(Trainer(half, TrainConfig()), longest=100)
-    assert (found.weights, found.gradients, found.optimizer, found.reference) == (size // 4, 2 * first, 16 * first, 0)
+    assert (found.weights, found.gradients, found.optimizer, found.reference) == (
+        size // 4,
+        2 * first,
+        16 * first,
+        0,
+    )
 
     model = models.load(tiny_dir)[0]
     trainer, engine = Trainer(model, TrainConfig()), LocalEngine(model, context=512)
@@ -252,16 +284,29 @@ def estimated(**parts):
 
 
 def test_what_is_told_before_a_run():
-    fixed = {"process": GIB, "weights": GIB, "gradients": GIB, "optimizer": 2 * GIB, "reference": GIB}
-    found = estimated(**fixed, activations=3 * GIB, logits=GIB, update=GIB, tokens=4096, longest=500)
+    fixed = {
+        "process": GIB,
+        "weights": GIB,
+        "gradients": GIB,
+        "optimizer": 2 * GIB,
+        "reference": GIB,
+    }
+    found = estimated(
+        **fixed, activations=3 * GIB, logits=GIB, update=GIB, tokens=4096, longest=500
+    )
     assert found.total == 10 * GIB
     assert check_memory(found, 20 * GIB) == (
-        "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (process 1.0 GiB, weights 1.0 GiB, gradients 1.0 GiB, "
-        "optimizer 2.0 GiB, reference 1.0 GiB, activations 3.0 GiB, logits 1.0 GiB; passes of 4096 tokens)"
+        "memory: about 10.0 GiB of 20.0 GiB at the peak of a step (process 1.0 GiB, weights 1.0 "
+        "GiB, gradients 1.0 GiB, optimizer 2.0 GiB, reference 1.0 GiB, activations 3.0 GiB, "
+        "logits 1.0 GiB; passes of 4096 tokens)"
     )
     assert check_memory(found, None).startswith("memory: about 10.0 GiB at the peak")
-    assert check_memory(dataclasses.replace(found, takes_images=True), None).endswith("4096 tokens, images not counted)")
-    assert check_memory(found, 9 * GIB).endswith("which may not fit: train.micro_tokens = 2048 would")
+    assert check_memory(dataclasses.replace(found, takes_images=True), None).endswith(
+        "4096 tokens, images not counted)"
+    )
+    assert check_memory(found, 9 * GIB).endswith(
+        "which may not fit: train.micro_tokens = 2048 would"
+    )
     with pytest.raises(ConfigError, match=r"optimizer alone need 6.0 GiB.*train.kl = 0"):
         check_memory(found, 5 * GIB)
     assert available_bytes(torch.device("cpu")) > 10**8
@@ -274,6 +319,8 @@ def test_a_range_is_told_where_the_length_of_rows_is_open():
         "memory: 3.0 GiB to 7.0 GiB of 20.0 GiB at the peak of a step for rows of 64 to 2048 ids "
         "(weights 2.0 GiB, engine 3.0 GiB, update 2.0 GiB; passes of 4096 tokens)"
     )
-    assert "which may not fit" in check_memory(most, 4 * GIB, least)  # no refusal: short rows may fit
+    assert "which may not fit" in check_memory(
+        most, 4 * GIB, least
+    )  # no refusal: short rows may fit
     with pytest.raises(ConfigError, match=r"alone need 2\.0 GiB"):
         check_memory(most, GIB, least)

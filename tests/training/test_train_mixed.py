@@ -1,4 +1,5 @@
-"""Training in mixed precision: the engine's logprobs to the last bits of float32, and float32's gradients but for rounding."""
+"""Training in mixed precision: the engine's logprobs to the last bits of float32, and float32's
+gradients but for rounding."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ from turnwright.training.model import models
 from turnwright.training.setup import model_config
 from turnwright.types import Group, Task
 
-pytestmark = pytest.mark.skipif(not multiplies_bfloat16(), reason="this processor has no products in bfloat16")
+pytestmark = pytest.mark.skipif(
+    not multiplies_bfloat16(), reason="this processor has no products in bfloat16"
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -66,7 +69,9 @@ def model_of(kind: str, seed: int = 0) -> Any:
     config, changes = KINDS[kind]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(**(SIZES | changes))).eval()
-    with torch.no_grad():  # weights of norms and biases are 1 and 0 at first, which hides what is done with them
+    with (
+        torch.no_grad()
+    ):  # weights of norms and biases are 1 and 0 at first, which hides what is done with them
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
@@ -88,12 +93,21 @@ def sampled(engine: LocalEngine, groups: int = 3, size: int = 4, turns: int = 3)
         for turn in range(turns):
             ids = [i for _, part in pieces for i in part]
             request = Request(
-                ids, 6 + sample, frozenset(), 100 * task + sample, f"{task}/{sample}", f"{task}", turn, Sampling()
+                ids,
+                6 + sample,
+                frozenset(),
+                100 * task + sample,
+                f"{task}/{sample}",
+                f"{task}",
+                turn,
+                Sampling(),
             )
             reply = await engine.generate(request)
             pieces.append((M, reply.ids))
             logprobs.setdefault((task, sample), []).extend(reply.logprobs)
-            pieces.append((E, np.random.default_rng((task, sample, turn)).integers(0, 60, 5).tolist()))
+            pieces.append(
+                (E, np.random.default_rng((task, sample, turn)).integers(0, 60, 5).tolist())
+            )
         made = chain(pieces, task=f"t{task}", sample=sample, reward=float(sample % 2))
         found = iter(logprobs[task, sample])
         for span in made.spans:
@@ -103,13 +117,17 @@ def sampled(engine: LocalEngine, groups: int = 3, size: int = 4, turns: int = 3)
 
     async def all_of_them() -> list[Any]:
         try:
-            return await asyncio.gather(*(one(task, sample) for task in range(groups) for sample in range(size)))
+            return await asyncio.gather(
+                *(one(task, sample) for task in range(groups) for sample in range(size))
+            )
         finally:
             await engine.close()
 
     logprobs: dict[tuple[int, int], list[float]] = {}
     made = asyncio.run(all_of_them())
-    return [Group(Task(f"t{g}", id=f"t{g}"), made[g * size : (g + 1) * size]) for g in range(groups)]
+    return [
+        Group(Task(f"t{g}", id=f"t{g}"), made[g * size : (g + 1) * size]) for g in range(groups)
+    ]
 
 
 def learn(model: Any, made: list[Group], **changes: Any) -> tuple[dict[str, float], torch.Tensor]:
@@ -180,7 +198,9 @@ def test_the_reference_of_an_adapter_is_the_model_without_it() -> None:
 @pytest.fixture(scope="module")
 def gallery(tmp_path_factory: pytest.TempPathFactory) -> Gallery:
     sizes = ModelConfig(hidden=64, heads=4, vision=True, image_side=64)
-    return Gallery(models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model"))
+    return Gallery(
+        models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
+    )
 
 
 def test_images_are_trained_as_they_were_seen(gallery: Gallery) -> None:
@@ -188,7 +208,10 @@ def test_images_are_trained_as_they_were_seen(gallery: Gallery) -> None:
     models.choose_products(model, ModelConfig(dtype="mixed"))
     engine = LocalEngine(model, context=512)
     engine.add_pixel_source(gallery.pixels)
-    rows = [episode(gallery, [gallery.image(n), None, gallery.image(n + 9, 32, 64)], sample=n, seed=n) for n in range(4)]
+    rows = [
+        episode(gallery, [gallery.image(n), None, gallery.image(n + 9, 32, 64)], sample=n, seed=n)
+        for n in range(4)
+    ]
 
     async def score() -> None:
         """Let the engine say what it would have sampled each reply's ids with."""
@@ -206,11 +229,15 @@ def test_images_are_trained_as_they_were_seen(gallery: Gallery) -> None:
             start += len(before.ids)
         more = {"media": tuple(placed), "banned_ids": gallery.banned}
         count = len(t.spans[index].ids)
-        found = await engine.generate(Request(ids, count, frozenset(), index, f"{t.key.sample}", call=index, **more))
+        found = await engine.generate(
+            Request(ids, count, frozenset(), index, f"{t.key.sample}", call=index, **more)
+        )
         return tuple(found.ids), found.logprobs
 
     asyncio.run(score())
-    trainer = Trainer(model, TrainConfig(**(STILL | {"max_mismatch": None})), banned_ids=gallery.banned)
+    trainer = Trainer(
+        model, TrainConfig(**(STILL | {"max_mismatch": None})), banned_ids=gallery.banned
+    )
     trainer.pixels = gallery.pixels
     assert trainer.forward.mixed is not None
     figures = trainer.step([Group(Task("t", id="t"), rows)], step=0, steps=10).metrics
@@ -263,14 +290,20 @@ def test_gradients_of_an_adapter_are_those_of_float32_but_for_rounding() -> None
 
 def test_checkpointing_changes_no_bit() -> None:
     made = random_groups(3)
-    found = [learn(mixed(model_of("qwen3")), made, gradient_checkpointing=flag) for flag in (False, True)]
+    found = [
+        learn(mixed(model_of("qwen3")), made, gradient_checkpointing=flag) for flag in (False, True)
+    ]
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][0]["loss"] == found[1][0]["loss"]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(families(), st.sampled_from([1, 20, 100_000]))
-def test_no_layout_changes_the_loss_or_more_of_the_gradient_than_rounding(made: list[Group], micro_tokens: int) -> None:
+def test_no_layout_changes_the_loss_or_more_of_the_gradient_than_rounding(
+    made: list[Group], micro_tokens: int
+) -> None:
     if not any(credit.tokens and credit.advantage for credit in advantages(made).trained):
         return
     model = mixed(model_of("qwen3"))
@@ -298,7 +331,9 @@ def test_attention_and_its_backward_pass_against_float64(kind: str) -> None:
     model = mixed(model_of(kind))
     decoder = MixedDecoder(model.model, _kernels())
     layer = decoder.layers[0]
-    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3, 9, 9, 9], [7, 8], [7, 3, 3, 3]] + [[5] * 40 + [n] * 7 for n in range(3)]
+    rows = [[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3, 9, 9, 9], [7, 8], [7, 3, 3, 3]] + [
+        [5] * 40 + [n] * 7 for n in range(3)
+    ]
     made = build_prefix_tree(SortedRows.of(rows), 0, len(rows))
     positions = np.empty(made.tree.size, dtype=np.int64)
     for number, row in enumerate(rows):
@@ -309,7 +344,10 @@ def test_attention_and_its_backward_pass_against_float64(kind: str) -> None:
     qkv = torch.randn(made.tree.size, width, generator=draw).bfloat16()
     slope = torch.randn(made.tree.size, decoder.heads * decoder.size, generator=draw)
 
-    given = [qkv.double().requires_grad_(), *(p.detach().double().requires_grad_() for p in layer.head_parameters())]
+    given = [
+        qkv.double().requires_grad_(),
+        *(p.detach().double().requires_grad_() for p in layer.head_parameters()),
+    ]
     wanted = _attention(decoder, layer, plan, made.tree, *given)
     slopes = torch.autograd.grad(wanted, given, slope.double())
     out = decoder.attention(layer, plan, qkv)
@@ -327,7 +365,9 @@ def _kernels() -> Any:
     return numba_kernels
 
 
-def _attention(decoder: Any, layer: Any, plan: Any, tree: Any, qkv: Any, *heads: Any) -> torch.Tensor:
+def _attention(
+    decoder: Any, layer: Any, plan: Any, tree: Any, qkv: Any, *heads: Any
+) -> torch.Tensor:
     """Attention of a tree's rows by its paths, one row after the other."""
     count, size = len(qkv), decoder.size
     if layer.biases:
@@ -340,7 +380,9 @@ def _attention(decoder: Any, layer: Any, plan: Any, tree: Any, qkv: Any, *heads:
             return x * (x.square().mean(-1, keepdim=True) + layer.head_eps).rsqrt() * weight
 
         query, key = normed(query, heads[0]), normed(key, heads[1])
-    cos, sin = (part.double()[torch.from_numpy(plan.turns)][:, None] for part in (plan.cos, plan.sin))
+    cos, sin = (
+        part.double()[torch.from_numpy(plan.turns)][:, None] for part in (plan.cos, plan.sin)
+    )
 
     def turned(x: torch.Tensor) -> torch.Tensor:
         left, right = x.chunk(2, -1)
@@ -363,17 +405,24 @@ def test_slopes_of_norms_and_gates_against_autograd() -> None:
     hidden, slope, beside = (torch.randn(9, 48, generator=draw) for _ in range(3))
     weight = torch.randn(48, generator=draw)
     given = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    wanted = torch.autograd.grad(torch.nn.functional.rms_norm(given[0], (48,), given[1], 1e-5), given, slope)
+    wanted = torch.autograd.grad(
+        torch.nn.functional.rms_norm(given[0], (48,), given[1], 1e-5), given, slope
+    )
     out, of_weight = torch.empty_like(hidden), torch.zeros(48)
     flat = [tensor.view(-1).numpy() for tensor in (hidden, weight, slope, beside, out, of_weight)]
     kernels.norm_slope(*flat[:2], 1e-5, *flat[2:])
     assert torch.allclose(out, wanted[0] + beside, atol=1e-5)
     assert torch.allclose(of_weight, wanted[1], atol=1e-5)
 
-    both, given_slope = torch.randn(5, 64, generator=draw).bfloat16(), torch.randn(5, 32, generator=draw).bfloat16()
+    both, given_slope = (
+        torch.randn(5, 64, generator=draw).bfloat16(),
+        torch.randn(5, 32, generator=draw).bfloat16(),
+    )
     exact = both.float().requires_grad_()
     gate, value = exact.chunk(2, -1)
-    expected = torch.autograd.grad(torch.nn.functional.silu(gate) * value, exact, given_slope.float())[0]
+    expected = torch.autograd.grad(
+        torch.nn.functional.silu(gate) * value, exact, given_slope.float()
+    )[0]
     decoder = MixedDecoder(mixed(model_of("llama")).model, kernels)
     found = decoder.gated_slope(both, given_slope)
     assert distance(found.double(), expected.double()) < 5e-3
@@ -401,7 +450,9 @@ def test_a_head_in_chunks_has_the_gradients_of_one_at_once(monkeypatch: pytest.M
 
 def test_other_models_round_in_their_modules_and_are_held_to_rounding() -> None:
     torch.manual_seed(0)
-    model = mixed(AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, attn_logit_softcapping=None)).eval())
+    model = mixed(
+        AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, attn_logit_softcapping=None)).eval()
+    )
     trainer = Trainer(model, TrainConfig(**(STILL | {"max_mismatch": None})))
     assert trainer.forward.mixed is None
     assert trainer.precision == torch.bfloat16
@@ -429,7 +480,11 @@ def run_config() -> Any:
     from turnwright.config import EngineConfig, QuantConfig, RunConfig
 
     def make(dtype: str, quant: str, engine: str = "local") -> Any:
-        return RunConfig(model=ModelConfig(dtype=dtype), quant=QuantConfig(kind=quant), engine=EngineConfig(kind=engine))
+        return RunConfig(
+            model=ModelConfig(dtype=dtype),
+            quant=QuantConfig(kind=quant),
+            engine=EngineConfig(kind=engine),
+        )
 
     return make
 
@@ -438,6 +493,10 @@ def test_a_model_is_mixed_by_its_recipe(tiny_dir: Any) -> None:
     from turnwright.training import load_model_and_renderer
 
     said: list[str] = []
-    assert is_mixed(load_model_and_renderer(tiny_dir, tiny_dir, ModelConfig(dtype="mixed"), on_note=said.append)[0])
+    assert is_mixed(
+        load_model_and_renderer(
+            tiny_dir, tiny_dir, ModelConfig(dtype="mixed"), on_note=said.append
+        )[0]
+    )
     assert [line.partition(",")[0] for line in said] == ["model.dtype: mixed: products in bfloat16"]
     assert not is_mixed(load_model_and_renderer(tiny_dir, tiny_dir, ModelConfig())[0])

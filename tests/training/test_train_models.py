@@ -32,7 +32,10 @@ def copy(tiny_dir, tmp_path):
 
 
 def digests(directory):
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(directory.iterdir())
+    }
 
 
 def create(out):
@@ -46,7 +49,9 @@ def test_the_same_arguments_give_the_same_files_in_another_process(tiny_dir, tmp
 
 def test_the_seed_is_the_weights(tiny_dir, tmp_path):
     state = torch.get_rng_state()
-    other = models.create_tiny_model(ModelConfig(hidden=32, layers=2), example_texts(), tmp_path / "other", seed=1)
+    other = models.create_tiny_model(
+        ModelConfig(hidden=32, layers=2), example_texts(), tmp_path / "other", seed=1
+    )
     assert torch.equal(torch.get_rng_state(), state)
     changed = {name for name, digest in digests(other).items() if digests(tiny_dir)[name] != digest}
     assert changed == {"model.safetensors"}
@@ -56,8 +61,14 @@ def test_what_is_loaded(tiny_dir):
     model, meta = models.load(tiny_dir)
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
     assert meta.vocabulary == meta.tokens == tokenizer.get_vocab_size()
-    assert model.generation_config.eos_token_id == [tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")]
-    assert (type(model).__name__, model.dtype, model.device.type) == ("Qwen3ForCausalLM", torch.float32, "cpu")
+    assert model.generation_config.eos_token_id == [
+        tokenizer.token_to_id(t) for t in ("<|im_end|>", "<|endoftext|>")
+    ]
+    assert (type(model).__name__, model.dtype, model.device.type) == (
+        "Qwen3ForCausalLM",
+        torch.float32,
+        "cpu",
+    )
     assert model.config.max_position_embeddings == 4096
     assert model.config._attn_implementation == "sdpa"
     std = model.model.layers[0].mlp.up_proj.weight.std().item()
@@ -75,7 +86,9 @@ def test_tiny_spec_needs_no_torch():
 def test_tokenizer(tiny_dir):
     tokenizer = Tokenizer.from_file(str(tiny_dir / "tokenizer.json"))
     # A word of the texts, in the form in which they have it, and each digit, is one id.
-    assert [len(tokenizer.encode(word).ids) for word in (" amber", "lookup", " jade", "7")] == [1] * 4
+    assert [len(tokenizer.encode(word).ids) for word in (" amber", "lookup", " jade", "7")] == [
+        1
+    ] * 4
     assert tokenizer.encode("answer 742").tokens == ["answer", "Ġ", "7", "4", "2"]
     for text in ("Ünïcödé 東京 🙂 \x00\n", "<tool_call>{}</tool_call>"):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
@@ -103,21 +116,37 @@ def test_transformers_reads_the_tokenizer(tiny_dir):
     )
     assert text == "<|im_start|>user\ncode of amber<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.eos_token == "<|im_end|>"
-    assert tokenizer(text).input_ids == Tokenizer.from_file(str(tiny_dir / "tokenizer.json")).encode(text).ids
+    assert (
+        tokenizer(text).input_ids
+        == Tokenizer.from_file(str(tiny_dir / "tokenizer.json")).encode(text).ids
+    )
 
 
 TOOL = {
     "type": "function",
-    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+    "function": {
+        "name": "look",
+        "description": "Look.",
+        "parameters": {"type": "object", "properties": {}},
+    },
 }
 CALL = {"type": "function", "id": "1", "function": {"name": "look", "arguments": {"key": "amber"}}}
 TALK = [
     {"role": "system", "content": "Be brief."},
     {
         "role": "user",
-        "content": [{"type": "text", "text": "What is "}, {"type": "image", "image": "0"}, {"type": "text", "text": "?"}],
+        "content": [
+            {"type": "text", "text": "What is "},
+            {"type": "image", "image": "0"},
+            {"type": "text", "text": "?"},
+        ],
     },
-    {"role": "assistant", "content": "Hm.", "reasoning_content": "I look.", "tool_calls": [CALL, CALL]},
+    {
+        "role": "assistant",
+        "content": "Hm.",
+        "reasoning_content": "I look.",
+        "tool_calls": [CALL, CALL],
+    },
     {"role": "tool", "content": "birch", "tool_call_id": "1"},
     {"role": "tool", "content": "cedar", "tool_call_id": "1"},
     {"role": "assistant", "content": "A birch."},
@@ -128,18 +157,25 @@ TALK = [
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_template_only_appends(tiny_dir, tools, first):
-    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())  # as transformers runs it
+    template = _compile_jinja_template(
+        (tiny_dir / "chat_template.jinja").read_text()
+    )  # as transformers runs it
     talk = TALK[first:]
     texts = [template.render(messages=talk[:n], tools=tools) for n in range(1, len(talk) + 1)]
     for shorter, longer in pairwise(texts):
         assert longer.startswith(shorter)
-    assert template.render(messages=talk, tools=tools, add_generation_prompt=True) == texts[-1] + "<|im_start|>assistant\n"
+    assert (
+        template.render(messages=talk, tools=tools, add_generation_prompt=True)
+        == texts[-1] + "<|im_start|>assistant\n"
+    )
     assert texts[-1].count("<|im_start|>system") == (1 if tools or not first else 0)
     assert texts[-1].count("Be brief.") == 1 - first
 
 
 def test_the_template_says_what_was_said(tiny_dir):
-    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())  # as transformers runs it
+    template = _compile_jinja_template(
+        (tiny_dir / "chat_template.jinja").read_text()
+    )  # as transformers runs it
     text = template.render(messages=TALK)
     call = '<tool_call>\n{"name": "look", "arguments": {"key": "amber"}}\n</tool_call>'
     assert text == (
@@ -169,14 +205,21 @@ def test_missing_files(copy, lost, message):
 
 def test_a_model_without_a_template_takes_one_by_name(copy):
     (copy / "chat_template.jinja").unlink()
-    with pytest.raises(ModelError, match=r"no chat template; name one with model\.template, add chat_template\.jinja"):
+    with pytest.raises(
+        ModelError,
+        match=r"no chat template; name one with model\.template, add chat_template\.jinja",
+    ):
         load_model_and_renderer(copy, copy, ModelConfig())
     _, renderer = load_model_and_renderer(copy, copy, ModelConfig(template="qwen3_with_thinking"))
-    assert renderer.decode(renderer.open([Message("user", "Hi.")]).ids).endswith("Hi.<|im_end|>\n<|im_start|>assistant\n")
+    assert renderer.decode(renderer.open([Message("user", "Hi.")]).ids).endswith(
+        "Hi.<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_no_directory(tmp_path):
-    with pytest.raises(ModelError, match=r"does not exist; model\.path is a Hugging Face model directory"):
+    with pytest.raises(
+        ModelError, match=r"does not exist; model\.path is a Hugging Face model directory"
+    ):
         models.load(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="is a file"):
@@ -193,7 +236,9 @@ def test_a_template_inside_tokenizer_config_serves(copy):
 
 def test_pickled_weights_are_named(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model\.bin would have to be converted to safetensors"):
+    with pytest.raises(
+        ModelError, match=r"pytorch_model\.bin would have to be converted to safetensors"
+    ):
         models.load(copy)
 
 
@@ -210,7 +255,9 @@ def test_a_tokenizer_that_does_not_fit(copy):
     tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
     tokenizer.add_tokens(["another"])
     tokenizer.save(str(copy / "tokenizer.json"))
-    with pytest.raises(ModelError, match=r"the tokenizer does not fit the model: tokenizer\.json has ids up to \d+"):
+    with pytest.raises(
+        ModelError, match=r"the tokenizer does not fit the model: tokenizer\.json has ids up to \d+"
+    ):
         models.load(copy)
 
 
@@ -223,14 +270,20 @@ def test_weights_that_are_not_all_there(copy):
 
 
 def test_an_unknown_architecture(copy):
-    (copy / "config.json").write_text(json.dumps({"model_type": "nonesuch", "architectures": ["Nonesuch"]}))
+    (copy / "config.json").write_text(
+        json.dumps({"model_type": "nonesuch", "architectures": ["Nonesuch"]})
+    )
     with pytest.raises(ModelError, match="cannot load it as a causal language model"):
         models.load(copy)
 
 
 @pytest.mark.parametrize(
     ("sizes", "message"),
-    [({"hidden": 63}, "does not split into 2 heads"), ({"kv_heads": 3}, "is no multiple"), ({"layers": 0}, "at least 1")],
+    [
+        ({"hidden": 63}, "does not split into 2 heads"),
+        ({"kv_heads": 3}, "is no multiple"),
+        ({"layers": 0}, "at least 1"),
+    ],
 )
 def test_sizes_that_do_not_fit(sizes, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -241,7 +294,10 @@ def test_place():
     threads = torch.get_num_threads()
     try:
         assert models.device_and_dtype(ModelConfig(device="cpu")) == ("cpu", torch.float32)
-        assert models.device_and_dtype(ModelConfig(device="cpu", dtype="bfloat16")) == ("cpu", torch.bfloat16)
+        assert models.device_and_dtype(ModelConfig(device="cpu", dtype="bfloat16")) == (
+            "cpu",
+            torch.bfloat16,
+        )
         if not torch.cuda.is_available():
             assert models.device_and_dtype(ModelConfig())[0] == "cpu"
             with pytest.raises(ConfigError, match="no CUDA device"):
@@ -263,10 +319,17 @@ def test_a_tiny_model_that_sees_is_a_whole_directory(tmp_path):
     assert (other / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
     settings = json.loads((path / "preprocessor_config.json").read_text())
     assert settings["size"] == {"shortest_edge": 256, "longest_edge": 1024}
-    assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(models.POSITION_STD, rel=0.2)
-    for changes, message in (({"image_side": 40}, "no multiple of 2"), ({"heads": 8}, r"no multiple of 8 \* model.heads")):
+    assert float(model.model.visual.pos_embed.weight.detach().std()) == pytest.approx(
+        models.POSITION_STD, rel=0.2
+    )
+    for changes, message in (
+        ({"image_side": 40}, "no multiple of 2"),
+        ({"heads": 8}, r"no multiple of 8 \* model.heads"),
+    ):
         with pytest.raises(ConfigError, match=message):
-            models.create_tiny_model(dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c")
+            models.create_tiny_model(
+                dataclasses.replace(sizes, **changes), example_texts(), tmp_path / "c"
+            )
 
 
 def test_threads_may_load_models_at_once(tiny_dir):

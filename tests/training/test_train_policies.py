@@ -1,4 +1,5 @@
-"""Several policies: what each is trained on, what it is compared with, and that no policy sees another's ids."""
+"""Several policies: what each is trained on, what it is compared with, and that no
+policy sees another's ids."""
 
 import asyncio
 import random
@@ -23,9 +24,25 @@ from turnwright.training.baselines import RUNNING_DECAY, RunningBaselines
 from turnwright.training.metrics import joined, token_rows
 from turnwright.training.past import PastPolicy
 from turnwright.training.policies import Policies, Policy, comparable, view_of
-from turnwright.types import EpisodeKey, Group, Message, RowReward, Span, StopReason, Task, Trajectory, Turn
+from turnwright.types import (
+    EpisodeKey,
+    Group,
+    Message,
+    RowReward,
+    Span,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 AGENTS = ("asker", "solver-1", "solver-2", "judge")
 PLAYS = {"a": ("asker",), "b": ("solver-*",), "fixed": ("judge",)}
 
@@ -49,23 +66,31 @@ def episode(rng, task, sample, *, rewards=None, agents=AGENTS, turns=4):
         last[agent] = prompt + 1, number
     played = sorted({turn.agent for turn in made})
     key = EpisodeKey("train", 0, task, sample)
-    found = Trajectory(Task(task, id=task), key, spans, made, reward=float(rng.randint(0, 3)), stop=StopReason.DONE)
+    found = Trajectory(
+        Task(task, id=task), key, spans, made, reward=float(rng.randint(0, 3)), stop=StopReason.DONE
+    )
     if rewards:
-        found.agent_rewards = {agent: float(rng.randint(0, 3)) for agent in played if rng.random() < 0.8}
+        found.agent_rewards = {
+            agent: float(rng.randint(0, 3)) for agent in played if rng.random() < 0.8
+        }
     return found
 
 
 def episodes(seed, *, rewards=None, groups=3, size=4):
     rng = random.Random(seed)
     return [
-        episode(rng, f"t{g}", sample, rewards=rewards, turns=rng.randint(1, 6)) for g in range(groups) for sample in range(size)
+        episode(rng, f"t{g}", sample, rewards=rewards, turns=rng.randint(1, 6))
+        for g in range(groups)
+        for sample in range(size)
     ]
 
 
 def policies(plays=PLAYS, **keys):
     agents = AgentPolicies(plays)
     config = TrainConfig(**STILL | keys)
-    trained = [Policy(name, Trainer(Model64(), config, seed=0), None) for name in plays if name != "fixed"]
+    trained = [
+        Policy(name, Trainer(Model64(), config, seed=0), None) for name in plays if name != "fixed"
+    ]
     return Policies(trained, agents)
 
 
@@ -76,41 +101,66 @@ def step(made, trajectories):
 def changed(trajectory, agent, rng):
     """The same episode with other ids and another reward of one agent, or of several."""
     spans = [
-        replace(span, ids=[rng.randrange(50) for _ in span.ids]) if span.agent.startswith(agent) else span
+        replace(span, ids=[rng.randrange(50) for _ in span.ids])
+        if span.agent.startswith(agent)
+        else span
         for span in trajectory.spans
     ]
-    rewards = {one: value + (rng.random() if one.startswith(agent) else 0) for one, value in trajectory.agent_rewards.items()}
+    rewards = {
+        one: value + (rng.random() if one.startswith(agent) else 0)
+        for one, value in trajectory.agent_rewards.items()
+    }
     return replace(trajectory, spans=spans, agent_rewards=rewards)
 
 
-@given(seed=st.integers(0, 10**6), rewards=st.booleans(), kind=st.sampled_from(["std", "rloo", "batch", "running"]))
+@given(
+    seed=st.integers(0, 10**6),
+    rewards=st.booleans(),
+    kind=st.sampled_from(["std", "rloo", "batch", "running"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_the_account_of_sampled_ids_holds_for_each_policy_and_for_all(seed, rewards, kind):
     trajectories = episodes(seed, rewards=rewards)
     metrics, credits, batches = step(policies(advantage=kind), trajectories)
     for prefix in ("", "policy/a/", "policy/b/"):
         counts = {
-            name.removeprefix(f"{prefix}tokens_"): n for name, n in metrics.items() if name.startswith(f"{prefix}tokens_")
+            name.removeprefix(f"{prefix}tokens_"): n
+            for name, n in metrics.items()
+            if name.startswith(f"{prefix}tokens_")
         }
         sampled = counts.pop("sampled", 0.0)
         counts.pop("per_s", None)
         assert sum(counts.values()) == sampled
     assert metrics["tokens_sampled"] == sum(t.sampled_tokens for t in trajectories)
-    judged = sum(len(span.ids) for t in trajectories for span in t.spans if span.sampled and span.agent == "judge")
+    judged = sum(
+        len(span.ids)
+        for t in trajectories
+        for span in t.spans
+        if span.sampled and span.agent == "judge"
+    )
     assert metrics.get("tokens_frozen", 0.0) == judged
-    trained = [(slot, t.key) for batch in batches for t, slot in zip(_of(batch), batch.slots, strict=True)]
+    trained = [
+        (slot, t.key) for batch in batches for t, slot in zip(_of(batch), batch.slots, strict=True)
+    ]
     assert len(trained) == metrics["tokens_trained"]
     rows = joined(token_rows(0, credits, batches))
     assert len({tuple(row["key"]) for row in rows}) == len(rows)
     known = {
-        tuple(t.key.__getattribute__(name) for name in ("phase", "step", "task", "sample", "attempt")): t for t in trajectories
+        tuple(
+            t.key.__getattribute__(name) for name in ("phase", "step", "task", "sample", "attempt")
+        ): t
+        for t in trajectories
     }
     for row in rows:  # a row of the record names the trajectory's own spans
         spans = known[tuple(row["key"])].spans
         for number, values in row["logprobs"].items():
             assert spans[int(number)].sampled
             assert len(values) == len(spans[int(number)].ids)
-            assert len(row["advantages"][number]) == len(values) if "advantages" in row else row["advantage"] is not None
+            assert (
+                len(row["advantages"][number]) == len(values)
+                if "advantages" in row
+                else row["advantage"] is not None
+            )
 
 
 def _of(batch):
@@ -139,13 +189,24 @@ def test_a_policys_gradient_depends_on_no_other_policys_ids_and_rewards(seed):
 @settings(max_examples=15, deadline=None)
 def test_one_policy_for_all_agents_is_a_run_without_policies_to_the_bit(seed, kind):
     trajectories = episodes(seed)
-    trajectories[0].spans, trajectories[0].turns = [], []  # an episode that ended before its first reply
+    trajectories[0].spans, trajectories[0].turns = (
+        [],
+        [],
+    )  # an episode that ended before its first reply
     one, none = policies({"all": ("*",)}, advantage=kind), policies({"": ("*",)}, advantage=kind)
     (with_policy, *_), (without, *_) = step(one, trajectories), step(none, trajectories)
-    assert torch.equal(gradient(one.trained[0].trainer.model), gradient(none.trained[0].trainer.model))
+    assert torch.equal(
+        gradient(one.trained[0].trainer.model), gradient(none.trained[0].trainer.model)
+    )
     timed = ("train_s", "tokens_per_s")
-    own = {name.removeprefix("policy/all/"): value for name, value in with_policy.items() if name.startswith("policy/all/")}
-    assert {n: v for n, v in own.items() if n not in timed} == {n: v for n, v in without.items() if n not in timed}
+    own = {
+        name.removeprefix("policy/all/"): value
+        for name, value in with_policy.items()
+        if name.startswith("policy/all/")
+    }
+    assert {n: v for n, v in own.items() if n not in timed} == {
+        n: v for n, v in without.items() if n not in timed
+    }
 
 
 @given(seed=st.integers(0, 10**6))
@@ -172,12 +233,22 @@ def test_a_view_has_the_paths_of_its_agents_and_nothing_else(seed):
 
 def test_agents_are_compared_with_themselves_or_within_their_group():
     rng = random.Random(0)
-    plain = [episode(rng, "t", sample, agents=("asker", "solver-1", "solver-2"), turns=9) for sample in range(2)]
-    fits = {name: lambda agent, name=name: AgentPolicies(PLAYS).of(agent) == name for name in ("a", "b")}
+    plain = [
+        episode(rng, "t", sample, agents=("asker", "solver-1", "solver-2"), turns=9)
+        for sample in range(2)
+    ]
+    fits = {
+        name: lambda agent, name=name: AgentPolicies(PLAYS).of(agent) == name for name in ("a", "b")
+    }
     (group,) = comparable([Group(plain[0].task, plain)], fits["b"])
-    assert [{span.agent for span in t.spans} for t in group.trajectories] == [{"solver-1", "solver-2"}] * 2
+    assert [{span.agent for span in t.spans} for t in group.trajectories] == [
+        {"solver-1", "solver-2"}
+    ] * 2
     by_agent = comparable([Group(plain[0].task, plain)], fits["b"], by_agent=True)
-    assert [[t.agent for t in one.trajectories] for one in by_agent] == [["solver-1"] * 2, ["solver-2"] * 2]
+    assert [[t.agent for t in one.trajectories] for one in by_agent] == [
+        ["solver-1"] * 2,
+        ["solver-2"] * 2,
+    ]
     for number, t in enumerate(plain):
         t.agent_rewards = {"solver-1": 1.0, "solver-2": float(number)}
         t.agent_groups = {"solver-1": "solvers", "solver-2": "solvers"}
@@ -191,7 +262,10 @@ def test_agents_are_compared_with_themselves_or_within_their_group():
 
 def test_rewards_by_row_stay_with_the_agents_of_their_rows():
     t = episode(random.Random(1), "t", 0, agents=("asker", "solver-1"), turns=6)
-    own = {agent: tuple(n for n, turn in enumerate(t.turns) if turn.agent == agent) for agent in ("asker", "solver-1")}
+    own = {
+        agent: tuple(n for n, turn in enumerate(t.turns) if turn.agent == agent)
+        for agent in ("asker", "solver-1")
+    }
     t.row_rewards = [RowReward(1.0, own["asker"]), RowReward(3.0, own["solver-1"])]
     t.reward = 2.5  # the rows' mean and 0.5 for the episode
     for agent, reward in (("asker", 1.5), ("solver-1", 3.5)):
@@ -202,11 +276,17 @@ def test_rewards_by_row_stay_with_the_agents_of_their_rows():
 
 def test_an_episode_that_failed_before_an_agent_spoke_counts_as_failed_for_its_policy():
     rng = random.Random(2)
-    trajectories = [episode(rng, "t", sample, agents=("asker", "solver-1"), turns=6) for sample in range(3)]
+    trajectories = [
+        episode(rng, "t", sample, agents=("asker", "solver-1"), turns=6) for sample in range(3)
+    ]
     trajectories[0].spans = [span for span in trajectories[0].spans if span.agent == "asker"][:2]
     trajectories[0].turns, trajectories[0].stop = trajectories[0].turns[:1], StopReason.ENGINE_ERROR
     (group,) = comparable([Group(trajectories[0].task, trajectories)], "solver-1".__eq__)
-    assert [t.stop for t in group.trajectories] == [StopReason.ENGINE_ERROR, StopReason.DONE, StopReason.DONE]
+    assert [t.stop for t in group.trajectories] == [
+        StopReason.ENGINE_ERROR,
+        StopReason.DONE,
+        StopReason.DONE,
+    ]
     metrics, *_ = step(policies({"a": ("asker",), "b": ("solver-*",)}), trajectories)
     assert metrics["policy/b/tokens_sibling_failed"] == metrics["policy/b/tokens_sampled"]
 
@@ -226,12 +306,18 @@ def test_groups_are_replaced_only_where_no_policy_has_a_signal():
     rng = random.Random(0)
 
     def group(task, asker, solver):
-        found = [episode(rng, task, sample, agents=("asker", "solver-1"), turns=9) for sample in range(2)]
+        found = [
+            episode(rng, task, sample, agents=("asker", "solver-1"), turns=9) for sample in range(2)
+        ]
         for number, t in enumerate(found):
             t.agent_rewards = {"asker": asker[number], "solver-1": solver[number]}
         return Group(found[0].task, found)
 
-    groups = [group("x", (0.0, 1.0), (1.0, 1.0)), group("y", (1.0, 1.0), (0.0, 0.0)), group("z", (0.0, 0.0), (1.0, 0.0))]
+    groups = [
+        group("x", (0.0, 1.0), (1.0, 1.0)),
+        group("y", (1.0, 1.0), (0.0, 0.0)),
+        group("z", (0.0, 0.0), (1.0, 0.0)),
+    ]
     assert made.tied_groups(groups) == {"y"}
     assert made.refill == 1
 
@@ -293,7 +379,9 @@ def test_an_engine_of_policies_asks_the_policy_of_the_agent():
     asyncio.run(engine.close())
     assert [(one.released, one.closed) for one in engines.values()] == [(["s"], True)] * 2
     with pytest.raises(
-        UsageError, match="no policy plays the agent 'other'; the policies and their agents are a: a; b: solver"
+        UsageError,
+        match="no policy plays the agent 'other'; the policies and their agents are a: a; b: "
+        "solver",
     ):
         asyncio.run(ids("other"))
     with pytest.raises(UsageError, match="no engine for policy 'c'"):
@@ -302,7 +390,9 @@ def test_an_engine_of_policies_asks_the_policy_of_the_agent():
         PolicyEngine({})
 
 
-@given(every=st.integers(1, 5), keep=st.integers(1, 4), lag=st.integers(0, 4), seed=st.integers(0, 9))
+@given(
+    every=st.integers(1, 5), keep=st.integers(1, 4), lag=st.integers(0, 4), seed=st.integers(0, 9)
+)
 def test_past_versions_are_drawn_among_the_last_that_exist(every, keep, lag, seed):
     past = PastVersions(lambda step: None, None, every=every, keep=keep, lag=lag, seed=seed)
     for step_ in range(40):
@@ -323,10 +413,14 @@ def test_past_versions_are_drawn_among_the_last_that_exist(every, keep, lag, see
     stops=st.lists(st.tuples(st.integers(0, 18), st.integers(0, 3)), max_size=2),
 )
 @settings(max_examples=30)
-def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(every, keep, lag, saved, kept, best, stops):
-    """A run saves a checkpoint each `saved` steps, and keeps the last ones and a best one; it stops at some steps and resumes,
-    each time from the newest checkpoint but some."""
-    trainer = SimpleNamespace(adapter=None, save_weights=lambda directory, source: (directory / "weights").touch())
+def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(
+    every, keep, lag, saved, kept, best, stops
+):
+    """A run saves a checkpoint each `saved` steps, and keeps the last ones and a best one; it stops
+    at some steps and resumes, each time from the newest checkpoint but some."""
+    trainer = SimpleNamespace(
+        adapter=None, save_weights=lambda directory, source: (directory / "weights").touch()
+    )
     with tempfile.TemporaryDirectory() as name:
         root, of = Path(name), SimpleNamespace(engine=None, trainer=trainer)
         (source := root / "model").mkdir()
@@ -336,15 +430,27 @@ def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(
             past = PastPolicy(of, root / "past", source, lambda directory, version: None, **options)
             for step_ in range(first, max(first, end)):
                 past.save(step_, None)
-                for group in range(max(0, step_ - lag), step_ + lag + 1):  # those that can be in flight
-                    assert versions_in(root) >= {one for one in past.engine.steps(group) if one <= step_}
+                for group in range(
+                    max(0, step_ - lag), step_ + lag + 1
+                ):  # those that can be in flight
+                    assert versions_in(root) >= {
+                        one for one in past.engine.steps(group) if one <= step_
+                    }
                 if (step_ + 1) % saved == 0:
                     known = [*checkpoints, step_ + 1]
                     checkpoints = sorted({*known[-kept:], *({best} & {*known})})
                     past.prune(checkpoints)
-                    needed = {v for one in checkpoints for v in range(past.engine.oldest(one), one + 1, every)}
-                    assert {one for one in versions_in(root) if one <= step_} == needed - {step_ + 1}
-            checkpoints = checkpoints[: max(1, len(checkpoints) - lost)]  # the later ones are damaged
+                    needed = {
+                        v
+                        for one in checkpoints
+                        for v in range(past.engine.oldest(one), one + 1, every)
+                    }
+                    assert {one for one in versions_in(root) if one <= step_} == needed - {
+                        step_ + 1
+                    }
+            checkpoints = checkpoints[
+                : max(1, len(checkpoints) - lost)
+            ]  # the later ones are damaged
             first = checkpoints[-1]
 
 
@@ -366,7 +472,9 @@ def test_past_versions_are_loaded_once_while_they_are_used_and_closed():
         assert (await past.generate(request())).ids == [-1]
         past.begin()
         for number in range(6):
-            found = await asyncio.gather(*(past.generate(request(group=f"train/{number}/{task}")) for task in "abcdefgh"))
+            found = await asyncio.gather(
+                *(past.generate(request(group=f"train/{number}/{task}")) for task in "abcdefgh")
+            )
             assert {one.ids[0] for one in found} <= set(past.steps(number))
             assert all(one.fixed and one.version == one.ids[0] + 100 for one in found)
         await past.close()

@@ -1,4 +1,5 @@
-"""Low precision: codes and grids, packed tensors, straight-through layers, and the same policy in trainer and engine."""
+"""Low precision: codes and grids, packed tensors, straight-through layers, and the same policy
+in trainer and engine."""
 
 import asyncio
 import copy
@@ -35,7 +36,11 @@ GRIDS = {
 @st.composite
 def matrices(draw):
     """A matrix of magnitudes from 1e-6 to 1e3, in places all zero; experts may be stacked."""
-    shape = [*draw(st.sampled_from([(), (3,)])), 8 * draw(st.integers(1, 3)), 8 * draw(st.integers(1, 3))]
+    shape = [
+        *draw(st.sampled_from([(), (3,)])),
+        8 * draw(st.integers(1, 3)),
+        8 * draw(st.integers(1, 3)),
+    ]
     made = torch.randn(shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 2**31))))
     made = made * 10.0 ** draw(st.floats(-6, 3))
     if draw(st.booleans()):
@@ -60,7 +65,8 @@ def test_a_weight_is_within_half_a_step_of_its_code(grid, weight):
     if grid.kind == "int4":
         assert codes.abs().max() <= 7
         step = scale.float().repeat_interleave(8, -1)
-        # A bfloat16 scale that was rounded down clips the largest weight by up to 7 / 256 of a step.
+        # A bfloat16 scale that was rounded down clips the largest weight by
+        # up to 7 / 256 of a step.
         assert (gap <= 0.53 * step + 1e-30).all()
     else:
         step = scale.repeat_interleave(8, -1).repeat_interleave(8, -2)
@@ -94,7 +100,10 @@ def test_rounded_inputs_of_a_row_do_not_depend_on_other_rows(rows, others):
     grid = GRIDS["fp8"]
     flat = rows.reshape(-1, rows.shape[-1])
     together = grid.round_inputs(flat)
-    assert all(torch.equal(grid.round_inputs(row[None])[0], got) for row, got in zip(flat, together, strict=True))
+    assert all(
+        torch.equal(grid.round_inputs(row[None])[0], got)
+        for row, got in zip(flat, together, strict=True)
+    )
     assert ((together - flat).abs() <= flat.abs().amax(-1, keepdim=True) / 16).all()
     assert grid.round_inputs(others[..., :4]).shape == others[..., :4].shape
 
@@ -105,7 +114,9 @@ def test_the_gradient_of_a_layer_is_that_of_the_layer_on_the_grid():
     for grid in GRIDS.values():
         plain = copy.deepcopy(layer)
         plain.weight.data = grid.on_grid(layer.weight.data)
-        rounded = (grid.round_inputs(inputs.detach()) if grid.activations else inputs.detach()).requires_grad_()
+        rounded = (
+            grid.round_inputs(inputs.detach()) if grid.activations else inputs.detach()
+        ).requires_grad_()
         plain(rounded).square().sum().backward()
         trained = copy.deepcopy(layer)
         trained.grid, trained.__class__ = grid, GridLinear
@@ -120,8 +131,19 @@ def qwen(**sizes):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
-    shape |= {"num_key_value_heads": 4, "vocab_size": 260, "tie_word_embeddings": True, "initializer_range": 0.1}
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    shape |= {
+        "num_key_value_heads": 4,
+        "vocab_size": 260,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+    }
     return Qwen3ForCausalLM(Qwen3Config(**shape | sizes)).eval()
 
 
@@ -129,10 +151,23 @@ def mixture():
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16, "num_experts": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 64,
+        "head_dim": 16,
+        "num_experts": 8,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+    }
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=260, initializer_range=0.1, tie_word_embeddings=True, **sizes, **heads)
+        Qwen3MoeConfig(
+            vocab_size=260, initializer_range=0.1, tie_word_embeddings=True, **sizes, **heads
+        )
     ).eval()
 
 
@@ -178,16 +213,18 @@ def test_each_expert_of_a_mixture_is_on_its_own_grid(name):
 
 
 def test_activations_of_stacked_experts_are_refused_by_name():
-    with pytest.raises(ConfigError, match=r"mlp.experts \(stacked experts\).*quant.activations = false"):
+    with pytest.raises(
+        ConfigError, match=r"mlp.experts \(stacked experts\).*quant.activations = false"
+    ):
         quantize_for_training(mixture(), QUANTS["fp8"])
 
 
 @pytest.mark.parametrize(
     ("quant", "message"),
     [
-        (QuantConfig(kind="int4"), r"layers.0.self_attn.q_proj.weight: 64 inputs are no multiple of quant.group = 128"),
-        (QuantConfig(kind="fp8"), r"layers.0.self_attn.q_proj.weight: a side of 64 is no multiple of quant.block = 128"),
-        (QuantConfig(kind="int4", group=32, skip=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),
+        (QuantConfig(kind="int4"), r"layers.0.self_attn.q_proj.weight: 64 inputs are no multiple of quant.group = 128"),  # noqa: E501
+        (QuantConfig(kind="fp8"), r"layers.0.self_attn.q_proj.weight: a side of 64 is no multiple of quant.block = 128"),  # noqa: E501
+        (QuantConfig(kind="int4", group=32, skip=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")),  # noqa: E501
          "no linear layer outside quant.skip"),
     ],
 )  # fmt: skip
@@ -201,9 +238,14 @@ def test_stages_put_named_weights_on_the_grid_or_into_packed_tensors():
     grid, names = WeightGrid("int4", 32), quantized_names(model, QUANTS["int4"])
     weights = dict(model.state_dict())
     plain = dict(OnGrid(grid, names)(iter(weights.items())))
-    assert all(torch.equal(plain[name], quantize_for_sampling(model, quant).state_dict()[name]) for name in weights)
+    assert all(
+        torch.equal(plain[name], quantize_for_sampling(model, quant).state_dict()[name])
+        for name in weights
+    )
     small = dict(packed(grid, names)(iter(weights.items())))
-    assert all(torch.equal(tensor, plain[name]) for name, tensor in unpack(small, grid, torch.float32))
+    assert all(
+        torch.equal(tensor, plain[name]) for name, tensor in unpack(small, grid, torch.float32)
+    )
     assert len(small) == len(weights) + 2 * len(names)
 
 
@@ -223,7 +265,9 @@ def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
         reply = await engine.generate(request)
         with torch.no_grad():
             for parameter in trained.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+                parameter.add_(
+                    0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+                )
         grid = WeightGrid("int4", 32) if quant.kind == "int4" else WeightGrid("fp8", 64)
         unique = {name: t for name, t in trained.state_dict().items() if name != "lm_head.weight"}
         await engine.update(OnGrid(grid, quantized_names(model, quant))(iter(unique.items())), 1)
@@ -241,7 +285,9 @@ def test_the_fused_engine_gives_the_logprobs_of_the_trainers_layers(quant):
     assert before.ids != after.ids
 
 
-def test_a_fused_pass_that_rounds_is_taken_for_any_weights_and_one_that_omits_a_rounding_is_not(monkeypatch):
+def test_a_fused_pass_that_rounds_is_taken_for_any_weights_and_one_that_omits_a_rounding_is_not(
+    monkeypatch,
+):
     from turnwright.engines.local import LocalEngine
     from turnwright.engines.local.fused_decoder import FusedLayer
 
@@ -274,17 +320,19 @@ RECIPE = '[[env]]\nuse = "hop"\n[quant]\nkind = "int4"\ngroup = 32\n'
         ("block = 64", 'quant.block = 64: has no effect: it needs quant.kind = fp8'),
         ("train = false", 'quant.train = False: .*set train.correction, such as "tis"'),
         ("[lora]\nrank = 4", "the base alone would be quantized.*set lora.rank = 0"),
-        ('train = false\n[train]\ncorrection = "tis"\n[engine]\nkind = "vllm"', "quant.train .*is for the local engine"),
+        ('train = false\n[train]\ncorrection = "tis"\n[engine]\nkind = "vllm"', "quant.train .*is for the local engine"),  # noqa: E501
         ("packed = true", r"quant.packed = True: is for servers"),
-        ('packed = true\n[engine]\nkind = "vllm"\nupdate = "group"', "servers convert packed.*engine.update = .disk."),
-        ('packed = true\n[engine]\nkind = "sglang"\nupdate = "tensors"', "servers convert packed.*engine.update = .disk."),
+        ('packed = true\n[engine]\nkind = "vllm"\nupdate = "group"', "servers convert packed.*engine.update = .disk."),  # noqa: E501
+        ('packed = true\n[engine]\nkind = "sglang"\nupdate = "tensors"', "servers convert packed.*engine.update = .disk."),  # noqa: E501
     ],
 )  # fmt: skip
 def test_settings_that_cannot_hold_are_refused_in_one_line(tmp_path, more, message):
     from turnwright.config import load
 
     path = tmp_path / "r.toml"
-    path.write_text((RECIPE.replace("group = 32\n", "") if more.startswith("group") else RECIPE) + more + "\n")
+    path.write_text(
+        (RECIPE.replace("group = 32\n", "") if more.startswith("group") else RECIPE) + more + "\n"
+    )
     with pytest.raises(ConfigError, match=message) as found:
         load(path)
     assert "\n" not in str(found.value)
@@ -319,7 +367,9 @@ def tiny_directory(tmp_path_factory):
     from turnwright.config import ModelConfig
     from turnwright.training.model.models import create_tiny_model
 
-    return create_tiny_model(ModelConfig(heads=4, kv_heads=4), ["look up the code 17"], tmp_path_factory.mktemp("tiny"))
+    return create_tiny_model(
+        ModelConfig(heads=4, kv_heads=4), ["look up the code 17"], tmp_path_factory.mktemp("tiny")
+    )
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
@@ -335,7 +385,11 @@ def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_director
     if experts:
         model = mixture()
         model.resize_token_embeddings(320)
-        shutil.copytree(tiny_directory, source := tmp_path / "mixture", ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(
+            tiny_directory,
+            source := tmp_path / "mixture",
+            ignore=shutil.ignore_patterns("*.safetensors"),
+        )
         model.save_pretrained(source)
     size = 32 if kind == "int4" else 64
     pack_model(source, tmp_path / "packed", kind, size)
@@ -346,7 +400,10 @@ def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_director
     assert all(torch.equal(want[name], tensor) for name, tensor in got.state_dict().items())
     assert all(parameter.requires_grad for parameter in got.parameters())
     assert LocalEngine.load(tmp_path / "packed", context=64).fused is not experts
-    small, large = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (tmp_path / "packed", source))
+    small, large = (
+        sum(f.stat().st_size for f in d.glob("*.safetensors"))
+        for d in (tmp_path / "packed", source)
+    )
     assert small < large / 2
     with pytest.raises(ConfigError, match="already exists; choose another --out"):
         pack_model(source, tmp_path / "packed", kind, size)
@@ -354,7 +411,11 @@ def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_director
         pack_model(source, tmp_path / "none")
 
 
-@pytest.mark.parametrize("quant", [QuantConfig(kind="int4", group=8), QuantConfig(kind="fp8", block=8)], ids=["int4", "fp8"])
+@pytest.mark.parametrize(
+    "quant",
+    [QuantConfig(kind="int4", group=8), QuantConfig(kind="fp8", block=8)],
+    ids=["int4", "fp8"],
+)
 def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant):
     from train_kit import random_groups
 
@@ -377,7 +438,9 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant)
     resumed.step(random_groups(1), step=1, steps=4)
     ours, theirs = trainer.model.state_dict(), resumed.model.state_dict()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert any(not torch.equal(ours[name], start[name]) for name in quantized_names(trainer.model, quant))
+    assert any(
+        not torch.equal(ours[name], start[name]) for name in quantized_names(trainer.model, quant)
+    )
 
 
 @pytest.mark.parametrize(
@@ -393,7 +456,9 @@ def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant)
         ([0.01] * 1000, 0.03, False),  # an engine that rounds otherwise
     ],
 )
-def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_rounding_changes(gaps, effect, passes):
+def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_rounding_changes(
+    gaps, effect, passes
+):
     from types import SimpleNamespace
 
     from turnwright.config import TrainConfig
@@ -416,7 +481,9 @@ def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_ro
 
     def refused(**options):
         try:
-            check_mismatch(batch, TrainConfig(), torch.float32, LogitDistribution(1.0, frozenset()), **options)
+            check_mismatch(
+                batch, TrainConfig(), torch.float32, LogitDistribution(1.0, frozenset()), **options
+            )
         except SyncError:
             return True
         return False
@@ -450,10 +517,17 @@ def test_a_fault_of_the_last_layer_is_found_although_rounding_changes_more(facto
         rows, task = [], Task("t", id="t")
         for number in range(4):
             prompt = [*range(20, 50), step, number]
-            reply = await engine.generate(Request(prompt, 30, frozenset(), number, f"{step}-{number}"))
-            spans = [Span(Origin.PROMPT, prompt), Span(Origin.MODEL, list(reply.ids), 0, 32, list(reply.logprobs), 0)]
+            reply = await engine.generate(
+                Request(prompt, 30, frozenset(), number, f"{step}-{number}")
+            )
+            spans = [
+                Span(Origin.PROMPT, prompt),
+                Span(Origin.MODEL, list(reply.ids), 0, 32, list(reply.logprobs), 0),
+            ]
             key = EpisodeKey("train", step, "t", number)
-            rows.append(Trajectory(task, key, spans, reward=float(number % 2), stop=StopReason.DONE))
+            rows.append(
+                Trajectory(task, key, spans, reward=float(number % 2), stop=StopReason.DONE)
+            )
         return [Group(task, rows)]
 
     async def play():
@@ -498,10 +572,17 @@ def test_an_engine_with_the_quantized_weights_of_before_is_found_at_every_update
         outcomes = []
         for step in range(10):
             before = list(trainer.weights())
-            assert trainer.step(random_groups(step), step=step, steps=10).metrics["codes_changed"] > 0
+            assert (
+                trainer.step(random_groups(step), step=step, steps=10).metrics["codes_changed"] > 0
+            )
             probe = trainer.take_probe()
             assert sum((probe.before_kv != probe.after_kv).any(1)) >= 12
-            outcomes.append((await found(probe, before, step + 1), await found(probe, trainer.weights(), step + 1)))
+            outcomes.append(
+                (
+                    await found(probe, before, step + 1),
+                    await found(probe, trainer.weights(), step + 1),
+                )
+            )
         return outcomes
 
     assert asyncio.run(play()) == [(True, False)] * 10

@@ -1,4 +1,7 @@
-"""Two processes that train one model with FSDP2, against one process. `run/test_ranks_run.py` starts them by torchrun."""
+"""Two processes that train one model with FSDP2, against one process.
+
+`run/test_ranks_run.py` starts them by torchrun.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ from turnwright.training.model.lora import load_adapter
 
 HERE = Path(__file__).parent
 ROUGH = ("bfloat16", "fp8")
-"""bfloat16 rounds each rank's part of a gradient before they are added; fp8's activations cross boundaries."""
+"""bfloat16 rounds each rank's part of a gradient before they are added; fp8's
+activations cross boundaries."""
 ROOT = HERE.parents[1]
 
 
@@ -44,10 +48,12 @@ def close(a, b, tolerance, floor=1e-3):
 
 
 def apart(sent, expected):
-    """The L2 norm of the difference of all weights, relative to theirs. One by one they may be further apart: Adam's step
-    is as large where a gradient is rounding alone."""
+    """The L2 norm of the difference of all weights, relative to theirs. One by one they may be
+    further apart: Adam's step is as large where a gradient is rounding alone."""
     assert sent.keys() == expected.keys()
-    both = [torch.cat([one[name].float().flatten() for name in expected]) for one in (sent, expected)]
+    both = [
+        torch.cat([one[name].float().flatten() for name in expected]) for one in (sent, expected)
+    ]
     return float((both[0] - both[1]).norm() / both[1].norm())
 
 
@@ -55,18 +61,36 @@ def apart(sent, expected):
 def test_two_ranks_come_to_what_one_process_comes_to(both, case):
     two, one = (json.loads((path / f"{case}.json").read_text()) for path in both)
     tolerance = 2e-2 if case in ROUGH else 1e-5
-    for mine, theirs in zip([*two["warm"], *two["steps"]], [*one["warm"], *one["steps"]], strict=True):
+    for mine, theirs in zip(
+        [*two["warm"], *two["steps"]], [*one["warm"], *one["steps"]], strict=True
+    ):
         assert mine.keys() == theirs.keys()
-        # Terms of a policy loss are of the size of the advantages and cancel; relative to them, not to what is left.
-        assert close(mine["loss"], theirs["loss"], tolerance, floor=1e-2), (mine["loss"], theirs["loss"])
-        tree = {name for name in mine if name.startswith("tree_")}  # two ranks cut it into more passes
-        rough = {"train_s", "tokens_per_s", "gradient_agreement", "gradient_agreement_scaled", "lr", "loss"}
+        # Terms of a policy loss are of the size of the advantages and cancel; relative to
+        # them, not to what is left.
+        assert close(mine["loss"], theirs["loss"], tolerance, floor=1e-2), (
+            mine["loss"],
+            theirs["loss"],
+        )
+        tree = {
+            name for name in mine if name.startswith("tree_")
+        }  # two ranks cut it into more passes
+        rough = {
+            "train_s",
+            "tokens_per_s",
+            "gradient_agreement",
+            "gradient_agreement_scaled",
+            "lr",
+            "loss",
+        }
         for name in mine.keys() - tree - rough:
             assert close(mine[name], theirs[name], 5 * tolerance), (name, mine[name], theirs[name])
-    # For one rank alone; a single trajectory is the mean of its batch, and so without signal where advantages are whitened.
+    # For one rank alone; a single trajectory is the mean of its batch, and so without signal where
+    # advantages are whitened.
     assert two["steps"][LONE]["tokens_trained"] == (0 if case.startswith("reinforce_pp") else 3)
     assert two["steps"][NONE]["tokens_trained"] == 0
-    assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (2e-2 if case in ROUGH else 1e-5)
+    assert apart(*(torch.load(path / f"{case}.pt") for path in both)) < (
+        2e-2 if case in ROUGH else 1e-5
+    )
 
 
 def resumed(case, source, path, ranks=None):
@@ -108,15 +132,25 @@ def test_what_rank_0_calls_all_do(both, tiny_dir):
         ours = [float(logp[place, i]) for place, i in enumerate(IDS[1:])]
         assert max(abs(a - b) for a, b in zip(ours, known, strict=True)) < 1e-4
         if known is before:
-            assert trainer.step(steps_of(0), step=0, steps=9).metrics["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7)
+            assert trainer.step(steps_of(0), step=0, steps=9).metrics["loss"] == pytest.approx(
+                loss, rel=1e-5, abs=1e-7
+            )
 
 
 def test_ranks_that_part_end_their_group_before_python_ends(tmp_path):
     """torch's threads would end a busy machine's processes by a signal, in most runs."""
-    command = [sys.executable, str(HERE / "parting_worker.py"), str(tmp_path), json.dumps(rank_environments(2))]
+    command = [
+        sys.executable,
+        str(HERE / "parting_worker.py"),
+        str(tmp_path),
+        json.dumps(rank_environments(2)),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{HERE}"}
     assert subprocess.run(command, env=environment, timeout=280).returncode == 0
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "ended", "1": "ended"}
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "0": "ended",
+        "1": "ended",
+    }
 
 
 @given(costs=st.lists(st.integers(1, 100), max_size=40), size=st.integers(1, 8))
@@ -125,4 +159,7 @@ def test_work_is_shared_out_once_and_evenly(costs, size):
     assert sorted(index for share in shares for index in share) == list(range(len(costs)))
     loads = [sum(costs[index] for index in share) for share in shares]
     assert max(loads, default=0) - min(loads, default=0) <= max(costs, default=0)
-    assert max(loads, default=0) <= 4 / 3 * max(sum(costs) / size, max(costs, default=0)) + max(costs, default=0) / 3
+    assert (
+        max(loads, default=0)
+        <= 4 / 3 * max(sum(costs) / size, max(costs, default=0)) + max(costs, default=0) / 3
+    )

@@ -1,4 +1,5 @@
-"""Replayed experts: the engine's choice with the trainer's own scores and gradients, in every layout; and what it is worth."""
+"""Replayed experts: the engine's choice with the trainer's own scores and gradients, in every
+layout; and what it is worth."""
 
 from __future__ import annotations
 
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 import torch
 from train_kit import distance, gradient
-from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, RoutesMissing, TurnwrightError
@@ -42,7 +49,8 @@ def trainer(model, **changes):
 
 
 def by_hand(model, trajectories):
-    """Logprobs by path, each path alone in an unpadded pass, experts forced by hooks of the test's own."""
+    """Logprobs by path, each path alone in an unpadded pass, experts forced by
+    hooks of the test's own."""
     made = []
     for trajectory in trajectories:
         mine = []
@@ -63,21 +71,38 @@ def by_hand(model, trajectories):
                 hook.remove()
             logits[:, sorted(BANNED)] = -1e30
             rows = logits.log_softmax(-1)
-            mine += [float(rows[at - 1, sample.ids[at]]) for at, weight in enumerate(sample.weights) if weight]
+            mine += [
+                float(rows[at - 1, sample.ids[at]])
+                for at, weight in enumerate(sample.weights)
+                if weight
+            ]
         made.append(mine)
     return made
 
 
 @pytest.mark.parametrize("batching", ["rows", "tree"])
 @pytest.mark.parametrize("micro_tokens", [150, 4096])
-def test_the_experts_of_every_position_are_those_of_the_engine_in_every_layout(small, noised, batching, micro_tokens):
+def test_the_experts_of_every_position_are_those_of_the_engine_in_every_layout(
+    small, noised, batching, micro_tokens
+):
     mine = trainer(small, batching=batching, micro_tokens=micro_tokens)
     got, expected = mine.logprobs(noised), by_hand(small, noised)
     assert [len(row) for row in got] == [len(row) for row in expected]
-    gap = max(abs(a - b) for one, other in zip(got, expected, strict=True) for a, b in zip(one, other, strict=True))
+    gap = max(
+        abs(a - b)
+        for one, other in zip(got, expected, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
     assert gap < 1e-5
     off = trainer(small, routing_replay="off").logprobs(noised)
-    assert max(abs(a - b) for one, other in zip(got, off, strict=True) for a, b in zip(one, other, strict=True)) > 1e-3
+    assert (
+        max(
+            abs(a - b)
+            for one, other in zip(got, off, strict=True)
+            for a, b in zip(one, other, strict=True)
+        )
+        > 1e-3
+    )
 
 
 def steps(model, trajectories, **changes):
@@ -87,13 +112,19 @@ def steps(model, trajectories, **changes):
     for number, trajectory in enumerate(trajectories):
         trajectory.reward = float(number % 3)
         groups.setdefault(trajectory.task.id, []).append(trajectory)
-    figures = mine.step([Group(rows[0].task, rows) for rows in groups.values()], step=0, steps=1).metrics
+    figures = mine.step(
+        [Group(rows[0].task, rows) for rows in groups.values()], step=0, steps=1
+    ).metrics
     return gradient(mine.model), figures, mine
 
 
 def test_the_gradient_is_that_of_rows_whatever_the_layout_and_reaches_every_router(small, noised):
     whole, figures, mine = steps(small, noised, batching="rows")
-    for changes in ({"batching": "rows", "micro_tokens": 150}, {"batching": "tree"}, {"gradient_checkpointing": True}):
+    for changes in (
+        {"batching": "rows", "micro_tokens": 150},
+        {"batching": "tree"},
+        {"gradient_checkpointing": True},
+    ):
         other, again, _ = steps(small, noised, **changes)
         assert distance(other, whole) < 5e-6
         assert again["loss"] == pytest.approx(figures["loss"], abs=1e-5)
@@ -119,7 +150,9 @@ def test_a_kl_to_the_same_policy_is_zero_with_the_same_experts(small, noised):
 def test_padding_takes_its_own_experts(small, noised):
     mine = trainer(small, batching="rows")
     credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in noised]
-    micro = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=4096, routes=True).micros[-1]
+    micro = make_batch(
+        credits, LossDenominator.of(credits, "token"), micro_tokens=4096, routes=True
+    ).micros[-1]
     assert not micro.routes.known_p.all()
     seen = []
     mine.forward.replay.routers[0].module.register_forward_hook(lambda m, a, o: seen.append(o[2]))
@@ -135,7 +168,9 @@ def test_a_context_without_routes_is_refused_by_name(small):
     turn = rows[2].turns[1]
     start, routes = turn.extras["routes"]
     turn.extras["routes"] = (start, routes.slice(0, 5))
-    with pytest.raises(RoutesMissing, match=rf"task='0', sample=2.*position {start + 5} are unknown"):
+    with pytest.raises(
+        RoutesMissing, match=rf"task='0', sample=2.*position {start + 5} are unknown"
+    ):
         trainer(small).logprobs(rows)
     for one in rows[2].turns:
         one.extras.clear()
@@ -159,9 +194,14 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
         for turn in row.turns:
             start, routes = turn.extras["routes"]
             array = np.asarray(routes)
-            turn.extras["routes"] = (start, ExpertRoutes(array.tobytes(), 1, array[0].size))  # a server that tells no shape
+            turn.extras["routes"] = (
+                start,
+                ExpertRoutes(array.tobytes(), 1, array[0].size),
+            )  # a server that tells no shape
     assert trainer(sparse).logprobs(wide) == expected
-    model = AutoModelForCausalLM.from_config(type(sparse.config)(**(sparse.config.to_dict() | {"mlp_only_layers": [0]})))
+    model = AutoModelForCausalLM.from_config(
+        type(sparse.config)(**(sparse.config.to_dict() | {"mlp_only_layers": [0]}))
+    )
     replay = RoutingReplay(model)
     assert [router.layer for router in replay.routers] == [1]
     two = np.arange(16, dtype=np.uint8).reshape(2, 2, 4) % 8
@@ -173,8 +213,19 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
         replay.set_routes(pack_routes([(ExpertRoutes.of(two + 2), np.arange(2))], 3, "cpu"))
 
 
-SIZES = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+}
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -192,7 +243,9 @@ def test_own_experts_replayed_change_no_bit(kind, more, dtype):
     ids = torch.randint(0, 60, (2, 17))
     kept = []
     replay = RoutingReplay(model)
-    hooks = [r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in replay.routers]
+    hooks = [
+        r.module.register_forward_hook(lambda m, a, o: kept.append(o[2])) for r in replay.routers
+    ]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
         for hook in hooks:
@@ -201,19 +254,23 @@ def test_own_experts_replayed_change_no_bit(kind, more, dtype):
         replay.set_routes(pack_routes([(routes, np.arange(34))], 34, "cpu"))
         assert torch.equal(model(ids, use_cache=False).logits, expected)
         twin = copy.deepcopy(model)
-        replay.set_routes(pack_routes([(ExpertRoutes(bytes(len(routes.data)), 2, 2), np.arange(34))], 34, "cpu"))
+        replay.set_routes(
+            pack_routes([(ExpertRoutes(bytes(len(routes.data)), 2, 2), np.arange(34))], 34, "cpu")
+        )
         assert not torch.equal(model(ids, use_cache=False).logits, expected)
         assert torch.equal(twin(ids, use_cache=False).logits, expected), "a copy chooses its own"
 
 
 def test_models_that_cannot_be_led_are_refused():
-    dense = AutoModelForCausalLM.from_config(Qwen3Config(**{k: v for k, v in (SIZES | HEADS).items() if "exp" not in k}))
+    dense = AutoModelForCausalLM.from_config(
+        Qwen3Config(**{k: v for k, v in (SIZES | HEADS).items() if "exp" not in k})
+    )
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM has no router"):
         trainer(dense)
     sigmoid = DeepseekV3Config(
-        **SIZES, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_group=2, topk_group=1,
+        **SIZES, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=8, n_group=2, topk_group=1,  # noqa: E501
         first_k_dense_replace=1,
-        num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        num_experts_per_tok=2, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,  # noqa: E501
     )  # fmt: skip
     with pytest.raises(ConfigError, match="neither a softmax"):
         trainer(AutoModelForCausalLM.from_config(sigmoid))
@@ -235,9 +292,14 @@ def strong():
 )
 def test_replay_halves_the_mismatch_where_experts_differ(strong, noise, dtype, history):
     engine = r3.noisy(strong, noise) if noise else strong
-    found = r3.compare(copy.deepcopy(strong), r3.played(engine, episodes=4, history=history, dtype=dtype))
+    found = r3.compare(
+        copy.deepcopy(strong), r3.played(engine, episodes=4, history=history, dtype=dtype)
+    )
     off, on, shifted = found.means(found.flipped)
-    print(f"flipped {float(found.flipped.double().mean()):.0%}: off {off:.2e}, replay {on:.2e}, shifted by one {shifted:.2e}")
+    print(
+        f"flipped {float(found.flipped.double().mean()):.0%}: off {off:.2e}, replay {on:.2e}, "
+        f"shifted by one {shifted:.2e}"
+    )
     assert found.flipped.sum() > 50
     assert on <= 0.5 * off
     assert shifted > off

@@ -1,4 +1,5 @@
-"""The learning rate that follows what gradients agree on: the formula, the measurement, and what it does to a run."""
+"""The learning rate that follows what gradients agree on: the formula, the measurement, and
+what it does to a run."""
 
 import math
 import random
@@ -16,7 +17,13 @@ from turnwright.config import TrainConfig
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
 from turnwright.training.trainer.dot_products import dot_products
-from turnwright.training.trainer.optimizer import YOUNG, GradientSignal, Optimizer, signal_share, standard_errors
+from turnwright.training.trainer.optimizer import (
+    YOUNG,
+    GradientSignal,
+    Optimizer,
+    signal_share,
+    standard_errors,
+)
 from turnwright.types import Group, Task
 
 # The formula.
@@ -43,8 +50,9 @@ def test_without_noise_the_share_of_what_was_averaged_is_near_one(beta):
 
 
 def noisy(strength, steps, seed=0, dim=400, sizes=None, updates=1):
-    """The agreements of each gradient, and the signal's share of the momentum, of a true direction under noise. It is one
-    coordinate; with `sizes` of the coordinates it has `strength` of each size. A gradient is used for some `updates`."""
+    """The agreements of each gradient, and the signal's share of the momentum, of a true direction
+    under noise. It is one coordinate; with `sizes` of the coordinates it has `strength` of each
+    size. A gradient is used for some `updates`."""
     generator = torch.Generator().manual_seed(seed)
     model = nn.Linear(dim, 1, bias=False)
     optimizer = Optimizer(model, TrainConfig(lr=0.0, weight_decay=0.0, max_grad_norm=1e9), Ranks())
@@ -61,7 +69,9 @@ def noisy(strength, steps, seed=0, dim=400, sizes=None, updates=1):
             optimizer.step(0.0)
         momentum = optimizer.adamw.state[model.weight]["exp_avg"]
         weight = 1.0 if sizes is None else 1.0 / sizes.square()
-        shares.append(float((weight * momentum * true).sum() / (weight * momentum * momentum).sum()))
+        shares.append(
+            float((weight * momentum * true).sum() / (weight * momentum * momentum).sum())
+        )
     return found[50:], shares[50:]
 
 
@@ -78,13 +88,17 @@ UNEVEN = torch.cat([torch.full((1, 4), 30.0), torch.ones(1, 396)], 1)
 def test_the_share_is_found_from_the_agreement_alone(strength, updates):
     """The best multiple of a noisy momentum, as it is known to who knows the true gradient."""
     found, shares = noisy(strength, 600, updates=updates)
-    assert signal_share(mean([one.cosine for one in found]), 0.9**updates) == pytest.approx(mean(shares), abs=0.05)
+    assert signal_share(mean([one.cosine for one in found]), 0.9**updates) == pytest.approx(
+        mean(shares), abs=0.05
+    )
 
 
 @pytest.mark.parametrize("strength", [0.15, 0.3, 1.0, 3.0])
 def test_the_scaled_agreement_finds_the_share_in_units_of_each_coordinate(strength):
     found, shares = noisy(strength, 600, sizes=UNEVEN)
-    assert signal_share(mean([one.scaled for one in found]), 0.9) == pytest.approx(mean(shares), abs=0.05)
+    assert signal_share(mean([one.scaled for one in found]), 0.9) == pytest.approx(
+        mean(shares), abs=0.05
+    )
 
 
 @pytest.mark.parametrize("sizes", [None, UNEVEN])
@@ -96,7 +110,8 @@ def test_noise_alone_agrees_with_nothing(sizes):
 
 
 def test_a_signal_in_every_coordinate_is_seen_sooner_scaled():
-    """Its cosine is as large in both, and noise agrees by chance among few large coordinates more than among all."""
+    """Its cosine is as large in both, and noise agrees by chance among few large
+    coordinates more than among all."""
     plain, scaled = GradientSignal(20, 0.9), GradientSignal(20, 0.9)
     opened = [0, 0]
     for seed in range(20):
@@ -131,9 +146,13 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
             assert found is None
             momentum = torch.zeros_like(now)
         else:
-            assert found.cosine == pytest.approx(float(torch.cosine_similarity(now, momentum, dim=0)), rel=1e-5)
+            assert found.cosine == pytest.approx(
+                float(torch.cosine_similarity(now, momentum, dim=0)), rel=1e-5
+            )
             units = square.sqrt()
-            assert found.scaled == pytest.approx(float(torch.cosine_similarity(now / units, momentum / units, dim=0)), rel=1e-5)
+            assert found.scaled == pytest.approx(
+                float(torch.cosine_similarity(now / units, momentum / units, dim=0)), rel=1e-5
+            )
             assert found.norm == pytest.approx(float(now.norm()), rel=1e-5)
         optimizer.step(1e-3)
         momentum = 0.9 * momentum + 0.1 * now
@@ -173,14 +192,16 @@ def test_the_average_begins_without_evidence():
 
 @pytest.mark.parametrize("agreement", [0.2, 0.5, 0.9])
 def test_steady_agreement_counts_fully_soon(agreement):
-    """The start from 0 is no lack of evidence, and the steps' own spread is none of the signal's."""
+    """The start from 0 is no lack of evidence, and the steps' own spread is
+    none of the signal's."""
     shares = shares_of([agreement] * 40)
     assert shares[:4] == [0.0] * 4
     assert shares[5:] == pytest.approx([signal_share(agreement, 0.9)] * 35)
 
 
 def shares_of(agreements):
-    """The share of each step of a run with these agreements, which is still where the share is 0."""
+    """The share of each step of a run with these agreements, which is still
+    where the share is 0."""
     signal, shares = GradientSignal(20, 0.9), []
     for agreement in agreements:
         signal.update(agreement, moved=signal.share > 0)
@@ -237,7 +258,8 @@ def test_what_a_policy_that_moves_has_left_is_forgotten_sooner():
 
 
 def first_share(parts):
-    """The share after the first step of a run that has an agreement, which consists of these parts."""
+    """The share after the first step of a run that has an agreement, which
+    consists of these parts."""
     signal = GradientSignal(20, 0.9)
     signal.update(None)
     signal.update(sum(parts), parts)
@@ -278,7 +300,8 @@ def test_as_many_standard_errors_are_as_rare_for_any_number_of_terms(terms):
 
 
 def test_noise_of_groups_rarely_opens_it():
-    """Noise along one direction: each step's agreement is near 1 or -1, and only its groups show that it is chance."""
+    """Noise along one direction: each step's agreement is near 1 or -1, and only its groups
+    show that it is chance."""
     rng, opened = random.Random(0), 0
     for _ in range(2000):
         signal = GradientSignal(20, 0.9)
@@ -294,7 +317,9 @@ def test_noise_of_groups_rarely_opens_it():
 
 
 def trainer_of(tiny_dir, **settings):
-    config = TrainConfig(**{"lr": 1e-3, "schedule": "constant", "weight_decay": 0.0, **ANY, **settings})
+    config = TrainConfig(
+        **{"lr": 1e-3, "schedule": "constant", "weight_decay": 0.0, **ANY, **settings}
+    )
     return Trainer(models.load(tiny_dir)[0], config)
 
 
@@ -310,7 +335,10 @@ def dealt(groups, seed):
 
 
 def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
-    lesson, noise = trainer_of(tiny_dir, gradient_signal_steps=10), trainer_of(tiny_dir, gradient_signal_steps=10)
+    lesson, noise = (
+        trainer_of(tiny_dir, gradient_signal_steps=10),
+        trainer_of(tiny_dir, gradient_signal_steps=10),
+    )
     rates = []
     for step in range(30):
         learned = lesson.step(random_groups(0), step=step, steps=30).metrics
@@ -325,7 +353,11 @@ def test_the_same_lesson_opens_the_gate_and_noise_does_not(tiny_dir):
 def test_the_parts_of_groups_are_those_of_the_agreement(tiny_dir, monkeypatch):
     """They are measured by finite differences, and sum to the cosine."""
     found = []
-    monkeypatch.setattr(GradientSignal, "update", lambda self, agreement, parts=(), **_more: found.append((agreement, parts)))
+    monkeypatch.setattr(
+        GradientSignal,
+        "update",
+        lambda self, agreement, parts=(), **_more: found.append((agreement, parts)),
+    )
     trainer = trainer_of(tiny_dir, gradient_signal_steps=10, micro_tokens=60)
     for step in range(3):
         before = fingerprint(trainer.model)
@@ -351,7 +383,9 @@ def test_the_first_step_compares_the_gradients_of_its_halves(tiny_dir, monkeypat
         trainer_of(tiny_dir).step(made, step=0, steps=9)
     trainer = trainer_of(tiny_dir, gradient_signal_steps=10, max_grad_norm=0.01)
     found = trainer.step(groups, step=0, steps=9).metrics
-    assert found["gradient_agreement"] == pytest.approx(float(torch.cosine_similarity(*compared[:2], dim=0)), abs=1e-4)
+    assert found["gradient_agreement"] == pytest.approx(
+        float(torch.cosine_similarity(*compared[:2], dim=0)), abs=1e-4
+    )
     units = sum(one.square() for one in compared[:2]).sqrt() + 1e-8
     expected = float(torch.cosine_similarity(*(one / units for one in compared[:2]), dim=0))
     assert found["gradient_agreement_scaled"] == pytest.approx(expected, abs=1e-3)
@@ -364,15 +398,25 @@ def test_one_lesson_in_every_task_is_learned_from_the_first_step_on(tiny_dir):
     figures = trainer_of(tiny_dir, gradient_signal_steps=20).step(groups, step=0, steps=9).metrics
     assert figures["gradient_agreement"] == pytest.approx(1.0, abs=1e-4)
     assert figures["lr"] > 0.9e-3
-    assert trainer_of(tiny_dir, gradient_signal_steps=20).step(groups[:1], step=0, steps=9).metrics["lr"] == 0.0
+    assert (
+        trainer_of(tiny_dir, gradient_signal_steps=20)
+        .step(groups[:1], step=0, steps=9)
+        .metrics["lr"]
+        == 0.0
+    )
 
 
 def test_a_move_along_a_direction_is_undone_to_the_bit(tiny_dir):
     trainer = trainer_of(tiny_dir)
     trainer.step(random_groups(0), step=0, steps=9)
-    before, past = fingerprint(trainer.model), [p.detach().clone() for p in trainer.model.parameters()]
+    before, past = (
+        fingerprint(trainer.model),
+        [p.detach().clone() for p in trainer.model.parameters()],
+    )
     with trainer.optimizer.moved(trainer.optimizer.momentum(), 0.25):
-        gap = torch.cat([(p - q).flatten() for p, q in zip(trainer.model.parameters(), past, strict=True)])
+        gap = torch.cat(
+            [(p - q).flatten() for p, q in zip(trainer.model.parameters(), past, strict=True)]
+        )
         assert float(gap.norm()) == pytest.approx(0.25, rel=1e-3)
     assert fingerprint(trainer.model) == before
 
@@ -384,12 +428,15 @@ def test_noise_moves_the_weights_less(tiny_dir):
         before = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
         for step in range(30):
             trainer.step(dealt(random_groups(0, groups=8), step), step=step, steps=30)
-        moved[memory] = distance(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), before)
+        moved[memory] = distance(
+            torch.cat([p.detach().flatten() for p in trainer.model.parameters()]), before
+        )
     assert moved[20] < 0.1 * moved[0]
 
 
 def test_the_same_episodes_again_are_no_evidence(tiny_dir):
-    """Epochs and minibatches of a step share episodes, so their noise agrees; only what a step begins with counts."""
+    """Epochs and minibatches of a step share episodes, so their noise agrees; only what a
+    step begins with counts."""
     trainer = trainer_of(tiny_dir, gradient_signal_steps=6, epochs=4, minibatches=2)
     assert trainer.signals[0].beta == 0.9**4
     restore(trainer.signals[1], 0.8, 0.001)  # of a run in which gradients agree
@@ -397,24 +444,33 @@ def test_the_same_episodes_again_are_no_evidence(tiny_dir):
     assert figures["optimizer_steps"] == 8
     assert trainer.signals[0].average == pytest.approx(figures["gradient_agreement"] / 6)
     found = trainer.step(random_groups(0), step=1, steps=9).metrics["gradient_agreement"]
-    assert trainer.signals[0].average == pytest.approx(5 / 36 * figures["gradient_agreement"] + found / 6)
+    assert trainer.signals[0].average == pytest.approx(
+        5 / 36 * figures["gradient_agreement"] + found / 6
+    )
 
 
 def test_gradients_that_change_nothing_are_counted_once(tiny_dir):
-    once, often = (trainer_of(tiny_dir, gradient_signal_steps=6, epochs=epochs, minibatches=2) for epochs in (1, 3))
+    once, often = (
+        trainer_of(tiny_dir, gradient_signal_steps=6, epochs=epochs, minibatches=2)
+        for epochs in (1, 3)
+    )
     before = fingerprint(often.model)
     for trainer in (once, often):
         figures = trainer.step(random_groups(0), step=0, steps=9).metrics
         assert figures["optimizer_steps"] == 2
     assert fingerprint(often.model) == before
-    momenta = zip(once.optimizer.momentum().values(), often.optimizer.momentum().values(), strict=True)
+    momenta = zip(
+        once.optimizer.momentum().values(), often.optimizer.momentum().values(), strict=True
+    )
     assert all(torch.equal(one, other) for one, other in momenta)
 
 
 @pytest.mark.parametrize("average", [0.05, 0.2, 0.3, 0.4, 0.6])
 def test_a_step_takes_the_fewest_passes_that_move_as_far_as_its_share_of_all(tiny_dir, average):
     lr = 1e-3
-    trainer = trainer_of(tiny_dir, gradient_signal_steps=50, epochs=4, minibatches=2, lr=lr, schedule="constant")
+    trainer = trainer_of(
+        tiny_dir, gradient_signal_steps=50, epochs=4, minibatches=2, lr=lr, schedule="constant"
+    )
     trainer.signals[1].restore(average, 1e-5, 1.0, 1.0, 0.001)
     figures = trainer.step(random_groups(0), step=0, steps=9).metrics
     passes, share = figures["optimizer_steps"] / 2, trainer.signal_share
@@ -434,7 +490,10 @@ def test_a_step_without_signal_is_no_look(tiny_dir):
 
 
 def test_no_bit_depends_on_the_order_of_groups(tiny_dir):
-    one, other = trainer_of(tiny_dir, gradient_signal_steps=6), trainer_of(tiny_dir, gradient_signal_steps=6)
+    one, other = (
+        trainer_of(tiny_dir, gradient_signal_steps=6),
+        trainer_of(tiny_dir, gradient_signal_steps=6),
+    )
     for step in range(4):
         made = random_groups(step // 2)
         one.step(made, step=step, steps=9)
@@ -495,7 +554,9 @@ def test_a_large_parameter_is_compared_in_pieces(monkeypatch, steps):
     scale=st.sampled_from((1e-6, 1.0, 100.0)),
     seed=st.integers(0, 999),
 )
-def test_the_kernel_for_large_models_has_the_agreement_of_tensors(size, without, has_past, scale, seed):
+def test_the_kernel_for_large_models_has_the_agreement_of_tensors(
+    size, without, has_past, scale, seed
+):
     """Each sum within rounding of the one in float64."""
     torch.manual_seed(seed)
     gradient, other = scale * torch.randn(size), scale * torch.randn(size)

@@ -1,4 +1,5 @@
-"""Teachers: their signal against a computation by hand, the ids that they score, and the account of the others."""
+"""Teachers: their signal against a computation by hand, the ids that they score, and the
+account of the others."""
 
 import copy
 from dataclasses import replace
@@ -22,7 +23,13 @@ from turnwright.training.teachers.local import LocalTeacher, SelfTeacher
 from turnwright.training.teachers.teacher import Hint, Teachers
 from turnwright.types import Group, Message, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 VOCABULARY = 50
 
 
@@ -32,7 +39,9 @@ def other_model(seed=1, vocabulary=VOCABULARY):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.4)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.4
+            )
     return model.requires_grad_(False)
 
 
@@ -42,14 +51,19 @@ def taught(teacher, *, reward_weight=0.0, hint=None, **config):
 
     def make(policy):
         if teacher is None:
-            return Teachers([SelfTeacher(given, "t", policy, hint, policy.forward, "rows")], reward_weight)
-        return Teachers([LocalTeacher(given, "t", policy, hint, ForwardPass(teacher), "auto")], reward_weight)
+            return Teachers(
+                [SelfTeacher(given, "t", policy, hint, policy.forward, "rows")], reward_weight
+            )
+        return Teachers(
+            [LocalTeacher(given, "t", policy, hint, ForwardPass(teacher), "auto")], reward_weight
+        )
 
     return make
 
 
 def learn(model, made, make, law=(), **settings):
-    """One step that leaves the weights as they are: its metrics, and the gradient that it left on them."""
+    """One step that leaves the weights as they are: its metrics, and the gradient
+    that it left on them."""
     given = TrainConfig(**{**STILL, "reward_weight": 0.0, **settings})
     trainer = Trainer(model, given, teachers=make, **of_trainer(law))
     trainer.reference()
@@ -62,13 +76,16 @@ def singles(seed=0, count=6):
 
 
 def by_hand(model, teacher, made, signal, law=None, prefix=(), weight=1.0):
-    """The gradient of the mean over sampled ids of `signal(log p, log q, id)`, with distributions over the vocabulary."""
+    """The gradient of the mean over sampled ids of `signal(log p, log q, id)`, with
+    distributions over the vocabulary."""
     law = {"temperature": 1.0, "banned_ids": (), **(law or {})}
     model.zero_grad()
     total, count = 0.0, 0
 
     def rows(one, ids, drop):
-        logits = one(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]).logits[0, drop:]
+        logits = one(
+            input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]
+        ).logits[0, drop:]
         return logits / law["temperature"]
 
     for trajectory in (t for group in made for t in group.trajectories):
@@ -83,10 +100,14 @@ def by_hand(model, teacher, made, signal, law=None, prefix=(), weight=1.0):
                 excluded = torch.ones_like(excluded).scatter(1, kept, False)
                 for place in range(1, len(sample.ids)):
                     excluded[place - 1, sample.ids[place]] = False
-            logp, logq = (one.masked_fill(excluded, -1e30).log_softmax(-1) for one in (policy, target))
+            logp, logq = (
+                one.masked_fill(excluded, -1e30).log_softmax(-1) for one in (policy, target)
+            )
             for place, wanted in enumerate(sample.weights):
                 if wanted and place:
-                    total = total + weight * signal(logp[place - 1], logq[place - 1], sample.ids[place])
+                    total = total + weight * signal(
+                        logp[place - 1], logq[place - 1], sample.ids[place]
+                    )
                     count += 1
     (total / count).backward()
     return gradient(model)
@@ -127,7 +148,11 @@ LAWS = [
 def test_the_gradient_is_that_of_the_formula(name, law):
     model, teacher = Model64(VOCABULARY), other_model()
     made = random_groups(0, groups=6, size=1, vocabulary=44)
-    config = {"signal": "advantage", "bound": 4.0} if name == "advantage" else {"signal": "loss", "divergence": name}
+    config = (
+        {"signal": "advantage", "bound": 4.0}
+        if name == "advantage"
+        else {"signal": "loss", "divergence": name}
+    )
     figures, found = learn(model, made, taught(teacher, weight=1.7, **config), law)
     signal = advantage(4.0) if name == "advantage" else DIVERGENCES[name]
     assert distance(found, by_hand(model, teacher, made, signal, law, weight=1.7)) < 1e-9
@@ -148,7 +173,9 @@ def test_other_ids_than_the_top_ones_are_one_outcome(name, top):
         best = logq.topk(top).indices
         others = torch.ones_like(logq, dtype=torch.bool)
         others[best] = False
-        pairs = (torch.cat([one[best], one[others].logsumexp(0, keepdim=True)]) for one in (logp, logq))
+        pairs = (
+            torch.cat([one[best], one[others].logsumexp(0, keepdim=True)]) for one in (logp, logq)
+        )
         return DIVERGENCES[name](*pairs, token)
 
     found = learn(model, made, taught(teacher, signal="loss", divergence=name, top=top))[1]
@@ -184,7 +211,8 @@ def test_a_real_model_in_trees_and_rows(tiny_dir, config):
                 parameter += 0.05 * torch.randn_like(parameter)
     made = random_groups(4)
     found = [
-        learn(models.load(tiny_dir)[0], made, taught(teacher, **config), batching=batching)[1] for batching in ("tree", "rows")
+        learn(models.load(tiny_dir)[0], made, taught(teacher, **config), batching=batching)[1]
+        for batching in ("tree", "rows")
     ]
     assert float(found[0].norm()) > 0
     assert distance(*found) < 5e-5
@@ -200,10 +228,19 @@ def test_later_updates_of_a_step_keep_the_teachers_answers():
             return super().score(batch)
 
     def make(policy):
-        return Teachers([Watched(TeacherConfig(path="x"), "t", policy, None, ForwardPass(other_model()), "rows")], 0.0)
+        return Teachers(
+            [
+                Watched(
+                    TeacherConfig(path="x"), "t", policy, None, ForwardPass(other_model()), "rows"
+                )
+            ],
+            0.0,
+        )
 
     settings = {**STILL, "lr": 1e-3, "reward_weight": 0.0, "epochs": 3, "minibatches": 2}
-    figures = Trainer(model, TrainConfig(**settings), teachers=make).step(made, step=0, steps=10).metrics
+    figures = (
+        Trainer(model, TrainConfig(**settings), teachers=make).step(made, step=0, steps=10).metrics
+    )
     assert figures["optimizer_steps"] == 6
     assert len(seen) == 2
 
@@ -224,7 +261,11 @@ def test_a_step_lowers_the_divergence_from_the_teacher():
 
 @pytest.mark.parametrize("weight", [1.0, 0.5])
 def test_beside_rewards_both_gradients_add_up(weight):
-    model, teacher, made = Model64(VOCABULARY), other_model(), random_groups(7, vocabulary=VOCABULARY)
+    model, teacher, made = (
+        Model64(VOCABULARY),
+        other_model(),
+        random_groups(7, vocabulary=VOCABULARY),
+    )
     make = taught(teacher, reward_weight=weight)
     figures, both = learn(model, made, make, reward_weight=weight)
     rewards = learn(model, made, None, reward_weight=1.0)[1]
@@ -267,7 +308,13 @@ def environments(seed=10):
 
 
 def sampled(made, fits):
-    return sum(len(s.ids) for g in made for t in g.trajectories for s in t.spans if s.sampled and fits(t, s))
+    return sum(
+        len(s.ids)
+        for g in made
+        for t in g.trajectories
+        for s in t.spans
+        if s.sampled and fits(t, s)
+    )
 
 
 @pytest.mark.parametrize(
@@ -275,7 +322,10 @@ def sampled(made, fits):
     [
         ({"environments": ("a",)}, lambda t, s: t.task.env == "a"),
         ({"agents": ("asker",)}, lambda t, s: s.agent == "asker"),
-        ({"agents": ("asker",), "environments": ("b",)}, lambda t, s: s.agent == "asker" and t.task.env == "b"),
+        (
+            {"agents": ("asker",), "environments": ("b",)},
+            lambda t, s: s.agent == "asker" and t.task.env == "b",
+        ),
     ],
     ids=["environment", "agent", "both"],
 )
@@ -292,12 +342,16 @@ def test_beside_rewards_ids_without_an_answer_train_by_rewards():
     made = environments()
     config = {"agents": ("asker",)}
     model, teacher = Model64(VOCABULARY), other_model()
-    figures, both = learn(model, made, taught(teacher, reward_weight=1.0, **config), reward_weight=1.0)
+    figures, both = learn(
+        model, made, taught(teacher, reward_weight=1.0, **config), reward_weight=1.0
+    )
     assert figures["tokens_trained"] == figures["tokens_sampled"]
     share = sampled(made, lambda t, s: s.agent == "asker") / figures["tokens_sampled"]
     assert figures["teacher.t.answered"] == pytest.approx(share)
     rewards = learn(model, made, None, reward_weight=1.0)[1]
-    alone = share * learn(model, made, taught(teacher, **config))[1]  # its mean is over the ids that it answered for
+    alone = (
+        share * learn(model, made, taught(teacher, **config))[1]
+    )  # its mean is over the ids that it answered for
     assert distance(both, rewards + alone) < 1e-9
 
 
@@ -313,7 +367,9 @@ def test_the_account_holds(made, weight, agents):
     figures = learn(Model64(VOCABULARY), made, make, reward_weight=weight)[0]
     parts = {name: value for name, value in figures.items() if name.startswith("tokens_")}
     total, _ = parts.pop("tokens_sampled"), parts.pop("tokens_per_s")
-    assert sum(parts.values()) == total == sum(t.sampled_tokens for g in made for t in g.trajectories)
+    assert (
+        sum(parts.values()) == total == sum(t.sampled_tokens for g in made for t in g.trajectories)
+    )
 
 
 # Hints.
@@ -326,7 +382,9 @@ def hint_file(folder, body):
 
 
 def test_the_teacher_reads_the_hint_and_then_the_same_ids(tmp_path):
-    hint = hint_file(tmp_path, "def hint(trajectory):\n    return f'the task is {trajectory.task.id}'\n")
+    hint = hint_file(
+        tmp_path, "def hint(trajectory):\n    return f'the task is {trajectory.task.id}'\n"
+    )
     model, teacher = Model64(300), other_model(vocabulary=300)
     made = random_groups(11, groups=4, size=1, vocabulary=300)
     seen = []
@@ -338,14 +396,20 @@ def test_the_teacher_reads_the_hint_and_then_the_same_ids(tmp_path):
             return found
 
     def make(policy):
-        return Teachers([Watched(TeacherConfig(path="x"), "t", policy, hint, ForwardPass(teacher), "rows")], 0.0)
+        return Teachers(
+            [Watched(TeacherConfig(path="x"), "t", policy, hint, ForwardPass(teacher), "rows")], 0.0
+        )
 
     figures, found = learn(model, made, make)
     assert figures["tokens_trained"] == figures["tokens_sampled"]
     for row, read in seen:
         task = made[row.trajectory].trajectories[0].task.id
         prefix = read.ids[: len(read.ids) - len(row.ids)]
-        assert byte_renderer().decode(prefix).startswith(f"<|im_start|>user\nthe task is {task}<|im_end|>")
+        assert (
+            byte_renderer()
+            .decode(prefix)
+            .startswith(f"<|im_start|>user\nthe task is {task}<|im_end|>")
+        )
         assert "assistant" not in byte_renderer().decode(prefix)
         assert read.ids[len(prefix) :] == row.ids
         assert read.targets == row.targets
@@ -372,7 +436,10 @@ def test_the_policy_with_a_hint_is_its_own_teacher(tmp_path, config):
 
 
 def test_no_hint_for_a_trajectory_is_no_answer_of_the_policy_itself(tmp_path):
-    hint = hint_file(tmp_path, "def hint(trajectory):\n    return None if trajectory.task.id == 't0' else 'a hint'\n")
+    hint = hint_file(
+        tmp_path,
+        "def hint(trajectory):\n    return None if trajectory.task.id == 't0' else 'a hint'\n",
+    )
     made = random_groups(13, groups=4, size=1, vocabulary=300)
     figures = learn(Model64(300), made, taught(None, hint=hint))[0]
     assert figures["tokens_no_teacher"] == made[0].trajectories[0].sampled_tokens
@@ -380,14 +447,18 @@ def test_no_hint_for_a_trajectory_is_no_answer_of_the_policy_itself(tmp_path):
 
 def test_an_error_in_a_hint_names_the_episode_and_the_line(tmp_path):
     hint = hint_file(tmp_path, "def hint(trajectory):\n    return trajectory.nothing\n")
-    with pytest.raises(UsageError, match=r"teacher.hint = .*, task 't0', sample 0: AttributeError: .*hints.py:2"):
+    with pytest.raises(
+        UsageError, match=r"teacher.hint = .*, task 't0', sample 0: AttributeError: .*hints.py:2"
+    ):
         learn(Model64(300), random_groups(14, vocabulary=300), taught(None, hint=hint))
     with pytest.raises(ConfigError, match="must take one argument, the trajectory"):
         hint_file(tmp_path, "def hint():\n    return 'x'\n")
 
 
 def test_ids_beyond_the_teachers_context_are_no_teacher():
-    made = [Group(Task("t", id="t"), [chain([(P, [1, 2]), (M, [3, 4]), (E, [5] * 6), (M, [6, 7, 8])])])]
+    made = [
+        Group(Task("t", id="t"), [chain([(P, [1, 2]), (M, [3, 4]), (E, [5] * 6), (M, [6, 7, 8])])])
+    ]
 
     class Short(LocalTeacher):
         @property
@@ -395,7 +466,10 @@ def test_ids_beyond_the_teachers_context_are_no_teacher():
             return 11
 
     def make(policy):
-        return Teachers([Short(TeacherConfig(path="x"), "t", policy, None, ForwardPass(other_model()), "rows")], 0.0)
+        return Teachers(
+            [Short(TeacherConfig(path="x"), "t", policy, None, ForwardPass(other_model()), "rows")],
+            0.0,
+        )
 
     figures = learn(Model64(VOCABULARY), made, make)[0]
     assert (figures["tokens_trained"], figures["tokens_no_teacher"]) == (4.0, 1.0)

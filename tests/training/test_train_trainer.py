@@ -11,7 +11,14 @@ from train_model64 import Model64
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling
-from turnwright.errors import ConfigError, ModelError, RewardError, SyncError, TurnwrightError, UsageError
+from turnwright.errors import (
+    ConfigError,
+    ModelError,
+    RewardError,
+    SyncError,
+    TurnwrightError,
+    UsageError,
+)
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
 from turnwright.training.model.weight_export import cast
@@ -24,7 +31,10 @@ ANY = {"max_mismatch": 1e9}
 def fingerprint(model):
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(name.encode() + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            name.encode()
+            + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -36,10 +46,14 @@ def with_logprobs(model, made, temperature=1.0, banned=()):
                 if span.sampled:
                     ids = t.path(index)
                     with torch.no_grad():
-                        logits = model(input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]).logits[0]
+                        logits = model(
+                            input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]
+                        ).logits[0]
                     logits[:, list(banned)] = -torch.inf
                     logp = torch.log_softmax(logits / temperature, -1)
-                    span.logprobs = [float(logp[place - 1, ids[place]]) for place in range(span.start, span.end)]
+                    span.logprobs = [
+                        float(logp[place - 1, ids[place]]) for place in range(span.start, span.end)
+                    ]
     return made
 
 
@@ -50,19 +64,27 @@ def with_logprobs(model, made, temperature=1.0, banned=()):
 def test_ratio_is_exactly_one_before_the_first_update(tiny_model, minibatches):
     made = random_groups(0)
     settings = {"lr": 0.0, "schedule": "constant", "minibatches": minibatches}
-    figures = Trainer(tiny_model, TrainConfig(**settings, **ANY)).step(made, step=0, steps=1).metrics
+    figures = (
+        Trainer(tiny_model, TrainConfig(**settings, **ANY)).step(made, step=0, steps=1).metrics
+    )
     assert figures["ratio_mean"] == 1.0
     assert figures["clip_fraction"] == 0.0
     assert figures["optimizer_steps"] == minibatches
 
 
 def test_ratio_leaves_one_with_the_second_update(tiny_model):
-    figures = Trainer(tiny_model, TrainConfig(lr=1e-2, epochs=3, **ANY)).step(random_groups(0), step=0, steps=1).metrics
+    figures = (
+        Trainer(tiny_model, TrainConfig(lr=1e-2, epochs=3, **ANY))
+        .step(random_groups(0), step=0, steps=1)
+        .metrics
+    )
     assert figures["ratio_mean"] != 1.0
     assert figures["optimizer_steps"] == 3
 
 
-@pytest.mark.parametrize(("temperature", "banned"), [(1.0, ()), (0.6, ()), (1.0, (3, 7)), (1.7, (3, 7))])
+@pytest.mark.parametrize(
+    ("temperature", "banned"), [(1.0, ()), (0.6, ()), (1.0, (3, 7)), (1.7, (3, 7))]
+)
 def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
     made = random_groups(1)
     for g in made:
@@ -70,7 +92,9 @@ def test_a_right_engine_has_no_mismatch(tiny_model, temperature, banned):
             for span in t.spans:
                 span.ids = [i + 8 if i in banned else i for i in span.ids]
     with_logprobs(tiny_model, made, temperature, banned)
-    trainer = Trainer(tiny_model, TrainConfig(), sampling=Sampling(temperature=temperature), banned_ids=banned)
+    trainer = Trainer(
+        tiny_model, TrainConfig(), sampling=Sampling(temperature=temperature), banned_ids=banned
+    )
     figures = trainer.step(made, step=0, steps=10).metrics
     assert figures["mismatch_max"] < 1e-4
     assert figures["mismatch_kl"] == pytest.approx(0, abs=1e-8)
@@ -83,7 +107,9 @@ def test_a_wrong_engine_stops_the_step_with_a_diagnosis(tiny_model, wrong, minib
     made = with_logprobs(tiny_model, random_groups(2))
     sampling = Sampling(temperature=0.9 if wrong == "temperature" else 1.0)
     banned = {60, 61} if wrong == "banned" else set()
-    trainer = Trainer(tiny_model, TrainConfig(minibatches=minibatches), sampling=sampling, banned_ids=banned)
+    trainer = Trainer(
+        tiny_model, TrainConfig(minibatches=minibatches), sampling=sampling, banned_ids=banned
+    )
     if wrong == "weights":
         with torch.no_grad():
             tiny_model.lm_head.weight += 0.01 * torch.randn_like(tiny_model.lm_head.weight)
@@ -97,15 +123,30 @@ def test_a_wrong_engine_stops_the_step_with_a_diagnosis(tiny_model, wrong, minib
 
 def test_mismatch_may_be_let_pass(tiny_model):
     assert (
-        Trainer(tiny_model, TrainConfig(max_mismatch=1e9)).step(random_groups(), step=0, steps=1).metrics["mismatch_max"] > 0.1
+        Trainer(tiny_model, TrainConfig(max_mismatch=1e9))
+        .step(random_groups(), step=0, steps=1)
+        .metrics["mismatch_max"]
+        > 0.1
     )
 
 
-@pytest.mark.parametrize(("dtype", "checked"), [(torch.float32, [0, 1, 20, 21]), (torch.bfloat16, [0, 1, 2, 19, 20, 21, 22])])
-def test_updates_are_checked_in_the_engine_where_the_mismatch_could_hide_them(tiny_dir, dtype, checked):
-    trainer, found = Trainer(models.load(tiny_dir, dtype=dtype)[0], TrainConfig(max_mismatch_kl=1e9)), []
+@pytest.mark.parametrize(
+    ("dtype", "checked"),
+    [(torch.float32, [0, 1, 20, 21]), (torch.bfloat16, [0, 1, 2, 19, 20, 21, 22])],
+)
+def test_updates_are_checked_in_the_engine_where_the_mismatch_could_hide_them(
+    tiny_dir, dtype, checked
+):
+    trainer, found = (
+        Trainer(models.load(tiny_dir, dtype=dtype)[0], TrainConfig(max_mismatch_kl=1e9)),
+        [],
+    )
     for step in (0, 1, 2, 19, 20, 21, 22):
-        made = random_groups(0) if dtype == torch.bfloat16 else with_logprobs(trainer.model, random_groups(0))
+        made = (
+            random_groups(0)
+            if dtype == torch.bfloat16
+            else with_logprobs(trainer.model, random_groups(0))
+        )
         trainer.step(made, step=step, steps=23)
         found += [step] if trainer.take_probe() else []
     assert found == checked
@@ -114,7 +155,9 @@ def test_updates_are_checked_in_the_engine_where_the_mismatch_could_hide_them(ti
 def test_a_banned_id_in_the_data_is_refused(tiny_model):
     made = random_groups(3)
     target = made[0].trajectories[0].spans[1].ids[0]
-    with pytest.raises(TurnwrightError, match="gives no probability to an id that was sampled in task 't"):
+    with pytest.raises(
+        TurnwrightError, match="gives no probability to an id that was sampled in task 't"
+    ):
         Trainer(tiny_model, TrainConfig(**ANY), banned_ids={target}).step(made, step=0, steps=1)
 
 
@@ -122,7 +165,9 @@ def test_missing_logprobs(tiny_model):
     made = with_logprobs(tiny_model, random_groups(4))
     made[0].trajectories[0].spans[1].logprobs = [None] * len(made[0].trajectories[0].spans[1].ids)
     Trainer(tiny_model, TrainConfig(lr=0.0)).step(made, step=0, steps=1)  # the trainer's own serve
-    with pytest.raises(ConfigError, match=r"needs a logprob for every sampled id; \d+ of \d+ have none"):
+    with pytest.raises(
+        ConfigError, match=r"needs a logprob for every sampled id; \d+ of \d+ have none"
+    ):
         Trainer(tiny_model, TrainConfig(old_logprobs="engine")).step(made, step=0, steps=1)
 
 
@@ -138,8 +183,17 @@ def test_accounting_in_the_metrics(tiny_model):
     figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1).metrics
     parts = {name: value for name, value in figures.items() if name.startswith("tokens_")}
     per_second, sampled = parts.pop("tokens_per_s"), parts.pop("tokens_sampled")
-    assert set(parts) == {"tokens_trained", "tokens_no_reward", "tokens_no_signal", "tokens_rewound"}
-    assert sum(parts.values()) == sampled == sum(t.sampled_tokens for g in made for t in g.trajectories)
+    assert set(parts) == {
+        "tokens_trained",
+        "tokens_no_reward",
+        "tokens_no_signal",
+        "tokens_rewound",
+    }
+    assert (
+        sum(parts.values())
+        == sampled
+        == sum(t.sampled_tokens for g in made for t in g.trajectories)
+    )
     assert per_second > 0
     assert all(isinstance(value, float) and math.isfinite(value) for value in figures.values())
 
@@ -150,7 +204,10 @@ def test_nothing_to_train_on_changes_nothing(tiny_model):
     figures = Trainer(tiny_model, TrainConfig(**ANY)).step(made, step=0, steps=1).metrics
     assert fingerprint(tiny_model) == before
     assert figures["optimizer_steps"] == figures["tokens_trained"] == figures["loss"] == 0.0
-    assert Trainer(tiny_model, TrainConfig()).step([], step=0, steps=1).metrics["tokens_sampled"] == 0.0
+    assert (
+        Trainer(tiny_model, TrainConfig()).step([], step=0, steps=1).metrics["tokens_sampled"]
+        == 0.0
+    )
 
 
 def test_bad_rewards_and_settings(tiny_model):
@@ -211,7 +268,10 @@ def test_transforms_stand_between(tiny_model):
     trainer = Trainer(tiny_model, TrainConfig())
     trainer.transforms.append(cast(torch.bfloat16))
     trainer.transforms.append(lambda weights: ((f"x.{name}", tensor) for name, tensor in weights))
-    assert all(name.startswith("x.") and tensor.dtype is torch.bfloat16 for name, tensor in trainer.weights())
+    assert all(
+        name.startswith("x.") and tensor.dtype is torch.bfloat16
+        for name, tensor in trainer.weights()
+    )
     assert next(tiny_model.parameters()).dtype is torch.float32
 
 
@@ -226,7 +286,9 @@ def test_bfloat16_trains_on_masters(tiny_dir):
         figures = trainer.step(random_groups(0), step=step, steps=40).metrics
     moved = (weight.detach().float() - before).abs()
     assert figures["loss"] < 0
-    assert moved.mean() > 1e-4  # 40 updates of about 2e-5; each alone is less than half a bit of most weights
+    assert (
+        moved.mean() > 1e-4
+    )  # 40 updates of about 2e-5; each alone is less than half a bit of most weights
     assert model.dtype is torch.bfloat16
 
 
@@ -249,7 +311,10 @@ def test_supervised_takes_the_token_mean_of_sampled_ids():
         ids = row.path(1)
         logits = model(torch.tensor([ids]), torch.arange(len(ids))[None]).logits[0].detach()
         logp = torch.log_softmax(logits, -1)
-        expected += [-float(logp[place - 1, ids[place]]) for place in range(row.spans[1].start, row.spans[1].end)]
+        expected += [
+            -float(logp[place - 1, ids[place]])
+            for place in range(row.spans[1].start, row.spans[1].end)
+        ]
     # Temperature belongs to sampling; demonstrations are learned as they are.
     trainer = Trainer(model, TrainConfig(), sampling=Sampling(temperature=0.5))
     figures = trainer.supervised(rows, lr=0.0)
@@ -315,13 +380,17 @@ def sample(model, prompt, rows, length, end, generator):
 def test_the_trainer_learns(tiny_model, aggregation):
     """The share of low ids in the replies is the reward; it rises from chance."""
     generator = torch.Generator().manual_seed(0)
-    trainer = Trainer(tiny_model, TrainConfig(lr=1e-2, schedule="constant", aggregation=aggregation))
+    trainer = Trainer(
+        tiny_model, TrainConfig(lr=1e-2, schedule="constant", aggregation=aggregation)
+    )
     curve = []
     for step in range(20):
         made = []
         for task in range(4):
             rows = []
-            for index, (ids, logprobs) in enumerate(sample(tiny_model, [40 + task, 41, 42], 8, 8, 9, generator)):
+            for index, (ids, logprobs) in enumerate(
+                sample(tiny_model, [40 + task, 41, 42], 8, 8, 9, generator)
+            ):
                 row = chain([(P, [40 + task, 41, 42]), (M, ids)], task=str(task), sample=index)
                 row.spans[1].logprobs = logprobs
                 row.reward = sum(i < 80 for i in ids) / len(ids)
@@ -341,7 +410,9 @@ def test_state_of_another_model_is_refused(tiny_model, tmp_path):
     with pytest.raises(ModelError, match="of another model"):
         Trainer(Model64(), TrainConfig()).load(tmp_path)
     (tmp_path / "optimizer.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelError, match=r"optimizer\.safetensors cannot be read .*resume from another checkpoint"):
+    with pytest.raises(
+        ModelError, match=r"optimizer\.safetensors cannot be read .*resume from another checkpoint"
+    ):
         trainer.load(tmp_path)
 
 
@@ -350,7 +421,10 @@ def test_trajectories_of_another_template_are_refused_before_anything_is_updated
     trainer = Trainer(tiny_model, TrainConfig(**ANY), template="0" * 16)
     before = [parameter.clone() for parameter in tiny_model.parameters()]
     groups[-1].trajectories[-1].template = "1" * 16
-    with pytest.raises(UsageError, match=r"of another chat template, tokenizer or settings \(hash 1{16}, here 0{16}\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"of another chat template, tokenizer or settings \(hash 1{16}, here 0{16}\)",
+    ):
         trainer.step(groups, step=0, steps=1)
     with pytest.raises(UsageError, match="another chat template"):
         trainer.supervised(groups[-1].trajectories, lr=1e-3)

@@ -36,15 +36,29 @@ ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=
 
 
 def learn(model, made, **more):
-    """One step that leaves the weights as they are: its figures, and the gradient that it left on them."""
+    """One step that leaves the weights as they are: its figures, and the gradient
+    that it left on them."""
     figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10).metrics
     return figures, gradient(model)
 
 
 def small(**more):
-    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     torch.manual_seed(0)
-    config = Qwen3Config(**sizes, num_key_value_heads=2, head_dim=8, initializer_range=0.2, max_position_embeddings=256, **more)
+    config = Qwen3Config(
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+        **more,
+    )
     return Qwen3ForCausalLM(config).eval()
 
 
@@ -56,14 +70,18 @@ def test_a_token_sees_its_ancestors_and_nothing_else(rows):
     made = laid(rows)
     sees = ancestors(made)
     order = torch.arange(made.tree.size)
-    by_ends = (order[None] <= order[:, None]) & (order[:, None] < torch.from_numpy(made.tree.ends_t)[None])
+    by_ends = (order[None] <= order[:, None]) & (
+        order[:, None] < torch.from_numpy(made.tree.ends_t)[None]
+    )
     assert torch.equal(sees, by_ends)
     times = torch.zeros_like(sees, dtype=torch.long)
     for start, end in made.tree.chains:
         times[start:end, start:end] += torch.ones(end - start, end - start, dtype=torch.long).tril()
     for branch in made.tree.branches:
         times[branch.first : branch.last, branch.key : branch.keys] += 1
-    assert torch.equal(times, sees.long()), "each pair of query and key is in one chain or branch, once"
+    assert torch.equal(times, sees.long()), (
+        "each pair of query and key is in one chain or branch, once"
+    )
     assert made.tree.pairs == int(sees.sum())
 
 
@@ -78,8 +96,14 @@ def test_what_rows_share_is_there_once(rows):
             assert at.setdefault(place, tuple(row[: depth + 1])) == tuple(row[: depth + 1])
     assert sorted(at) == list(range(made.tree.size))
     shared = SortedRows.of(rows)
-    nodes = [(p.start, tuple(rows[shared.order[p.first]][p.begin : p.end])) for p in _nodes(shared, 0, len(rows))]
-    assert [start for start, _ in nodes] == [0, *itertools.accumulate(len(ids) for _, ids in nodes)][:-1]
+    nodes = [
+        (p.start, tuple(rows[shared.order[p.first]][p.begin : p.end]))
+        for p in _nodes(shared, 0, len(rows))
+    ]
+    assert [start for start, _ in nodes] == [
+        0,
+        *itertools.accumulate(len(ids) for _, ids in nodes),
+    ][:-1]
     # Path-compressed: a node ends where rows differ or one of them ends, so no two could be one.
     assert all(ids for _, ids in nodes)
 
@@ -96,7 +120,11 @@ def test_eleven_hundred_turns_are_no_deeper_than_the_stack():
 @settings(max_examples=60)
 @given(ROWS, st.integers(1, 40), st.floats(0.0, 5.0), st.floats(0.0, 30.0))
 def test_the_cuts_into_passes_are_the_cheapest(rows, most, pair, once):
-    shared, cost_model, count = SortedRows.of(rows), CostModel(token=10.0, pair=pair, call=0.0, once=once), len(rows)
+    shared, cost_model, count = (
+        SortedRows.of(rows),
+        CostModel(token=10.0, pair=pair, call=0.0, once=once),
+        len(rows),
+    )
     ranges, cost = split_passes(shared, cost_model, most)
     assert [lo for lo, _ in ranges] == [0, *(hi for _, hi in ranges[:-1])]
     assert ranges[-1][1] == count
@@ -126,7 +154,9 @@ def heads(rows, dtype, grouped=2, width=8, seed=0):
     torch.manual_seed(seed)
     made = laid(rows)
     shapes = (2 * grouped, 2, 2)
-    return made, [torch.randn(1, n, made.tree.size, width, dtype=dtype, requires_grad=True) for n in shapes]
+    return made, [
+        torch.randn(1, n, made.tree.size, width, dtype=dtype, requires_grad=True) for n in shapes
+    ]
 
 
 def dense(made, q, k, v):
@@ -137,22 +167,36 @@ def dense(made, q, k, v):
 
 
 @settings(max_examples=60, deadline=None)
-@given(ROWS, st.sampled_from((1, 2)), st.none() | st.lists(st.integers(0, 3), min_size=96, max_size=96))
-def test_a_call_for_each_chain_and_any_batches_of_paths_are_masked_attention(rows, grouped, batches):
+@given(
+    ROWS, st.sampled_from((1, 2)), st.none() | st.lists(st.integers(0, 3), min_size=96, max_size=96)
+)
+def test_a_call_for_each_chain_and_any_batches_of_paths_are_masked_attention(
+    rows, grouped, batches
+):
     made, parts = heads(rows, torch.float64, grouped)
     made.tree.cache["paths"] = None
     if batches is not None:
-        split = [[c for c in range(len(made.tree.chains)) if batches[c] == number] for number in range(4)]
-        made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), [group for group in split if group])
+        split = [
+            [c for c in range(len(made.tree.chains)) if batches[c] == number] for number in range(4)
+        ]
+        made.tree.cache["paths"] = batch_paths(
+            made.tree, paths_of(made.tree), [group for group in split if group]
+        )
     weights = torch.randn(1, made.tree.size, 2 * grouped, 8, dtype=torch.float64)
     found = []
-    for out in (attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0], dense(made, *parts)):
+    for out in (
+        attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0],
+        dense(made, *parts),
+    ):
         found.append((out, *torch.autograd.grad((out * weights).sum(), parts)))
     for mine, theirs in zip(*found, strict=True):
         assert (mine - theirs).abs().max() < 1e-12
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20), st.floats(0.0, 5000.0))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20),
+    st.floats(0.0, 5000.0),
+)
 def test_groups_of_chains_are_padded_no_more_than_allowed(chains, most):
     sizes, lengths = [size for size, _ in chains], [size + above for size, above in chains]
     groups = _group(sizes, lengths, most)
@@ -173,7 +217,9 @@ def test_paths_are_taken_where_calls_would_cost_more_than_copies():
     long = laid([[*range(3000), n] for n in range(4000, 4060)]).tree
     assert plan_paths(long, **costs) is None  # its pairs are nearly all of the cost
     deep = laid([[*range(1000), n] for n in range(4000, 4060)]).tree
-    assert plan_paths(deep, **costs | {"pair": 1.0}) is None  # 60 copies of 1,000 keys for 1,060 tokens
+    assert (
+        plan_paths(deep, **costs | {"pair": 1.0}) is None
+    )  # 60 copies of 1,000 keys for 1,060 tokens
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -182,7 +228,9 @@ def test_in_bfloat16_the_parts_are_put_together_in_float32(batched):
     rows = [trunk[: 10 * n] + [1000 + n] * 20 for n in range(1, 10)]
     made, parts = heads(rows, torch.float64)
     every = [range(len(made.tree.chains))]
-    made.tree.cache["paths"] = batch_paths(made.tree, paths_of(made.tree), every) if batched else None
+    made.tree.cache["paths"] = (
+        batch_paths(made.tree, paths_of(made.tree), every) if batched else None
+    )
     exact = dense(made, *parts)
     narrow = [part.detach().bfloat16().requires_grad_() for part in parts]
     out = attend(torch.nn.Identity(), *narrow, None, turnwright_tree=made.tree)[0]
@@ -197,7 +245,13 @@ def test_in_bfloat16_the_parts_are_put_together_in_float32(batched):
 
 def long_rows():
     trunk = list(range(600))
-    return [trunk[:300] + [1000] * 130, trunk[:500] + [1001] * 40, [*trunk, 7], trunk[:128] + [3] * 128, [5] * 260]
+    return [
+        trunk[:300] + [1000] * 130,
+        trunk[:500] + [1001] * 40,
+        [*trunk, 7],
+        trunk[:128] + [3] * 128,
+        [5] * 260,
+    ]
 
 
 def test_blocks_of_flex_attention_are_those_that_torch_finds():
@@ -208,15 +262,28 @@ def test_blocks_of_flex_attention_are_those_that_torch_finds():
     found = create_block_mask(mask.mask_mod, 1, 1, size, size, device="cpu")
 
     def listed(counts, indices):
-        return [sorted(row[:n].tolist()) for n, row in zip(counts[0, 0], indices[0, 0], strict=True)]
+        return [
+            sorted(row[:n].tolist()) for n, row in zip(counts[0, 0], indices[0, 0], strict=True)
+        ]
 
-    assert listed(mask.kv_num_blocks, mask.kv_indices) == listed(found.kv_num_blocks, found.kv_indices)
-    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices) == listed(found.full_kv_num_blocks, found.full_kv_indices)
+    assert listed(mask.kv_num_blocks, mask.kv_indices) == listed(
+        found.kv_num_blocks, found.kv_indices
+    )
+    assert listed(mask.full_kv_num_blocks, mask.full_kv_indices) == listed(
+        found.full_kv_num_blocks, found.full_kv_indices
+    )
     assert int(mask.full_kv_num_blocks.sum()) > 0
     # What has no block is what nobody sees, and what has a whole one is what all see.
-    tiles = torch.nn.functional.pad(ancestors(made), (0, -size % 128) * 2).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    tiles = (
+        torch.nn.functional.pad(ancestors(made), (0, -size % 128) * 2)
+        .unflatten(0, (-1, 128))
+        .unflatten(2, (-1, 128))
+    )
     some = [[int(at) for at in row.nonzero()[:, 0]] for row in tiles.any(3).any(1)]
-    partial, full = listed(mask.kv_num_blocks, mask.kv_indices), listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial, full = (
+        listed(mask.kv_num_blocks, mask.kv_indices),
+        listed(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
     assert [sorted(a + b) for a, b in zip(partial, full, strict=True)] == some
     assert block_mask(made.tree, "cpu") is mask
 
@@ -229,32 +296,50 @@ def test_flex_attention_is_the_same_attention():
     made, parts = heads(long_rows(), torch.float32)
     parts = [part.detach() for part in parts]
     out = flex_attend(*parts, made.tree, None, run=flex_attention).transpose(1, 2)
-    assert (out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]).abs().max() < 1e-5
+    assert (
+        out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]
+    ).abs().max() < 1e-5
 
 
 # Loss and gradient: invariant 5.
 
 
 @settings(max_examples=15, deadline=None)
-@given(families(), st.sampled_from(("token", "trajectory", "fixed")), st.sampled_from((1, 25, 100_000)))
+@given(
+    families(), st.sampled_from(("token", "trajectory", "fixed")), st.sampled_from((1, 25, 100_000))
+)
 def test_invariant_5_tree_versus_rows_in_float64(made, aggregation, micro_tokens):
     if not any(credit.tokens for credit in advantages(made).trained):
         return
     rows, base = learn(Model64(), made, aggregation=aggregation, batching="rows")
-    figures, found = learn(Tree64(), made, aggregation=aggregation, batching="tree", micro_tokens=micro_tokens)
+    figures, found = learn(
+        Tree64(), made, aggregation=aggregation, batching="tree", micro_tokens=micro_tokens
+    )
     assert figures["tree_share"] == 1.0
     assert (found - base).norm() <= 1e-10 * max(base.norm(), 1e-3)
     assert figures["loss"] == pytest.approx(rows["loss"], rel=1e-9, abs=1e-12)
 
 
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo", "cispo")
+ALGORITHMS = (
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "gspo",
+    "cispo",
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(made=families())
 def test_invariant_5_every_algorithm_with_ratios_that_differ(algorithm, made):
-    """Against the engine's logprobs, so that siblings' equal tokens have ratios, clips and corrections of their own."""
+    """Against the engine's logprobs, so that siblings' equal tokens have ratios, clips and
+    corrections of their own."""
     more = {"algorithm": algorithm, "old_logprobs": "engine", "epochs": 2}
     if algorithm in ("grpo", "cispo"):
         more |= {"old_logprobs": "trainer", "correction": "tis"}
@@ -271,12 +356,15 @@ def test_invariant_5_every_algorithm_with_ratios_that_differ(algorithm, made):
 
 
 def test_equal_tokens_of_siblings_keep_a_ratio_and_an_advantage_each():
-    """Two siblings say the same; one was paid. Merged advantages would cancel, but their old logprobs differ, and one is
-    clipped."""
+    """Two siblings say the same; one was paid. Merged advantages would cancel, but their old
+    logprobs differ, and one is clipped."""
     made = [
         Group(
             Task("t", id="t"),
-            [chain([(P, [1, 2, 3]), (M, [4, 5, 6])], reward=1.0 - n, sample=n, logprob=-9.0 - n) for n in range(2)],
+            [
+                chain([(P, [1, 2, 3]), (M, [4, 5, 6])], reward=1.0 - n, sample=n, logprob=-9.0 - n)
+                for n in range(2)
+            ],
         )
     ]
     model = small()
@@ -306,7 +394,10 @@ def gradient_of(trainer, made):
 @settings(max_examples=10, deadline=None)
 @given(families(), st.randoms())
 def test_order_of_groups_and_siblings_changes_no_bit(made, rng):
-    mixed = [Group(g.task, rng.sample(g.trajectories, len(g.trajectories))) for g in rng.sample(made, len(made))]
+    mixed = [
+        Group(g.task, rng.sample(g.trajectories, len(g.trajectories)))
+        for g in rng.sample(made, len(made))
+    ]
     model = small()
     rows, base = learn(model, made, batching="tree", kl=0.0)
     other, found = learn(model, mixed, batching="tree", kl=0.0)
@@ -323,7 +414,12 @@ def test_a_chain_and_its_five_branches_share_all_that_they_have_in_common(tiny_m
     assert figures["loss"] == pytest.approx(chains["loss"], abs=1e-5)
     unbranched, _ = learn(tiny_model, made, batching="tree")
     trainer = Trainer(tiny_model, TrainConfig(**STILL, batching="tree"))
-    fed = [sum(m.ids_bt.numel() for m in trainer._batch(advantages(g).credits, trainer_scale(g)).micros) for g in (made, trees)]
+    fed = [
+        sum(
+            m.ids_bt.numel() for m in trainer._batch(advantages(g).credits, trainer_scale(g)).micros
+        )
+        for g in (made, trees)
+    ]
     assert fed[0] == fed[1], "branches of one chain are the chain"
     assert unbranched["tree_unique_share"] > figures["tree_unique_share"]
 
@@ -332,10 +428,16 @@ def test_a_reference_policy_and_scored_passes_follow_the_tree_too(tiny_model):
     made = random_groups(4, groups=2, size=4)
     found = []
     for batching in ("rows", "tree"):
-        trainer = Trainer(tiny_model, TrainConfig(**STILL, batching=batching, kl=0.1, minibatches=2))
+        trainer = Trainer(
+            tiny_model, TrainConfig(**STILL, batching=batching, kl=0.1, minibatches=2)
+        )
         trainer.reference()
         found.append(
-            (trainer.step(made, step=0, steps=10).metrics, gradient(tiny_model), trainer.logprobs(made[0].trajectories))
+            (
+                trainer.step(made, step=0, steps=10).metrics,
+                gradient(tiny_model),
+                trainer.logprobs(made[0].trajectories),
+            )
         )
     assert distance(found[1][1], found[0][1]) < 5e-6
     assert found[1][0]["kl"] == pytest.approx(found[0][0]["kl"], abs=1e-6)
@@ -354,14 +456,19 @@ def test_the_budget_counts_unique_tokens(tiny_model, micro_tokens):
     longest = max(len(s.ids) for c in credits for s in c.trajectory.samples())
     assert all(micro.ids_bt.shape == (1, micro.tree.size) for micro in batch.micros)
     assert all(micro.ids_bt.numel() <= max(micro_tokens, longest) for micro in batch.micros)
-    assert sorted(torch.cat([micro.tokens_m for micro in batch.micros]).tolist()) == list(range(batch.size))
+    assert sorted(torch.cat([micro.tokens_m for micro in batch.micros]).tolist()) == list(
+        range(batch.size)
+    )
     assert len(batch.micros) == 1 or micro_tokens < 4096
 
 
 def wide_group(prompt, count, reply):
     """Siblings on one prompt, whose replies differ from their first id on."""
     shared = (P, [at % 50 for at in range(prompt)])
-    rows = [chain([shared, (M, [n, *range(reply - 1)])], reward=float(n % 2), sample=n) for n in range(count)]
+    rows = [
+        chain([shared, (M, [n, *range(reply - 1)])], reward=float(n % 2), sample=n)
+        for n in range(count)
+    ]
     return [Group(Task("t", id="t"), rows)]
 
 
@@ -386,7 +493,10 @@ def test_auto_builds_a_tree_where_that_is_estimated_to_pay_and_says_why():
         (lambda: Model64(), "does not use transformers' attention"),
         (lambda: windowed(), "sliding_window"),
         (lambda: eager(), "'eager'"),
-        (lambda: small(use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding_window"),
+        (
+            lambda: small(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "sliding_window",
+        ),
     ],
 )
 def test_models_whose_attention_is_another_keep_their_rows_and_say_why(model, why):
@@ -402,8 +512,16 @@ def test_models_whose_attention_is_another_keep_their_rows_and_say_why(model, wh
 
 
 def windowed():
-    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=1, head_dim=16, sliding_window=8)).eval()
+    sizes = {
+        "vocab_size": 60,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    return MistralForCausalLM(
+        MistralConfig(**sizes, num_key_value_heads=1, head_dim=16, sliding_window=8)
+    ).eval()
 
 
 def eager():
@@ -434,8 +552,13 @@ def test_another_model_of_the_same_config_keeps_its_attention():
         before = [model(input_ids=ids).logits for model in (first, second)]
         Trainer(first, TrainConfig())
         assert first.model.config._attn_implementation == NAME
-        assert second.model.config._attn_implementation == first.config._attn_implementation == "sdpa"
-        assert all(torch.equal(model(input_ids=ids).logits, own) for model, own in zip((first, second), before, strict=True))
+        assert (
+            second.model.config._attn_implementation == first.config._attn_implementation == "sdpa"
+        )
+        assert all(
+            torch.equal(model(input_ids=ids).logits, own)
+            for model, own in zip((first, second), before, strict=True)
+        )
 
 
 # Gradient checkpointing.
@@ -475,7 +598,9 @@ def test_lora_is_trained_along_trees_and_with_checkpointing_to_the_same_bits():
         add_lora(model, LoraConfig(rank=4), seed=1)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # begins at 0, where nothing would reach A
-                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                torch.nn.init.normal_(
+                    parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
+                )
         figures, grad = learn(model, made, batching=batching, gradient_checkpointing=again)
         found[batching, again] = grad
         assert figures["tree_share"] == (batching == "tree")
@@ -490,13 +615,16 @@ def test_compiled_flex_attention_is_the_same_at_several_lengths():
         made, parts = heads(rows, torch.float32, width=16)
         parts = [part.detach() for part in parts]
         out = flex_attend(*parts, made.tree, None).transpose(1, 2)
-        assert (out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]).abs().max() < 1e-5
+        assert (
+            out - attend(torch.nn.Identity(), *parts, None, turnwright_tree=made.tree)[0]
+        ).abs().max() < 1e-5
 
 
 @pytest.mark.slow
 def test_flex_attention_stays_compiled_for_models_with_other_heads(monkeypatch):
     def device_check(*_args):
-        """FlexAttention refuses gradients on a CPU, also where nothing is computed by its kernels."""
+        """FlexAttention refuses gradients on a CPU, also where nothing is
+        computed by its kernels."""
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", device_check)
@@ -505,9 +633,14 @@ def test_flex_attention_stays_compiled_for_models_with_other_heads(monkeypatch):
         with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
             for key_heads in (1, 2, 3):
                 for size in (20, 100, 150, 300):
-                    tree = build_prefix_tree(SortedRows.of([list(range(size)), list(range(size - 1))]), 0, 2).tree
+                    tree = build_prefix_tree(
+                        SortedRows.of([list(range(size)), list(range(size - 1))]), 0, 2
+                    ).tree
                     for gradients in (False, True):
-                        shapes = [(1, count, tree.size, 16) for count in (2 * key_heads, key_heads, key_heads)]
+                        shapes = [
+                            (1, count, tree.size, 16)
+                            for count in (2 * key_heads, key_heads, key_heads)
+                        ]
                         parts = [torch.randn(shape, requires_grad=gradients) for shape in shapes]
                         with torch.set_grad_enabled(gradients):
                             assert flex_attend(*parts, tree, None).shape == parts[0].shape

@@ -1,4 +1,5 @@
-"""Token trees of models that see: pixels decide what is shared, features stand once, positions are those of the path."""
+"""Token trees of models that see: pixels decide what is shared, features stand once, positions
+are those of the path."""
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from turnwright.types import Group, Origin, Span, Task
 @pytest.fixture(scope="module")
 def gallery(tmp_path_factory):
     sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
-    return Gallery(models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model"))
+    return Gallery(
+        models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
+    )
 
 
 def trainer_of(gallery, **more):
@@ -35,7 +38,11 @@ def learn(gallery, made, **more):
 
 def micros_of(gallery, made, **more):
     credits = advantages(made).credits
-    return trainer_of(gallery, batching="tree", **more)._batch(credits, LossDenominator.of(credits, "token")).micros
+    return (
+        trainer_of(gallery, batching="tree", **more)
+        ._batch(credits, LossDenominator.of(credits, "token"))
+        .micros
+    )
 
 
 def grouped(rows):
@@ -53,7 +60,14 @@ def stripped(trajectory):
     context = Span(Origin.PROMPT, ids + tuple(after.ids), tail - 1, spans[tail].start)
     context.media = tuple(block.shifted(len(ids)) for block in after.media)
     reply = spans[tail + 2]
-    again = Span(reply.origin, reply.ids, len(spans), context.start + len(context.ids), reply.logprobs, reply.version)
+    again = Span(
+        reply.origin,
+        reply.ids,
+        len(spans),
+        context.start + len(context.ids),
+        reply.logprobs,
+        reply.version,
+    )
     trajectory.spans = [*spans, context, again]
     return trajectory
 
@@ -61,7 +75,9 @@ def stripped(trajectory):
 SHOWN = st.lists(st.sampled_from(("same", "own", "wide", "clip", "none")), min_size=1, max_size=3)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
 def test_invariant_5_with_images_clips_and_stripped_thinking(gallery, data):
     rows = []
@@ -80,7 +96,9 @@ def test_invariant_5_with_images_clips_and_stripped_thinking(gallery, data):
         rows.append(stripped(made) if data.draw(st.booleans()) else made)
     rows[0].reward, rows[1].reward = 0.0, 1.0
     base_figures, base = learn(gallery, grouped(rows), batching="rows")
-    figures, found = learn(gallery, grouped(rows), batching="tree", micro_tokens=data.draw(st.sampled_from((60, 4096))))
+    figures, found = learn(
+        gallery, grouped(rows), batching="tree", micro_tokens=data.draw(st.sampled_from((60, 4096)))
+    )
     assert figures["tree_share"] == 1.0
     assert figures["loss"] == pytest.approx(base_figures["loss"], abs=1e-5)
     # Where equal replies with opposite advantages cancel, what is left is rounding.
@@ -104,14 +122,20 @@ def test_siblings_that_differ_only_in_pixels_are_not_merged(gallery):
     _, found = learn(gallery, grouped(apart), batching="tree")
     assert distance(found, base) < 5e-6
     # Merged by ids alone, the second sibling would have seen the first one's image.
-    _, blind = learn(gallery, grouped([apart[0], episode(gallery, [gallery.image(0), None], sample=1)]), batching="rows")
+    _, blind = learn(
+        gallery,
+        grouped([apart[0], episode(gallery, [gallery.image(0), None], sample=1)]),
+        batching="rows",
+    )
     assert distance(blind, base) > 1e-3
     assert rows["entropy"] > 0
 
 
 def test_ids_and_positions_are_those_of_each_path(gallery):
     shown = [gallery.image(1, 48, 32), gallery.image(2), None]
-    trajectories = [episode(gallery, [shown[0], shown[n % 3], shown[2]], sample=n, seed=n % 2) for n in range(5)]
+    trajectories = [
+        episode(gallery, [shown[0], shown[n % 3], shown[2]], sample=n, seed=n % 2) for n in range(5)
+    ]
     rows = [row for n, t in enumerate(trajectories) for row in rows_of(t, n)]
     shared = shared_prefixes(rows)
     made = build_prefix_tree(shared, 0, len(rows))
@@ -121,13 +145,18 @@ def test_ids_and_positions_are_those_of_each_path(gallery):
     for number, row in enumerate(rows):
         places = made.places[number]
         assert micro.ids_bt[0, places].tolist() == row.ids
-        assert torch.equal(micro.positions[:, 0, places], torch.from_numpy(gallery.vision.positions(len(row.ids), row.media)))
+        assert torch.equal(
+            micro.positions[:, 0, places],
+            torch.from_numpy(gallery.vision.positions(len(row.ids), row.media)),
+        )
 
 
 def test_an_image_on_a_shared_trunk_goes_through_the_tower_once_and_stands_once(gallery):
     rows = [episode(gallery, [gallery.image(7, 64, 64), None], sample=n, seed=0) for n in range(6)]
     for n, t in enumerate(rows):  # replies that differ
-        t.spans[-1] = Span(Origin.MODEL, tuple(gallery.some(4, 900 + n)), 2, t.spans[2].end, [-1.0] * 4, 0)
+        t.spans[-1] = Span(
+            Origin.MODEL, tuple(gallery.some(4, 900 + n)), 2, t.spans[2].end, [-1.0] * 4, 0
+        )
     trainer = trainer_of(gallery, batching="tree")
     trainer.step(grouped(rows), step=0, steps=1)
     assert trainer.forward.vision_inputs.encoded == 1

@@ -1,4 +1,5 @@
-"""Training on images: the model's own logprobs, each image through the tower once, and no layout changes the gradient."""
+"""Training on images: the model's own logprobs, each image through the tower once, and no layout
+changes the gradient."""
 
 from __future__ import annotations
 
@@ -17,13 +18,21 @@ from turnwright.training.advantages import advantages
 from turnwright.training.model import models
 from turnwright.types import Group, Span, Task
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     sizes = ModelConfig(hidden=32, heads=4, vision=True, image_side=64)
-    return models.create_tiny_model(sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model")
+    return models.create_tiny_model(
+        sizes, example_texts(), tmp_path_factory.mktemp("sees") / "model"
+    )
 
 
 @pytest.fixture
@@ -32,7 +41,8 @@ def gallery(directory):
 
 
 def groups(gallery, count=3, size=4):
-    """Groups whose siblings share their first image, and then see images of several sizes, clips, or nothing."""
+    """Groups whose siblings share their first image, and then see images of several
+    sizes, clips, or nothing."""
     made = []
     for g in range(count):
         first = gallery.image(g)
@@ -42,7 +52,14 @@ def groups(gallery, count=3, size=4):
             for turn in range((g + sample) % 4):
                 what = (g + sample + turn) % 4
                 seed = 10 * g + turn + 100
-                shown.append([gallery.image(seed + sample), gallery.image(seed, 48, 32), None, gallery.clip(seed)][what])
+                shown.append(
+                    [
+                        gallery.image(seed + sample),
+                        gallery.image(seed, 48, 32),
+                        None,
+                        gallery.clip(seed),
+                    ][what]
+                )
             rows.append(episode(gallery, shown, task=f"t{g}", sample=sample, seed=7 * g + sample))
         made.append(Group(Task(f"t{g}", id=f"t{g}"), rows))
     return made
@@ -53,14 +70,21 @@ def branched(trajectory):
     spans = []
     for span in trajectory.spans:
         if span.sampled:
-            ids, media = tuple(trajectory.path(span.parent)), tuple(trajectory.media_placements(span.parent))
+            ids, media = (
+                tuple(trajectory.path(span.parent)),
+                tuple(trajectory.media_placements(span.parent)),
+            )
             spans.append(Span(trajectory.spans[0].origin, ids, media=media))
-            spans.append(Span(span.origin, span.ids, len(spans) - 1, span.start, span.logprobs, span.version))
+            spans.append(
+                Span(span.origin, span.ids, len(spans) - 1, span.start, span.logprobs, span.version)
+            )
     return replace(trajectory, spans=spans)
 
 
 def trainer_of(gallery, **settings):
-    trainer = Trainer(gallery.module, TrainConfig(**{**STILL, **settings}), banned_ids=gallery.banned)
+    trainer = Trainer(
+        gallery.module, TrainConfig(**{**STILL, **settings}), banned_ids=gallery.banned
+    )
     trainer.pixels = gallery.pixels
     return trainer
 
@@ -76,14 +100,20 @@ def test_logprobs_are_those_of_the_model_itself(gallery):
     made[1] = Group(made[1].task, [branched(t) for t in made[1].trajectories])
     trainer = trainer_of(gallery)
     credits = advantages(made).credits
-    batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
+    batch = make_batch(
+        credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision
+    )
     assert len(batch.micros) > 1
     found = trainer._score(batch)
     expected = []
     for t in batch.trajectories:
         for sample in t.samples():
             logp = gallery.stock(sample.ids, sample.media)
-            expected += [float(logp[p - 1, sample.ids[p]]) for p, weight in enumerate(sample.weights) if weight]
+            expected += [
+                float(logp[p - 1, sample.ids[p]])
+                for p, weight in enumerate(sample.weights)
+                if weight
+            ]
     assert (found - torch.tensor(expected, dtype=torch.float64)).abs().max() < 1e-5
 
 
@@ -93,7 +123,9 @@ def test_invariant_5_no_layout_of_the_batch_changes_loss_or_gradient(gallery, ag
     loss, base = learn(gallery, made, aggregation=aggregation)
     trees = [Group(g.task, [branched(t) for t in g.trajectories]) for g in made]
     for other, micro_tokens in ((made, 1), (made, 150), (trees, 4096), (trees, 100)):
-        other_loss, found = learn(gallery, other, aggregation=aggregation, micro_tokens=micro_tokens)
+        other_loss, found = learn(
+            gallery, other, aggregation=aggregation, micro_tokens=micro_tokens
+        )
         assert distance(found, base) < 5e-6
         assert abs(other_loss - loss) < 1e-5
 
@@ -117,17 +149,27 @@ def test_the_gradient_is_that_of_one_row_at_a_time_through_the_model_itself(gall
 
 def test_each_image_of_a_pass_goes_through_the_tower_once(gallery):
     shared = gallery.image(1)
-    rows = [episode(gallery, [shared, gallery.image(2 + sample % 2), shared], sample=sample) for sample in range(16)]
+    rows = [
+        episode(gallery, [shared, gallery.image(2 + sample % 2), shared], sample=sample)
+        for sample in range(16)
+    ]
     trainer = trainer_of(gallery, micro_tokens=100_000)
     trainer.step([Group(Task("t", id="t"), rows)], step=0, steps=1)
-    passes = len(trainer._batch(advantages([Group(Task("t", id="t"), rows)]).credits, LossDenominator("token", 1, 1)).micros)
+    passes = len(
+        trainer._batch(
+            advantages([Group(Task("t", id="t"), rows)]).credits, LossDenominator("token", 1, 1)
+        ).micros
+    )
     assert trainer.forward.vision_inputs.encoded <= 3 * passes
     assert gallery.pixels.processed == 3
 
 
 def test_siblings_take_no_more_memory_for_pixels_than_one(gallery, monkeypatch):
     """Pixel values and patches are made for what is seen, not for who sees it."""
-    rows = [episode(gallery, [gallery.image(1, 64, 64), gallery.image(2)], sample=s, seed=3) for s in range(16)]
+    rows = [
+        episode(gallery, [gallery.image(1, 64, 64), gallery.image(2)], sample=s, seed=3)
+        for s in range(16)
+    ]
     sizes = []
     merged = gallery.pixels.merged
 
@@ -148,8 +190,12 @@ def test_blanking_an_image_changes_the_logprobs(gallery):
     def scored(media):
         row = episode(gallery, [gallery.image(1), gallery.image(2), media], seed=5)
         trainer = trainer_of(gallery)
-        credits = advantages([Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
+        credits = advantages(
+            [Group(row.task, [row, replace(row, reward=1.0, key=replace(row.key, sample=1))])]
+        ).credits
+        batch = make_batch(
+            credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision
+        )
         return trainer._score(batch)
 
     assert (scored(gallery.image(3)) - scored(gallery.image(4))).abs().max() > 1e-3
@@ -167,15 +213,21 @@ def test_the_tower_learns_or_is_left_alone(gallery):
     encoded = trainer.forward.vision_inputs.encoded
     assert encoded == gallery.pixels.processed
     trainer.step(made, step=1, steps=2)
-    assert trainer.forward.vision_inputs.encoded == encoded  # its features are the same at every step
+    assert (
+        trainer.forward.vision_inputs.encoded == encoded
+    )  # its features are the same at every step
     assert not {name for name, _ in trainer.optimizer.tensors() if "visual" in name}
     for name, parameter in gallery.module.named_parameters():
-        assert torch.equal(parameter, before[name]) == (name in names or not parameter.requires_grad)
+        assert torch.equal(parameter, before[name]) == (
+            name in names or not parameter.requires_grad
+        )
     assert {name for name, _ in trainer.weights()} >= names
     gallery.module.requires_grad_(True)
     trainer = trainer_of(gallery, lr=1e-3)
     trainer.step(made, step=0, steps=1)
-    moved = {name for name, p in gallery.module.named_parameters() if not torch.equal(p, before[name])}
+    moved = {
+        name for name, p in gallery.module.named_parameters() if not torch.equal(p, before[name])
+    }
     assert moved >= names
     assert fingerprint(trainer.weights()) != fingerprint(before.items())
 
@@ -200,8 +252,15 @@ def test_rows_without_images_are_as_before(gallery):
 
     def scored(rows):
         credits = advantages([Group(text.task, rows)]).credits
-        batch = make_batch(credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision)
-        return [trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))]
+        batch = make_batch(
+            credits, LossDenominator.of(credits, "token"), micro_tokens=300, vision=gallery.vision
+        )
+        return [
+            trainer._score(batch)[batch.trajectory_n == i] for i in range(len(batch.trajectories))
+        ]
 
-    alone, beside = scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]), scored([text, seen])
+    alone, beside = (
+        scored([text, replace(text, key=replace(text.key, sample=5), reward=1.0)]),
+        scored([text, seen]),
+    )
     assert (alone[0] - beside[0]).abs().max() < 1e-5

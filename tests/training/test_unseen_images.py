@@ -15,11 +15,16 @@ class Shade(tw.Env):
         return tw.Image(pixels, alt="dark" if self.dark else "light")
 
     def step(self, action):
-        return tw.Step(reward=float(action.text.strip() == ("dark" if self.dark else "light")), terminated=True)
+        return tw.Step(
+            reward=float(action.text.strip() == ("dark" if self.dark else "light")), terminated=True
+        )
 
     @staticmethod
     def tasks(split, n, seed):
-        return [tw.Task(info={"dark": number % 2 == 0, "number": f"{split} {number}"}) for number in range(8)]
+        return [
+            tw.Task(info={"dark": number % 2 == 0, "number": f"{split} {number}"})
+            for number in range(8)
+        ]
 
     @staticmethod
     def solver(messages, rng):
@@ -40,4 +45,6 @@ def test_unseen_images_are_noted_once(tmp_path, capsys, vision, demos):
         eval={"tasks": 8, "greedy": False},
     )
     told = capsys.readouterr()
-    assert (told.out + told.err).count("it reads their alt texts; set model.vision = true") == (not vision)
+    assert (told.out + told.err).count("it reads their alt texts; set model.vision = true") == (
+        not vision
+    )

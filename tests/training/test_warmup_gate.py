@@ -1,4 +1,5 @@
-"""When a warm-up goes on, ends, or is refused: rounds, the fall of the loss, and replies that do not depend on the task."""
+"""When a warm-up goes on, ends, or is refused: rounds, the fall of the loss, and replies that do
+not depend on the task."""
 
 import asyncio
 import json
@@ -101,13 +102,18 @@ def test_a_loss_that_stands_does_not_fall_and_one_that_halves_does(steps, loss, 
     rng = random.Random(seed)
     noise = [1.0 + 0.001 * rng.random() for _ in range(steps)]
     assert not still_falls([loss * factor for factor in noise])
-    assert not still_falls([loss * factor * (1.0 + step / steps) for step, factor in enumerate(noise)])
+    assert not still_falls(
+        [loss * factor * (1.0 + step / steps) for step, factor in enumerate(noise)]
+    )
     assert still_falls([loss * factor * 0.5 ** (step / steps) for step, factor in enumerate(noise)])
 
 
 def test_noise_is_no_fall():
     falls = sum(
-        still_falls([1.0 + 0.1 * random.Random(f"{run} {step}").gauss(0.0, 1.0) for step in range(100)]) for run in range(200)
+        still_falls(
+            [1.0 + 0.1 * random.Random(f"{run} {step}").gauss(0.0, 1.0) for step in range(100)]
+        )
+        for run in range(200)
     )
     assert falls < 20  # two standard errors: one in 44
 
@@ -120,7 +126,9 @@ def test_a_round_follows_while_the_loss_falls_and_the_gate_is_not_met(tmp_path):
     rates = [row["lr"] for row in rows_of(run, "warmup")]
     assert len(steps) == 30  # the form of a reply is still being learned
     assert steps == list(range(1, 31))
-    assert rates[9] < 0.3 * rates[10] < rates[10] < SHORT["warmup"]["lr"]  # each round anneals anew, from below the peak
+    assert (
+        rates[9] < 0.3 * rates[10] < rates[10] < SHORT["warmup"]["lr"]
+    )  # each round anneals anew, from below the peak
 
 
 def test_rounds_continue_where_a_kill_left_them(tmp_path, monkeypatch):
@@ -141,7 +149,10 @@ def test_rounds_continue_where_a_kill_left_them(tmp_path, monkeypatch):
             train(Sum, failed, steps=10, rounds=3, gate_every=5)
     with pytest.raises(TurnwrightError):
         train(Sum, failed, resume=True)
-    losses = [[(row["step"], row["loss"], row["lr"]) for row in rows_of(run, "warmup")] for run in (kept, failed)]
+    losses = [
+        [(row["step"], row["loss"], row["lr"]) for row in rows_of(run, "warmup")]
+        for run in (kept, failed)
+    ]
     assert losses[0] == losses[1]
 
 
@@ -149,8 +160,11 @@ def test_rounds_continue_where_a_kill_left_them(tmp_path, monkeypatch):
 
 
 def play(env, speak, n=64):
-    """Play tasks with a function in place of a model; return its success, and that of its replies in other tasks."""
-    spec = replace(resolve_env(EnvConfig(use="hop")), name="own", factory=env, solver=None, demonstrator=None)
+    """Play tasks with a function in place of a model; return its success, and that of its
+    replies in other tasks."""
+    spec = replace(
+        resolve_env(EnvConfig(use="hop")), name="own", factory=env, solver=None, demonstrator=None
+    )
     tasks = env.tasks("train", n, 0)
     choices = {task.id: TaskChoice(spec, task) for task in tasks}
     renderer = byte_renderer()
@@ -218,13 +232,16 @@ def test_a_warm_up_at_the_success_of_chance_stops_and_says_what_to_do(tmp_path):
     with pytest.raises(TurnwrightError, match="ended after 80 steps"):
         train(Sum, run, resume=True, steps=80)
     assert train(Sum, run, resume=True, gate_success=0.05)["rl_steps"] == 1
-    with pytest.raises(ConfigError, match=r"warm-up is over, so warmup.gate_success has no effect.*--out .*run-2"):
+    with pytest.raises(
+        ConfigError, match=r"warm-up is over, so warmup.gate_success has no effect.*--out .*run-2"
+    ):
         train(Sum, run, resume=True, gate_success=0.01)
 
 
 def test_where_demonstrations_succeed_by_chance_too_reinforcement_begins(tmp_path):
     class Lucky(Any):
-        """Its demonstrations say a letter that always pays, which the warm-up has not learned yet."""
+        """Its demonstrations say a letter that always pays, which the
+        warm-up has not learned yet."""
 
         @staticmethod
         def solver(messages, rng):

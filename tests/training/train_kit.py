@@ -18,9 +18,10 @@ WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", 
 def example_texts(count: int = 60) -> list[str]:
     rng = random.Random(0)
     return [
-        f"<|im_start|>user\ncode of {rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\nlookup {rng.choice(WORDS)}"
-        f"<|im_end|>\n<|im_start|>user\nsee {rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\n"
-        f"answer {rng.randint(0, 9)}<|im_end|>"
+        f"<|im_start|>user\ncode of {rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\nlookup "
+        f"{rng.choice(WORDS)}<|im_end|>\n<|im_start|>user\nsee "
+        f"{rng.choice(WORDS)}<|im_end|>\n<|im_start|>assistant\nanswer "
+        f"{rng.randint(0, 9)}<|im_end|>"
         for _ in range(count)
     ]
 
@@ -41,21 +42,42 @@ def chain(pieces, *, task="t", sample=0, reward=0.0, logprob=-1.0) -> Trajectory
         start = spans[-1].end if spans else 0
         more = {"logprobs": [logprob] * len(ids), "version": 0} if origin is M else {}
         spans.append(Span(origin, list(ids), len(spans) - 1, start, **more))
-    return Trajectory(Task(task, id=task), EpisodeKey("train", 0, task, sample), spans, reward=reward, stop=StopReason.DONE)
+    return Trajectory(
+        Task(task, id=task),
+        EpisodeKey("train", 0, task, sample),
+        spans,
+        reward=reward,
+        stop=StopReason.DONE,
+    )
 
 
 def branched(trajectory: Trajectory) -> Trajectory:
-    """The same episode with every reply on a root of its own, as if history had been written anew each turn."""
+    """The same episode with every reply on a root of its own, as if history had been
+    written anew each turn."""
     spans: list[Span] = []
     for index, span in enumerate(trajectory.spans):
         if span.sampled:
             spans.append(Span(P, trajectory.path(span.parent)[: span.start]))
-            spans.append(Span(M, span.ids, len(spans) - 1, span.start, span.logprobs, span.version, untrained=span.untrained))
+            spans.append(
+                Span(
+                    M,
+                    span.ids,
+                    len(spans) - 1,
+                    span.start,
+                    span.logprobs,
+                    span.version,
+                    untrained=span.untrained,
+                )
+            )
         assert index >= 0
-    return Trajectory(trajectory.task, trajectory.key, spans, reward=trajectory.reward, stop=trajectory.stop)
+    return Trajectory(
+        trajectory.task, trajectory.key, spans, reward=trajectory.reward, stop=trajectory.stop
+    )
 
 
-def random_groups(seed=0, *, groups=4, size=4, vocabulary=50, turns=3, low=2, high=6, rewards=(0.0, 1.0)) -> list[Group]:
+def random_groups(
+    seed=0, *, groups=4, size=4, vocabulary=50, turns=3, low=2, high=6, rewards=(0.0, 1.0)
+) -> list[Group]:
     """Groups of multi-turn chains of uneven lengths."""
     rng = random.Random(seed)
 

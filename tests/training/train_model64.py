@@ -1,4 +1,5 @@
-"""A transformer in float64 throughout, for tests whose bounds are below what float32 norms allow."""
+"""A transformer in float64 throughout, for tests whose bounds are below
+what float32 norms allow."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ class Block(nn.Module):
         self.down = nn.Linear(2 * width, width)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(_norm(x_btd)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in self.qkv(_norm(x_btd)).chunk(3, -1)
+        )
         score = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
         later = torch.ones(score.shape[-2:], dtype=torch.bool).triu(1)
         mixed = score.masked_fill(later, -torch.inf).softmax(-1) @ v
@@ -45,12 +49,21 @@ class Body(nn.Module):
 
 
 class Model64(nn.Module):
-    """A causal model of the shape that the trainer wants. `logits` keeps every pass's whole logits, with their gradients."""
+    """A causal model of the shape that the trainer wants.
+
+    `logits` keeps every pass's whole logits, with their gradients.
+    """
 
     base_model_prefix = "model"
 
     def __init__(
-        self, vocabulary: int = 50, width: int = 16, layers: int = 2, *, context: int = 256, whole: bool = False
+        self,
+        vocabulary: int = 50,
+        width: int = 16,
+        layers: int = 2,
+        *,
+        context: int = 256,
+        whole: bool = False,
     ) -> None:
         super().__init__()
         self.model = Body(vocabulary, width, layers, context)
@@ -59,7 +72,9 @@ class Model64(nn.Module):
         self.logits: list[Tensor] = []
         generator = torch.Generator().manual_seed(3)
         for parameter in self.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+            parameter.data = (
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+            )
 
     def get_output_embeddings(self):
         return None if self.whole else self.lm_head

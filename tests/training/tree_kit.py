@@ -1,4 +1,5 @@
-"""Groups that share much, and a float64 model whose attention is looked up by name, for the tests of token trees."""
+"""Groups that share much, and a float64 model whose attention is looked up by name, for the
+tests of token trees."""
 
 from __future__ import annotations
 
@@ -14,35 +15,52 @@ from turnwright.training import build_prefix_tree
 from turnwright.training.forward.prefix_tree import SortedRows
 from turnwright.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
 
-STILL = {"lr": 0.0, "schedule": "constant", "max_grad_norm": 1e9, "max_mismatch": 1e9, "weight_decay": 0.0}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
 
 
 @st.composite
 def families(draw, *, vocabulary=50, max_groups=2, max_size=4):
-    """Groups as they come: a prompt that siblings share (tasks now and then begin alike), replies that are equal for a while,
-    thinking that is stripped from the next turn's context, replies cut off by a rewind, and plain appends."""
+    """Groups as they come: a prompt that siblings share (tasks now and then begin alike), replies
+    that are equal for a while, thinking that is stripped from the next turn's context, replies cut
+    off by a rewind, and plain appends."""
     ids = st.lists(st.integers(0, vocabulary - 1), min_size=1, max_size=6)
     system = draw(ids)
     made = []
     for g in range(draw(st.integers(1, max_groups))):
         task = f"task-{g}"
         prompt = system + draw(ids)
-        replies = draw(st.lists(ids, min_size=1, max_size=3))  # few, so that siblings say the same now and then
+        replies = draw(
+            st.lists(ids, min_size=1, max_size=3)
+        )  # few, so that siblings say the same now and then
         rows = []
         for sample in range(draw(st.integers(2, max_size))):
             spans = [Span(P, tuple(prompt))]
             for _ in range(draw(st.integers(1, 3))):
                 here = len(spans) - 1
-                said = tuple(draw(st.sampled_from(replies)) + draw(st.lists(st.integers(0, vocabulary - 1), max_size=3)))
+                said = tuple(
+                    draw(st.sampled_from(replies))
+                    + draw(st.lists(st.integers(0, vocabulary - 1), max_size=3))
+                )
                 logprobs = tuple(draw(st.floats(-5.0, -2.0)) for _ in said)
                 spans.append(Span(M, said, here, spans[here].end, logprobs, 0))
                 seen = tuple(draw(ids))
-                if draw(st.booleans()):  # thinking stripped: only the reply's tail stays, as context of the next turn
+                if draw(
+                    st.booleans()
+                ):  # thinking stripped: only the reply's tail stays, as context of the next turn
                     spans.append(Span(P, said[len(said) // 2 :] + seen, here, spans[here].end))
                 else:
                     spans.append(Span(E, seen, len(spans) - 1, spans[-1].end))
             t = Trajectory(
-                Task(task, id=task), EpisodeKey("train", 0, task, sample), spans, reward=float(draw(st.integers(0, 2)))
+                Task(task, id=task),
+                EpisodeKey("train", 0, task, sample),
+                spans,
+                reward=float(draw(st.integers(0, 2))),
             )
             t.stop = StopReason.DONE
             rows.append(t)
@@ -71,7 +89,10 @@ class NamedBlock(Block):
     is_causal = True
 
     def forward(self, x_btd, **more):
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(_norm(x_btd)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2)
+            for part in self.qkv(_norm(x_btd)).chunk(3, -1)
+        )
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         mixed, _ = attend(self, q, k, v, None, scaling=q.shape[-1] ** -0.5, **more)
         x_btd = x_btd + self.out(mixed.flatten(-2))
@@ -96,7 +117,11 @@ class Tree64(Model64):
         self.model.__class__ = NamedBody
         size = self.model.ids.embedding_dim
         config = SimpleNamespace(
-            _attn_implementation="sdpa", num_hidden_layers=2, hidden_size=size, num_attention_heads=2, head_dim=size // 2
+            _attn_implementation="sdpa",
+            num_hidden_layers=2,
+            hidden_size=size,
+            num_attention_heads=2,
+            head_dim=size // 2,
         )
         self.model.config = config
         for block in self.model.blocks:

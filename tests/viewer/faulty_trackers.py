@@ -1,4 +1,5 @@
-"""Trackers as bad as they come, and one that writes down what it hears; also for benchmarks/trackers.py."""
+"""Trackers as bad as they come, and one that writes down what it hears; also for
+benchmarks/trackers.py."""
 
 from __future__ import annotations
 

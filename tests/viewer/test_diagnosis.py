@@ -45,21 +45,37 @@ def test_nothing_is_said_of_a_healthy_run_or_of_none():
 
 CASES = [
     ("all groups tie", {"groups_no_signal": 9}, {"groups_no_signal": 8}),
-    ("all groups tie", {"groups_no_signal": 10, "success": 0.0}, {"groups_no_signal": 10, "success": 1.0}),
+    (
+        "all groups tie",
+        {"groups_no_signal": 10, "success": 0.0},
+        {"groups_no_signal": 10, "success": 1.0},
+    ),
     ("everything truncated", {"truncated_share": 0.5}, {"truncated_share": 0.49}),
     ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.02}),
     ("the tool is never called", {"tool_users": 0.0}, {"tool_users": 0.0, "tools_offered": 0}),
     ("mismatch rises", {"mismatch_mean": 1e-3}, {"mismatch_mean": 9e-5}),
     ("entropy collapsed", {"entropy": 0.02}, {"entropy": 0.03}),
     ("entropy collapsed", {"entropy": 0.02}, {"entropy": 0.02, "success": 1.0}),
-    ("one part of the reward dominates", {"rewards_spread": {"a": 0.97, "b": 0.03}}, {"rewards_spread": {"a": 0.9, "b": 0.1}}),
-    ("one part of the reward dominates", {"rewards_spread": {"a": 0.5, "b": 0.0}}, {"rewards_spread": {"a": 0.5}}),
+    (
+        "one part of the reward dominates",
+        {"rewards_spread": {"a": 0.97, "b": 0.03}},
+        {"rewards_spread": {"a": 0.9, "b": 0.1}},
+    ),
+    (
+        "one part of the reward dominates",
+        {"rewards_spread": {"a": 0.5, "b": 0.0}},
+        {"rewards_spread": {"a": 0.5}},
+    ),
     (
         "calls fail",
         {"tool_calls": {"add": 6}, "malformed_calls": {"no_json": 4}},
         {"tool_calls": {"add": 8}, "malformed_calls": {"no_json": 2}},
     ),
-    ("calls fail", {"tool_calls": {"add": 10}, "tool_mistakes": {"raised": 3}}, {"tool_calls": {"add": 10}}),
+    (
+        "calls fail",
+        {"tool_calls": {"add": 10}, "tool_mistakes": {"raised": 3}},
+        {"tool_calls": {"add": 10}},
+    ),
 ]
 
 
@@ -75,7 +91,13 @@ def test_a_diagnosis_fires_and_does_not(name, fault, beside):
     assert name not in names(run(**fault) + run(count=LAST)), "it is over"
 
 
-DONE = {"success_after": 0.5, "success_after_ci": [0.4, 0.6], "n_eval": 100, "turns_after": 2.0, "single_turn_best": 0.5}
+DONE = {
+    "success_after": 0.5,
+    "success_after_ci": [0.4, 0.6],
+    "n_eval": 100,
+    "turns_after": 2.0,
+    "single_turn_best": 0.5,
+}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +107,11 @@ DONE = {"success_after": 0.5, "success_after_ci": [0.4, 0.6], "n_eval": 100, "tu
         ("what is learned does not carry over", {"success_after": 0.2}, {"success_after": 0.21}),
         ("few held-out episodes", {"n_eval": 19}, {"n_eval": 20}),
         ("no better than one reply", {"turns_after": 1.5}, {"turns_after": 1.6}),
-        ("no better than one reply", {"turns_after": 1.0}, {"turns_after": 1.0, "success_after_ci": [0.51, 0.6]}),
+        (
+            "no better than one reply",
+            {"turns_after": 1.0},
+            {"turns_after": 1.0, "success_after_ci": [0.51, 0.6]},
+        ),
     ],
 )
 def test_a_diagnosis_of_a_finished_run_fires_and_does_not(name, fault, beside):
@@ -95,15 +121,24 @@ def test_a_diagnosis_of_a_finished_run_fires_and_does_not(name, fault, beside):
 
 
 def test_a_run_in_which_nothing_changes():
-    steps = [HEALTHY | {"trajectories": 128, "success": 0.3, "gradient_agreement": 0.01} for _ in range(diagnosis.FLAT_STEPS)]
+    steps = [
+        HEALTHY | {"trajectories": 128, "success": 0.3, "gradient_agreement": 0.01}
+        for _ in range(diagnosis.FLAT_STEPS)
+    ]
     (found,) = diagnose(steps)
     assert found.name == "nothing changes"
     assert "do not agree (0.01)" in found.fault
     agreeing = [row | {"gradient_agreement": 0.3, "lr": 1e-3} for row in steps]
     assert "too small" in diagnose(agreeing)[0].fault
-    assert "by no more than chance, so no step was taken" in diagnose([row | {"lr": 0.0} for row in agreeing])[0].fault
+    assert (
+        "by no more than chance, so no step was taken"
+        in diagnose([row | {"lr": 0.0} for row in agreeing])[0].fault
+    )
     half = [row | {"groups_no_signal": 5} for row in agreeing]
-    assert "in 100 of 200 groups all episodes had the same reward, in 40 of them none succeeded" in diagnose(half)[0].fault
+    assert (
+        "in 100 of 200 groups all episodes had the same reward, in 40 of them none succeeded"
+        in diagnose(half)[0].fault
+    )
     assert "warmup.steps" in diagnose(half)[0].remedy
     assert "too small" in diagnose([*half[1:], half[0] | {"groups_no_signal": 4}])[0].fault
     assert names(steps[1:]) == []
@@ -113,7 +148,11 @@ def test_a_run_in_which_nothing_changes():
 
 
 def test_a_few_steps_are_no_evidence():
-    ill = HEALTHY | {"groups_no_signal": 10, "tool_users": 0.0, "rewards_spread": {"a": 1.0, "b": 0.0}}
+    ill = HEALTHY | {
+        "groups_no_signal": 10,
+        "tool_users": 0.0,
+        "rewards_spread": {"a": 1.0, "b": 0.0},
+    }
     assert names([ill] * (LAST - 1)) == []
     assert len(names([ill] * LAST)) == 3
 
@@ -127,7 +166,9 @@ def test_the_model_is_blind_where_grey_images_do_as_well():
     assert names(run(), seen | {"success_blind": 0.88}) == ["the model is blind"]
     assert names(run(), seen | {"success_blind": 0.4}) == []
     assert names(run(), seen) == []
-    assert names(run(), {"success_after": 0.5, "success_after_ci": [0.3, 0.7], "success_blind": 0.35}) == ["the model is blind"]
+    assert names(
+        run(), {"success_after": 0.5, "success_after_ci": [0.3, 0.7], "success_blind": 0.35}
+    ) == ["the model is blind"]
 
 
 def gate(success, passed=False, loss=0.1):
@@ -145,7 +186,9 @@ def test_the_warmup_gate_is_not_met():
 
 
 def test_reinforcement_that_changes_nothing_after_an_unmet_gate_names_the_warmup_first():
-    steps = [HEALTHY | {"success": 0.3, "trajectories": 64, "gradient_agreement": 0.0}] * diagnosis.FLAT_STEPS
+    steps = [
+        HEALTHY | {"success": 0.3, "trajectories": 64, "gradient_agreement": 0.0}
+    ] * diagnosis.FLAT_STEPS
     gates = [gate(0.2), gate(0.3)]
     assert names(gates + steps) == ["the warmup gate is not met", "nothing changes"]
     assert names([*gates, gate(0.6, passed=True), *steps]) == ["nothing changes"]
@@ -171,7 +214,9 @@ def test_figures_of_real_episodes_trigger_it():
         def step(self, action):
             return tw.Step("go on")
 
-    played = tw.rollout(Endless, [tw.Task("a"), tw.Task("b")], engine=tw.ScriptedEngine(["x", "y"]), samples=2)
+    played = tw.rollout(
+        Endless, [tw.Task("a"), tw.Task("b")], engine=tw.ScriptedEngine(["x", "y"]), samples=2
+    )
     row = {"phase": "train", "success": 0.0} | rollout_metrics(played)
     assert names([row] * LAST) == ["all groups tie", "everything truncated"]
 

@@ -1,4 +1,5 @@
-"""Displays: they survive anything, cost next to nothing, and write no control codes where none belong."""
+"""Displays: they survive anything, cost next to nothing, and write no control
+codes where none belong."""
 
 from __future__ import annotations
 
@@ -35,13 +36,17 @@ class Clock:
 
 
 def rich_on(buffer: io.StringIO) -> RichDisplay:
-    return RichDisplay(console=Console(file=buffer, force_terminal=True, width=100, color_system=None))
+    return RichDisplay(
+        console=Console(file=buffer, force_terminal=True, width=100, color_system=None)
+    )
 
 
 def garbage(watch: ProgressListener) -> None:
     """Everything that a run should not say."""
     watch.phase(NASTY, -3, "")
-    watch.progress(-1, {"reward": float("nan"), "loss": "x", "stops": {NASTY: 3, None: 1}, NASTY: 1})
+    watch.progress(
+        -1, {"reward": float("nan"), "loss": "x", "stops": {NASTY: 3, None: 1}, NASTY: 1}
+    )
     watch.progress(10**30, {"reward": 10**400, "stops": 3})
     watch.progress(2, {"stops": {"a": "many"}, "turns": None, "success": True})
     watch.progress(None, None)  # type: ignore[arg-type]
@@ -84,13 +89,24 @@ def test_plain_prints_a_line_now_and_then_and_the_last():
     watch.phase("reinforce", 60, "steps")
     for step in range(1, 61):
         clock.now += 1.0
-        watch.progress(step, {"reward": step / 60, "turns": 2.5, "tokens_per_s": 3000.0, "stops": {"done": 3, "max_turns": 1}})
+        watch.progress(
+            step,
+            {
+                "reward": step / 60,
+                "turns": 2.5,
+                "tokens_per_s": 3000.0,
+                "stops": {"done": 3, "max_turns": 1},
+            },
+        )
     watch.waiting("the weights")
     watch.close()
     lines = buffer.getvalue().splitlines()
     assert lines[0] == "reinforce: 60 steps"
     assert 12 <= len(lines) <= 15
-    assert "reinforce 5/60 steps  reward 0.083  turns 2.50  tokens/s 3000  stops done 75% max_turns 25%  55 s left" in lines
+    assert (
+        "reinforce 5/60 steps  reward 0.083  turns 2.50  tokens/s 3000  stops done 75% max_turns "
+        "25%  55 s left" in lines
+    )
     assert lines[-1].startswith("reinforce 60/60 steps  reward 1.000")
     assert "\x1b" not in buffer.getvalue()
 
@@ -113,7 +129,15 @@ def test_rich_shows_phase_figures_stops_waiting_and_notes():
     watch.progress(2, {"loss": 0.5})
     watch.phase("reinforce", 60, "steps")
     for step in range(1, 5):
-        watch.progress(step, {"reward": step / 10, "success": step / 10, "turns": 2.5, "stops": {"done": 9, "max_turns": 1}})
+        watch.progress(
+            step,
+            {
+                "reward": step / 10,
+                "success": step / 10,
+                "turns": 2.5,
+                "stops": {"done": 9, "max_turns": 1},
+            },
+        )
     watch.waiting("128 episodes")
     watch.note("a [b]note[/b]")
     time.sleep(0.3)
@@ -132,7 +156,9 @@ def test_rich_shows_phase_figures_stops_waiting_and_notes():
         assert piece in out, piece
 
 
-@pytest.mark.parametrize("make", [lambda: PlainDisplay(io.StringIO()), lambda: rich_on(io.StringIO())])
+@pytest.mark.parametrize(
+    "make", [lambda: PlainDisplay(io.StringIO()), lambda: rich_on(io.StringIO())]
+)
 def test_progress_costs_next_to_nothing(make):
     watch = make()
     watch.phase("reinforce", 100_000, "steps")
@@ -142,7 +168,9 @@ def test_progress_costs_next_to_nothing(make):
             watch.progress(step, figures)
             watch.waiting("episodes")
     watch.close()
-    assert cost.seconds / 5000 < 200e-6  # about 10 us; hundreds of calls a second must not be seen in a profile
+    assert (
+        cost.seconds / 5000 < 200e-6
+    )  # about 10 us; hundreds of calls a second must not be seen in a profile
 
 
 def test_make_display_picks_by_stream(monkeypatch):

@@ -1,4 +1,5 @@
-"""Files of a run from anyone: a good run in which one node of one line's JSON is replaced by any other value.
+"""Files of a run from anyone: a good run in which one node of one line's JSON is
+replaced by any other value.
 
 Nothing that reads it may end without an answer, and what is left out is counted.
 """
@@ -39,7 +40,8 @@ VALUES = st.recursive(
     | st.sampled_from([2**70, -(10**400), 1e308, float("nan"), float("inf")])
     | st.sampled_from(["", "x", "\ud800\x1b[2J", "model", "image", "train"]),
     lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["", "ids", "text", "type", "image"]), inner, max_size=2)
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["", "ids", "text", "type", "image"]), inner, max_size=2)
     ),
     max_leaves=4,
 )
@@ -96,8 +98,8 @@ FINDING = {
 METRICS = {
     "phase": "train", "step": 1, "time_s": 1.0, "reward": 0.5, "success": 0.5, "stops": {"done": 2},
     "rewards_spread": {"a": 1.0},
-    "untrained": {"no_signal": 3}, "sampled_tokens": 10, "groups": 2, "groups_no_signal": 1, "tokens_by_lag": {"0": 5},
-    "mismatch_kl_by_lag": {"0": 0.1}, "malformed_calls": {"a": 1}, "tool_calls": {"a": 2}, "reply_tokens": {"mean": 3.0},
+    "untrained": {"no_signal": 3}, "sampled_tokens": 10, "groups": 2, "groups_no_signal": 1, "tokens_by_lag": {"0": 5},  # noqa: E501
+    "mismatch_kl_by_lag": {"0": 0.1}, "malformed_calls": {"a": 1}, "tool_calls": {"a": 2}, "reply_tokens": {"mean": 3.0},  # noqa: E501
     "render_mismatch_c": 1, "teacher.x": 1, "lr": 0.1,
 }  # fmt: skip
 
@@ -111,7 +113,12 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *({"phase": "gate", "step": n, "success": 0.1, "loss": 1.0} for n in (1, 2)),
         *[METRICS | {"step": n} for n in range(12)],
     ]
-    files = {"trajectories.jsonl": rows, "training.jsonl": [TRAINED], "sanity.jsonl": [FINDING], "metrics.jsonl": metrics}
+    files = {
+        "trajectories.jsonl": rows,
+        "training.jsonl": [TRAINED],
+        "sanity.jsonl": [FINDING],
+        "metrics.jsonl": metrics,
+    }
     for name, lines in files.items():
         (run / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
@@ -121,7 +128,13 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of each node below a JSON value, one of equal siblings in a list."""
     if path:
         yield path
-    items = node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+    items = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node[:2])
+        if isinstance(node, list)
+        else ()
+    )
     for key, value in items:
         yield from places(value, (*path, key))
 
@@ -135,7 +148,13 @@ def replaced(row: Any, path: tuple[Any, ...], value: Any) -> Any:
     return made
 
 
-FILES = ["trajectories.jsonl"] * 4 + ["metrics.jsonl", "training.jsonl", "sanity.jsonl", "summary.json", "config.json"]
+FILES = ["trajectories.jsonl"] * 4 + [
+    "metrics.jsonl",
+    "training.jsonl",
+    "sanity.jsonl",
+    "summary.json",
+    "config.json",
+]
 
 
 def answer(store: TrajectoryIndex, path: str, **query: Any) -> tuple[int, bytes]:
@@ -149,7 +168,9 @@ def answer(store: TrajectoryIndex, path: str, **query: Any) -> tuple[int, bytes]
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_any_value_in_any_place_is_shown_or_counted(
     good: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
@@ -189,8 +210,12 @@ def check(run: Path) -> None:
         json.loads(body)
     problems = json.loads(answer(store, "/api/overview")[1])["problems"]
     left_out = [problem for problem in problems if problem.startswith("trajectories.jsonl")]
-    assert bool(store.unreadable) == any("skipped 1 unreadable line" in problem for problem in left_out)
-    assert bool(store.failed) == any("1 record that was opened cannot be read" in problem for problem in left_out)
+    assert bool(store.unreadable) == any(
+        "skipped 1 unreadable line" in problem for problem in left_out
+    )
+    assert bool(store.failed) == any(
+        "1 record that was opened cannot be read" in problem for problem in left_out
+    )
 
     # The pages that are files, and the terminal.
     assert "</html>" in render_report(run)
@@ -206,7 +231,10 @@ def check(run: Path) -> None:
         ["replay", "RUN"],
         ["view", "RUN", "--report"],
     ):
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
             status = main([word.replace("RUN", str(run)) for word in words])
         assert status in (0, 1, 2)
         assert len(said.getvalue().splitlines()) <= 1, said.getvalue()
@@ -214,7 +242,9 @@ def check(run: Path) -> None:
 
 @pytest.mark.parametrize("place", [("spans", 1), ("turns", 0)], ids=str)
 @pytest.mark.parametrize(
-    "words", [["replay", "RUN"], ["export", "RUN", "RUN/out.jsonl", "--phase", "all"]], ids=lambda words: words[0]
+    "words",
+    [["replay", "RUN"], ["export", "RUN", "RUN/out.jsonl", "--phase", "all"]],
+    ids=lambda words: words[0],
 )
 def test_a_record_whose_parts_follow_each_other_in_a_circle_is_refused(
     place, words, good: Path, tmp_path: Path, capsys
@@ -224,7 +254,10 @@ def test_a_record_whose_parts_follow_each_other_in_a_circle_is_refused(
     (tmp_path / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
     assert main([word.replace("RUN", str(tmp_path)) for word in words]) == 2
     said = capsys.readouterr().err
-    assert f"line 1: an incomplete record (ValueError: {place[0][:-1]} {place[1]} has the parent {place[1]})" in said
+    assert (
+        f"line 1: an incomplete record (ValueError: {place[0][:-1]} {place[1]} has the parent "
+        f"{place[1]})" in said
+    )
     assert len(said.splitlines()) == 1
 
 
@@ -234,7 +267,9 @@ OPENED: dict[str, Any] = {"turns": [{"messages": 5}], "failed_turns": [{"spans":
 
 
 @pytest.mark.parametrize("odd", [*SHAPES.items(), *SHAPES_INSIDE.items()], ids=str)
-def test_an_odd_line_is_counted_and_those_behind_it_are_read(odd: tuple[str, Any], tmp_path: Path) -> None:
+def test_an_odd_line_is_counted_and_those_behind_it_are_read(
+    odd: tuple[str, Any], tmp_path: Path
+) -> None:
     """By a real server: its index goes on, says how many lines it left out, and answers."""
     line = json.dumps(trajectory(random.Random(1))) + "\n"
     odd_line = json.dumps(json.loads(line) | dict([odd])) + "\n"
@@ -245,9 +280,13 @@ def test_an_odd_line_is_counted_and_those_behind_it_are_read(odd: tuple[str, Any
 
 
 @pytest.mark.parametrize("odd", OPENED.items(), ids=str)
-def test_a_record_that_cannot_be_shown_says_so_in_its_place(odd: tuple[str, Any], tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_shown_says_so_in_its_place(
+    odd: tuple[str, Any], tmp_path: Path
+) -> None:
     line = json.dumps(trajectory(random.Random(1))) + "\n"
-    (tmp_path / "trajectories.jsonl").write_text(line + json.dumps(json.loads(line) | dict([odd])) + "\n" + line)
+    (tmp_path / "trajectories.jsonl").write_text(
+        line + json.dumps(json.loads(line) | dict([odd])) + "\n" + line
+    )
     problems, found = served(tmp_path, len(line))
     assert found["count"] == 3
     assert found["opened"]["error"]["message"].startswith("the record cannot be read: TypeError")
@@ -255,12 +294,16 @@ def test_a_record_that_cannot_be_shown_says_so_in_its_place(odd: tuple[str, Any]
 
 
 def served(run: Path, at: int) -> tuple[list[str], dict[str, Any]]:
-    """What a server says of a run: its problems, the number of its trajectories, and the one at an offset."""
+    """What a server says of a run: its problems, the number of its trajectories, and
+    the one at an offset."""
     server = ViewerServer([run])
     server.start()
     try:
         until = time.monotonic() + 60
-        while server.stores[0].read < (run / "trajectories.jsonl").stat().st_size and time.monotonic() < until:
+        while (
+            server.stores[0].read < (run / "trajectories.jsonl").stat().st_size
+            and time.monotonic() < until
+        ):
             time.sleep(0.01)
 
         def get(path: str) -> Any:

@@ -30,7 +30,10 @@ class Grows(tw.Env):
 
     def reset(self, task, *, seed=None):
         self.left = 3
-        return [{"role": "system", "content": "Play."}, {"role": "user", "content": f"begin {task.id}"}]
+        return [
+            {"role": "system", "content": "Play."},
+            {"role": "user", "content": f"begin {task.id}"},
+        ]
 
     def step(self, action):
         self.left -= 1
@@ -52,8 +55,12 @@ def run(request, tmp_path):
     path.mkdir()
     played = play(request.param)
     for trajectory in played:
-        trajectory.key = type(trajectory.key)("train", 0, trajectory.key.task, trajectory.key.sample, 0)
-    (path / "trajectories.jsonl").write_bytes(b"".join(to_json(trajectory_row(t, Renderer())) + b"\n" for t in played))
+        trajectory.key = type(trajectory.key)(
+            "train", 0, trajectory.key.task, trajectory.key.sample, 0
+        )
+    (path / "trajectories.jsonl").write_bytes(
+        b"".join(to_json(trajectory_row(t, Renderer())) + b"\n" for t in played)
+    )
     row = {"phase": "train", "step": 1} | rollout_metrics(played)
     (path / "metrics.jsonl").write_bytes(to_json(row) + b"\n")
     (path / "config.json").write_text(json.dumps({"config": {"eval": {"success": 1.0}}}))
@@ -63,7 +70,9 @@ def run(request, tmp_path):
 def test_what_is_read_back_is_what_was_written(run):
     path, played = run
     for one, other in zip(played, read_trajectories(path), strict=True):
-        assert to_json(trajectory_row(one, Renderer())) == to_json(trajectory_row(other, Renderer()))
+        assert to_json(trajectory_row(one, Renderer())) == to_json(
+            trajectory_row(other, Renderer())
+        )
         assert one.messages == other.messages
         assert [s.ids for s in one.samples()] == [list(s.ids) for s in other.samples()]
 
@@ -88,7 +97,8 @@ def test_a_run_computed_anew_is_the_same_and_what_was_touched_is_named(run, caps
 def test_another_reward_is_tried_on_all_episodes(run, tmp_path, capsys):
     path, _ = run
     (tmp_path / "mine.py").write_text(
-        "def same(t):\n    return float(t.key.sample)\n\nasync def none(t):\n    return 0.0\n\nvalue = 3\n"
+        "def same(t):\n    return float(t.key.sample)\n\nasync def none(t):\n    return "
+        "0.0\n\nvalue = 3\n"
     )
     assert main(["replay", str(path), "--reward", f"{tmp_path / 'mine.py'}:same"]) == 0
     assert "4 rewards recomputed, 0 differ; mean 1.25, now 1.25" in capsys.readouterr().out
@@ -116,9 +126,15 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
     assert capsys.readouterr().out.startswith(f"{out}: ")
     rows = parquet.read_table(out).to_pylist()
     shape = ColumnLayout.of(read_trajectories(path))
-    assert rows == [json.loads(to_json(row)) for t in read_trajectories(path) for row in rows_of(t, columns, shape=shape)]
+    assert rows == [
+        json.loads(to_json(row))
+        for t in read_trajectories(path)
+        for row in rows_of(t, columns, shape=shape)
+    ]
     assert sum(sum(row["weights"]) for row in rows) == sum(t.sampled_tokens for t in played)
-    assert not {"images", "messages_images"} & set(rows[0]), "a trainer would take this for a run that sees"
+    assert not {"images", "messages_images"} & set(rows[0]), (
+        "a trainer would take this for a run that sees"
+    )
     names = {
         "samples": ("mask", "logprobs"),
         "trl": ("completion_mask", "logprobs"),
@@ -126,15 +142,26 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
     }
     for row in rows:
         if columns == "sft":
-            kept = [one if weight else -100 for one, weight in zip(row["input_ids"], row["weights"], strict=True)]
+            kept = [
+                one if weight else -100
+                for one, weight in zip(row["input_ids"], row["weights"], strict=True)
+            ]
             assert row["labels"] == kept
-            assert [message["role"] for message in row["messages"]][:3] == ["system", "user", "assistant"]
+            assert [message["role"] for message in row["messages"]][:3] == [
+                "system",
+                "user",
+                "assistant",
+            ]
             continue
         mask, logprobs = (row[name] for name in names[columns])
         assert [value is not None for value in logprobs] == [bool(one) for one in mask]
     if columns in ("trl", "verl"):
-        assert all(set(message) == {"role", "content"} for message in rows[0]["prompt"])  # no null for a template to trip over
-        talk = rows[0]["prompt"] + rows[0]["completion"] if columns == "trl" else rows[0]["messages"]
+        assert all(
+            set(message) == {"role", "content"} for message in rows[0]["prompt"]
+        )  # no null for a template to trip over
+        talk = (
+            rows[0]["prompt"] + rows[0]["completion"] if columns == "trl" else rows[0]["messages"]
+        )
         assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
         assert talk[2]["role"] == "assistant"
     if columns == "verl":
@@ -147,7 +174,9 @@ def test_pairs_of_a_task_for_preference_training(run, tmp_path, capsys):
     assert main(["export", str(path), str(tmp_path / "pairs.parquet"), "--format", "dpo"]) == 0
     assert main(["export", str(path), str(tmp_path / "pairs.jsonl"), "--columns", "dpo"]) == 0
     rows = parquet.read_table(tmp_path / "pairs.parquet").to_pylist()
-    assert rows == [json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()]
+    assert rows == [
+        json.loads(line) for line in (tmp_path / "pairs.jsonl").read_text().splitlines()
+    ]
     by_task = {}
     for t in played:
         by_task.setdefault(t.key.task, []).append(t)
@@ -189,12 +218,20 @@ def test_images_come_along_as_bytes(tmp_path):
     later = Message("user", ("and this: ", ImageRef("cd" * 32, 2, 2)))
     trajectory.turns[1].messages = (later,)
     [row] = rows_of(trajectory, "trl", tmp_path)
-    first, second = {"bytes": b"PNG", "path": f"{'ab' * 32}.png"}, {"bytes": None, "path": f"{'cd' * 32}.png"}
+    first, second = (
+        {"bytes": b"PNG", "path": f"{'ab' * 32}.png"},
+        {"bytes": None, "path": f"{'cd' * 32}.png"},
+    )
     assert (row["images"], row["messages_images"]) == ([first], [first, second])
     assert row["messages"] == row["prompt"] + row["completion"]
-    assert row["prompt"][0]["content"] == [{"type": "image", "text": None}, {"type": "text", "text": "what is it?"}]
+    assert row["prompt"][0]["content"] == [
+        {"type": "image", "text": None},
+        {"type": "text", "text": "what is it?"},
+    ]
     function = {"name": "f", "arguments": '{"q":1}'}
-    assert row["completion"][0]["tool_calls"] == [{"id": "c1", "type": "function", "function": function}]
+    assert row["completion"][0]["tool_calls"] == [
+        {"id": "c1", "type": "function", "function": function}
+    ]
     assert all("tool_calls" in message and "name" not in message for message in row["messages"])
     [row] = rows_of(trajectory, "verl", tmp_path)
     assert row["prompt"][0]["content"] == f"{IMAGE}what is it?"

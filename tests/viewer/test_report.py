@@ -17,8 +17,10 @@ from turnwright.errors import TraceError
 from turnwright_view.report import lag_table, render_report, write_report
 
 HOSTILE = (
-    "<script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\u202egnp.exe\x00 \"q\" 'q' "
-    "<a href=javascript:alert(1)>x</a> </pre></style></title>{{7*7}} {% raw %} \ud800 [bold]x[/bold] <!-- ]]>"
+    "<script>alert(1)</script><img src=x "
+    "onerror=alert(1)>\x1b[31mred\x1b]0;t\x07\u202egnp.exe\x00 \"q\" 'q' <a "
+    "href=javascript:alert(1)>x</a> </pre></style></title>{{7*7}} {% raw %} \ud800 "
+    "[bold]x[/bold] <!-- ]]>"
 )
 
 
@@ -54,7 +56,11 @@ def test_it_says_what_was_learned_with_intervals(make_run, tmp_path):
         "torch",
     ):
         assert piece in text, piece
-    assert text.index("Supervised loss") < text.index("Training on sampled episodes") < text.index("Used share")
+    assert (
+        text.index("Supervised loss")
+        < text.index("Training on sampled episodes")
+        < text.index("Used share")
+    )
     assert "reinforcement, last step (59): worst" in text
     assert "a failure" in text
     assert "ToolFailed in step: the table is gone" in text
@@ -67,21 +73,36 @@ def test_model_tokens_are_marked_and_tell_id_and_logprob(make_run, tmp_path):
     row = load_at(run / "trajectories.jsonl", 0)
     span = next(span for span in row["spans"] if span["origin"] == "model")
     page = Page(render_report(run))
-    tokens = [attributes for tag, attributes in page.tags if tag == "span" and "title" in attributes]
+    tokens = [
+        attributes for tag, attributes in page.tags if tag == "span" and "title" in attributes
+    ]
     assert all(re.fullmatch(r"tk l[0-4]", attributes["class"] or "") for attributes in tokens)
     titles = [attributes["title"] for attributes in tokens]
-    assert any(f"id {span['ids'][0]}, logprob {span['logprobs'][0]:.4f}" in (title or "") for title in titles)
+    assert any(
+        f"id {span['ids'][0]}, logprob {span['logprobs'][0]:.4f}" in (title or "")
+        for title in titles
+    )
 
 
 def test_hostile_content_stays_text(make_run, tmp_path):
     text = render_report(make_run(tmp_path / "hop", steps=3, said=HOSTILE))
     page = Page(text)
-    assert not {tag for tag, _ in page.tags} & {"script", "img", "iframe", "object", "link", "base", "form"}
+    assert not {tag for tag, _ in page.tags} & {
+        "script",
+        "img",
+        "iframe",
+        "object",
+        "link",
+        "base",
+        "form",
+    }
     for _, attributes in page.tags:
         assert not any(name.startswith("on") or name == "style" for name in attributes)
         for name in ("href", "src", "action", "xlink:href"):
             assert re.fullmatch(r"#[a-z-]+", attributes.get(name) or "#a")
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", text
+    )
     for piece in (
         "<script>alert(1)</script>",
         "⟨ESC⟩[31mred",
@@ -99,11 +120,18 @@ def test_it_refers_to_nothing_outside_and_forbids_scripts(make_run, tmp_path):
     assert "://" not in text
     assert "@import" not in text
     assert "url(" not in text
-    policy = next(a["content"] for tag, a in Page(text).tags if a.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        a["content"]
+        for tag, a in Page(text).tags
+        if a.get("http-equiv") == "Content-Security-Policy"
+    )
     style = re.search(r"<style>(.*?)</style>", text, re.DOTALL)
     assert style is not None
     digest = b64encode(sha256(style.group(1).encode()).digest()).decode()
-    assert policy == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    assert (
+        policy
+        == f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    )
     assert "prefers-color-scheme: dark" in text
 
 
@@ -117,7 +145,9 @@ def test_overlapping_intervals_claim_nothing(make_run, tmp_path):
     assert "the intervals overlap, so no change is established" in Page(render_report(run)).text
 
 
-@pytest.mark.parametrize("missing", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"])
+@pytest.mark.parametrize(
+    "missing", ["config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl"]
+)
 def test_any_file_may_be_missing(make_run, tmp_path, missing):
     run = make_run(tmp_path / "hop", steps=3)
     (run / missing).unlink()
@@ -129,7 +159,9 @@ def test_an_empty_run_and_one_that_is_being_written(make_run, tmp_path):
     assert "This run has no metrics yet." in render_report(tmp_path / "empty")
     run = make_run(tmp_path / "hop", steps=6)
     (run / "summary.json").unlink()
-    rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"after"' not in line]
+    rows = [
+        line for line in (run / "metrics.jsonl").read_text().splitlines() if '"after"' not in line
+    ]
     (run / "metrics.jsonl").write_text("\n".join(rows) + '\n{"phase": "tra')
     with (run / "trajectories.jsonl").open("a") as file:
         file.write('{"schema": 1, "spans": [')
@@ -143,13 +175,26 @@ def test_an_empty_run_and_one_that_is_being_written(make_run, tmp_path):
     "row",
     [
         {"spans": "x", "turns": 3},
-        {"key": None, "spans": [{"origin": "model", "ids": [1], "tokens": ["a", "b"]}], "turns": [{"spans": [0, 9]}]},
+        {
+            "key": None,
+            "spans": [{"origin": "model", "ids": [1], "tokens": ["a", "b"]}],
+            "turns": [{"spans": [0, 9]}],
+        },
         {
             "spans": [{"origin": "env", "parent": 0, "ids": [1]}],
             "turns": [{"messages": ["hi", None], "reply": None, "spans": None}],
         },
-        {"reward": float("nan"), "turns": [{"reply": {"role": "assistant", "content": [{"type": "image"}, 3]}, "spans": []}]},
-        {"task": {"messages": None, "answer": {"a": [1]}}, "error": {"message": None}, "stop": "unheard"},
+        {
+            "reward": float("nan"),
+            "turns": [
+                {"reply": {"role": "assistant", "content": [{"type": "image"}, 3]}, "spans": []}
+            ],
+        },
+        {
+            "task": {"messages": None, "answer": {"a": [1]}},
+            "error": {"message": None},
+            "stop": "unheard",
+        },
     ],
 )
 def test_odd_trajectories_are_shown_or_named_never_raised(tmp_path, row):
@@ -167,7 +212,9 @@ def test_odd_metrics_are_left_out(tmp_path):
         {"phase": "train", "step": 2, "reward": float("inf"), "stops": {"done": "x"}, "time_s": -1},
         {"phase": "eval", "ci": 3, "success": 2},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "[]\n3\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + "[]\n3\n"
+    )
     assert "</html>" in render_report(tmp_path)
 
 
@@ -206,7 +253,10 @@ def test_a_long_file_is_read_once_and_let_go(make_run, tmp_path):
 
 
 def test_a_step_trained_again_after_a_resume_counts_once(tmp_path):
-    rows = [{"phase": "train", "step": step, "reward": reward} for step, reward in ((0, 0.1), (1, 0.2), (1, 0.3))]
+    rows = [
+        {"phase": "train", "step": step, "reward": reward}
+        for step, reward in ((0, 0.1), (1, 0.2), (1, 0.3))
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["reward"] for row in read_run(tmp_path).phase("train")] == [0.1, 0.3]
 
@@ -226,7 +276,10 @@ def test_records_of_a_real_rollout_are_understood(tmp_path):
     from turnwright.renderers import byte_renderer
 
     played = tw.rollout(HopJson, HopJson.tasks("eval", 2, 0), tw.ScriptedEngine(HopJson.solver))
-    rows = [to_json(trajectory_row(trajectory, byte_renderer())).rstrip() + b"\n" for trajectory in played]
+    rows = [
+        to_json(trajectory_row(trajectory, byte_renderer())).rstrip() + b"\n"
+        for trajectory in played
+    ]
     (tmp_path / "trajectories.jsonl").write_bytes(b"".join(rows))
     text = Page(render_report(tmp_path)).text
     assert '<tool_call>{"name": "lookup"' in text
@@ -255,7 +308,8 @@ SLIME_CURVES = {
 
 @pytest.mark.parametrize("title", SLIME_CURVES)
 def test_the_curves_of_slime_s_report_are_drawn(make_run, tmp_path, title):
-    """Reward, repetition, reply length, effective tokens a second, training and rollout time, and their ratio."""
+    """Reward, repetition, reply length, effective tokens a second, training and rollout
+    time, and their ratio."""
     name, values, last = SLIME_CURVES[title]
     key, _, inner = name.partition(".")
     run = make_run(tmp_path / "geometry", steps=3)
@@ -275,8 +329,18 @@ def test_the_curves_of_slime_s_report_are_drawn(make_run, tmp_path, title):
 
 def test_tokens_by_lag_are_summed_and_their_figures_weighted(tmp_path):
     rows = [
-        {"phase": "train", "step": 1, "tokens_by_lag": {"0": 30, "1": 10}, "mismatch_kl_by_lag": {"1": 0.02}},
-        {"phase": "train", "step": 2, "tokens_by_lag": {"1": 30, "10": 10}, "mismatch_kl_by_lag": {"1": 0.06}},
+        {
+            "phase": "train",
+            "step": 1,
+            "tokens_by_lag": {"0": 30, "1": 10},
+            "mismatch_kl_by_lag": {"1": 0.02},
+        },
+        {
+            "phase": "train",
+            "step": 2,
+            "tokens_by_lag": {"1": 30, "10": 10},
+            "mismatch_kl_by_lag": {"1": 0.06},
+        },
         {"phase": "train", "step": 3, "stops": {"done": 1}},
     ]
     path = tmp_path / "metrics.jsonl"

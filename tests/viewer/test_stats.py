@@ -12,7 +12,8 @@ from turnwright.records.episode_metrics import mean_interval, pass_at_k, wilson
 @pytest.mark.parametrize(
     ("successes", "n", "low", "high"),
     [
-        # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (score, no continuity correction).
+        # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (score, no
+        # continuity correction).
         (81, 263, 0.2553, 0.3662),
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0, 0.1611),

@@ -16,7 +16,14 @@ import pytest
 from turnwright import trackers
 from turnwright.cli.main import main
 from turnwright.errors import ConfigError
-from turnwright.trackers import DiskFull, TrackerPosition, TrackerProcesses, folder_of, forward_rows, tracker_of
+from turnwright.trackers import (
+    DiskFull,
+    TrackerPosition,
+    TrackerProcesses,
+    folder_of,
+    forward_rows,
+    tracker_of,
+)
 
 OWN = Path(__file__).parent / "faulty_trackers.py"
 
@@ -46,14 +53,26 @@ def test_every_row_arrives_once_while_it_is_written_and_after_a_resume(run):
     followers = TrackerProcesses([spec], run, "games", None)
     until(lambda: (run / "heard.jsonl").exists() and len(observation(run)) > len(rows(run)))
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"phase": "train", "step": 6, "reward": 0.5, "seconds": {"tool": {"p95": 2.0}}}) + "\n")
+        file.write(
+            json.dumps(
+                {"phase": "train", "step": 6, "reward": 0.5, "seconds": {"tool": {"p95": 2.0}}}
+            )
+            + "\n"
+        )
     until(lambda: observation(run)[-1] == ["train", 6, {"reward": 0.5, "seconds.tool.p95": 2.0}])
     assert followers.close() == []
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"phase": "train", "step": 7, "reward": 0.75}) + "\n" + '{"phase": "train", "st')
+        file.write(
+            json.dumps({"phase": "train", "step": 7, "reward": 0.75})
+            + "\n"
+            + '{"phase": "train", "st'
+        )
     assert TrackerProcesses([spec], run, "games", "second").close() == []
     output = observation(run)
-    assert [one for one in output if one[0] == "start"] == [["start", "games", "hop", True], ["start", "games", "second", True]]
+    assert [one for one in output if one[0] == "start"] == [
+        ["start", "games", "hop", True],
+        ["start", "games", "second", True],
+    ]
     assert output[-2:] == [["train", 7, {"reward": 0.75}], ["finish"]]
     assert len(output) == 4 + len([row for row in rows_of_whole_lines(run) if "phase" in row])
     modes = {one[0] for one in output}
@@ -93,20 +112,27 @@ def test_a_faulty_tracker_costs_a_sentence(run, kind, says):
 
 def test_a_tracker_ends_with_the_training_process_however_that_ended(run):
     code = (
-        "import sys, time; from pathlib import Path; from turnwright.trackers import TrackerProcesses;"
-        "f = TrackerProcesses([sys.argv[1]], Path(sys.argv[2]), 'p', None);"
-        "print(f._processes[0][1].pid, flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from turnwright.trackers import "
+        "TrackerProcesses;f = TrackerProcesses([sys.argv[1]], Path(sys.argv[2]), 'p', "
+        "None);print(f._processes[0][1].pid, flush=True); time.sleep(600)"
     )
     words = [sys.executable, "-c", code, f"{OWN}:Hears", str(run)]
     training = subprocess.Popen(
-        words, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+        words,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )
     assert training.stdout is not None
     pid = int(training.stdout.readline())
     os.kill(training.pid, signal.SIGKILL)
     training.wait()
     until(lambda: (run / "heard.jsonl").exists() and observation(run)[-1:] == [["finish"]])
-    until(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+    until(
+        lambda: (
+            not Path(f"/proc/{pid}/cmdline").exists()
+            or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    )
 
 
 def test_a_disk_that_is_nearly_full_is_left_to_the_run(run, monkeypatch):
@@ -145,5 +171,7 @@ def test_the_real_ones_take_a_run(run, package, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(run / "track" / "trackio"))
     assert TrackerProcesses([package], run, "games", None).close(patience_s=120) == []
-    written = [path for path in (run / "track").rglob("*") if path.is_file() and path.stat().st_size > 1000]
+    written = [
+        path for path in (run / "track").rglob("*") if path.is_file() and path.stat().st_size > 1000
+    ]
     assert written, "nothing was kept"

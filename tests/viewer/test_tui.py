@@ -1,4 +1,5 @@
-"""The terminal viewer: what keys do, in a real pseudo-terminal too, where no text of a run may write control codes."""
+"""The terminal viewer: what keys do, in a real pseudo-terminal too, where no text of a run
+may write control codes."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_tokens_are_told_with_id_and_logprob(run):
     store = TrajectoryIndex(run)
     store.update()
     whole = trajectory(store, 3, store.entries[3])
-    text = "\n".join("".join(piece for _, piece in line) for line in conversation_lines(whole, tokens=True))
+    text = "\n".join(
+        "".join(piece for _, piece in line) for line in conversation_lines(whole, tokens=True)
+    )
     span = next(span for span in whole["spans"] if "tokens" in span)
     assert f"id {span['ids'][0]:>7} {span['logprobs'][0]:10.4f}" in text
     styles = {style for line in conversation_lines(whole, tokens=False) for style, _ in line}
@@ -73,7 +76,10 @@ class Terminal:
         self.pid, self.fd = pty.fork()
         if self.pid == 0:
             os.environ |= {"TERM": "xterm", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
-            os.execv(sys.executable, [sys.executable, "-m", "turnwright.cli.main", "view", str(run), "--tui"])
+            os.execv(
+                sys.executable,
+                [sys.executable, "-m", "turnwright.cli.main", "view", str(run), "--tui"],
+            )
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
         self.seen = b""
 
@@ -127,7 +133,8 @@ def test_what_a_run_says_does_not_reach_the_terminal_as_codes(make_run, tmp_path
     run = make_run(tmp_path / "hop", steps=2, said=HOSTILE)
     rows = (run / "metrics.jsonl").read_text().splitlines()
     ill = rows[-3].replace(
-        '"phase": "train"', '"phase": "train", "truncated_share": 1.0, "truncations": {"\\u001b]0;owned\\u0007": 9}'
+        '"phase": "train"',
+        '"phase": "train", "truncated_share": 1.0, "truncations": {"\\u001b]0;owned\\u0007": 9}',
     )
     (run / "metrics.jsonl").write_text("\n".join([*rows, ill]) + "\n")
     assert main(["view", str(run), "--html", str(tmp_path / "sent.html")]) == 0

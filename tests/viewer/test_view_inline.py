@@ -23,7 +23,9 @@ class Tip(tw.Env):
         if self.tipped or "41" not in action.raw:
             return tw.Step(reward=float("42" in action.text), terminated=True)
         self.tipped = True
-        return tw.Step(tw.InlineObservation("But wait, ", keep_chars=action.raw.index("41"), tail="untrained"))
+        return tw.Step(
+            tw.InlineObservation("But wait, ", keep_chars=action.raw.index("41"), tail="untrained")
+        )
 
 
 def played():
@@ -33,13 +35,18 @@ def played():
 
 def test_the_report_shows_insertions_apart_and_rewound_tails_on_their_branch():
     rendered = prepare(trajectory_row(played(), tw.byte_renderer()), "best")
-    assert [(expected.role, expected.text, "".join(t.text for t in expected.tokens)) for expected in rendered.messages] == [
+    assert [
+        (expected.role, expected.text, "".join(t.text for t in expected.tokens))
+        for expected in rendered.messages
+    ] == [
         ("user", "6 * 7?", ""),
         ("main", "", "It is 41!<|im_end|>"),
         ("environment", "But wait, ", ""),
         ("main", "", "no, 42<|im_end|>"),
     ]
-    assert rendered.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
+    assert (
+        rendered.messages[2].facts == "inside the model's message, after 6 of the 10 tokens before"
+    )
     assert "1 of 4 spans are fully or partly on other branches" in rendered.notes[0]
     first = rendered.spans[1].facts
     assert "on another branch" in first
@@ -69,7 +76,11 @@ def test_by_hand_an_episode_goes_as_with_an_engine():
     assert seen[1] == [("user", "6 * 7?"), ("assistant", "It is But wait, ")]
     output = played()
     assert hand.messages == output.messages
-    assert (hand.turns[1].inserted, hand.turns[1].kept, hand.reward) == ("But wait, ", 6, output.reward)
+    assert (hand.turns[1].inserted, hand.turns[1].kept, hand.reward) == (
+        "But wait, ",
+        6,
+        output.reward,
+    )
     assert [turn.reply.text for turn in hand.turns] == [turn.reply.text for turn in output.turns]
 
 

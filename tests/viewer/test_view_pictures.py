@@ -1,4 +1,5 @@
-"""Images in the report: those that the model saw, proven, inside the page; whatever is not such an image is told of."""
+"""Images in the report: those that the model saw, proven, inside the page; whatever is not
+such an image is told of."""
 
 from __future__ import annotations
 
@@ -52,11 +53,18 @@ def write(run: Path, *contents: Any) -> Page:
     """A run of one episode whose turns were shown these contents, as a page."""
     run.mkdir(exist_ok=True)
     turns = [
-        {"messages": [{"role": "user", "content": c}], "reply": {"role": "assistant", "content": "up"}}
+        {"messages": [{"role": "user", "content": c}], "reply": {"role": "assistant", "content": "up"}}  # noqa: E501
         for c in contents
     ]  # fmt: skip
     key = {"phase": "train", "step": 0, "task": "t", "sample": 0, "attempt": 0}
-    row = {"key": key, "task": {"id": "t"}, "stop": "done", "reward": 1.0, "spans": [], "turns": turns}
+    row = {
+        "key": key,
+        "task": {"id": "t"},
+        "stop": "done",
+        "reward": 1.0,
+        "spans": [],
+        "turns": turns,
+    }
     (run / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
     return Page(render_report(run))
 
@@ -100,14 +108,26 @@ def test_what_is_no_such_image_is_told_of_and_not_shown(tmp_path: Path) -> None:
     secret = tmp_path / "secret.png"
     secret.write_bytes(path[3].read_bytes())
     named = [
-        {"type": "image", "image": name, "width": 3, "height": 3} for name in ("../secret", "x" * 64, HOSTILE, 7, None, "")
+        {"type": "image", "image": name, "width": 3, "height": 3}
+        for name in ("../secret", "x" * 64, HOSTILE, 7, None, "")
     ]
-    odd: list[Any] = [{"type": "image"}, {"type": "video", "frames": 3}, {"type": "image", "image": {}, "width": "x"}]
-    page = write(tmp_path, *([ref.to_dict()] for ref in refs[:3]), *([part] for part in (*named, *odd)))
+    odd: list[Any] = [
+        {"type": "image"},
+        {"type": "video", "frames": 3},
+        {"type": "image", "image": {}, "width": "x"},
+    ]
+    page = write(
+        tmp_path, *([ref.to_dict()] for ref in refs[:3]), *([part] for part in (*named, *odd))
+    )
     assert page.images == []
     assert "script" not in page.tags
     assert "img-src" not in page.policy
-    for piece in ("have another hash than its name", "not in the media store", "invalid image name", "unreadable image"):
+    for piece in (
+        "have another hash than its name",
+        "not in the media store",
+        "invalid image name",
+        "unreadable image",
+    ):
         assert piece in page.text, piece
 
 
@@ -130,7 +150,7 @@ def test_a_page_has_room_for_so_many(tmp_path: Path, monkeypatch: Any) -> None:
 def test_the_blind_control_stands_beside_success(tmp_path: Path) -> None:
     tmp_path.joinpath("summary.json").write_text(
         json.dumps(
-            {"success_before": 0.3, "success_after": 0.95, "success_after_ci": [0.92, 0.97], "success_before_ci": [0.25, 0.36],
+            {"success_before": 0.3, "success_after": 0.95, "success_after_ci": [0.92, 0.97], "success_before_ci": [0.25, 0.36],  # noqa: E501
              "success_blind": 0.04, "success_blind_ci": [0.02, 0.07], "n_eval": 256, "rl_steps": 4}
         )
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The sanity check's reports on a terminal and in the page; what they quote is of models and tools."""
+"""The sanity check's reports on a terminal and in the page; what they quote
+is of models and tools."""
 
 from __future__ import annotations
 
@@ -14,13 +15,31 @@ HOSTILE = "</pre><script>alert(1)</script>\x1b[31m\u202e&<b> \n"
 
 
 def report(**more: Any) -> dict[str, Any]:
-    row = {"cause": "thinking_stripped", "position": 7, "origin": "model", "turn": 0, "sentence": "Not shown.", "said": ""}
-    return row | {"sampled": "one", "canonical": "two", "sent": "three", "key": ["train", 0, "t", 1, 0]} | more
+    row = {
+        "cause": "thinking_stripped",
+        "position": 7,
+        "origin": "model",
+        "turn": 0,
+        "sentence": "Not shown.",
+        "said": "",
+    }
+    return (
+        row
+        | {"sampled": "one", "canonical": "two", "sent": "three", "key": ["train", 0, "t", 1, 0]}
+        | more
+    )
 
 
 def write(folder: Path, *rows: Any) -> None:
     (folder / "sanity.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    metrics = [{"phase": "train", "step": 1, "render_mismatch_close": 3, "render_mismatch_thinking_stripped": 1}]
+    metrics = [
+        {
+            "phase": "train",
+            "step": 1,
+            "render_mismatch_close": 3,
+            "render_mismatch_thinking_stripped": 1,
+        }
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics))
 
 
@@ -28,7 +47,9 @@ def test_three_columns_the_commonest_cause_first(tmp_path: Path, capsys: Any) ->
     write(tmp_path, report(), report(cause="close", sent="a b\nc", turn=-1))
     assert main(["view", str(tmp_path), "--report"]) == 0
     out = capsys.readouterr().out
-    assert out.index("close (3 in the steps)") < out.index("thinking_stripped (1 in the steps): Not shown.")
+    assert out.index("close (3 in the steps)") < out.index(
+        "thinking_stripped (1 in the steps): Not shown."
+    )
     assert "a\u00b7b\u23cec" in out
     assert "the opening prompt" in out
     page = (tmp_path / "report.html").read_text()
@@ -44,7 +65,14 @@ def test_nothing_found_says_nothing(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    write(tmp_path, report(**dict.fromkeys(("cause", "sampled", "canonical", "sent", "said", "origin", "sentence"), HOSTILE)))
+    write(
+        tmp_path,
+        report(
+            **dict.fromkeys(
+                ("cause", "sampled", "canonical", "sent", "said", "origin", "sentence"), HOSTILE
+            )
+        ),
+    )
     page = render_report(tmp_path)
     assert "<script" not in page
     assert "\x1b" not in page
@@ -55,7 +83,15 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
 
 
 def test_odd_rows_are_shown_or_left_out(tmp_path: Path) -> None:
-    write(tmp_path, {}, [], 3, {"cause": None}, {"cause": 1, "key": 5, "turn": "x", "sent": [1]}, *[report()] * 1000)
+    write(
+        tmp_path,
+        {},
+        [],
+        3,
+        {"cause": None},
+        {"cause": 1, "key": 5, "turn": "x", "sent": [1]},
+        *[report()] * 1000,
+    )
     (tmp_path / "sanity.jsonl").open("a").write("{broken\n")
     problems: list[str] = []
     found = findings(tmp_path, [{"render_mismatch_close": "x"}], problems)

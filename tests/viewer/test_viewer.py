@@ -1,4 +1,5 @@
-"""The viewer without a browser: what it serves, what it refuses, and how much of a large run it holds."""
+"""The viewer without a browser: what it serves, what it refuses, and how much
+of a large run it holds."""
 
 from __future__ import annotations
 
@@ -23,13 +24,14 @@ from turnwright_view.web.pages import embed_json, escape_json, media_of, traject
 
 HASH = "ab" * 32
 HOSTILE = (
-    "<script>alert(1)</script><img src=x onerror=alert(1)></script><a href='javascript:alert(1)'>x</a>"
-    "\u202etxt.exe\x00\x1b[2J\x1b]0;owned\x07&amp;\ud800"
+    "<script>alert(1)</script><img src=x onerror=alert(1)></script><a "
+    "href='javascript:alert(1)'>x</a>\u202etxt.exe\x00\x1b[2J\x1b]0;owned\x07&amp;\ud800"
 )
 
 
 def get(server, path, host=None, cookie=None):
-    """Status, headers and body of one request, whose host may be forged and whose path is sent as it is."""
+    """Status, headers and body of one request, whose host may be forged and whose
+    path is sent as it is."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     connection.putrequest("GET", path, skip_host=True)
     connection.putheader("Host", host or f"127.0.0.1:{server.port}")
@@ -104,14 +106,22 @@ def test_filters_find_what_they_name(server):
     assert len(said) == 27
     assert found("text=origin")["rows"] == [], "names of fields are not what somebody said"
     assert get(server, "/api/list?step_min=x")[0] == 400
-    pages = [json.loads(get(server, f"/api/list?start={start}&most=10")[2]) for start in (0, 10, 20)]
+    pages = [
+        json.loads(get(server, f"/api/list?start={start}&most=10")[2]) for start in (0, 10, 20)
+    ]
     assert [page["next"] for page in pages] == [10, 20, None]
 
 
 def test_a_trajectory_comes_with_turns_tokens_siblings_and_what_training_made_of_it(server, run):
     entry = server.stores[0].entries[5]
     key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
-    row = {"key": key, "step": entry.played, "advantage": 0.75, "reason": None, "logprobs": {"1": [-0.25, None, -1.0]}}
+    row = {
+        "key": key,
+        "step": entry.played,
+        "advantage": 0.75,
+        "reason": None,
+        "logprobs": {"1": [-0.25, None, -1.0]},
+    }
     (run / "training.jsonl").write_text(json.dumps(row) + "\n")
     server.stores[0].update()
     whole = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])
@@ -135,8 +145,13 @@ def test_only_episodes_of_training_steps_are_called_trained(server):
 
 
 def policies_of_spans(server, turns):
-    """What an episode of so many turns names as the policies of its sampled spans, and why they are not trained."""
-    entry = next(one for one in server.stores[0].entries if one.phase == "train" and one.step == 3 and one.turns == turns)
+    """What an episode of so many turns names as the policies of its sampled spans, and why
+    they are not trained."""
+    entry = next(
+        one
+        for one in server.stores[0].entries
+        if one.phase == "train" and one.step == 3 and one.turns == turns
+    )
     found = json.loads(get(server, f"/api/trajectory?at={entry.at}")[2])["spans"]
     return [(span["policy"], span.get("untrained")) for span in found if span["origin"] == "model"]
 
@@ -147,15 +162,22 @@ def test_each_span_names_its_policy_and_each_policy_has_its_metrics(make_run, tm
     server.start()
     try:
         read_whole(server)
-        before = "of warm-up step 2"  # versions count from the start of the warm-up, of which this run has 190 steps
+        # versions count from the start of the warm-up, of which this run has 190 steps
+        before = "of warm-up step 2"
         assert policies_of_spans(server, 4) == [
             (f"asker {before}", None),
             (f"solver {before}", None),
             (f"rival: solver {before}", "frozen"),
             ("judge, not trained", "frozen"),
         ]
-        rows = [row for row in json.loads(get(server, "/api/overview")[2])["rows"] if row["phase"] == "train"]
-        assert [row["policy/solver/entropy"] - row["policy/asker/entropy"] for row in rows] == pytest.approx([1.0] * 8)
+        rows = [
+            row
+            for row in json.loads(get(server, "/api/overview")[2])["rows"]
+            if row["phase"] == "train"
+        ]
+        assert [
+            row["policy/solver/entropy"] - row["policy/asker/entropy"] for row in rows
+        ] == pytest.approx([1.0] * 8)
         report = render_report(run)
         assert "policy rival: solver of warm-up step" in report
         assert "policy judge, not trained" in report
@@ -168,7 +190,8 @@ def test_a_run_with_one_policy_names_none(server):
 
 
 @pytest.mark.parametrize(
-    "given", [None, 3, ["x", None, {}], [{"name": HOSTILE, "agents": [HOSTILE, 7], "past": "x", "urls": 1}]]
+    "given",
+    [None, 3, ["x", None, {}], [{"name": HOSTILE, "agents": [HOSTILE, 7], "past": "x", "urls": 1}]],
 )
 def test_policies_that_are_none_or_hostile_are_text(make_run, tmp_path, given):
     run = make_run(tmp_path / "odd", steps=4)
@@ -182,7 +205,9 @@ def test_policies_that_are_none_or_hostile_are_text(make_run, tmp_path, given):
     (run / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     store = TrajectoryIndex(run)
     store.update()
-    shown = json.dumps(escape_json(trajectory(store, 0, store.entries[0])["spans"]), ensure_ascii=False)
+    shown = json.dumps(
+        escape_json(trajectory(store, 0, store.entries[0])["spans"]), ensure_ascii=False
+    )
     assert not set("\x00\x1b\u202e") & set(shown)
     assert "<script>alert(1)</script><img" not in render_report(run)
 
@@ -227,7 +252,15 @@ def test_images_come_by_their_hash_and_links_are_not_followed(server, run, tmp_p
     assert get(server, "/media/0/" + "ef" * 32 + ".png")[0] == 404
 
 
-NO_HASH = ["../x", "http://evil/x.png", "javascript:alert(1)", HASH + ".png", HASH[:-1], HASH.upper(), 3]
+NO_HASH = [
+    "../x",
+    "http://evil/x.png",
+    "javascript:alert(1)",
+    HASH + ".png",
+    HASH[:-1],
+    HASH.upper(),
+    3,
+]
 
 
 @pytest.mark.parametrize("name", NO_HASH)
@@ -269,10 +302,16 @@ def test_one_file_holds_the_run_and_hostile_text_stays_text(make_run, tmp_path):
     assert "img" not in page.tags
     assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
     data = json.loads(page.scripts[0])
-    said = [span["text"] for whole in data["runs"][0]["trajectories"].values() for span in whole["spans"]]
+    said = [
+        span["text"]
+        for whole in data["runs"][0]["trajectories"].values()
+        for span in whole["spans"]
+    ]
     assert any("<script>alert(1)</script>" in text for text in said)
     assert not any(sign in text for text in said for sign in ("\x00", "\x1b", "\u202e", "\ud800"))
-    policy = next(value for name, value in page.attributes if name == "content" and "default-src" in value)
+    policy = next(
+        value for name, value in page.attributes if name == "content" and "default-src" in value
+    )
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
 
@@ -318,7 +357,9 @@ def test_odd_records_are_shown_as_far_as_they_go(tmp_path):
     rows += [{"spans": [{"ids": [1], "tokens": ["a"], "logprobs": [None]}]}]
     said = [{"content": [{"type": "text", "text": "x"}, 3]}]
     rows += [{"error": {"type": "E"}, "final": said, "turns": [{"messages": ["m"]}]}]
-    (tmp_path / "trajectories.jsonl").write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    (tmp_path / "trajectories.jsonl").write_bytes(
+        b"".join(orjson.dumps(row) + b"\n" for row in rows)
+    )
     store = TrajectoryIndex(tmp_path)
     store.update()
     assert len(store.entries) == 3
@@ -340,7 +381,9 @@ def test_a_large_run_is_indexed_in_little_memory_and_pages_come_early(make_run, 
     store = TrajectoryIndex(run)
     assert store.update(2**20), "there is more"
     assert 0 < len(store.entries) < 200
-    assert len(store.find(TableFilter())["rows"]) > 20, "the first page is there before the file was read"
+    assert len(store.find(TableFilter())["rows"]) > 20, (
+        "the first page is there before the file was read"
+    )
     while store.update(2**20):
         pass
     _, peak = tracemalloc.get_traced_memory()
@@ -374,10 +417,25 @@ def locked(run):
 
 def test_with_a_token_nothing_is_told_without_it(locked):
     assert locked.url.endswith(f"/?token={TOKEN}")
-    for path in ("/", "/app.js", "/api/overview", "/api/list", f"/media/0/{HASH}.png", "/?token=wrong", "/?token="):
+    for path in (
+        "/",
+        "/app.js",
+        "/api/overview",
+        "/api/list",
+        f"/media/0/{HASH}.png",
+        "/?token=wrong",
+        "/?token=",
+    ):
         assert get(locked, path)[0] == 403, path
-    assert get(locked, "/api/overview?token=" + TOKEN)[0] == 403, "the address of the page alone takes it"
-    for cookie in ("turnwright_view=", "turnwright_view=wrong", f"other={TOKEN}", "turnwright_view=\xe9"):
+    assert get(locked, "/api/overview?token=" + TOKEN)[0] == 403, (
+        "the address of the page alone takes it"
+    )
+    for cookie in (
+        "turnwright_view=",
+        "turnwright_view=wrong",
+        f"other={TOKEN}",
+        "turnwright_view=\xe9",
+    ):
         assert get(locked, "/", cookie=cookie)[0] == 403, cookie
 
 
@@ -442,11 +500,14 @@ def strings(value):
 
 
 def soiled(value, kept=("origin", "phase")):
-    """The same JSON with control characters in each text of it, keys aside; short lists of numbers get a text too."""
+    """The same JSON with control characters in each text of it, keys aside; short lists of
+    numbers get a text too."""
     if isinstance(value, dict):
         return {name: item if name in kept else soiled(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [soiled(item) for item in value] + ([RAW] if value and all(type(item) is int for item in value) else [])
+        return [soiled(item) for item in value] + (
+            [RAW] if value and all(type(item) is int for item in value) else []
+        )
     return value + RAW if isinstance(value, str) else value
 
 
@@ -459,7 +520,11 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path
     server.start()
     try:
         read_whole(server)
-        told = {"all": get(server, "/api/runs"), "overview": get(server, "/api/overview"), "facets": get(server, "/api/facets")}
+        told = {
+            "all": get(server, "/api/runs"),
+            "overview": get(server, "/api/overview"),
+            "facets": get(server, "/api/facets"),
+        }
         told["list"] = get(server, "/api/list?most=1000")
         for row in json.loads(told["list"][2])["rows"][::9]:
             told[row["at"]] = get(server, f"/api/trajectory?at={row['at']}")
@@ -469,7 +534,9 @@ def test_no_text_of_any_answer_holds_a_control_or_hidden_character(run, tmp_path
     whole = {name: json.loads(body) for name, (_, _, body) in told.items()}
     whole["file"] = json.loads(Parsed((tmp_path / "sent.html").read_text()).scripts[0])
     found = {
-        name: [text for text in strings(value) if set(RAW[4:6] + "\x1b\x9b\u202e\u200b") & set(text)]
+        name: [
+            text for text in strings(value) if set(RAW[4:6] + "\x1b\x9b\u202e\u200b") & set(text)
+        ]
         for name, value in whole.items()
     }
     assert not any(found.values()), found

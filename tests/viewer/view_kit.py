@@ -80,7 +80,12 @@ def trajectory(
             span("template", "\n<|im_start|>user\n")
             span("env", heard["content"])
             span("template", "<|im_end|>\n<|im_start|>assistant\n")
-    task = {"id": f"t{rng.randrange(10**6)}", "messages": [rows[0]["messages"][0]], "answer": "7", "info": {}}
+    task = {
+        "id": f"t{rng.randrange(10**6)}",
+        "messages": [rows[0]["messages"][0]],
+        "answer": "7",
+        "info": {},
+    }
     key = {"phase": phase, "step": step, "task": task["id"], "sample": 0, "attempt": 0}
     final = [message("user", "right")] if reward else [message("user", "wrong")]
     row = {
@@ -93,7 +98,18 @@ def trajectory(
         "error": None,
         "final": final,
     }
-    return row | {"branches": {}, "metrics": {}, "template": "ab12", "wall_s": 0.12, "spans": spans, "turns": rows} | more
+    return (
+        row
+        | {
+            "branches": {},
+            "metrics": {},
+            "template": "ab12",
+            "wall_s": 0.12,
+            "spans": spans,
+            "turns": rows,
+        }
+        | more
+    )
 
 
 def metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
@@ -102,14 +118,31 @@ def metrics(rng: random.Random, steps: int) -> list[dict[str, Any]]:
     clock = 0.0
     for step in range(0, 200, 10):
         clock += 0.5
-        rows.append({"phase": "warmup", "step": step, "time_s": clock, "loss": 0.4 + 5 * math.exp(-step / 30), "lr": 4e-3})
+        rows.append(
+            {
+                "phase": "warmup",
+                "step": step,
+                "time_s": clock,
+                "loss": 0.4 + 5 * math.exp(-step / 30),
+                "lr": 4e-3,
+            }
+        )
         if step in (90, 190):
             rows[-1]["success"] = 0.1 if step < 100 else 0.24
     for mode, share, turns in (("sampled", 0.24, 2.1), ("greedy", 0.19, 2.0)):
         clock += 2
         ci = list(wilson(round(share * 256), 256))
         rows.append(
-            {"phase": "eval", "step": 0, "time_s": clock, "name": "before", "mode": mode, "n": 256, "success": share, "ci": ci}
+            {
+                "phase": "eval",
+                "step": 0,
+                "time_s": clock,
+                "name": "before",
+                "mode": mode,
+                "n": 256,
+                "success": share,
+                "ci": ci,
+            }
         )
         rows[-1]["turns"] = turns
     for step in range(steps):
@@ -163,10 +196,14 @@ def write_run(folder: Path, *, steps: int = 60, said: str = "") -> Path:
     rng = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     resolved = load(None, ["--env.use", "hop", "--train.lr", "2e-3", "--env.args.note", "x"])
-    config = to_json_dict(resolved) | {"versions": {"turnwright": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}}
+    config = to_json_dict(resolved) | {
+        "versions": {"turnwright": "0.1.0", "torch": "2.13.0", "python": "3.11.2"}
+    }
     config["config"]["env"][0]["args"]["note"] = said
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in metrics(rng, steps)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in metrics(rng, steps))
+    )
     summary = {
         "success_before": 0.24,
         "success_after": 0.973,
@@ -185,16 +222,23 @@ def write_run(folder: Path, *, steps: int = 60, said: str = "") -> Path:
     }
     summary |= {"machine": {"cpu": "2 x " + (said or "x86_64"), "memory": "8 GB"}}
     (folder / "summary.json").write_text(json.dumps(summary))
-    lines = [trajectory(rng, phase="before", turns=2, reward=reward, said=said) for reward in (0.0, 1.0)]
+    lines = [
+        trajectory(rng, phase="before", turns=2, reward=reward, said=said) for reward in (0.0, 1.0)
+    ]
     for step in range(steps):
-        lines += [trajectory(rng, step=step, turns=rng.choice((2, 3, 4)), reward=float(i % 2), said=said) for i in range(4)]
+        lines += [
+            trajectory(rng, step=step, turns=rng.choice((2, 3, 4)), reward=float(i % 2), said=said)
+            for i in range(4)
+        ]
     error = {
         "type": "ToolFailed",
         "message": said or "the table is gone",
         "phase": "step",
         "traceback": "Traceback ...\n  line 3",
     }
-    lines.append(trajectory(rng, step=steps - 1, reward=None, stop="env_error", error=error, said=said))
+    lines.append(
+        trajectory(rng, step=steps - 1, reward=None, stop="env_error", error=error, said=said)
+    )
     (folder / "trajectories.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     return folder
 
@@ -204,20 +248,44 @@ POLICIES = ("asker", "solver", "rival", "judge")
 
 
 def add_policies(run: Path, names: tuple[str, ...] = POLICIES) -> Path:
-    """Give a run several policies: the turns of each episode are those of their agents, one after another."""
+    """Give a run several policies: the turns of each episode are those of their
+    agents, one after another."""
     asker, solver, rival, judge = names
     config = json.loads((run / "config.json").read_text())
     config["config"]["policy"] = [
         {"name": asker, "agents": [asker], "path": None, "urls": [], "past": {}, "trained": True},
-        {"name": solver, "agents": ["solver-*"], "path": None, "urls": [], "past": {}, "trained": True},
-        {"name": rival, "agents": [], "path": None, "urls": [], "past": {"of": solver, "every": 1}, "trained": True},
-        {"name": judge, "agents": [], "path": None, "urls": ["http://x"], "past": {}, "trained": True},
+        {
+            "name": solver,
+            "agents": ["solver-*"],
+            "path": None,
+            "urls": [],
+            "past": {},
+            "trained": True,
+        },
+        {
+            "name": rival,
+            "agents": [],
+            "path": None,
+            "urls": [],
+            "past": {"of": solver, "every": 1},
+            "trained": True,
+        },
+        {
+            "name": judge,
+            "agents": [],
+            "path": None,
+            "urls": ["http://x"],
+            "past": {},
+            "trained": True,
+        },
     ]
     (run / "config.json").write_text(json.dumps(config))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         for number, name in enumerate((asker, solver) if row["phase"] == "train" else ()):
-            row |= {f"policy/{name}/{key}": row[key] + number for key in ("reward", "entropy", "lr")}
+            row |= {
+                f"policy/{name}/{key}": row[key] + number for key in ("reward", "entropy", "lr")
+            }
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     agents = (asker, "solver-1", rival, judge)
     episodes = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
@@ -226,5 +294,7 @@ def add_policies(run: Path, names: tuple[str, ...] = POLICIES) -> Path:
             turn["agent"] = agents[number % 4]
             for index in turn["spans"]:
                 episode["spans"][index]["agent"] = turn["agent"]
-    (run / "trajectories.jsonl").write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+    (run / "trajectories.jsonl").write_text(
+        "".join(json.dumps(episode) + "\n" for episode in episodes)
+    )
     return run

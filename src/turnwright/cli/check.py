@@ -28,7 +28,10 @@ def add_check(subparsers: Any) -> None:
     help = "check an environment, a model directory or a recipe"
     epilog = "Exit status: 0 all checks passed, 1 a check failed."
     parser = add_command(subparsers, "check", help, run_check, overrides=True, epilog=epilog)
-    env = 'file.py:Env or the name of a built-in environment; "learn" checks that each algorithm raises a toy reward'
+    env = (
+        'file.py:Env or the name of a built-in environment; "learn" checks that each algorithm '
+        "raises a toy reward"
+    )
     parser.add_argument("env", nargs="?", help=env)
     parser.add_argument(
         "--algorithm",
@@ -48,12 +51,19 @@ def add_check(subparsers: Any) -> None:
     )
     history = "history mode to check for exactness: append, inline or template (default: append)"
     parser.add_argument("--history", metavar="MODE", default="append", help=history)
-    images = "with --model: check that its answers depend on the pixels, in the first turn and in a later one"
+    images = (
+        "with --model: check that its answers depend on the pixels, in the first turn and "
+        "in a later one"
+    )
     parser.add_argument("--images", action="store_true", help=images)
-    parser.add_argument("--json", action="store_true", help="print findings about a template or a server as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print findings about a template or a server as JSON"
+    )
     engine = "a vLLM, SGLang or llama.cpp server: check its handling of ids and logprobs"
     parser.add_argument("--engine", metavar="URL", help=engine)
-    parser.add_argument("--key-env", metavar="NAME", help="the environment variable that holds the server's API key")
+    parser.add_argument(
+        "--key-env", metavar="NAME", help="the environment variable that holds the server's API key"
+    )
     parser.add_argument(
         "--recipe",
         metavar="FILE",
@@ -99,8 +109,8 @@ def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None
     """Raise `UsageError` for options that do not go together."""
     if all(given is None for given in (env, recipe, args.model, args.template, args.engine)):
         raise UsageError(
-            "nothing to check; name file.py:Env, a built-in environment, recipe.toml, --model DIR, --template FILE or "
-            "--engine URL"
+            "nothing to check; name file.py:Env, a built-in environment, recipe.toml, --model "
+            "DIR, --template FILE or --engine URL"
         )
     if args.images and args.model is None:
         raise UsageError("--images needs a model; name it with --model DIR")
@@ -111,7 +121,8 @@ def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None
 
 
 def show(findings: Iterable[tuple[bool | None, str]]) -> int:
-    """Print findings (ok, text), of which `ok` None is information, and return the number of failures."""
+    """Print findings (ok, text), of which `ok` None is information, and return
+    the number of failures."""
     from turnwright.display.text import single_line
 
     failed = 0
@@ -142,7 +153,11 @@ def _env(spec: str) -> str:
         raise UsageError(f"{spec}: say which environment of the file: turnwright check {spec}:Name")
     if colon and file.endswith(".py") and not Path(file).is_file():
         folder = Path(file).parent
-        near = did_you_mean(Path(file).name, [p.name for p in folder.glob("*.py")]) if folder.is_dir() else ""
+        near = (
+            did_you_mean(Path(file).name, [p.name for p in folder.glob("*.py")])
+            if folder.is_dir()
+            else ""
+        )
         raise UsageError(f"{file}: no such file; {near or 'check the path'}")
     known = builtin_envs()
     if not colon and spec not in known:
@@ -176,7 +191,9 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
     if history not in HISTORY_MODES:
         near = did_you_mean(history, HISTORY_MODES)
-        raise UsageError(f"--history {history}: {near or 'choose one of ' + ', '.join(HISTORY_MODES)}")
+        raise UsageError(
+            f"--history {history}: {near or 'choose one of ' + ', '.join(HISTORY_MODES)}"
+        )
     renderer = template_renderer(given) if isinstance(given, str) else load_renderer(given)
     findings = check_template(renderer, history)
     if not as_json:
@@ -201,7 +218,8 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
-    """Report a template's behavior in a growing conversation, and whether a history mode is exact with it."""
+    """Report a template's behavior in a growing conversation, and whether a history
+    mode is exact with it."""
     from turnwright.renderers.contract import explain_contract
 
     loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
@@ -209,25 +227,29 @@ def check_template(renderer: ChatRenderer, history: str = "append") -> list[Find
     calls = f"replies are parsed as {name!r}"
     if unread:
         calls = (
-            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads them back: calls of a model "
-            f"that follows it are not run (replies are parsed as {name!r}). Without tools this does not matter; with tools "
-            "use a template with parsed calls (docs/templates.md)"
+            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads "
+            "them back: calls of a model that follows it are not run (replies are parsed as "
+            f"{name!r}). Without tools this does not matter; with tools use a template with parsed "
+            "calls (docs/templates.md)"
         )
     lost: list[Finding] = [
-        (None, f"WARNING: a reply of the template's own does not come back: {reply}") for reply in renderer.unread_replies
+        (None, f"WARNING: a reply of the template's own does not come back: {reply}")
+        for reply in renderer.unread_replies
     ]
     return [loaded, *explain_contract(renderer.contract, history), (None, calls), *lost]
 
 
 def check_images(model: Path) -> list[Finding]:
-    """Check that a vision-language model's answers depend on its images, in the local engine and in the trainer."""
+    """Check that a vision-language model's answers depend on its images, in the local
+    engine and in the trainer."""
     from turnwright.training.self_checks import check_vision, findings
 
     return findings(check_vision(model))
 
 
 def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
-    """Print a server's capabilities as lines or JSON; return the number of failed checks, at most 1 with JSON."""
+    """Print a server's capabilities as lines or JSON; return the number of failed
+    checks, at most 1 with JSON."""
     if not as_json:
         return show(found.findings())
     print(json.dumps(found.to_dict(), indent=2))

@@ -21,7 +21,7 @@ examples:
   turnwright engines start vllm --model DIR --dry-run print the command and the reasons for its flags
   turnwright engines join http://host:8000 --list engines.txt    add a server to the runs that watch the list; leave removes it
   turnwright check --engine http://localhost:8000     report the capabilities of a server
-"""
+"""  # noqa: E501
 
 
 def add_engines(subparsers: Any) -> None:
@@ -29,13 +29,16 @@ def add_engines(subparsers: Any) -> None:
     help = "install and start vLLM, SGLang and llama.cpp for exact rollouts; add servers to runs"
     parser = add_command(subparsers, "engines", help, run_engines, epilog=ENGINES_EPILOG)
     what = (
-        "install: create its environment; start: run a server; join, leave: change a list of servers (engine.urls_file); "
-        "relay: fetch weights to a directory for the servers of this machine (engine.tree)"
+        "install: create its environment; start: run a server; join, leave: change a list of "
+        "servers (engine.urls_file); relay: fetch weights to a directory for the servers of this "
+        "machine (engine.tree)"
     )
     parser.add_argument("what", choices=("install", "start", "join", "leave", "relay"), help=what)
     kind = f"{', '.join(KINDS)}; join and leave: the URL of a server; relay: the directory"
     parser.add_argument("kind", metavar="KIND|URL|DIR", help=kind)
-    parser.add_argument("--list", metavar="FILE", type=Path, help="join, leave: the list of servers that runs watch")
+    parser.add_argument(
+        "--list", metavar="FILE", type=Path, help="join, leave: the list of servers that runs watch"
+    )
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -50,9 +53,16 @@ def add_engines(subparsers: Any) -> None:
         help="start: address to listen on (default: local connections only)",
     )
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--context", type=int, metavar="N", help="start: maximum ids of context plus reply")
-    lora = "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a value)"
-    parser.add_argument("--lora", type=int, nargs="?", const=64, default=0, metavar="RANK", help=lora)
+    parser.add_argument(
+        "--context", type=int, metavar="N", help="start: maximum ids of context plus reply"
+    )
+    lora = (
+        "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 "
+        "without a value)"
+    )
+    parser.add_argument(
+        "--lora", type=int, nargs="?", const=64, default=0, metavar="RANK", help=lora
+    )
     adapters = "start: with --lora, room for the adapters of N policies"
     parser.add_argument("--adapters", type=int, default=1, metavar="N", help=adapters)
     parser.add_argument(
@@ -67,7 +77,9 @@ def add_engines(subparsers: Any) -> None:
         action="store_true",
         help="start: with --gpu, a server that can release its memory",
     )
-    parser.add_argument("--gpu", action="store_true", help="for a machine with a GPU: leave out settings for CPUs")
+    parser.add_argument(
+        "--gpu", action="store_true", help="for a machine with a GPU: leave out settings for CPUs"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -86,7 +98,9 @@ def run_engines(args: argparse.Namespace) -> int:
             relay_weights(Path(args.kind), say, host=args.host, port=args.port, token=token)
         return 0
     if args.kind not in KINDS:
-        raise UsageError(f"{args.kind}: {did_you_mean(args.kind, KINDS) or 'the kinds are ' + ', '.join(KINDS)}")
+        raise UsageError(
+            f"{args.kind}: {did_you_mean(args.kind, KINDS) or 'the kinds are ' + ', '.join(KINDS)}"
+        )
 
     from turnwright.engines.remote import managed
 
@@ -106,7 +120,9 @@ def run_engines(args: argparse.Namespace) -> int:
             "sleep",
             "speculate",
         )
-        plan = managed.start_command(args.kind, home, args.model, **{name: vars(args)[name] for name in names})
+        plan = managed.start_command(
+            args.kind, home, args.model, **{name: vars(args)[name] for name in names}
+        )
 
     for line in plan.describe():
         print(line)
@@ -120,7 +136,9 @@ def _refuse_start(args: argparse.Namespace) -> None:
     if args.model is None:
         raise UsageError("turnwright engines start needs a model: --model DIR")
     if not args.model.exists():
-        raise UsageError(f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file")
+        raise UsageError(
+            f"{args.model}: no such model; give a directory, or for llamacpp a .gguf file"
+        )
     if args.lora < 0:
         raise UsageError(f"--lora {args.lora}: the rank must be at least 1")
     if args.adapters < 1:
@@ -134,7 +152,10 @@ def _change_list(what: str, url: str, path: Path | None) -> int:
     from turnwright.engines.remote.engine_list import EngineList
 
     if path is None:
-        raise UsageError(f"turnwright engines {what} needs the list that runs watch (engine.urls_file): --list FILE")
+        raise UsageError(
+            f"turnwright engines {what} needs the list that runs watch (engine.urls_file): --list "
+            "FILE"
+        )
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"{url}: must start with http:// or https://, as in http://host:8000")
 
@@ -158,7 +179,9 @@ def relay_weights(root: Path, note: Callable[[str], None], **settings: Any) -> N
     try:
         relay = plugins.load("transports", "relay")
     except ImportError as error:
-        raise ConfigError(f"turnwright engines relay needs {error.name}: pip install 'turnwright[serve,servers]'") from None
+        raise ConfigError(
+            f"turnwright engines relay needs {error.name}: pip install 'turnwright[serve,servers]'"
+        ) from None
     run_sync(relay(root, note, **settings))
 
 

@@ -50,7 +50,9 @@ def add_evaluate(subparsers: Any) -> None:
     )
     parser.add_argument("--samples", type=positive, metavar="K", help="sampled episodes per task")
     parser.add_argument("--tasks", type=positive, metavar="N", help="held-out tasks")
-    parser.add_argument("--engine", default="local", help="local (configured by [engine]) or scripted")
+    parser.add_argument(
+        "--engine", default="local", help="local (configured by [engine]) or scripted"
+    )
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON object")
     add_display(parser)
     add_trust(parser)
@@ -109,8 +111,8 @@ def run_evaluation(
 ) -> dict[str, Any]:
     """Return success on held-out tasks, `sampled` and `greedy`, and `counts`.
 
-    These are (episodes, successes) per task. `checkpoint` may be a model directory or a run (its last
-    one); `engine` `scripted` is the environments' own solvers.
+    These are (episodes, successes) per task. `checkpoint` may be a model directory or a run (its
+    last one); `engine` `scripted` is the environments' own solvers.
     """
     from turnwright.records import NullListener
     from turnwright.rollouts.standalone import run_sync

@@ -17,7 +17,7 @@ from turnwright.errors import UsageError
 READS = "model = { heads = 4, kv_heads = 4 }"
 SEES = """\
 # It sees images up to this size, larger ones are scaled down; of text it reads what is beside them, never their alt.
-model = { vision = true, image_side = 64, heads = 4, kv_heads = 4 }"""
+model = { vision = true, image_side = 64, heads = 4, kv_heads = 4 }"""  # noqa: E501
 """The tiny model in a recipe, for text and with images."""
 _FILES = {
     "{name}.py": "env.py",
@@ -29,7 +29,9 @@ _FILES = {
 
 def add_init(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "init", "write a starter environment, recipe and test", run_init)
+    parser = add_command(
+        subparsers, "init", "write a starter environment, recipe and test", run_init
+    )
     parser.add_argument(
         "directory",
         metavar="NAME",
@@ -44,11 +46,24 @@ def run_init(args: argparse.Namespace) -> int:
     """Write the files and print the next commands."""
     folder: Path = args.directory
     name = re.sub(r"\W+", "_", folder.name)
-    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name) or name.startswith("__"):
-        raise UsageError(f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, such as my_env")
+    if (
+        not name.isidentifier()
+        or not name.isascii()
+        or keyword.iskeyword(name)
+        or name.startswith("__")
+    ):
+        raise UsageError(
+            f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, "
+            "such as my_env"
+        )
     installed = PathFinder.find_spec(name)
-    if name in {"turnwright", *sys.stdlib_module_names} or (installed and installed.origin):  # a bare directory has no origin
-        raise UsageError(f"{folder}: a module named '{name}' would hide another one; choose another name, such as my_{name}")
+    if name in {"turnwright", *sys.stdlib_module_names} or (
+        installed and installed.origin
+    ):  # a bare directory has no origin
+        raise UsageError(
+            f"{folder}: a module named '{name}' would hide another one; choose another name, such "
+            f"as my_{name}"
+        )
 
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
     existing = next((path for path in paths if path.exists()), None)
@@ -60,17 +75,25 @@ def run_init(args: argparse.Namespace) -> int:
         for path, template in zip(paths, _FILES.values(), strict=True):
             if args.vision and template == "env.py":
                 template = "env_vision.py"
-            text = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(encoding="utf-8")
+            text = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(
+                encoding="utf-8"
+            )
             # Three placeholders need no template engine.
             text = text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
-            path.write_text(text.replace("{{ model }}", SEES if args.vision else READS), encoding="utf-8")
+            path.write_text(
+                text.replace("{{ model }}", SEES if args.vision else READS), encoding="utf-8"
+            )
     except OSError as error:
-        raise UsageError(f"{folder}: cannot be written ({error.strerror}); choose another directory") from None
+        raise UsageError(
+            f"{folder}: cannot be written ({error.strerror}); choose another directory"
+        ) from None
 
     for path in paths:
         print(path)
     check = f"turnwright check {name}.py:{class_name(name)}"
-    print(f"next: cd {shlex.quote(str(folder))} && pytest && {check} && turnwright train recipe.toml")
+    print(
+        f"next: cd {shlex.quote(str(folder))} && pytest && {check} && turnwright train recipe.toml"
+    )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Command line: `turnwright train | eval | rollout | check | init | engines | pack`, and the commands that packages add.
+"""Command line: `turnwright train | eval | rollout | check | init | engines | pack`, and the
+commands that packages add.
 
 Heavy imports are deferred to the commands that need them, so that `turnwright --help` is fast.
 """
@@ -78,7 +79,8 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 128 + n when signal n interrupted it."""
+    """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 128 + n when
+    signal n interrupted it."""
     words = list(sys.argv[1:] if argv is None else argv)
     stop_signals = StopSignals()
     try:
@@ -92,10 +94,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 1
     except KeyboardInterrupt as interrupt:
         status = 128 + (stop_signals.received or signal.SIGINT)
-        hint = "journaled episodes are kept; resume with --resume RUN" if words[:1] == ["train"] else ""
-        return _print_error("; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=status)
+        hint = (
+            "journaled episodes are kept; resume with --resume RUN"
+            if words[:1] == ["train"]
+            else ""
+        )
+        return _print_error(
+            "; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=status
+        )
     except BrokenPipeError:
-        # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error when it flushes at exit.
+        # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error
+        # when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
@@ -107,15 +116,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not why:
             raise
         place = error.filename if isinstance(error, OSError) and error.filename else "writing"
-        remedy = "; free space, then resume with --resume RUN" if words[:1] == ["train"] else "; free space and try again"
+        remedy = (
+            "; free space, then resume with --resume RUN"
+            if words[:1] == ["train"]
+            else "; free space and try again"
+        )
         return _print_error(f"{place}: {why}{remedy}")
 
 
 def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
     """Return what handles SIGTERM and SIGHUP as Ctrl-C for a command.
 
-    Not under torchrun, which ends all its processes at once: one that ended in order would wait for the others. Nor in another
-    thread than the main one, which may not handle signals.
+    Not under torchrun, which ends all its processes at once: one that ended in order would wait for
+    the others. Nor in another thread than the main one, which may not handle signals.
     """
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -124,10 +137,17 @@ def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_warnings_without_source() -> Iterator[None]:
-    """Print warnings of this package as `warning: text`, without the line of its code that gave them."""
+    """Print warnings of this package as `warning: text`, without the line of
+    its code that gave them."""
     before = warnings.formatwarning
 
-    def format(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    def format(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        line: str | None = None,
+    ) -> str:
         own = filename.startswith(FOLDERS)
         return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
 
@@ -146,18 +166,25 @@ def _run(words: list[str]) -> int:
     if words[0] in ("--version", "version"):
         print(f"turnwright {__version__}")
         return 0
-    commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction)).choices
+    commands = next(
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ).choices
     names = list(commands)
     if words[0] == "help":
         words = [*words[1:2], "--help"]
     if words[0].startswith("-") and words[0] not in ("-h", "--help"):
         command = next((word for word in words if word in names), "COMMAND")
-        raise UsageError(f"unknown option {words[0]} before the command; its options follow it: `turnwright {command} --help`")
+        raise UsageError(
+            f"unknown option {words[0]} before the command; its options follow it: `turnwright "
+            f"{command} --help`"
+        )
     if not words[0].startswith("-") and words[0] not in names:
         if words[0] in plugins.names("commands"):
             plugins.load("commands", words[0])  # which says what is missing
         near = difflib.get_close_matches(words[0], [*names, "help", "version"], n=1, cutoff=0.5)
-        hint = f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
+        hint = (
+            f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
+        )
         raise UsageError(f"unknown command '{words[0]}'; {hint}")
     words, overrides = split_overrides(words)
     args, unknown = parser.parse_known_args(words)
@@ -166,7 +193,10 @@ def _run(words: list[str]) -> int:
     if args.command is None:
         raise UsageError(f"no command; commands are {', '.join(names)}")
     if overrides and not args.takes_overrides:
-        raise UsageError(f"turnwright {args.command} reads no recipe, so {overrides[0]} has no effect; leave it out")
+        raise UsageError(
+            f"turnwright {args.command} reads no recipe, so {overrides[0]} has no effect; leave it "
+            "out"
+        )
     args.overrides = list(overrides)
     run: Callable[[argparse.Namespace], int] = args.run
     return run(args)
@@ -180,7 +210,9 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
     """Describe an option that the command does not have, and the closest option or recipe key."""
     name = word.partition("=")[0]
     if not name.startswith("-"):
-        return f"turnwright {command}: unexpected argument '{word}'; see `turnwright {command} --help`"
+        return (
+            f"turnwright {command}: unexpected argument '{word}'; see `turnwright {command} --help`"
+        )
 
     # By what follows the dashes, which all have in common.
     choices: dict[str, list[str]] = {}
@@ -195,7 +227,9 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
             if name not in flags:
                 choices.setdefault(key.replace("_", "-"), flags)
 
-    near = difflib.get_close_matches(name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(
+        name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6
+    )
     hint = f"see `turnwright {command} --help`"
     if near:
         found = choices[near[0]]
@@ -205,9 +239,13 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
 
 
 def _print_error(message: str, status: int = 2) -> int:
-    """Print an error in one line, without line breaks and control characters of quoted text, and return the status."""
+    """Print an error in one line, without line breaks and control characters of quoted text,
+    and return the status."""
     line = " ".join(message.split())
-    print("turnwright: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line), file=sys.stderr)
+    print(
+        "turnwright: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line),
+        file=sys.stderr,
+    )
     return status
 
 
@@ -216,21 +254,28 @@ EXIT_S = 3.0
 
 
 def entry() -> NoReturn:
-    """Run one command as a process, and end the process with its exit status, whatever threads user code left."""
+    """Run one command as a process, and end the process with its exit status, whatever
+    threads user code left."""
     status = main()
     threading.Thread(target=_end_after, args=(status,), name="turnwright-exit", daemon=True).start()
     sys.exit(status)
 
 
 def _end_after(status: int) -> None:
-    """End the process if Python still waits for other threads; they would keep it for ever, a batch job with it."""
+    """End the process if Python still waits for other threads; they would keep it for
+    ever, a batch job with it."""
     while True:
         time.sleep(EXIT_S)
-        others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        others = [
+            thread for thread in threading.enumerate() if thread is not threading.main_thread()
+        ]
         if left := [thread.name for thread in others if not thread.daemon and thread.is_alive()]:
             break
     with suppress(Exception):  # a closed stderr
-        _print_error(f"ended without waiting for the threads {', '.join(left)}, which user code left running", status)
+        _print_error(
+            f"ended without waiting for the threads {', '.join(left)}, which user code left running",  # noqa: E501
+            status,
+        )
         atexit._run_exitfuncs()
         sys.stdout.flush()
     os._exit(status)

@@ -1,4 +1,5 @@
-"""Options shared by several commands: recipe and overrides, display, and small formatting helpers."""
+"""Options shared by several commands: recipe and overrides, display, and
+small formatting helpers."""
 
 from __future__ import annotations
 
@@ -31,16 +32,21 @@ class Command:
     add: Callable[[Any], None]
     """Registers its parser with argparse's subparsers, by `add_command`."""
     report: Callable[[Path, bool], Path] | None = None
-    """Writes a file about a run that ended, and returns its path; where there is one, only if told to renew it."""
+    """Writes a file about a run that ended, and returns its path; where there is one,
+    only if told to renew it."""
 
 
 DISPLAYS = ("auto", "rich", "plain", "none")
-OVERRIDES = "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, --env.args.depth 3)."
+OVERRIDES = (
+    "Any key of the recipe can be overridden: --section.key VALUE (--train.lr 1e-4, "
+    "--env.args.depth 3)."
+)
 
 
 def import_training(module: str = "turnwright.training.run") -> None:
-    """Import what needs torch. A signal ends the process at once: raised inside these imports, it would abort the process or
-    appear as another error. Without garbage collection, which finds nothing there, they take 3.2 s of CPU instead of 4.1."""
+    """Import what needs torch. A signal ends the process at once: raised inside these imports, it
+    would abort the process or appear as another error. Without garbage collection, which finds
+    nothing there, they take 3.2 s of CPU instead of 4.1."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *STOP_SIGNALS)}
@@ -71,13 +77,15 @@ def _leave(number: int, frame: object) -> None:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP end the body alike, so that it cleans up, and go on after it."""
+    """Let Ctrl-C, SIGTERM and SIGHUP end the body alike, so that it cleans
+    up, and go on after it."""
     with StopSignals().installed(), suppress(KeyboardInterrupt):
         yield
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split words into options of the command and overrides (`--section.key value`, recognized by the dot)."""
+    """Split words into options of the command and overrides (`--section.key value`,
+    recognized by the dot)."""
     options: list[str] = []
     overrides: list[str] = []
     rest = list(words)
@@ -101,7 +109,12 @@ def add_command(
     """Register a command: its parser, its function, and whether it accepts overrides."""
     tail = "\n".join(filter(None, (epilog, OVERRIDES if overrides else "")))
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=help, description=help, epilog=tail, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        name,
+        help=help,
+        description=help,
+        epilog=tail,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.set_defaults(run=run, takes_overrides=overrides)
     return parser
@@ -111,18 +124,31 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe, its two keys without a section, and the options that print settings."""
     parser.add_argument("recipe", nargs="?", type=Path, help="a TOML recipe")
     parser.add_argument("--seed", help="override the recipe's seed")
-    parser.add_argument("--keys", action="store_true", help="list every recipe key with its default and help, and exit")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print every setting and its origin, make each environment once, and exit"
+        "--keys",
+        action="store_true",
+        help="list every recipe key with its default and help, and exit",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print every setting and its origin, make each environment once, and exit",
     )
 
 
 def add_display(parser: argparse.ArgumentParser) -> None:
     """Add the choice of progress display."""
-    parser.add_argument("--display", choices=DISPLAYS, default="auto", help="auto is rich on a terminal, plain lines elsewhere")
+    parser.add_argument(
+        "--display",
+        choices=DISPLAYS,
+        default="auto",
+        help="auto is rich on a terminal, plain lines elsewhere",
+    )
 
 
-def requested(args: argparse.Namespace, read: Callable[[argparse.Namespace], ResolvedConfig]) -> ResolvedConfig | None:
+def requested(
+    args: argparse.Namespace, read: Callable[[argparse.Namespace], ResolvedConfig]
+) -> ResolvedConfig | None:
     """Read the settings; print what `--keys` or `--dry-run` asks for instead, and return None."""
     from turnwright.config.dump import help_keys, placement, to_toml
 
@@ -156,14 +182,27 @@ def make_environments(config: RunConfig) -> list[str]:
 
 
 def resolve(args: argparse.Namespace, *, training: bool) -> ResolvedConfig:
-    """Read the recipe and the overrides in the arguments; a UsageError if neither a recipe nor an environment is given."""
+    """Read the recipe and the overrides in the arguments; a UsageError if neither a recipe nor an
+    environment is given."""
     from turnwright.config import load
     from turnwright.renderers.template import template_names
 
-    words = [*args.overrides, *(f"--{key}={vars(args)[key]}" for key in ("seed", "out") if vars(args).get(key) is not None)]
+    words = [
+        *args.overrides,
+        *(
+            f"--{key}={vars(args)[key]}"
+            for key in ("seed", "out")
+            if vars(args).get(key) is not None
+        ),
+    ]
     if args.recipe is None and not any(word.startswith("--env.") for word in words):
-        raise UsageError(f"turnwright {args.command} needs a recipe: turnwright {args.command} recipe.toml (or --env.use NAME)")
-    return load(args.recipe, words, envs=builtin_envs(), templates=template_names(), training=training)
+        raise UsageError(
+            f"turnwright {args.command} needs a recipe: turnwright {args.command} recipe.toml (or "
+            "--env.use NAME)"
+        )
+    return load(
+        args.recipe, words, envs=builtin_envs(), templates=template_names(), training=training
+    )
 
 
 def builtin_envs() -> Sequence[str]:
@@ -178,7 +217,9 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Format rows as lines of aligned columns: the first left-aligned, the others right-aligned."""
     cells = [list(row) for row in rows]
     widths = [max(map(len, column)) for column in zip_longest(*cells, fillvalue="")]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells
+    ]
 
 
 def percent(value: float | None) -> str:

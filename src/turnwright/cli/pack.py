@@ -18,7 +18,9 @@ def add_pack(subparsers: Any) -> None:
     model = "a model directory, a checkpoint or a run (its last checkpoint)"
     parser.add_argument("model", metavar="DIR", type=Path, help=model)
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to write")
-    parser.add_argument("--kind", choices=("int4", "fp8"), help="number format (default: the run's quant.kind)")
+    parser.add_argument(
+        "--kind", choices=("int4", "fp8"), help="number format (default: the run's quant.kind)"
+    )
     size = "inputs per scale (int4) or side of a block (fp8); default: the run's, or 128"
     parser.add_argument("--size", metavar="N", type=int, help=size)
 
@@ -35,7 +37,8 @@ def run_pack(args: argparse.Namespace) -> int:
 def pack_model(model: Path, out: Path, kind: str | None = None, size: int | None = None) -> None:
     """Write a model directory, a checkpoint or a run (its last checkpoint) as a packed directory.
 
-    `kind` and `size` (int4: inputs per scale, fp8: side of a block) are by default those of the run.
+    `kind` and `size` (int4: inputs per scale, fp8: side of a block) are by
+    default those of the run.
     """
     from turnwright.training.checkpoint import model_of
     from turnwright.training.model.packed import quant_of, write_packed

@@ -37,7 +37,9 @@ def add_rollout(subparsers: Any) -> None:
         overrides=True,
     )
     add_recipe(parser)
-    parser.add_argument("-n", "--tasks", type=positive, default=4, metavar="N", help="tasks to play (default: 4)")
+    parser.add_argument(
+        "-n", "--tasks", type=positive, default=4, metavar="N", help="tasks to play (default: 4)"
+    )
     save = "also write the trajectories to this file, one JSON object per line"
     parser.add_argument("--save", metavar="FILE", type=Path, help=save)
     parser.add_argument("--quiet", action="store_true", help="print one line per trajectory")
@@ -89,7 +91,9 @@ def preview_rollouts(
 
     async def play() -> list[Trajectory]:
         try:
-            return await play_with_retries(rollout, episodes, max_retries=config.rollout.max_retries)
+            return await play_with_retries(
+                rollout, episodes, max_retries=config.rollout.max_retries
+            )
         finally:
             await rollout.engine.close()
 

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
 def add_train(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "train", "train an agent with a recipe", run_train, overrides=True)
+    parser = add_command(
+        subparsers, "train", "train an agent with a recipe", run_train, overrides=True
+    )
     add_recipe(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory")
     resume = "resume this run with its own settings; --train.steps and --warmup.steps extend it"
     parser.add_argument("--resume", metavar="RUN", type=Path, help=resume)
-    parser.add_argument("--profile", action="store_true", help="write a Chrome trace, RUN/profile.json")
+    parser.add_argument(
+        "--profile", action="store_true", help="write a Chrome trace, RUN/profile.json"
+    )
     add_display(parser)
     add_trust(parser)
 

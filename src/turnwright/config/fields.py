@@ -21,29 +21,39 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def field_type(dotted: str) -> Any | None:
-    """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None if the key is unknown."""
+    """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None
+    if the key is unknown."""
     first, *rest = dotted.split(".")
     hint: Any = field_types(RunConfig).get(first)
     in_env = first == "env"
     if rest and first in table_lists():
         hint = table_lists()[first] if rest.pop(0).isdecimal() else None
     for part in rest:
-        if get_origin(hint) is Mapping:  # a table of settings accepts any key, outside environments one level deep
+        if (
+            get_origin(hint) is Mapping
+        ):  # a table of settings accepts any key, outside environments one level deep
             return Any if in_env or (part is rest[-1] and part) else None
-        hint = field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+        hint = (
+            field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
+        )
     return hint
 
 
 @cache
 def table_lists() -> dict[str, Any]:
     """Return the sections that are lists of tables (`[[env]]`), with the class of one table."""
-    items = ((name, get_args(hint)) for name, hint in field_types(RunConfig).items() if get_origin(hint) is tuple)
+    items = (
+        (name, get_args(hint))
+        for name, hint in field_types(RunConfig).items()
+        if get_origin(hint) is tuple
+    )
     return {name: args[0] for name, args in items if is_dataclass(args[0])}
 
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the class of each section, for a list of tables that of one table; sections in them come last (`env.retries`)."""
+    """Return the class of each section, for a list of tables that of one table; sections in them
+    come last (`env.retries`)."""
     classes: dict[str, Any] = {}
     for name, kind in (field_types(RunConfig) | table_lists()).items():
         if is_dataclass(kind):
@@ -56,7 +66,8 @@ def sections() -> dict[str, Any]:
 
 
 def known_keys(section: str = "") -> Iterator[str]:
-    """Yield every dotted key, or those of a section and of sections in it; of environments without an index (`env.use`)."""
+    """Yield every dotted key, or those of a section and of sections in it; of environments without
+    an index (`env.use`)."""
     for name in _keys_under("", RunConfig):
         if not section or name.startswith(f"{section}."):
             yield name
@@ -102,20 +113,32 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
         error, section = f"unknown section [{section}]", ""
         near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
         if not near:
-            return f"{error}; {did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"
+            return (
+                f"{error}; "
+                f"{did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"  # noqa: E501
+            )
         return f"{error}; did you mean '{spelled(near[0])}'?"
     in_table = section.partition(".")[0] in table_lists() and "." in section
     if in_table and section not in heads:  # in `env.arg.depth`, the middle word is unknown
         section, key = section.split(".")[:2]
-    siblings = {k.rpartition(".")[2]: k for k in known_keys(section)} if section else {k: k for k in (*known_keys(), *heads)}
+    siblings = (
+        {k.rpartition(".")[2]: k for k in known_keys(section)}
+        if section
+        else {k: k for k in (*known_keys(), *heads)}
+    )
     elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
     if key not in siblings and key in elsewhere:  # the same key of another section
         return f"{error}; did you mean '{spelled(elsewhere[key])}'?"
     for table in (siblings, elsewhere):
-        near = difflib.get_close_matches(key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75)
+        near = difflib.get_close_matches(
+            key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75
+        )
         if near:
             head = table[near[0]]
-            return f"{error}; did you mean '{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
+            return (
+                f"{error}; did you mean "
+                f"'{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
+            )
     if not section:
         return f"{error}; sections are {', '.join(heads)}"
     if len(siblings) > MOST_LISTED:
@@ -162,7 +185,9 @@ def _docstrings(cls: type) -> dict[str, str]:
 def _documented_schemas() -> dict[str, Any]:
     """Return the JSON schemas of the sections by class."""
     # pydantic reads the docstrings of one class, without its bases.
-    schemas: dict[str, Any] = reader(RunConfig | EnvRules, with_docstrings=True).json_schema()["$defs"]
+    schemas: dict[str, Any] = reader(RunConfig | EnvRules, with_docstrings=True).json_schema()[
+        "$defs"
+    ]
     return schemas
 
 
@@ -173,6 +198,7 @@ def field_annotation(dotted: str) -> Any:
 
 
 def path_kind(dotted: str) -> PathKind | None:
-    """Return the path kind of a dotted key without an index (`env.use`), or None if it holds no path."""
+    """Return the path kind of a dotted key without an index (`env.use`), or
+    None if it holds no path."""
     section, _, name = dotted.rpartition(".")
     return path_kinds(sections()[section]).get(name) if section in sections() else None

@@ -43,13 +43,20 @@ LOSS_SCALES = ("default", "last_round")
 Advantage = Literal["std", "mean", "rloo", "batch", "group_batch", "running"]
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 
-OTHER_WORDS = {"ppo": ("PPO needs a value network, which there is none of; reinforce_pp is the closest without one;")}
+OTHER_WORDS = {
+    "ppo": (
+        "PPO needs a value network, which there is none of; reinforce_pp is the closest without "
+        "one;"
+    )
+}
 """Answers to names that are well known but not available, instead of a similar one."""
 
 ErrorOf = Callable[[str], str]  # what is wrong with a name, or an empty string
 
 
-def _named(names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)) -> ErrorOf:
+def _named(
+    names: Collection[str], own: str = "file.py:function", marks: Collection[str] = (".py",)
+) -> ErrorOf:
     """Return a function that tells what is wrong with a name, or returns an empty string.
 
     A name with any of the `marks` is the user's, of the form `own`, unless that is empty.

@@ -1,4 +1,5 @@
-"""Read a recipe: a TOML file and command-line overrides become a validated `RunConfig` with the origin of each value."""
+"""Read a recipe: a TOML file and command-line overrides become a validated `RunConfig` with the
+origin of each value."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from turnwright.config.rules import Context
 from turnwright.config.schema import PolicyConfig, RunConfig
 from turnwright.config.snapshots import is_hub_id, local_model
 from turnwright.config.validation import COMMAND_LINE, DEFAULT, validate, wrong_value
-from turnwright.config.values import changed, describe_type, is_of_another_type, reader, union_members, why_refused
+from turnwright.config.values import (
+    changed,
+    describe_type,
+    is_of_another_type,
+    reader,
+    union_members,
+    why_refused,
+)
 from turnwright.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -39,7 +47,8 @@ class ResolvedConfig:
 
     config: RunConfig
     origins: Mapping[str, str]
-    """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file name, or `command line`."""
+    """Dotted key (`train.lr`, `env.0.args.depth`) -> `default`, the recipe's file
+    name, or `command line`."""
     recipe: Path | None = None  # file that was read, or None
     extended: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Earlier values of `train.steps` and `warmup.steps` of a run that was resumed with more."""
@@ -54,7 +63,8 @@ def load(
     templates: Collection[str] | None = None,
     training: bool = True,
 ) -> ResolvedConfig:
-    """Read a recipe and apply the overrides; a ConfigError is one line that names file, key and remedy.
+    """Read a recipe and apply the overrides; a ConfigError is one line that
+    names file, key and remedy.
 
     Args:
         path: a TOML file; None starts from the defaults.
@@ -72,16 +82,23 @@ def load(
         merged.add(table, path.name, where=str(path))
     for dotted, text in parse_overrides(overrides):
         merged.override(dotted, text)
-    for env in merged.tree.get("env", ()):  # paths are too long for metrics and differ between machines
+    for env in merged.tree.get(
+        "env", ()
+    ):  # paths are too long for metrics and differ between machines
         use = env.get("use")
         if not env.get("name") and isinstance(use, str) and ":" in use:
             env["name"] = use.rpartition(":")[2]
-    where = {key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin for key, origin in merged.origins.items()}
+    where = {
+        key: f"{path}" if origin not in (DEFAULT, COMMAND_LINE) else origin
+        for key, origin in merged.origins.items()
+    }
     file = str(path) if path is not None else COMMAND_LINE
     return merged.resolved(where, file, Context(training, envs=envs, templates=templates), path)
 
 
-def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True) -> ResolvedConfig:
+def override(
+    resolved: ResolvedConfig, overrides: Sequence[str], *, training: bool = True
+) -> ResolvedConfig:
     """Return a configuration with command-line overrides applied; a ConfigError is one line."""
     merged = ConfigMerge()
     merged.add(to_tree(resolved.config), DEFAULT, where="run")
@@ -93,10 +110,12 @@ def override(resolved: ResolvedConfig, overrides: Sequence[str], *, training: bo
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
-    """Build a configuration from settings in Python, validated like a recipe; environments are given as objects.
+    """Build a configuration from settings in Python, validated like a recipe;
+    environments are given as objects.
 
-    `settings` are sections by name, as dicts or dataclasses (values that differ from their defaults count as given), and plain
-    values (`out`, `seed`); `place` names the source in a ConfigError, which is one line.
+    `settings` are sections by name, as dicts or dataclasses (values that differ from their
+    defaults count as given), and plain values (`out`, `seed`); `place` names the source in a
+    ConfigError, which is one line.
     """
     merged = ConfigMerge()
     for name, value in settings.items():
@@ -115,7 +134,11 @@ def _as_toml(value: Any) -> Any:
         return [_as_toml(item) for item in value]
     if isinstance(value, Path):
         return str(value)
-    return value.item() if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0 else value
+    return (
+        value.item()
+        if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0
+        else value
+    )
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -128,30 +151,39 @@ def read_toml(path: Path) -> dict[str, Any]:
         hint = near or "name a recipe that exists, or write one with `turnwright init NAME`"
         raise ConfigError(f"{path}: no such recipe; {hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}: is a directory; name the recipe in it, such as {path / 'recipe.toml'}") from None
+        raise ConfigError(
+            f"{path}: is a directory; name the recipe in it, such as {path / 'recipe.toml'}"
+        ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8") from None
+        raise ConfigError(
+            f"{path}: not UTF-8 text (byte {error.start}); save the recipe as UTF-8"
+        ) from None
     except tomllib.TOMLDecodeError as error:
         hint = "a recipe has lines `key = value`, strings in quotes, sections in []"
         raise ConfigError(f"{path}: not TOML: {error}; {hint}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deep; a recipe has tables of keys") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from None
     if not table:
         raise ConfigError(f"{path}: the recipe is empty; {MINIMAL_RECIPE_HINT}")
     return table
 
 
 def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Split command-line words into (dotted key, text of the value) pairs; a ConfigError for other words."""
+    """Split command-line words into (dotted key, text of the value) pairs; a
+    ConfigError for other words."""
     pairs: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         name, equals, text = word.partition("=")
         if not name.startswith("--") or len(name) == 2:
-            raise ConfigError(f"{COMMAND_LINE}: {word!r} is not an option; write overrides as --section.key value")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {word!r} is not an option; write overrides as --section.key value"
+            )
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{COMMAND_LINE}: {name} needs a value; write {name} VALUE")
@@ -161,30 +193,38 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def build(tree: Mapping[str, Any], where: Mapping[str, str]) -> RunConfig:
-    """Build a `RunConfig` from plain values, nested like a recipe with known keys, checking the value of each.
+    """Build a `RunConfig` from plain values, nested like a recipe with known keys,
+    checking the value of each.
 
     `where` is dotted key -> the file (or `command line`) to name in an error.
     """
     from pydantic import ValidationError
 
     try:
-        # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown keys were rejected before.
-        config: RunConfig = reader(RunConfig).validate_json(json.dumps(tree, default=_reject_time), strict=True)
+        # Strict mode accepts lists for tuples and tables for dataclasses only from JSON. Unknown
+        # keys were rejected before.
+        config: RunConfig = reader(RunConfig).validate_json(
+            json.dumps(tree, default=_reject_time), strict=True
+        )
     except ValidationError as failure:
         raise _wrong_values(failure, tree, where) from None
     return config
 
 
 class OutOfBounds(ConfigError):
-    """A value has its key's type, and is none that the key accepts; `why` is what is wrong with it."""
+    """A value has its key's type, and is none that the key accepts; `why` is
+    what is wrong with it."""
 
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
         self.why = why
 
 
-def _wrong_values(failure: ValidationError, tree: Mapping[str, Any], where: Mapping[str, str]) -> ConfigError:
-    """Return the error about the first value of another type, or where there is none, the first that is out of bounds."""
+def _wrong_values(
+    failure: ValidationError, tree: Mapping[str, Any], where: Mapping[str, str]
+) -> ConfigError:
+    """Return the error about the first value of another type, or where there is none, the first
+    that is out of bounds."""
     errors = failure.errors(include_url=False)
     of_another_type = [error for error in errors if is_of_another_type(error)]
     first = (of_another_type or errors)[0]
@@ -210,7 +250,8 @@ def _wrong_values(failure: ValidationError, tree: Mapping[str, Any], where: Mapp
 
 
 def _key_at(location: Sequence[int | str]) -> str:
-    """Return the dotted key of a location, which may go deeper: to items of a list, to members of a union."""
+    """Return the dotted key of a location, which may go deeper: to items of a list,
+    to members of a union."""
     dotted = ""
     for part in location:
         deeper = f"{dotted}.{part}".removeprefix(".")
@@ -245,18 +286,25 @@ def flatten(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
     """Return a configuration as plain values, nested like a recipe."""
-    return asdict(config) | {name: [asdict(table) for table in getattr(config, name)] for name in table_lists()}
+    return asdict(config) | {
+        name: [asdict(table) for table in getattr(config, name)] for name in table_lists()
+    }
 
 
 def config_of(config: RunConfig, policy: PolicyConfig, where: Mapping[str, str] = {}) -> RunConfig:
-    """Return the configuration of one of a run's policies: `[train]` has its own keys. `where` is that of `build`."""
+    """Return the configuration of one of a run's policies: `[train]` has its own keys.
+
+    `where` is that of `build`.
+    """
     if not config.policy:
         return config
     if unknown := next((key for key in policy.train if field_type(f"train.{key}") is None), None):
         raise ConfigError(f"policy {policy.name}: {unknown_key(f'train.{unknown}')}")
     tree = to_tree(config)
     tree["train"] |= policy.train
-    tree["teacher"] = [one for one in tree["teacher"] if not one["policies"] or policy.name in one["policies"]]
+    tree["teacher"] = [
+        one for one in tree["teacher"] if not one["policies"] or policy.name in one["policies"]
+    ]
     return build(tree | {"policy": []}, where)
 
 
@@ -275,16 +323,24 @@ class ConfigMerge:
                 raise ConfigError(f"{where}: {unknown_key(name)}")
             if name in table_lists():
                 tables = [value] if isinstance(value, dict) else value
-                if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+                if not isinstance(tables, list) or not all(
+                    isinstance(table, dict) for table in tables
+                ):
                     under = f"use = {_show(value)}" if name == "env" else "its keys"
-                    raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [[{name}]] and under it {under}")
+                    raise ConfigError(
+                        f"{where}: {name} = {_show(value)} is a section; write [[{name}]] and "
+                        f"under it {under}"
+                    )
                 self.tree[name] = [{} for _ in tables]
                 for index, table in enumerate(tables):
                     self._add_section([name, str(index)], table, origin, where)
             elif not is_dataclass(hint):
                 self.set_value([name], value, origin)
             elif not isinstance(value, dict):
-                raise ConfigError(f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys under it")
+                raise ConfigError(
+                    f"{where}: {name} = {_show(value)} is a section; write [{name}] and its keys "
+                    "under it"
+                )
             else:
                 self._add_section([name], value, origin, where)
 
@@ -297,7 +353,8 @@ class ConfigMerge:
         *,
         given: Collection[str] | None = None,
     ) -> ResolvedConfig:
-        """Build and validate the configuration; the arguments are those of `build` and `validate`."""
+        """Build and validate the configuration; the arguments are those of
+        `build` and `validate`."""
         model = self.tree.get("model", {})
         if isinstance(model, dict) and isinstance(model.get("path"), str):
             model["path"] = str(local_model(model["path"], model.get("revision")))
@@ -309,12 +366,18 @@ class ConfigMerge:
                 own = config_of(config, policy, place)
                 validate(own, place, file, context, given=given)
                 if config.teacher and not own.teacher and not own.train.reward_weight:
-                    why = "trains by teachers alone, and none of them teaches it; see teacher.policies"
-                    raise ConfigError(f"{file}: policy {policy.name}: train.reward_weight = 0: {why}")
+                    why = (
+                        "trains by teachers alone, and none of them teaches it; see "
+                        "teacher.policies"
+                    )
+                    raise ConfigError(
+                        f"{file}: policy {policy.name}: train.reward_weight = 0: {why}"
+                    )
         return ResolvedConfig(config, {key: self.origin(key) for key, _ in flatten(config)}, recipe)
 
     def origin(self, dotted: str) -> str:
-        """Return the origin of a value; for a table of arguments, the latest origin of any of its keys."""
+        """Return the origin of a value; for a table of arguments, the latest
+        origin of any of its keys."""
         inside = [origin for key, origin in self.origins.items() if key.startswith(f"{dotted}.")]
         return inside[-1] if inside else self.origins.get(dotted, DEFAULT)
 
@@ -326,8 +389,14 @@ class ConfigMerge:
             node = node[int(section)] if isinstance(node, list) else node.setdefault(section, {})
             if not isinstance(node, (dict, list)):
                 above = ".".join(parts[: index + 1])
-                raise ConfigError(f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out")
-        if isinstance(value, str) and value.lower() == "none" and type(None) in union_members(field_type(dotted)):
+                raise ConfigError(
+                    f"{origin}: {dotted}: {above} is {_show(node)}, not a table; leave one out"
+                )
+        if (
+            isinstance(value, str)
+            and value.lower() == "none"
+            and type(None) in union_members(field_type(dotted))
+        ):
             value = None
         node[parts[-1]] = value
         self.origins[dotted] = origin
@@ -336,17 +405,23 @@ class ConfigMerge:
         """Set one value from the command line and return its dotted key."""
         flag = "--" + dotted.replace("_", "-")
         if dotted == "env":
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag}: say what of it, --env.use NAME or --env.args.KEY VALUE"
+            )
         section, _, key = dotted.partition(".")
         if key and section in table_lists():
             dotted = ".".join([section, *self._index(section, key.split("."), flag)])
         if not text.isprintable() and any("\ud800" <= c <= "\udfff" for c in text):
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag}: the value is not UTF-8 text; write it in UTF-8"
+            )
         if field_type(dotted) is None:
             raise ConfigError(f"{COMMAND_LINE}: {unknown_key(dotted, flags=True)}")
         if is_dataclass(field_type(dotted)):
             first = next(known_keys(without_index(dotted)))
-            raise ConfigError(f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{first} say")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag} is a section; say which key of it, --{first} say"
+            )
         value = _absolute(without_index(dotted), _parse(dotted, text), Path())
         self.set_value(dotted.split("."), value, COMMAND_LINE)
         return dotted
@@ -357,9 +432,15 @@ class ConfigMerge:
         if not parts[0].isdecimal():
             if len(tables) > 1:
                 names = [table.get("name") or table.get("use", "?") for table in tables]
-                named = ", ".join(f"--{section}.{number} ({name})" for number, name in enumerate(names))
-                some = f"{len(tables)} {noun}s" if section == "env" else f"{len(tables)} tables {noun}"
-                raise ConfigError(f"{COMMAND_LINE}: {flag}: this run has {some}; choose one: {named}")
+                named = ", ".join(
+                    f"--{section}.{number} ({name})" for number, name in enumerate(names)
+                )
+                some = (
+                    f"{len(tables)} {noun}s" if section == "env" else f"{len(tables)} tables {noun}"
+                )
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {flag}: this run has {some}; choose one: {named}"
+                )
             parts = ["0", *parts]
         if int(parts[0]) > len(tables) or len(parts) < 2:
             have = f"those from 0 to {len(tables) - 1}" if tables else f"no {noun} in the recipe"
@@ -367,11 +448,16 @@ class ConfigMerge:
         if int(parts[0]) == len(tables):
             tables.append({})
         if len(parts) == 2 and get_origin(field_type(f"{section}.0.{parts[1]}")) is Mapping:
-            raise ConfigError(f"{COMMAND_LINE}: {flag}: set its keys by --{section}.{parts[1]}.KEY VALUE")
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag}: set its keys by --{section}.{parts[1]}.KEY VALUE"
+            )
         return [str(int(parts[0])), *parts[1:]]
 
-    def _add_section(self, parts: list[str], table: dict[str, Any], origin: str, where: str) -> None:
-        """Set the values of a section; a table of settings (`[env.args]`, `[model.template_args]`) is set key by key."""
+    def _add_section(
+        self, parts: list[str], table: dict[str, Any], origin: str, where: str
+    ) -> None:
+        """Set the values of a section; a table of settings (`[env.args]`,
+        `[model.template_args]`) is set key by key."""
         for key, item in table.items():
             dotted = ".".join([*parts, key])
             if field_type(dotted) is None:
@@ -409,8 +495,8 @@ def _parse(dotted: str, text: str) -> Any:
 
 
 def _make_absolute(table: Mapping[str, Any], folder: Path) -> None:
-    """Make the paths of a recipe absolute, so that a run does not depend on the working directory: another one may resume it,
-    and code of an environment may change it."""
+    """Make the paths of a recipe absolute, so that a run does not depend on the working directory:
+    another one may resume it, and code of an environment may change it."""
     for name, value in table.items():
         for section in value if isinstance(value, list) else [value]:
             for key in section if isinstance(section, dict) else ():
@@ -426,20 +512,29 @@ def _absolute(key: str, value: Any, folder: Path) -> Any:
         key = key.removeprefix("policy.")
     if key == "env.use" and isinstance(value, str) and ":" in value:  # framework:file
         prefix, _, file = value.partition(":")
-        return f"{prefix}:{_absolute_files(file, folder)}" if "." not in prefix else _absolute_path(key, value, folder)
+        return (
+            f"{prefix}:{_absolute_files(file, folder)}"
+            if "." not in prefix
+            else _absolute_path(key, value, folder)
+        )
     return _absolute_path(key, value, folder)
 
 
 def _absolute_path(key: str, value: Any, folder: Path) -> Any:
     kind = path_kind(key)
-    is_path = kind is not None and isinstance(value, str) and value.lower() != "none" and kind.is_path(value)
+    is_path = (
+        kind is not None
+        and isinstance(value, str)
+        and value.lower() != "none"
+        and kind.is_path(value)
+    )
     is_path = is_path and not (key == "model.path" and is_hub_id(value, folder))
     return str(files.resolved(value, folder)) if is_path else value
 
 
 def _absolute_files(value: Any, folder: Path) -> Any:
-    """Make the names of files next to the recipe absolute, `file.py:Name` and `{recipe}/...` included; other settings of an
-    environment stay."""
+    """Make the names of files next to the recipe absolute, `file.py:Name` and `{recipe}/...`
+    included; other settings of an environment stay."""
     if isinstance(value, Mapping):
         return {key: _absolute_files(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
@@ -460,9 +555,15 @@ def _wrong_type(dotted: str, value: Any, where: str) -> str:
     near = did_you_mean(str(value), get_args(hint) if get_origin(hint) is Literal else ())
     if where == COMMAND_LINE:
         flag = f"--{dotted.replace('_', '-')}"
-        given, remedy = f"{flag} {value if isinstance(value, str) else _show(value)}", near or f"`{flag} VALUE`"
+        given, remedy = (
+            f"{flag} {value if isinstance(value, str) else _show(value)}",
+            near or f"`{flag} VALUE`",
+        )
     else:
-        given, remedy = f"{dotted} = {_show(value)}", near or _remedy(dotted.rpartition(".")[2], hint, value)
+        given, remedy = (
+            f"{dotted} = {_show(value)}",
+            near or _remedy(dotted.rpartition(".")[2], hint, value),
+        )
     return f"{where}: {given}: must be {describe_type(hint)}; {remedy}"
 
 
@@ -482,7 +583,14 @@ def _remedy(key: str, hint: Any, value: Any) -> str:
         return f"write {key} = {value.lower()} without quotes"
     if isinstance(value, float) and "integer" in describe_type(hint) and math.isfinite(value):
         return f"write {key} = {round(value)}"
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list", dict: "a table"}
+    names = {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+        dict: "a table",
+    }
     return f"it is {names.get(type(value), 'nothing' if value is None else type(value).__name__)}"
 
 

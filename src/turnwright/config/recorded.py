@@ -41,7 +41,9 @@ def _with_retries(rules: Mapping[str, Any]) -> dict[str, Any]:
     # Turns and engine calls had a maximum each; that of what is retried at all stands for both.
     of_turns, of_calls = rules.pop("max_env_retries", None), rules.pop("max_engine_retries", None)
     if of_turns is not None and of_calls is not None:
-        retries["episode"] = of_turns if retries.get("turn") or not retries.get("engine") else of_calls
+        retries["episode"] = (
+            of_turns if retries.get("turn") or not retries.get("engine") else of_calls
+        )
     return rules | ({"retries": retries} if retries else {})
 
 

@@ -33,11 +33,13 @@ class Need:
     holds: bool
     """Whether the run has it."""
     words: str
-    """The same in words, for errors and help (`train.kl > 0`), with the name of each key that decides."""
+    """The same in words, for errors and help (`train.kl > 0`), with the name of
+    each key that decides."""
 
 
 class Section:
-    """A section of the configuration; `run`, in its methods, is the `RunConfig` that it belongs to."""
+    """A section of the configuration; `run`, in its methods, is the
+    `RunConfig` that it belongs to."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
 """Sections of the configuration: the keys of each, and beside them the rules that they keep.
 
-The type of a field is its key's, with the bounds that pydantic checks; its docstring is the help text. `check` yields the
-keys that do not go together, and `effects` says what keys need to have an effect: a setting that nothing would read is
-refused.
+The type of a field is its key's, with the bounds that pydantic checks; its docstring is the help
+text. `check` yields the keys that do not go together, and `effects` says what keys need to have an
+effect: a setting that nothing would read is refused.
 """
 
 from __future__ import annotations
@@ -83,25 +83,28 @@ Url = Annotated[str, Valid(url_error)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Section):
-    """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token ids as input and output."""
+    """Sampling engine: in this process, or vLLM, SGLang or llama.cpp servers, with token
+    ids as input and output."""
 
     kind: Annotated[str, Valid(engine_error)] = "local"
-    """Engine: `local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers; `auto` detects what answers at
-    `urls`; `chat` is any chat endpoint. `chat` and `llamacpp` servers at `urls` accept no weight updates, so they are for
-    evaluation only; a run can train with `llamacpp` servers of its own. An installed package may add others."""
+    """Engine: `local` samples in this process; `vllm`, `sglang` and `llamacpp` are servers; `auto`
+    detects what answers at `urls`; `chat` is any chat endpoint. `chat` and `llamacpp` servers at
+    `urls` accept no weight updates, so they are for evaluation only; a run can train with
+    `llamacpp` servers of its own. An installed package may add others."""
     speculate: NonNegativeInt = 0
-    """Maximum ids drafted per step from earlier text and verified in one pass; 0 disables speculation. For `local`, and for
-    `vllm` and `sglang` servers started by the run (SGLang on a GPU)."""
+    """Maximum ids drafted per step from earlier text and verified in one pass; 0
+    disables speculation. For `local`, and for `vllm` and `sglang` servers started by
+    the run (SGLang on a GPU)."""
     adapters: AdapterMode = "auto"
-    """LoRA adapters of several policies: `rows` samples all from one copy of the model, where each row of a pass takes its own
-    adapter; `merged` gives each policy an engine with merged weights. `auto` is `rows` on a GPU and `merged` on a CPU, where
-    engines compute beside each other."""
+    """LoRA adapters of several policies: `rows` samples all from one copy of the model, where each
+    row of a pass takes its own adapter; `merged` gives each policy an engine with merged weights.
+    `auto` is `rows` on a GPU and `merged` on a CPU, where engines compute beside each other."""
     urls: tuple[Url, ...] = ()
-    """URLs of servers that run the model; without them and `urls_file`, the run starts `servers` of them and stops them at its
-    end."""
+    """URLs of servers that run the model; without them and `urls_file`, the run starts `servers` of
+    them and stops them at its end."""
     urls_file: Annotated[str | None, PathKind.DIRECTORY] = None
-    """File with URLs of further servers, one a line, which the run watches: servers join and leave while it runs (`turnwright
-    engines join URL --list FILE`)."""
+    """File with URLs of further servers, one a line, which the run watches: servers join and leave
+    while it runs (`turnwright engines join URL --list FILE`)."""
     servers: PositiveInt = 1
     """Number of servers started without `urls` and `urls_file`."""
     install_dir: Annotated[str | None, PathKind.DIRECTORY] = None
@@ -111,32 +114,38 @@ class EngineConfig(Section):
     key_env: str | None = None
     """Name of the environment variable that holds the servers' API key; none sends no key."""
     missing_logprobs: MissingLogprobs = "error"
-    """Handling of ids without a logprob from the server: an error, excluded from the loss, or trained against the trainer's own
-    logprob."""
+    """Handling of ids without a logprob from the server: an error, excluded from the loss, or
+    trained against the trainer's own logprob."""
     weights: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Directory for weight updates, at the same path on the servers; none is `weights` in the run directory."""
+    """Directory for weight updates, at the same path on the servers; none is `weights`
+    in the run directory."""
     tree: bool = False
-    """Whether weights on disk (`update = disk | lora`) go to the servers' machines over HTTP, to each machine once and from
-    machine to machine, in place of a directory that all see."""
+    """Whether weights on disk (`update = disk | lora`) go to the servers' machines over HTTP, to
+    each machine once and from machine to machine, in place of a directory that all see."""
     relay_port: NonNegativeInt = 0
-    """Port of `turnwright engines relay` on each machine; 0: the servers pass weights on themselves, as `turnwright serve`
-    does, or Ray's actors do."""
+    """Port of `turnwright engines relay` on each machine; 0: the servers pass weights on
+    themselves, as `turnwright serve` does, or Ray's actors do."""
     colocate: bool = False
-    """Whether engine and trainer share a device and alternate: the engine releases its memory while the trainer trains."""
+    """Whether engine and trainer share a device and alternate: the engine releases its memory
+    while the trainer trains."""
     update: UpdatePath = "disk"
-    """Transport of weight updates to servers: `disk`, a directory that they read; `group`, a process group; `tensors`, request
-    bodies (SGLang); `lora`, only the trained adapter (`[lora]`), from disk, on top of the base model of the servers (vLLM,
-    SGLang)."""
+    """Transport of weight updates to servers: `disk`, a directory that they read; `group`, a
+    process group; `tensors`, request bodies (SGLang); `lora`, only the trained adapter (`[lora]`),
+    from disk, on top of the base model of the servers (vLLM, SGLang)."""
     in_flight: InFlight = "recompute"
-    """Replies in flight during a weight update: `recompute` interrupts them and drops the prefix cache, `salt` interrupts them
-    and separates the cache by policy version, `keep` continues them on the cache of the previous weights (vLLM, SGLang)."""
+    """Replies in flight during a weight update: `recompute` interrupts them and drops the prefix
+    cache, `salt` interrupts them and separates the cache by policy version, `keep` continues them
+    on the cache of the previous weights (vLLM, SGLang)."""
     group_backend: GroupBackend = "auto"
-    """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of its own, else `gloo`."""
+    """Backend of the process group: `auto` is `nccl` if the model trains on a GPU of
+    its own, else `gloo`."""
     group_host: str | None = None
-    """Address at which servers reach this process for a group or a tree; none uses the local address of the route to each
-    server, and for a tree loopback, or with `scale.ray` this node's address."""
+    """Address at which servers reach this process for a group or a tree; none uses the
+    local address of the route to each server, and for a tree loopback, or with
+    `scale.ray` this node's address."""
     group_s: PositiveFloat = 600.0
-    """Timeout in seconds for a server to join a group, and for each bucket of weights, including one in a request."""
+    """Timeout in seconds for a server to join a group, and for each bucket of weights,
+    including one in a request."""
     concurrency: PositiveInt = 256
     """Maximum concurrent calls per server; further calls wait."""
     unavailable_timeout_s: PositiveFloat = 300.0
@@ -144,8 +153,8 @@ class EngineConfig(Section):
     start_s: PositiveFloat = 600.0
     """Timeout in seconds for a server started by the run to answer."""
     weight_check_tolerance: PositiveFloat | None = None
-    """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none is 1e-3 in float32, 0.5 in
-    bfloat16."""
+    """Maximum |server logprob - trainer logprob| of known ids after a weight update, in nats; none
+    is 1e-3 in float32, 0.5 in bfloat16."""
 
     @property
     def attached(self) -> bool:
@@ -156,7 +165,10 @@ class EngineConfig(Section):
         """Yield keys that the kind of engine does not have."""
         can_speculate = self.kind in ("local", "vllm", "sglang") and not self.attached
         if self.speculate and not can_speculate:
-            why = "is for the local engine and for servers started by the run; set speculation of your own server at the server"
+            why = (
+                "is for the local engine and for servers started by the run; set speculation "
+                "of your own server at the server"
+            )
             yield "speculate", why
         if self.kind == "local":
             yield from self._check_local()
@@ -187,7 +199,10 @@ class EngineConfig(Section):
         if run.engines_on_ray:
             yield from self._check_on_ray()
         if self.kind in ("auto", "chat") and not self.attached:
-            why = 'needs engine.urls = ["http://host:port"]; the run can start vllm, sglang and llamacpp'
+            why = (
+                'needs engine.urls = ["http://host:port"]; the run can start vllm, sglang and '
+                "llamacpp"
+            )
             yield "kind", why
         if self.kind == "chat":
             yield from self._check_chat(context)
@@ -198,10 +213,15 @@ class EngineConfig(Section):
 
     def _check_update(self, run: RunConfig) -> Broken:
         if self.tree and self.update not in ("disk", "lora"):
-            why = f'sends directories of weights; with engine.update = "{self.update}" there are none'
+            why = (
+                f'sends directories of weights; with engine.update = "{self.update}" there are none'
+            )
             yield "tree", why
         if self.update == "tensors" and self.kind not in ("sglang", "auto"):
-            why = 'is for engine.kind = "sglang": no other server accepts weights in requests; use "disk" or "group"'
+            why = (
+                'is for engine.kind = "sglang": no other server accepts weights in requests; '
+                'use "disk" or "group"'
+            )
             yield "update", why
         if self.update != "lora":
             return
@@ -211,7 +231,10 @@ class EngineConfig(Section):
             why = "adapters go to vLLM and SGLang only; leave it out to send merged weights"
             yield "update", why
         elif self.colocate:
-            why = "with engine.colocate, a sleeping server releases the adapter's base model; leave one of the two keys out"
+            why = (
+                "with engine.colocate, a sleeping server releases the adapter's base model; "
+                "leave one of the two keys out"
+            )
             yield "update", why
 
     def _check_on_ray(self) -> Broken:
@@ -222,7 +245,10 @@ class EngineConfig(Section):
             why = "is for servers on the trainer's device; leave it out with scale.ray"
             yield "colocate", why
         if self.relay_port:
-            why = "is for servers that run without this run; leave it out with scale.ray, whose actors relay"
+            why = (
+                "is for servers that run without this run; leave it out with scale.ray, whose "
+                "actors relay"
+            )
             yield "relay_port", why
 
     def _check_chat(self, context: Context) -> Broken:
@@ -249,7 +275,10 @@ class EngineConfig(Section):
             )
             yield "kind", why
         if context.training and self.missing_logprobs == "error":
-            why = 'must be "mask" or "recompute": llama.cpp reports no logprob of ids that end inside a character'
+            why = (
+                'must be "mask" or "recompute": llama.cpp reports no logprob of ids that end '
+                "inside a character"
+            )
             yield "missing_logprobs", why
 
     def _check_recompute(self, run: RunConfig) -> Broken:
@@ -258,7 +287,10 @@ class EngineConfig(Section):
             why = 'needs train.old_logprobs = "trainer", since the engine\'s are missing'
             yield "missing_logprobs", why
         if run.train.correction != "none":
-            why = 'has no logprob of the engine for train.correction to weigh such ids by; set engine.missing_logprobs = "mask"'
+            why = (
+                "has no logprob of the engine for train.correction to weigh such ids by; set "
+                'engine.missing_logprobs = "mask"'
+            )
             yield "missing_logprobs", why
 
     def _check_overlap(self, run: RunConfig) -> Broken:
@@ -272,7 +304,10 @@ class EngineConfig(Section):
             why = "needs schedule.hold = true, since the engine is asleep while the trainer trains"
             yield "colocate", why
         if self.colocate and run.schedule.mode == "one_step_off":
-            why = "samples and trains by turns, and one_step_off does both at once; leave one of the two out"
+            why = (
+                "samples and trains by turns, and one_step_off does both at once; leave one of "
+                "the two out"
+            )
             yield "colocate", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
@@ -303,7 +338,8 @@ class EngineConfig(Section):
         yield Need(
             ("tree",),
             self.attached or (bool(run.scale.ray) and startable),
-            "engine.urls given, or engine.urls_file given, or scale.ray given and engine.kind = vllm | sglang",
+            "engine.urls given, or engine.urls_file given, or scale.ray given and engine.kind = "
+            "vllm | sglang",
         )
         yield Need(("relay_port",), self.tree, "engine.tree = true")
         yield Need(("in_flight",), run.schedule.mode == "async", "schedule.mode = async")
@@ -313,7 +349,9 @@ class EngineConfig(Section):
             self.update == "group" or self.tree,
             "engine.update = group, or engine.tree = true",
         )
-        yield Need(("group_s",), self.update in ("group", "tensors"), "engine.update = group | tensors")
+        yield Need(
+            ("group_s",), self.update in ("group", "tensors"), "engine.update = group | tensors"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,16 +359,17 @@ class ModelConfig(Section):
     """Model to train: a directory, or a tiny model built by the run."""
 
     path: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Hugging Face directory of a causal or vision-language model with tokenizer and template, or a GGUF file, of which such a
-    directory is made once; none builds a tiny model."""
+    """Hugging Face directory of a causal or vision-language model with tokenizer and template, or a
+    GGUF file, of which such a directory is made once; none builds a tiny model."""
     template: Annotated[str | None, PathKind.TEMPLATE] = None
-    """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a Jinja file; none keeps the
-    model's."""
+    """Chat template that replaces the model's: a name (`chatml`, `qwen3_with_thinking`, ...) or a
+    Jinja file; none keeps the model's."""
     revision: str | None = None
-    """Branch, tag or commit of the hub: of a repository in its cache (`models--org--name`), or to verify a snapshot; none takes
-    the directory as it is."""
+    """Branch, tag or commit of the hub: of a repository in its cache (`models--org--name`), or to
+    verify a snapshot; none takes the directory as it is."""
     parser: Annotated[str, Valid(parser_error)] | None = None
-    """Format in which tool calls and thinking are parsed (`hermes`, `qwen3_coder`, ...); none detects the template's."""
+    """Format in which tool calls and thinking are parsed (`hermes`, `qwen3_coder`, ...); none
+    detects the template's."""
     hidden: PositiveInt = 64
     """Width of the tiny model."""
     layers: PositiveInt = 2
@@ -340,25 +379,33 @@ class ModelConfig(Section):
     kv_heads: PositiveInt = 2
     """Number of key-value heads of the tiny model."""
     vision: bool = False
-    """Whether the tiny model is a Qwen3-VL, with a vision tower of the same width, layers and heads."""
+    """Whether the tiny model is a Qwen3-VL, with a vision tower of the same
+    width, layers and heads."""
     patch: PositiveInt = 8
     """Side of the tiny model's image patches, in pixels; 2 x 2 patches are one token."""
     image_side: PositiveInt = 32
-    """Side in pixels of a square with the maximum image area of the tiny model; larger images are scaled down."""
+    """Side in pixels of a square with the maximum image area of the tiny model; larger
+    images are scaled down."""
     device: Annotated[str, Valid(device_error)] = "auto"
     """Device: `auto` (CUDA if available), `cpu`, `cuda` or `cuda:N`."""
     dtype: Precision = "auto"
-    """Data type of weights and computation: `mixed` has float32 weights and multiplies in bfloat16, on CPUs only. `auto` is
-    bfloat16 on CUDA; on a CPU `mixed` for a model of 20 million weights or more where the processor multiplies bfloat16 faster
-    and the local engine samples, else float32."""
+    """Data type of weights and computation: `mixed` has float32 weights and multiplies in
+    bfloat16, on CPUs only. `auto` is bfloat16 on CUDA; on a CPU `mixed` for a model of 20
+    million weights or more where the processor multiplies bfloat16 faster and the local engine
+    samples, else float32."""
     threads: PositiveInt = 1
-    """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is guaranteed only with 1."""
+    """CPU threads of torch; small models run faster with 1, and bitwise reproducibility is
+    guaranteed only with 1."""
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as `enable_thinking = false`; only variables that it uses."""
+    """Variables of the chat template, such as `enable_thinking = false`; only
+    variables that it uses."""
 
     @property
     def directory(self) -> Path | None:
-        """Directory of `path` and `revision`; None for a tiny model. Raises `ConfigError` without such a snapshot."""
+        """Directory of `path` and `revision`; None for a tiny model.
+
+        Raises `ConfigError` without such a snapshot.
+        """
         return None if self.path is None else snapshot(Path(self.path), self.revision)
 
     def check(self, run: RunConfig, context: Context) -> Broken:
@@ -405,7 +452,10 @@ class ModelConfig(Section):
         elif names is not None and template not in names:
             near = did_you_mean(template, names)
             known = f"named ones are {', '.join(sorted(names))}"
-            why = f"no such template; {near + ' ' if near else ''}{known}; your own is a file, such as template.jinja"
+            why = (
+                f"no such template; {near + ' ' if near else ''}{known}; your own is a file, "
+                "such as template.jinja"
+            )
             yield "template", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
@@ -441,7 +491,8 @@ def tiny(
         kv_heads: number of key-value heads.
         vision: whether to build a tiny Qwen3-VL.
         patch: side of an image patch, in pixels; 2 x 2 patches are one token.
-        image_side: side in pixels of a square with the maximum image area; larger images are scaled down.
+        image_side: side in pixels of a square with the maximum image area;
+            larger images are scaled down.
         threads: CPU threads of torch.
     """
     return ModelConfig(
@@ -461,15 +512,19 @@ class RetryRules(Section):
     """Retries of what failed in an episode; what they need is said by the environment's rules."""
 
     turn: NonNegativeInt = 0
-    """Maximum retries of a turn after its environment or tool failed; errors in its code are not retried."""
+    """Maximum retries of a turn after its environment or tool failed; errors in its
+    code are not retried."""
     engine: NonNegativeInt = 0
-    """Maximum retries of an engine call that failed or timed out, with the same request and seed."""
+    """Maximum retries of an engine call that failed or timed out, with the
+    same request and seed."""
     reward: NonNegativeInt = 0
     """Maximum retries of a reward that raised or timed out; an invalid value is final."""
     episode: NonNegativeInt = 8
-    """Maximum retries of the turns of an episode, new attempts included, and as many of its engine calls."""
+    """Maximum retries of the turns of an episode, new attempts included, and as
+    many of its engine calls."""
     wait_s: NonNegativeFloat = 0.5
-    """Seconds before the first retry of a turn; doubled for each further retry up to 30, with 50% jitter."""
+    """Seconds before the first retry of a turn; doubled for each further retry up
+    to 30, with 50% jitter."""
 
 
 NOT_OF_PLAY = (
@@ -484,22 +539,28 @@ class EnvRules(Section):
     """Handling of invalid actions and of failures in one environment."""
 
     on_invalid: OnInvalid = "observe"
-    """Response to `InvalidAction`: `observe` sends its message as the next observation; `resample` samples the reply again
-    from the same context."""
+    """Response to `InvalidAction`: `observe` sends its message as the next observation; `resample`
+    samples the reply again from the same context."""
     rejected_replies: RejectedReplies = "trained"
-    """Whether rejected replies are trained on if replies are sampled again; they are recorded in either case."""
+    """Whether rejected replies are trained on if replies are sampled again; they are
+    recorded in either case."""
     max_resamples_per_turn: NonNegativeInt = 2
-    """Maximum times a reply is sampled again in one turn; the message about the last invalid one becomes an observation."""
+    """Maximum times a reply is sampled again in one turn; the message about the last invalid one
+    becomes an observation."""
     retries: RetryRules = RetryRules()
     """Retries of what failed in an episode."""
     effects: bool = False
-    """Whether its actions change something that outlasts the episode (files, services): each turn is on the disk before its
-    action runs, and a resumed run restores the environment's state instead of repeating actions."""
+    """Whether its actions change something that outlasts the episode (files, services): each turn
+    is on the disk before its action runs, and a resumed run restores the environment's state
+    instead of repeating actions."""
     isolation: Isolation = "thread"
-    """Where the environment runs: `thread`, synchronous code in a thread; `process`, all of it in a process that is killed on a
-    timeout."""
+    """Where the environment runs: `thread`, synchronous code in a thread; `process`, all of it in a
+    process that is killed on a timeout."""
     reward_isolation: Isolation = "thread"
-    """Where the reward runs; a process is killed if it computes forever. Everything it needs must be picklable."""
+    """Where the reward runs; a process is killed if it computes forever.
+
+    Everything it needs must be picklable.
+    """
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
         """Yield what keys need: many have no effect on a play function."""
@@ -508,7 +569,9 @@ class EnvRules(Section):
         retries_calls = retries.turn > 0 or retries.engine > 0
 
         yield Need(NOT_OF_PLAY, not run.rollout.function, "rollout.function none")
-        yield Need(("rejected_replies", "max_resamples_per_turn"), resamples, "env.on_invalid = resample")
+        yield Need(
+            ("rejected_replies", "max_resamples_per_turn"), resamples, "env.on_invalid = resample"
+        )
         # A recipe may ask for no retries at all.
         yield Need(
             ("retries.episode",),
@@ -517,9 +580,12 @@ class EnvRules(Section):
         )
         yield Need(
             ("retries.wait_s",),
-            run.rollout.max_retries > 0 or retries_calls or retries.reward > 0 or self.isolation == "process",
-            "rollout.max_retries > 0, or env.retries.turn > 0, or env.retries.engine > 0, or env.retries.reward > 0, "
-            "or env.isolation = process",
+            run.rollout.max_retries > 0
+            or retries_calls
+            or retries.reward > 0
+            or self.isolation == "process",
+            "rollout.max_retries > 0, or env.retries.turn > 0, or env.retries.engine > 0, or "
+            "env.retries.reward > 0, or env.isolation = process",
         )
 
 
@@ -534,30 +600,39 @@ class EnvConfig(EnvRules):
     """One environment of the run."""
 
     use: Annotated[str, PathKind.OBJECT] = ""
-    """Built-in name (`hop`, `search`, ...), `file.py:Name` or `package.module:Name`: an Env class, a factory or its result, or
-    an object of another framework; or a framework's registered id, such as `gym:FrozenLake-v1`."""
+    """Built-in name (`hop`, `search`, ...), `file.py:Name` or `package.module:Name`: an Env class,
+    a factory or its result, or an object of another framework; or a framework's registered id, such
+    as `gym:FrozenLake-v1`."""
     name: str = ""
-    """Label of its tasks and metrics; if empty, the built-in name, or the part of `use` after the colon."""
+    """Label of its tasks and metrics; if empty, the built-in name, or the part of
+    `use` after the colon."""
     weight: Annotated[float, Valid(_weight_error)] = 1.0
     """Share of the training groups, relative to the other environments."""
     sampler: Annotated[str, PathKind.OBJECT, Valid(sampler_error)] = "uniform"
-    """Choice of training tasks: `uniform`, all in passes; `window`, pass rates near a half; `pools`, mostly neither solved nor
-    unsolved at their last play; `progress`, changing pass rates; or `file.py:Class`. A tenth of the draws is uniform."""
+    """Choice of training tasks: `uniform`, all in passes; `window`, pass rates near a half;
+    `pools`, mostly neither solved nor unsolved at their last play; `progress`, changing pass rates;
+    or `file.py:Class`. A tenth of the draws is uniform."""
     key: str | None = None
-    """Entry of `Task.info` whose value names a task's kind, for statistics per kind; none keeps them per task."""
+    """Entry of `Task.info` whose value names a task's kind, for statistics per kind;
+    none keeps them per task."""
     tasks: Annotated[str | None, PathKind.DATA] = None
-    """Training tasks: `file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none asks the environment."""
+    """Training tasks: `file.py:function`, a `.jsonl` file or a Hugging Face dataset directory; none
+    asks the environment."""
     eval_tasks: Annotated[str | None, PathKind.DATA] = None
-    """Held-out tasks, in the same forms; none asks the environment, or holds out about a fifth of `tasks`."""
+    """Held-out tasks, in the same forms; none asks the environment, or holds out
+    about a fifth of `tasks`."""
     return_multi_modal_inputs: bool = True
-    """Whether images are read with the dataset's rows; if false, each is read when an episode uses it."""
+    """Whether images are read with the dataset's rows; if false, each is read
+    when an episode uses it."""
     media_root: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Directory that paths of images in rows may lead to, besides the dataset's own; absolute paths must lie inside of it."""
+    """Directory that paths of images in rows may lead to, besides the dataset's own; absolute paths
+    must lie inside of it."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`, `metadata`, `tools`):
-    `{ answer = "meta.gold" }`."""
+    """Columns of `tasks` by content (`prompt`, `answer`, `id`, `images`, `videos`, `env`,
+    `metadata`, `tools`): `{ answer = "meta.gold" }`."""
     faithful: bool = False
-    """Whether another framework's user code meets that framework's behavior where ours differs on purpose (docs/compat.md)."""
+    """Whether another framework's user code meets that framework's behavior where ours differs on
+    purpose (docs/compat.md)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the environment, checked against its signature."""
 
@@ -581,7 +656,10 @@ class EnvConfig(EnvRules):
         if is_named and context.envs is not None and self.use not in (*context.envs, PROGRAM):
             near = did_you_mean(self.use, context.envs)
             known = f"built-in ones are {', '.join(sorted(context.envs))}"
-            why = f'no such environment; {near + " " if near else ""}{known}; your own is "file.py:Name"'
+            why = (
+                f"no such environment; {near + ' ' if near else ''}{known}; your own is "
+                '"file.py:Name"'
+            )
             yield "use", why
 
     def _check_media(self, folder: Path) -> Broken:
@@ -619,21 +697,24 @@ OF_THE_RUN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyConfig(Section):
-    """One of several policies of a run: the agents that it plays, and its origin. Without `path`, `urls` and `past` it starts
-    as the run's model, and is trained as a LoRA adapter of it with `[lora]`, else as a copy of all its weights."""
+    """One of several policies of a run: the agents that it plays, and its origin. Without `path`,
+    `urls` and `past` it starts as the run's model, and is trained as a LoRA adapter of it with
+    `[lora]`, else as a copy of all its weights."""
 
     name: str = ""
     """Name of the policy, in metrics (`policy/NAME/...`) and checkpoints (`step-N/NAME`)."""
     agents: tuple[str, ...] = ()
-    """Agents that it plays, as names or patterns (`solver-*`); an agent's first fitting policy plays it. Empty is the agent of
-    the policy's name."""
+    """Agents that it plays, as names or patterns (`solver-*`); an agent's first fitting policy
+    plays it. Empty is the agent of the policy's name."""
     path: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Model directory that it starts from, with the tokenizer of the run's model; none is the run's model."""
+    """Model directory that it starts from, with the tokenizer of the run's model;
+    none is the run's model."""
     urls: tuple[Url, ...] = ()
     """URLs of servers of the model; such a policy is not trained."""
     past: Mapping[str, Any] = field(default_factory=dict)
-    """Earlier versions of a trained policy, as opponents: `{ of = "solver", every = 10, keep = 5 }` draws for each task one of
-    the last `keep` versions, saved every so many steps from the first on. Such a policy is not trained."""
+    """Earlier versions of a trained policy, as opponents: `{ of = "solver", every = 10, keep = 5 }`
+    draws for each task one of the last `keep` versions, saved every so many steps from the first
+    on. Such a policy is not trained."""
     trained: bool = True
     """Whether it is trained; false plays it as it is."""
     train: Mapping[str, Any] = field(default_factory=dict)
@@ -691,22 +772,28 @@ class Limits(Section):
     turn_tokens: PositiveInt = 256
     """Maximum tokens sampled per reply."""
     on_turn_length: OnTurnLength = "stop"
-    """Handling of a reply without an end token: `stop` ends the episode, `continue` closes the reply and passes it to the
-    environment. A play function gets the reply with `finish == "length"`; with `stop`, its conversation cannot go on."""
+    """Handling of a reply without an end token: `stop` ends the episode, `continue` closes the
+    reply and passes it to the environment. A play function gets the reply with
+    `finish == "length"`; with `stop`, its conversation cannot go on."""
     episode_tokens: PositiveInt | None = None
-    """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is unlimited. An observation
-    that does not fit is left out, and ends the episode."""
+    """Maximum tokens after the opening prompt, sampled and observed, all agents together; none is
+    unlimited. An observation that does not fit is left out, and ends the episode."""
     context: PositiveInt | None = None
     """Maximum tokens of prompt and reply in one request; none asks the engine."""
     prompt_tokens: PositiveInt | None = None
-    """Maximum tokens of an opening prompt, tools included; tasks over it are skipped, counted and listed. None skips no task.
+    """Maximum tokens of an opening prompt, tools included; tasks over it are skipped, counted and
+    listed. None skips no task.
     """
     observation_tokens: NonNegativeInt | None = None
-    """Maximum tokens of an observation; longer ones are truncated, with a visible marker. None truncates nothing."""
+    """Maximum tokens of an observation; longer ones are truncated, with a visible marker.
+
+    None truncates nothing.
+    """
     images: int = 64
     """Maximum images and videos per observation; more fail the episode."""
     episode_images: int | None = None
-    """Maximum images and videos in all observations of an episode; more fail it. None is unlimited."""
+    """Maximum images and videos in all observations of an episode; more fail
+    it. None is unlimited."""
     wall_clock_s: PositiveFloat = 600.0
     """Maximum seconds per episode."""
     generate_s: PositiveFloat = 300.0
@@ -726,7 +813,10 @@ class Limits(Section):
                 yield key, f"must be under limits.context = {self.context}"
 
 
-SGLANG_TRUNCATES = "SGLang returns logprobs of the distribution before truncation, not of the sampled one; leave it out"
+SGLANG_TRUNCATES = (
+    "SGLang returns logprobs of the distribution before truncation, not of the "
+    "sampled one; leave it out"
+)
 """Why a run cannot train with SGLang and truncated sampling."""
 
 
@@ -741,43 +831,50 @@ class RolloutConfig(Section):
     group_size: PositiveInt = 8
     """Episodes per task."""
     adapt: NonZeroFraction | None = None
-    """Minimum factor of `env.weight`; above it, weights follow 4 p (1 - p) of the environment's pass rates p. None keeps them.
+    """Minimum factor of `env.weight`; above it, weights follow 4 p (1 - p) of the environment's
+    pass rates p. None keeps them.
     """
     concurrency: PositiveInt = 256
-    """Maximum concurrent engine calls; an episode needs none of them while its environment works."""
+    """Maximum concurrent engine calls; an episode needs none of them while
+    its environment works."""
     environments: PositiveInt | None = None
     """Maximum environments alive at once; none starts as many as keep the engine busy."""
     max_retries: NonNegativeInt = 1
-    """Maximum restarts of an episode that failed by its environment, its engine or a timeout, before the failure counts; the
-    death of its process is no failure of the episode, and is repeated up to 5 times."""
+    """Maximum restarts of an episode that failed by its environment, its engine or a timeout,
+    before the failure counts; the death of its process is no failure of the episode, and is
+    repeated up to 5 times."""
     max_failed: Fraction = 0.2
-    """Maximum share of failed episodes in a step or an evaluation; more stop the run, which can be resumed with --resume."""
+    """Maximum share of failed episodes in a step or an evaluation; more stop the run, which can be
+    resumed with --resume."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature in training."""
     top_p: NonZeroFraction = 1.0
-    """Nucleus sampling: the fewest ids with this total probability; the trainer renormalizes over them, at two passes per step.
+    """Nucleus sampling: the fewest ids with this total probability; the trainer renormalizes over
+    them, at two passes per step.
     """
     top_k: NonNegativeInt = 0
     """Number of most likely ids to sample from, renormalized likewise; 0 disables it."""
     min_p: ProperFraction = 0.0
-    """Minimum probability of an id as a share of the most likely one's, applied first, renormalized likewise; 0 disables it."""
+    """Minimum probability of an id as a share of the most likely one's, applied first, renormalized
+    likewise; 0 disables it."""
     history: Annotated[str, PathKind.OBJECT, Valid(history_error)] = "append"
-    """Earlier turns in the prompt: `append`, all of them; `inline`, all of them within one assistant message; `template`, those
-    that the model's template renders; `keep_images:N`, `downscale_images:N`, `drop_reasoning:N` or `file.py:policy`, those that
-    a policy selects."""
+    """Earlier turns in the prompt: `append`, all of them; `inline`, all of them within one
+    assistant message; `template`, those that the model's template renders; `keep_images:N`,
+    `downscale_images:N`, `drop_reasoning:N` or `file.py:policy`, those that a policy selects."""
     stop: tuple[Annotated[str, Valid(stop_error)], ...] = ()
-    """Texts that end a reply, in addition to the model's end tokens; the text for the environment ends right after them."""
+    """Texts that end a reply, in addition to the model's end tokens; the text for the environment
+    ends right after them."""
     watchdog_s: PositiveFloat = 120.0
     """Seconds without progress before pending work is printed (also on SIGUSR1, with stacks)."""
     control_text: ControlText = "neutralise"
-    """Control tokens in environment text: `neutralise` encodes them as plain text, `reject` fails the episode, `allow` encodes
-    them as control tokens. They are counted in each case."""
+    """Control tokens in environment text: `neutralise` encodes them as plain text, `reject` fails
+    the episode, `allow` encodes them as control tokens. They are counted in each case."""
     sanity: Sanity = "strict"
-    """Comparison of finished episodes with a full render: `strict` reports any difference, `ignore_strippable` all but white
-    space, `off` and `disable` skip it."""
+    """Comparison of finished episodes with a full render: `strict` reports any difference,
+    `ignore_strippable` all but white space, `off` and `disable` skip it."""
     sanity_share: Annotated[SanityShare, Valid(sanity_share_error)] = 0.0625
-    """Share of episodes compared at their last turn, selected by their keys; each costs about one full render. `turns` compares
-    each turn of each episode."""
+    """Share of episodes compared at their last turn, selected by their keys; each costs about one
+    full render. `turns` compares each turn of each episode."""
 
     @property
     def truncated_by(self) -> str | None:
@@ -795,14 +892,20 @@ class RolloutConfig(Section):
         if not context.training:
             return
         if self.adapt is not None and len(run.env) < 2 and not context.has_objects:
-            why = "has no effect with one environment: it moves weight between several; add another [[env]], or leave this out"
+            why = (
+                "has no effect with one environment: it moves weight between several; add "
+                "another [[env]], or leave this out"
+            )
             yield "adapt", why
         if run.train.steps == 0:
             return
         if run.engine.kind == "sglang" and self.truncated_by:
             yield self.truncated_by, SGLANG_TRUNCATES
         if self.group_size < 2 and run.train.compares(run):
-            why = "must be at least 2: a trajectory's advantage compares its reward with the others of its group"
+            why = (
+                "must be at least 2: a trajectory's advantage compares its reward with the "
+                "others of its group"
+            )
             yield "group_size", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
@@ -815,25 +918,31 @@ class RolloutConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupConfig(Section):
-    """Supervised training on demonstrations or conversations before reinforcement, ended by a measured gate."""
+    """Supervised training on demonstrations or conversations before reinforcement,
+    ended by a measured gate."""
 
     demos: NonNegativeInt = 0
-    """Demonstrations of the environment to record; 0 skips the warmup. With a dataset: conversations to use, 0 for all."""
+    """Demonstrations of the environment to record; 0 skips the warmup.
+
+    With a dataset: conversations to use, 0 for all.
+    """
     dataset: Annotated[str | None, PathKind.DATA] = None
-    """Conversations to train on instead: JSONL, Parquet or Arrow rows with `messages` and optionally `tools`; none records
-    demonstrations."""
+    """Conversations to train on instead: JSONL, Parquet or Arrow rows with `messages` and
+    optionally `tools`; none records demonstrations."""
     steps: PositiveInt = 500
-    """Steps of a round, at whose end the learning rate is a tenth; rounds after the first begin at about half of it."""
+    """Steps of a round, at whose end the learning rate is a tenth; rounds after the first
+    begin at about half of it."""
     rounds: PositiveInt = 3
-    """Maximum rounds: another begins where the gate is not met and the loss fell in the second half of the one before."""
+    """Maximum rounds: another begins where the gate is not met and the loss fell in the second
+    half of the one before."""
     batch: PositiveInt = 32
     """Episodes per step."""
     lr: PositiveFloat = 4e-3
     """Peak learning rate, with cosine decay to a tenth."""
     gate_success: Fraction | None = None
-    """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the last step stops the run.
-    None is 0.75 of the demonstrations' own; a lower rate then stops the run only where rewards do not differ, or the replies
-    succeed as often in other tasks."""
+    """Success rate of sampled episodes on training tasks that ends the warmup; a lower rate at the
+    last step stops the run. None is 0.75 of the demonstrations' own; a lower rate then stops the
+    run only where rewards do not differ, or the replies succeed as often in other tasks."""
     gate_loss: PositiveFloat | None = None
     """Maximum supervised loss per sampled token that is required too; none requires no loss."""
     gate_every: PositiveInt = 50
@@ -868,16 +977,20 @@ class TrainConfig(Section):
     steps: NonNegativeInt = 60
     """Reinforcement steps."""
     data_epochs: PositiveFloat | None = None
-    """Passes over a finite list of training tasks, which set `steps` when the run starts; none takes `steps` as it is."""
+    """Passes over a finite list of training tasks, which set `steps` when the run starts; none
+    takes `steps` as it is."""
     algorithm: Annotated[str, PathKind.OBJECT] = "grpo"
-    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `gspo`, `cispo` or
-    `file.py:function`. It sets the keys below that are none."""
+    """Algorithm: `grpo`, `dr_grpo`, `dapo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`,
+    `gspo`, `cispo` or `file.py:function`. It sets the keys below that are none."""
     reward_weight: NonNegativeFloat = 1.0
-    """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups of one episode suffice."""
+    """Factor on the rewards' advantages beside teachers; 0 trains by the teachers alone, and groups
+    of one episode suffice."""
     stop_success: NonZeroFraction | None = None
-    """Success rate of a step's episodes, averaged over 5 steps, that ends reinforcement early; none takes all steps."""
+    """Success rate of a step's episodes, averaged over 5 steps, that ends reinforcement early;
+    none takes all steps."""
     patience: PositiveInt | None = None
-    """Steps without a signal in the gradients, and so without an update, that end reinforcement early; none takes all steps."""
+    """Steps without a signal in the gradients, and so without an update, that end reinforcement
+    early; none takes all steps."""
     lr: NonNegativeFloat = 1e-3
     """Learning rate."""
     schedule: Schedule = "linear"
@@ -889,97 +1002,117 @@ class TrainConfig(Section):
     betas: tuple[ProperFraction, ProperFraction] = (0.9, 0.95)
     """Momentum coefficients of AdamW."""
     eps: PositiveFloat = 1e-8
-    """Term added to the denominator of AdamW; a larger one damps updates of weights with tiny gradients."""
+    """Term added to the denominator of AdamW; a larger one damps updates of
+    weights with tiny gradients."""
     gradient_signal_steps: Annotated[NonNegativeInt, Valid(_signal_steps_error)] = 0
-    """Steps over which gradient agreement is averaged to scale the learning rate by its signal, five times as many while no
-    step is taken; 0 disables scaling."""
+    """Steps over which gradient agreement is averaged to scale the learning rate by its signal,
+    five times as many while no step is taken; 0 disables scaling."""
     max_grad_norm: PositiveFloat = 1.0
     """Maximum gradient norm; larger gradients are scaled down to it."""
     epochs: PositiveInt = 1
-    """Maximum passes over each step's groups; with `gradient_signal_steps`, as few as move the policy as far."""
+    """Maximum passes over each step's groups; with `gradient_signal_steps`, as few as
+    move the policy as far."""
     minibatches: PositiveInt = 1
     """Optimizer steps per epoch."""
     micro_tokens: PositiveInt | None = None
-    """Maximum tokens per forward pass; results do not depend on it. None is 4096. For a large model in float32 on a CPU it is
-    512, and for an adapter of one, whose step takes little more than a pass does, 256, or 512 in mixed precision."""
+    """Maximum tokens per forward pass; results do not depend on it. None is 4096. For a large model
+    in float32 on a CPU it is 512, and for an adapter of one, whose step takes little more than a
+    pass does, 256, or 512 in mixed precision."""
     batching: Batching = "auto"
-    """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects the cheaper one by
-    estimate."""
+    """Computation of shared prefixes: `tree` computes them once, `rows` in each row, `auto` selects
+    the cheaper one by estimate."""
     gradient_checkpointing: bool = False
-    """Whether activations within layers are recomputed in the backward pass: less memory, about a third more time."""
+    """Whether activations within layers are recomputed in the backward pass: less memory,
+    about a third more time."""
     clip_low: NonZeroFraction | None = None
     """Clip range: ratios below 1 - clip_low are clipped; none is the algorithm's (grpo: 0.2)."""
     clip_high: PositiveFloat | None = None
     """Clip range: ratios above 1 + clip_high are clipped; none is the algorithm's (grpo: 0.28)."""
     clip_cap: Annotated[float, Gt(1)] | None = None
-    """Maximum ratio in the loss of tokens with a negative advantage (dual clip, arXiv 1912.09729); none is unlimited."""
+    """Maximum ratio in the loss of tokens with a negative advantage (dual clip, arXiv
+    1912.09729); none is unlimited."""
     aggregation: Aggregation | None = None
-    """Loss aggregation: mean over sampled tokens; mean over trajectories of their token means; or sum of tokens / (trajectories
+    """Loss aggregation: mean over sampled tokens; mean over trajectories of their token means; or
+    sum of tokens / (trajectories
     * `fixed_length`). None is the algorithm's (grpo: token)."""
     fixed_length: PositiveInt = 1024
-    """Tokens per trajectory that `fixed` divides by, independent of the sampled length (Dr. GRPO, arXiv 2503.20783)."""
+    """Tokens per trajectory that `fixed` divides by, independent of the sampled length (Dr.
+
+    GRPO, arXiv 2503.20783).
+    """
     vision: VisionTraining = "trained"
-    """Whether the vision tower and its projector are trained; `frozen` also needs no optimizer state for them."""
+    """Whether the vision tower and its projector are trained; `frozen` also needs no
+    optimizer state for them."""
     advantage: Annotated[str | None, PathKind.OBJECT] = None
-    """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or not (`mean`); minus the mean
-    of the other rewards (`rloo`); normalized over the batch (`batch`); minus the group mean, then normalized over the batch
-    (`group_batch`); minus the average of the agent's earlier rewards in the environment (`running`); or `file.py:function` of a
-    group's trajectories and their returns. None is the algorithm's (grpo: std)."""
+    """Advantage: reward minus the group mean, divided by the group's standard deviation (`std`) or
+    not (`mean`); minus the mean of the other rewards (`rloo`); normalized over the batch (`batch`);
+    minus the group mean, then normalized over the batch (`group_batch`); minus the average of the
+    agent's earlier rewards in the environment (`running`); or `file.py:function` of a group's
+    trajectories and their returns. None is the algorithm's (grpo: std)."""
     credit: CreditUnit = "trajectory"
-    """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the rewards from that turn on."""
+    """Credit assignment: the trajectory's reward for all its tokens, or for a turn's tokens the
+    rewards from that turn on."""
     discount: Fraction = 1.0
     """Discount of a reward per turn, with `credit = "turn"`."""
     loss_scale: Annotated[str, PathKind.OBJECT] = "default"
-    """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or `file.py:function`, weights
-    per turn or token."""
+    """Loss weights of sampled tokens: `default`, all equal; `last_round`, only the last round; or
+    `file.py:function`, weights per turn or token."""
     overlong_tokens: PositiveInt | None = None
-    """Sampled tokens at which a trajectory loses one point of reward (DAPO, arXiv 2503.14476, eq. 13); none disables it, or
-    with dapo uses the limits."""
+    """Sampled tokens at which a trajectory loses one point of reward (DAPO, arXiv 2503.14476, eq.
+    13); none disables it, or with dapo uses the limits."""
     overlong_buffer: NonZeroFraction = 0.2
     """Share of `overlong_tokens`, at its end, over which that penalty grows linearly."""
     overlong_filter: bool = False
-    """Whether episodes cut by a length limit (of a turn, the episode or the context) are left out of the loss; their rewards
-    still count in the baseline."""
+    """Whether episodes cut by a length limit (of a turn, the episode or the context) are left out
+    of the loss; their rewards still count in the baseline."""
     refill: NonNegativeInt | None = None
-    """Maximum rounds of new tasks that replace groups without signal; none is the algorithm's (dapo: 3, others: 0)."""
+    """Maximum rounds of new tasks that replace groups without signal; none is the algorithm's
+    (dapo: 3, others: 0)."""
     group_filter: Annotated[str | None, PathKind.OBJECT] = None
-    """`file.py:function` of a group's trajectories: whether the group is trained. It decides which groups `refill` replaces, in
-    place of equal rewards."""
+    """`file.py:function` of a group's trajectories: whether the group is trained. It decides which
+    groups `refill` replaces, in place of equal rewards."""
     on_failure: OnFailedEpisode = "drop_group"
-    """Handling of a group with a failed episode: drop the group, or compute the baseline over the survivors."""
+    """Handling of a group with a failed episode: drop the group, or compute the
+    baseline over the survivors."""
     min_group: Annotated[int, Ge(2)] = 2
     """Minimum rewarded trajectories per group; smaller groups are dropped and counted."""
     entropy: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus: the mean entropy of the sampled distribution at trained tokens, subtracted from the loss."""
+    """Weight of the entropy bonus: the mean entropy of the sampled distribution at trained tokens,
+    subtracted from the loss."""
     kl: NonNegativeFloat = 0.0
-    """Weight of the KL term to the reference policy, the one at the start of reinforcement; 0 loads none."""
+    """Weight of the KL term to the reference policy, the one at the start of
+    reinforcement; 0 loads none."""
     kl_estimator: KLEstimator | None = None
     """KL estimator per token; none is the algorithm's (grpo: k3)."""
     kl_in: KLPlace | None = None
-    """Whether the KL term is added to the loss or subtracted from the reward (k1); none is the algorithm's (grpo: loss)."""
+    """Whether the KL term is added to the loss or subtracted from the reward (k1); none is the
+    algorithm's (grpo: loss)."""
     reference: Reference = "auto"
-    """Reference policy of the KL term and of a `self` teacher: a second `copy` of the trained weights; `adapter_off`, the model
-    without its LoRA; `none`, only with `kl = 0`. `auto` disables the LoRA if it is untrained, and copies otherwise."""
+    """Reference policy of the KL term and of a `self` teacher: a second `copy` of the trained
+    weights; `adapter_off`, the model without its LoRA; `none`, only with `kl = 0`. `auto` disables
+    the LoRA if it is untrained, and copies otherwise."""
     reference_every: NonNegativeInt = 0
-    """Steps after which the current policy becomes the reference policy, each time; 0 keeps the first."""
+    """Steps after which the current policy becomes the reference policy, each
+    time; 0 keeps the first."""
     old_logprobs: OldLogprobs = "trainer"
     """Source of the logprobs in the ratio's denominator."""
     max_mismatch: PositiveFloat | None = None
-    """Maximum |trainer logprob - engine logprob| of a token of the current policy, in nats; a larger one stops the run. None:
-    1e-3 in float32, off in bfloat16."""
+    """Maximum |trainer logprob - engine logprob| of a token of the current policy, in nats; a
+    larger one stops the run. None: 1e-3 in float32, off in bfloat16."""
     max_mismatch_kl: PositiveFloat | None = None
-    """Maximum mean KL(engine || trainer) per token of the current policy, in nats; a larger one stops the run. None: 0.1, or
-    off with max_mismatch."""
+    """Maximum mean KL(engine || trainer) per token of the current policy, in nats; a larger one
+    stops the run. None: 0.1, or off with max_mismatch."""
     correction: Correction = "none"
-    """Correction of logprob differences between trainer and engine, and for tokens of older policies: truncated weights per
-    token, or exclusion of trajectories or tokens with a ratio out of bounds."""
+    """Correction of logprob differences between trainer and engine, and for tokens of
+    older policies: truncated weights per token, or exclusion of trajectories or tokens
+    with a ratio out of bounds."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of the correction's ratio; none is the correction's default."""
     correction_high: PositiveFloat | None = None
     """Upper bound of the correction's ratio; none is the correction's default."""
     routing_replay: ExpertRouting = "off"
-    """Whether a mixture-of-experts model is trained with the experts that the engine selected for each token (R3, arXiv
-    2510.11370)."""
+    """Whether a mixture-of-experts model is trained with the experts that the engine selected for
+    each token (R3, arXiv 2510.11370)."""
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield names that there are not, and keys that conflict."""
@@ -1012,15 +1145,24 @@ class TrainConfig(Section):
             why = 'must be k1 in a reward, since k2 and k3 are always positive; set kl_in = "loss"'
             yield "kl_estimator", why
         if self.kl and self.reference == "none":
-            why = f"train.kl = {self.kl:g} needs a reference policy; set kl = 0, or leave this key out"
+            why = (
+                f"train.kl = {self.kl:g} needs a reference policy; set kl = 0, or leave this "
+                "key out"
+            )
             yield "reference", why
         if self.reference_every and self.reference == "adapter_off":
-            why = 'replaces the reference, which reference = "adapter_off" fixes; set reference = "copy"'
+            why = (
+                'replaces the reference, which reference = "adapter_off" fixes; set reference '
+                '= "copy"'
+            )
             yield "reference_every", why
         baseline = self.baseline
         if self.refill and baseline in ("batch", "group_batch", "running"):
             others = "earlier episodes" if baseline == "running" else "the complete batch"
-            why = f'replaces groups without reward variance; advantage = "{baseline}" compares with {others}'
+            why = (
+                f'replaces groups without reward variance; advantage = "{baseline}" compares '
+                f"with {others}"
+            )
             yield "refill", why
         if self.discount != 1.0 and self.credit != "turn":
             yield "discount", 'applies between turns; set credit = "turn"'
@@ -1029,8 +1171,8 @@ class TrainConfig(Section):
         low, high = self.correction_low, self.correction_high
         if self.correction != "none" and self.old_logprobs == "engine":
             why = (
-                'would apply twice the correction that old_logprobs = "engine" puts into the ratio; '
-                'set old_logprobs = "trainer"'
+                'would apply twice the correction that old_logprobs = "engine" puts into the '
+                'ratio; set old_logprobs = "trainer"'
             )
             yield "correction", why
         if low is not None and self.correction in ("none", "tis"):
@@ -1046,22 +1188,34 @@ class TrainConfig(Section):
         teaches_itself = any(teacher.self for teacher in run.teacher)
         given = changed(self)
         if teaches_itself and self.reference == "none":
-            yield "reference", "is the policy that a teacher with self = true is; leave this key out"
+            yield (
+                "reference",
+                "is the policy that a teacher with self = true is; leave this key out",
+            )
         if not teaches_itself and not self.kl:
             for key in ("reference", "reference_every"):
                 if key in given and getattr(self, key) != "none":
-                    why = "has no effect: it needs train.kl > 0, or a teacher with self = true; leave it out"
+                    why = (
+                        "has no effect: it needs train.kl > 0, or a teacher with self = true; "
+                        "leave it out"
+                    )
                     yield key, why
         if self.reward_weight:
             return
         if self.kl and self.kl_in == "reward":
-            why = 'subtracts from the reward, whose weight is 0 (train.reward_weight); set kl_in = "loss"'
+            why = (
+                "subtracts from the reward, whose weight is 0 (train.reward_weight); set kl_in "
+                '= "loss"'
+            )
             yield "kl_in", why
         if all(teacher.signal == "loss" for teacher in run.teacher):
             # Only advantages have ratios that are clipped.
             for key in ("clip_low", "clip_high", "clip_cap", "old_logprobs"):
                 if key in given:
-                    why = 'is about advantages, and the teachers\' signal = "loss" is the only one; leave it out'
+                    why = (
+                        'is about advantages, and the teachers\' signal = "loss" is the only '
+                        "one; leave it out"
+                    )
                     yield key, why
 
     def _check_sizes(self, run: RunConfig) -> Broken:
@@ -1095,8 +1249,10 @@ class TrainConfig(Section):
         yield Need(("clip_cap",), self.algorithm != "cispo", "train.algorithm != cispo")
         yield Need(
             ("fixed_length",),
-            self.aggregation == "fixed" or (self.aggregation is None and (self.algorithm == "dr_grpo" or is_own_algorithm)),
-            "train.aggregation = fixed, or train.aggregation none and train.algorithm = dr_grpo | file.py:name",
+            self.aggregation == "fixed"
+            or (self.aggregation is None and (self.algorithm == "dr_grpo" or is_own_algorithm)),
+            "train.aggregation = fixed, or train.aggregation none and train.algorithm = dr_grpo | "
+            "file.py:name",
         )
         yield Need(
             ("vision",),
@@ -1125,20 +1281,25 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherConfig(Section):
-    """One teacher: a model that scores the ids that the policy sampled, beside rewards or alone (`train.reward_weight = 0`)."""
+    """One teacher: a model that scores the ids that the policy sampled, beside rewards or alone
+    (`train.reward_weight = 0`)."""
 
     name: str = ""
-    """Label in metrics; if empty, `teacher` and its number from 1 (`teacher` where there is one)."""
+    """Label in metrics; if empty, `teacher` and its number from 1
+    (`teacher` where there is one)."""
     path: Annotated[str | None, PathKind.DIRECTORY] = None
-    """Hugging Face directory of the teacher, or a LoRA adapter's; it is loaded beside the policy."""
+    """Hugging Face directory of the teacher, or a LoRA adapter's; it is
+    loaded beside the policy."""
     urls: tuple[Url, ...] = ()
-    """URLs of servers that run the teacher (vLLM, SGLang, `turnwright serve`); each takes a share of the episodes."""
+    """URLs of servers that run the teacher (vLLM, SGLang, `turnwright serve`); each takes a
+    share of the episodes."""
     self: bool = False
-    """Whether the policy is its own teacher, after `hint`: its reference policy, which has the weights of the start of
-    reinforcement, or of every `train.reference_every` steps."""
+    """Whether the policy is its own teacher, after `hint`: its reference policy, which has the
+    weights of the start of reinforcement, or of every `train.reference_every` steps."""
     hint: Annotated[str | None, PathKind.OBJECT] = None
-    """`file.py:function` of a trajectory that returns messages, which the teacher reads before the ids of the episode; none, or
-    none returned for a trajectory, gives the same ids to both, or with `self` no answer."""
+    """`file.py:function` of a trajectory that returns messages, which the teacher reads before
+    the ids of the episode; none, or none returned for a trajectory, gives the same ids to both,
+    or with `self` no answer."""
     policies: tuple[str, ...] = ()
     """Names of the policies that it teaches; none given means all."""
     environments: tuple[str, ...] = ()
@@ -1146,19 +1307,22 @@ class TeacherConfig(Section):
     agents: tuple[str, ...] = ()
     """Names of the agents whose ids it scores; none given means all."""
     signal: TeacherSignal = "advantage"
-    """`advantage` adds `weight * (log p_teacher - log p_policy)` of each sampled id to its advantage, after normalization;
-    `loss` adds `weight * divergence` of the distributions at each sampled id to the loss."""
+    """`advantage` adds `weight * (log p_teacher - log p_policy)` of each sampled id to its
+    advantage, after normalization; `loss` adds `weight * divergence` of the distributions at each
+    sampled id to the loss."""
     weight: PositiveFloat = 1.0
     """Factor of the signal."""
     bound: PositiveFloat = 5.0
     """Maximum |log p_teacher - log p_policy| that counts, in nats."""
     divergence: Divergence = "reverse"
-    """Divergence in the loss: `reverse`, KL(policy || teacher); `forward`, KL(teacher || policy); `js`, Jensen-Shannon."""
+    """Divergence in the loss: `reverse`, KL(policy || teacher); `forward`, KL(teacher || policy);
+    `js`, Jensen-Shannon."""
     top: PositiveInt | None = None
-    """Ids that the divergence tells apart: the most likely ones of the teacher, with all others as one; none is the
-    vocabulary, which servers do not send."""
+    """Ids that the divergence tells apart: the most likely ones of the teacher, with all others as
+    one; none is the vocabulary, which servers do not send."""
     max_unaligned: Fraction = 0.1
-    """Maximum share of a step's ids in text that a teacher's other tokenizer does not split alike; more stop the run."""
+    """Maximum share of a step's ids in text that a teacher's other tokenizer does not split
+    alike; more stop the run."""
     timeout_s: PositiveFloat = 120.0
     """Seconds in which a server must answer for an episode; after that its ids are `no_teacher`."""
     key_env: str | None = None
@@ -1188,11 +1352,17 @@ class TeacherConfig(Section):
 
     def _check_served(self, run: RunConfig) -> Broken:
         if self.signal == "loss" and self.top is None:
-            why = "must be set: servers send the most likely ids only, no probabilities of a vocabulary"
+            why = (
+                "must be set: servers send the most likely ids only, no probabilities of a "
+                "vocabulary"
+            )
             yield "top", why
         truncated_by = run.rollout.truncated_by
         if truncated_by:
-            why = f"are servers, which score the vocabulary, but rollout.{truncated_by} cuts it; name a path, or leave that out"
+            why = (
+                f"are servers, which score the vocabulary, but rollout.{truncated_by} cuts it; "
+                "name a path, or leave that out"
+            )
             yield "urls", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
@@ -1209,13 +1379,15 @@ class ScheduleConfig(Section):
     """How sampling and training overlap."""
 
     mode: ScheduleMode = "sync"
-    """`sync`: sample a batch, then train on it. `one_step_off`: sample the next batch while one trains; weights change between
-    batches. `async`: sample all the time; weights change during replies."""
+    """`sync`: sample a batch, then train on it. `one_step_off`: sample the next batch
+    while one trains; weights change between batches. `async`: sample all the time;
+    weights change during replies."""
     staleness: NonNegativeInt = 2
-    """Maximum updates between the policy that sampled a token and the one trained on it; groups enter no earlier than this
-    allows, and none is discarded."""
+    """Maximum updates between the policy that sampled a token and the one trained on it; groups
+    enter no earlier than this allows, and none is discarded."""
     hold: bool = False
-    """Whether episodes are held, alive, while the trainer trains; for an engine that shares the trainer's device."""
+    """Whether episodes are held, alive, while the trainer trains; for an engine that shares
+    the trainer's device."""
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield what trains on tokens of older policies without a correction."""
@@ -1223,7 +1395,10 @@ class ScheduleConfig(Section):
             return
         is_off_by_one = self.mode == "one_step_off"
         if is_off_by_one or (self.mode == "async" and self.staleness):
-            why = 'trains on tokens of older policies, which needs train.correction, such as "tis" or "icepop"'
+            why = (
+                "trains on tokens of older policies, which needs train.correction, such as "
+                '"tis" or "icepop"'
+            )
             yield "mode" if is_off_by_one else "staleness", why
 
     def needs(self, run: RunConfig) -> Iterator[Need]:
@@ -1239,10 +1414,13 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Scale of an adapter's output, applied as alpha / rank; none is twice the rank."""
     targets: tuple[str, ...] = ("all",)
-    """Linear layers with an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` is those of the text model
-    except its head."""
+    """Linear layers with an adapter, by the ends of their names (`q_proj`, `mlp.up_proj`); `all` is
+    those of the text model except its head."""
     dropout: ProperFraction = 0.0
-    """Dropout of an adapter's inputs in the warmup. Reinforcement uses none, so that the trained policy is the sampled one."""
+    """Dropout of an adapter's inputs in the warmup.
+
+    Reinforcement uses none, so that the trained policy is the sampled one.
+    """
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield adapters of no layer."""
@@ -1259,24 +1437,26 @@ class QuantConfig(Section):
     """Low precision: the weights that the trainer computes with and the engine samples from."""
 
     kind: QuantKind = "none"
-    """Number format of linear layers: `int4` (codes -7..7, a scale per group of inputs), `fp8` (e4m3, a scale per square block)
-    or `none`. Checkpoints hold full-precision weights."""
+    """Number format of linear layers: `int4` (codes -7..7, a scale per group of inputs), `fp8`
+    (e4m3, a scale per square block) or `none`. Checkpoints hold full-precision weights."""
     group: Annotated[int, Ge(8)] = 128
     """Inputs per scale of int4; 32 suits tiny models."""
     block: PositiveInt = 128
     """Side of a block with one scale, and channels per scale of an activation."""
     activations: bool = True
-    """Whether activations are rounded to fp8 too (W8A8); false rounds weights only. Emulated: products are not computed in
-    fp8."""
+    """Whether activations are rounded to fp8 too (W8A8); false rounds weights only. Emulated:
+    products are not computed in fp8."""
     scale_dtype: DType = "auto"
     """Data type of int4 scales; `auto` is the model's."""
     train: bool = True
-    """Whether the trainer computes on the same grid; false quantizes the engine only, which needs `train.correction`."""
+    """Whether the trainer computes on the same grid; false quantizes the engine only, which
+    needs `train.correction`."""
     packed: bool = False
-    """Whether servers get packed weights, codes and scales, and compute with them in bfloat16; false sends the values."""
+    """Whether servers get packed weights, codes and scales, and compute with them in bfloat16;
+    false sends the values."""
     skip: tuple[str, ...] = ("lm_head",)
-    """Layers kept in full precision, by the ends of their names, besides embeddings, norms, routers, vision tower and output
-    head."""
+    """Layers kept in full precision, by the ends of their names, besides embeddings, norms,
+    routers, vision tower and output head."""
 
     def check(self, run: RunConfig, context: Context) -> Broken:
         """Yield what the engine or the trainer cannot quantize."""
@@ -1286,14 +1466,20 @@ class QuantConfig(Section):
         if run.policy:
             yield "kind", "is for runs with one policy; leave it out, or leave out [[policy]]"
         if engine.kind in ("chat", "llamacpp"):
-            why = f'engine.kind = "{engine.kind}" takes no weights; quantize the model at the server, and leave this out'
+            why = (
+                f'engine.kind = "{engine.kind}" takes no weights; quantize the model at the '
+                "server, and leave this out"
+            )
             yield "kind", why
         if self.kind == "int4" and self.group % 8:
             yield "group", "must be a multiple of 8, the codes in one packed number"
         if self.packed and engine.kind == "local":
             yield "packed", 'is for servers; set engine.kind = "vllm" or "sglang"'
         if self.packed and engine.update != "disk":
-            why = 'servers convert packed weights when they load them, so updates are directories; set engine.update = "disk"'
+            why = (
+                "servers convert packed weights when they load them, so updates are "
+                'directories; set engine.update = "disk"'
+            )
             yield "packed", why
         if context.training:
             yield from self._check_trained(run)
@@ -1301,17 +1487,26 @@ class QuantConfig(Section):
     def _check_trained(self, run: RunConfig) -> Broken:
         rounds_activations = self.kind == "fp8" and self.activations
         if run.lora.rank:
-            why = "with lora.rank the base alone would be quantized, and the engine has the merged weights; set lora.rank = 0"
+            why = (
+                "with lora.rank the base alone would be quantized, and the engine has the "
+                "merged weights; set lora.rank = 0"
+            )
             yield "kind", why
         if not self.train and run.train.correction == "none":
-            why = 'trains another policy than the engine samples from; set train.correction, such as "tis"'
+            why = (
+                "trains another policy than the engine samples from; set train.correction, "
+                'such as "tis"'
+            )
             yield "train", why
         if run.engine.kind == "local":
             return
         if self.packed and self.kind == "fp8" and not self.activations:
             why = "servers round activations with packed fp8 weights; set quant.activations = true"
             yield "activations", why
-        on_the_grid = "is for the local engine: a server gets weights on the grid, and its logprobs must equal the trainer's"
+        on_the_grid = (
+            "is for the local engine: a server gets weights on the grid, and its "
+            "logprobs must equal the trainer's"
+        )
         if not self.train:
             yield "train", f"{on_the_grid}; set quant.train = true"
         elif rounds_activations and not self.packed:
@@ -1340,8 +1535,8 @@ class EvalConfig(Section):
     min_p: ProperFraction = 0.0
     """`rollout.min_p` for sampled episodes."""
     overlap: Overlap = "refused"
-    """Whether tasks of the evaluation may be trained too. `allowed` trains all of them, for environments with few possible
-    tasks; results are then labeled as not held out."""
+    """Whether tasks of the evaluation may be trained too. `allowed` trains all of them, for
+    environments with few possible tasks; results are then labeled as not held out."""
     success: float = 1.0
     """Minimum reward of a success."""
     greedy: bool = True
@@ -1355,17 +1550,19 @@ class CheckpointConfig(Section):
     """Checkpoints to resume from."""
 
     every: PositiveInt = 10
-    """Reinforcement steps between checkpoints; on resume, steps since the last one are trained again from the journal."""
+    """Reinforcement steps between checkpoints; on resume, steps since the last one are trained
+    again from the journal."""
     keep: PositiveInt = 2
     """Number of most recent checkpoints to keep."""
     keep_best: bool = True
-    """Whether to keep also the checkpoint with the highest sampled success on held-out tasks, measured every `eval.every`
-    steps."""
+    """Whether to keep also the checkpoint with the highest sampled success on held-out tasks,
+    measured every `eval.every` steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackConfig(Section):
-    """Trackers that receive the rows of metrics.jsonl; each runs in its own process and never blocks training."""
+    """Trackers that receive the rows of metrics.jsonl; each runs in its own process and
+    never blocks training."""
 
     to: tuple[Annotated[str, Valid(tracker_error)], ...] = ()
     """Trackers: `"trackio"`, `"wandb"`, `"tensorboard"`, or your own as `"file.py:Class"`."""
@@ -1380,13 +1577,15 @@ class TrackConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleConfig(Section):
-    """Workers that play the episodes, in other processes or on other machines; without them, the run plays them itself."""
+    """Workers that play the episodes, in other processes or on other machines; without them, the
+    run plays them itself."""
 
     listen: Annotated[str, Valid(address_error)] | None = None
-    """Address `host:port` at which workers join over HTTP (`turnwright worker --join`); none plays the episodes in the run, or
-    with `ray` is a free port of every address. Port 0 is a free one."""
+    """Address `host:port` at which workers join over HTTP (`turnwright worker --join`); none plays
+    the episodes in the run, or with `ray` is a free port of every address. Port 0 is a free one."""
     ray: str | None = None
-    """Ray cluster whose nodes run the workers: `auto`, or the address of its head; none uses no Ray (needs the extra `ray`)."""
+    """Ray cluster whose nodes run the workers: `auto`, or the address of its head; none uses no Ray
+    (needs the extra `ray`)."""
     ray_workers: PositiveInt | None = None
     """Number of workers on the Ray cluster; none is one on each node, those that join later too."""
     ray_cpus: NonNegativeFloat = 1.0
@@ -1394,13 +1593,14 @@ class ScaleConfig(Section):
     ray_engine_cpus: PositiveFloat = 1.0
     """CPUs that Ray reserves per server that the run starts."""
     ray_engine_gpus: NonNegativeFloat = 1.0
-    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs, several of one node share a server's
-    model (tensor parallelism)."""
+    """GPUs that Ray reserves per server that the run starts; 0 starts builds for CPUs, several of
+    one node share a server's model (tensor parallelism)."""
     lease_s: PositiveFloat = 15.0
-    """Seconds without a word after which a worker is lost and stops by itself; a broken connection is noticed at once."""
+    """Seconds without a word after which a worker is lost and stops by itself; a broken
+    connection is noticed at once."""
     stall_s: PositiveFloat | None = None
-    """Seconds without an event after which a group is asked for elsewhere; none is the sum of `limits.wall_clock_s`, `env_s`
-    and `reward_s`."""
+    """Seconds without an event after which a group is asked for elsewhere; none is the sum of
+    `limits.wall_clock_s`, `env_s` and `reward_s`."""
     wait_s: PositiveFloat = 600.0
     """Seconds a group waits while there is no worker before the run stops; it can be resumed."""
 
@@ -1451,16 +1651,22 @@ class RunConfig(Section):
 
     @property
     def policies(self) -> tuple[PolicyConfig, ...]:
-        """Policies of the run: those of `[[policy]]`, else one without a name that plays every agent."""
+        """Policies of the run: those of `[[policy]]`, else one without a name
+        that plays every agent."""
         return self.policy or (PolicyConfig(agents=("*",)),)
 
     @property
     def engines_on_ray(self) -> bool:
         """Whether the run starts its servers on the nodes of a Ray cluster."""
-        return self.scale.ray is not None and self.engine.kind in ("vllm", "sglang") and not self.engine.attached
+        return (
+            self.scale.ray is not None
+            and self.engine.kind in ("vllm", "sglang")
+            and not self.engine.attached
+        )
 
     def sections(self) -> Iterator[tuple[str, Section]]:
-        """Yield each section with the prefix of its keys (`env.0`), and last the run, without one."""
+        """Yield each section with the prefix of its keys (`env.0`), and last
+        the run, without one."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if isinstance(value, Section):
@@ -1485,7 +1691,10 @@ class RunConfig(Section):
         for index, policy in enumerate(self.policy):
             for agent in policy.plays:
                 if agent in played_by:
-                    why = f"policy {played_by[agent]} plays agent {agent!r} too; an agent has one policy"
+                    why = (
+                        f"policy {played_by[agent]} plays agent {agent!r} too; an agent has one "
+                        "policy"
+                    )
                     yield f"policy.{index}.agents", why
                 played_by[agent] = policy.name
 

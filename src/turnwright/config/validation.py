@@ -73,7 +73,8 @@ def validate(
 
 
 def without_effect(section: Section, config: RunConfig) -> Iterator[tuple[str, Any, Need]]:
-    """Yield (name, value, need) for fields of a section that differ from their defaults and have no effect."""
+    """Yield (name, value, need) for fields of a section that differ from their
+    defaults and have no effect."""
     for name, value in changed(section).items():
         for need in section.needs(config):
             if name in need.keys and not need.holds:
@@ -81,7 +82,8 @@ def without_effect(section: Section, config: RunConfig) -> Iterator[tuple[str, A
 
 
 def check_rules_of_play(rules: EnvRules, where: str) -> None:
-    """Raise `ConfigError` for the first of an environment's rules, named `where`, that has no effect on a play function."""
+    """Raise `ConfigError` for the first of an environment's rules, named `where`, that has no
+    effect on a play function."""
     for name, value in changed(rules).items():
         if name in NOT_OF_PLAY:
             why = "has no effect on a play function, which handles this itself; leave it out"
@@ -123,7 +125,8 @@ def _unmet_needs(config: RunConfig) -> Iterator[tuple[str, Any, Need]]:
 
 
 def _switched_off(key: str, need: Need, where: Mapping[str, str]) -> bool:
-    """Return whether the command line made a recipe's key ineffective, which is no mistake of the recipe."""
+    """Return whether the command line made a recipe's key ineffective, which is no
+    mistake of the recipe."""
     if where.get(key) == COMMAND_LINE:
         return False
     section, _, rest = key.partition(".")

@@ -174,7 +174,8 @@ def is_of_another_type(error: ErrorDetails) -> bool:
 
 
 def why_refused(error: ErrorDetails, hint: Any) -> str:
-    """Return what pydantic found wrong with the value of a field, in our words; `hint` is its annotation."""
+    """Return what pydantic found wrong with the value of a field, in our words;
+    `hint` is its annotation."""
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "finite_number":
@@ -221,7 +222,8 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that differ from their defaults; those of a section in it as `retries.turn`."""
+    """Return the fields of a section that differ from their defaults; those of a section in
+    it as `retries.turn`."""
     differing: dict[str, Any] = {}
     for name, default in defaults(section.__class__).items():
         value = getattr(section, name)

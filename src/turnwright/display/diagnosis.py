@@ -1,7 +1,7 @@
 """Diagnoses of a run over rows of metrics: live, for the report, and from the render check.
 
-Each diagnosis is a small function with a named threshold. It reads the last `LAST` training steps, so it disappears with its
-cause.
+Each diagnosis is a small function with a named threshold. It reads the last `LAST` training steps,
+so it disappears with its cause.
 """
 
 from __future__ import annotations
@@ -24,13 +24,21 @@ TIED = 0.9  # minimum share of groups without signal to report ties
 MOSTLY_TIED = 0.5  # minimum share of groups without signal that explains why nothing changes
 TRUNCATED = 0.5  # minimum share of episodes truncated by limits to report truncation
 TOOL_USERS = 0.02  # share of episodes with a call below which the tools count as unused
-BLIND_MARGIN = 0.05  # minimum lead of success with images over success with gray ones, unless half the interval is larger
-MISMATCH_GROWTH = 4.0  # factor over the initial mismatch of trainer and engine that counts as a rise
-MISMATCH_MIN = 1e-4  # mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6
+# minimum lead of success with images over success with gray ones, unless half
+# the interval is larger
+BLIND_MARGIN = 0.05
+MISMATCH_GROWTH = (
+    4.0  # factor over the initial mismatch of trainer and engine that counts as a rise
+)
+MISMATCH_MIN = (
+    1e-4  # mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6
+)
 ENTROPY_LEFT = 0.05  # share of the initial entropy below which exploration has ended
 DOMINATES = 0.95  # share of the spread of all reward parts at which one part dominates
 GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
-MALFORMED = 0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
+MALFORMED = (
+    0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
+)
 NOT_CARRIED = 0.3  # minimum lead of success on training tasks over held-out ones to report it
 FEW_TASKS = 8  # number of different held-out tasks below which they stand for few others
 FEW_HELD_OUT = 20  # number of held-out episodes below which success on them means little
@@ -64,8 +72,11 @@ class DiagnosisInput:
 
 
 def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
-    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary of a finished run."""
-    train, gate = ([row for row in rows if row.get("phase") == phase] for phase in ("train", "gate"))
+    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the
+    summary of a finished run."""
+    train, gate = (
+        [row for row in rows if row.get("phase") == phase] for phase in ("train", "gate")
+    )
     read = DiagnosisInput(train, train[-LAST:], gate, summary or {})
     return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
 
@@ -82,22 +93,32 @@ def unrewarded(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def tied(rows: DiagnosisInput) -> Diagnosis | None:
-    """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the tasks are not solved."""
+    """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the
+    tasks are not solved."""
     groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
     if any(name.startswith("teacher.") for row in rows.last for name in row):
         return None  # a teacher trains such groups
     if unrewarded(rows) is not None:
         return None
-    if len(rows.last) < LAST or not groups or without / groups < TIED or _mean(rows.last, "success") >= UNSOLVED:
+    if (
+        len(rows.last) < LAST
+        or not groups
+        or without / groups < TIED
+        or _mean(rows.last, "success") >= UNSOLVED
+    ):
         return None
     solved, unsolved = _sum(rows.last, "groups_solved"), _sum(rows.last, "groups_unsolved")
     easy = solved > unsolved
     which = "mostly all succeed" if easy else "mostly none succeeds"
-    remedy = "Use harder tasks." if easy else "Use easier tasks, demonstrations (warmup.demos) or intermediate rewards."
+    remedy = (
+        "Use harder tasks."
+        if easy
+        else "Use easier tasks, demonstrations (warmup.demos) or intermediate rewards."
+    )
     return Diagnosis(
         "all groups tie",
-        f"In {without:.0f} of {groups:.0f} groups of the last {LAST} steps all episodes had the same reward ({which}), so "
-        "nothing was learned from them.",
+        f"In {without:.0f} of {groups:.0f} groups of the last {LAST} steps all episodes had the "
+        f"same reward ({which}), so nothing was learned from them.",
         f"{remedy} Larger groups (rollout.group_size) tie less often.",
     )
 
@@ -109,19 +130,30 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
     remedy = {
-        "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids (turnwright check --model).",
-        "max_turns": "If so many turns are the task's rule, the limit is right: reward what leads to the end, or demonstrate "
-        "how to end in time. Else raise limits.turns, or the environment's own max_turns if that is lower.",
-        "context": "Raise limits.context, truncate observations (limits.observation_tokens), or shorten rollout.history.",
-        "episode_tokens": "Raise limits.episode_tokens, or truncate observations (limits.observation_tokens).",
-        "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in docs/reference/metrics.md.",
-        "invalid_token": "Misplaced control tokens: warm the model up, or check its template (turnwright check --model).",
+        "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids "
+        "(turnwright check --model).",
+        "max_turns": "If so many turns are the task's rule, the limit is right: reward what leads "
+        "to the end, or demonstrate how to end in time. Else raise limits.turns, or "
+        "the environment's own max_turns if that is lower.",
+        "context": "Raise limits.context, truncate observations (limits.observation_tokens), or "
+        "shorten rollout.history.",
+        "episode_tokens": "Raise limits.episode_tokens, or truncate observations "
+        "(limits.observation_tokens).",
+        "wall_clock": "Raise limits.wall_clock_s, or find the slow phase: seconds.<phase> in "
+        "docs/reference/metrics.md.",
+        "invalid_token": "Misplaced control tokens: warm the model up, or check its template "
+        "(turnwright check --model).",
     }.get(cause, "See stops in the overview.")
-    return Diagnosis("everything truncated", f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.", remedy)
+    return Diagnosis(
+        "everything truncated",
+        f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.",
+        remedy,
+    )
 
 
 def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
-    """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of the episodes call one."""
+    """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of
+    the episodes call one."""
     offered = any(number(row.get("tools_offered")) for row in rows.train)
     share = _mean(rows.last, "tool_users")
     if not offered or len(rows.last) < LAST or share >= TOOL_USERS:
@@ -129,14 +161,18 @@ def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
     return Diagnosis(
         "the tool is never called",
         f"{100 * share:.1f}% of the last {LAST} steps' episodes called a tool.",
-        "Check that the reward needs it, the template renders it (turnwright check --model), and calls parse "
-        "(malformed_calls).",
+        "Check that the reward needs it, the template renders it (turnwright check --model), and "
+        "calls parse (malformed_calls).",
     )
 
 
 def blind(rows: DiagnosisInput) -> Diagnosis | None:
-    """The model is blind: success with gray images is as high, within `BLIND_MARGIN` or half the interval."""
-    sighted, blind = number(rows.summary.get("success_after")), number(rows.summary.get("success_blind"))
+    """The model is blind: success with gray images is as high, within
+    `BLIND_MARGIN` or half the interval."""
+    sighted, blind = (
+        number(rows.summary.get("success_after")),
+        number(rows.summary.get("success_blind")),
+    )
     if sighted is None or blind is None:
         return None
     low, high = pair(rows.summary.get("success_after_ci")) or (0.0, 0.0)
@@ -144,13 +180,16 @@ def blind(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     return Diagnosis(
         "the model is blind",
-        f"With gray images it succeeds as often ({100 * blind:.0f}%) as with the real ones ({100 * sighted:.0f}%).",
-        "Check that the task needs its images, and that pixels reach the model: turnwright check --model PATH --images.",
+        f"With gray images it succeeds as often ({100 * blind:.0f}%) as with the real ones "
+        f"({100 * sighted:.0f}%).",
+        "Check that the task needs its images, and that pixels reach the model: turnwright check "
+        "--model PATH --images.",
     )
 
 
 def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
-    """Mismatch rises: above `MISMATCH_MIN` and `MISMATCH_GROWTH` times the mean of the first `LAST` steps."""
+    """Mismatch rises: above `MISMATCH_MIN` and `MISMATCH_GROWTH` times the mean of
+    the first `LAST` steps."""
     known = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
     if len(known) < 2 * LAST:
         return None
@@ -160,7 +199,8 @@ def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
     return Diagnosis(
         "mismatch rises",
         f"Engine and trainer differ by {last:.1e} nats per token, {first:.1e} at first.",
-        "They compute different policies: precision, a kernel, an unmerged adapter, or stale weights. See mismatch_by_turn.",
+        "They compute different policies: precision, a kernel, an unmerged adapter, or stale "
+        "weights. See mismatch_by_turn.",
     )
 
 
@@ -174,8 +214,10 @@ def entropy(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     return Diagnosis(
         "entropy collapsed",
-        f"Entropy fell from {first:.3g} to {last:.3g} nats per token: samples are nearly identical, and groups tie.",
-        "Return to an earlier checkpoint with a lower train.lr, a larger train.clip_high, or train.kl over 0.",
+        f"Entropy fell from {first:.3g} to {last:.3g} nats per token: samples are nearly "
+        "identical, and groups tie.",
+        "Return to an earlier checkpoint with a lower train.lr, a larger train.clip_high, or "
+        "train.kl over 0.",
     )
 
 
@@ -193,29 +235,43 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     return Diagnosis(
         "one part of the reward dominates",
-        f"Within groups, {name} is {100 * largest / total:.0f}% of the spread of rewards; other parts have almost no effect.",
+        f"Within groups, {name} is {100 * largest / total:.0f}% of the spread of rewards; other "
+        "parts have almost no effect.",
         "Change the weights of the parts, or what the others measure. See rewards_spread.",
     )
 
 
 def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
-    """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no reinforcement that helps."""
-    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate) or (rows.train and not _unchanged(rows)):
+    """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no
+    reinforcement that helps."""
+    if (
+        len(rows.gate) < GATE_EVALS
+        or any(row.get("gate_passed") for row in rows.gate)
+        or (rows.train and not _unchanged(rows))
+    ):
         return None
-    successes = [success for row in rows.gate if (success := number(row.get("success"))) is not None]
+    successes = [
+        success for row in rows.gate if (success := number(row.get("success"))) is not None
+    ]
     if not successes:
         return Diagnosis(
             "no episode of the warmup gate had a reward",
-            f"In {len(rows.gate)} gate evaluations the reward of every episode was None, so nothing is known about success.",
-            "Find out why the environment or its reward function returned None; more steps change nothing.",
+            f"In {len(rows.gate)} gate evaluations the reward of every episode was None, so "
+            "nothing is known about success.",
+            "Find out why the environment or its reward function returned None; more steps change "
+            "nothing.",
         )
     losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
-    trend = f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
+    trend = (
+        f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
+    )
     return Diagnosis(
         "the warmup gate is not met",
-        f"In {len(rows.gate)} gate evaluations the model succeeded in at most {100 * max(successes):.0f}% of tasks{trend}: it "
-        "imitates the form of demonstrations without their conditions.",
-        "Use more demonstrations (warmup.demos) and steps, a model with more layers, or a gate that the demonstrator can meet.",
+        f"In {len(rows.gate)} gate evaluations the model succeeded in at most "
+        f"{100 * max(successes):.0f}% of tasks{trend}: it imitates the form of demonstrations "
+        "without their conditions.",
+        "Use more demonstrations (warmup.demos) and steps, a model with more layers, or a gate "
+        "that the demonstrator can meet.",
     )
 
 
@@ -226,9 +282,10 @@ def worse(rows: DiagnosisInput) -> Diagnosis | None:
         return None
     return Diagnosis(
         "reinforcement made it worse",
-        f"The last policy's held-out success is at most {100 * score[1]:.0f}%, under that of checkpoint {kept}, which the run "
-        "keeps.",
-        "Lower train.lr, scale it by evidence (train.gradient_signal_steps = 20), or check that the reward measures success.",
+        f"The last policy's held-out success is at most {100 * score[1]:.0f}%, under that of "
+        f"checkpoint {kept}, which the run keeps.",
+        "Lower train.lr, scale it by evidence (train.gradient_signal_steps = 20), or check that "
+        "the reward measures success.",
     )
 
 
@@ -240,7 +297,8 @@ def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
     return Diagnosis(
         "what is learned does not carry over",
         f"Training tasks succeed in {100 * train:.0f}%, held-out ones in {100 * after:.0f}%.",
-        "Train on more and more different tasks, or hold out tasks whose answers also occur in training.",
+        "Train on more and more different tasks, or hold out tasks whose answers also occur in "
+        "training.",
     )
 
 
@@ -250,14 +308,17 @@ def few_held_out(rows: DiagnosisInput) -> Diagnosis | None:
     if n and n >= FEW_HELD_OUT and tasks and tasks < FEW_TASKS:
         return Diagnosis(
             "few held-out tasks",
-            f"{tasks:.0f} held-out tasks, played {n / tasks:.0f} times each, say little about others.",
-            'Give the environment more tasks, or evaluate on trained ones and say so (eval.overlap = "allowed").',
+            f"{tasks:.0f} held-out tasks, played {n / tasks:.0f} times each, say little about "
+            "others.",
+            "Give the environment more tasks, or evaluate on trained ones and say so "
+            '(eval.overlap = "allowed").',
         )
     if not n or n >= FEW_HELD_OUT:
         return None
     return Diagnosis(
         "few held-out episodes",
-        f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} points.",
+        f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} "
+        "points.",
         "Give the environment more held-out tasks, or play each more often (eval.samples).",
     )
 
@@ -274,52 +335,72 @@ def overlapping(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def one_reply(rows: DiagnosisInput) -> Diagnosis | None:
-    """No better than one reply: success after reinforcement is at `single_turn_best`, in at most one and a half turns."""
-    best, turns = number(rows.summary.get("single_turn_best")), number(rows.summary.get("turns_after"))
+    """No better than one reply: success after reinforcement is at `single_turn_best`, in at most
+    one and a half turns."""
+    best, turns = (
+        number(rows.summary.get("single_turn_best")),
+        number(rows.summary.get("turns_after")),
+    )
     low, high = pair(rows.summary.get("success_after_ci")) or (1.0, 0.0)
     if not best or turns is None or turns > 1.5 or not low <= best <= high:
         return None
     return Diagnosis(
         "no better than one reply",
-        f"Success is what one reply reaches at best ({100 * best:.0f}%), in {turns:.1f} turns: the policy answers at once.",
-        "Warm it up on demonstrations that use more turns, or reward the steps that lead to the answer.",
+        f"Success is what one reply reaches at best ({100 * best:.0f}%), in {turns:.1f} turns: the "
+        "policy answers at once.",
+        "Warm it up on demonstrations that use more turns, or reward the steps that lead to the "
+        "answer.",
     )
 
 
 def malformed(rows: DiagnosisInput) -> Diagnosis | None:
     """Calls fail: `MALFORMED` of the calls cannot be parsed, or are answered by an error."""
     bad = sum_tables(rows.last, "malformed_calls") + sum_tables(rows.last, "tool_mistakes")
-    calls = sum(sum_tables(rows.last, "tool_calls").values()) + sum(sum_tables(rows.last, "malformed_calls").values())
+    calls = sum(sum_tables(rows.last, "tool_calls").values()) + sum(
+        sum_tables(rows.last, "malformed_calls").values()
+    )
     if len(rows.last) < LAST or not calls or sum(bad.values()) < MALFORMED * calls:
         return None
     kind, count = bad.most_common(1)[0]
     return Diagnosis(
         "calls fail",
-        f"{sum(bad.values()):.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, mostly {kind} ({count:.0f}).",
-        "More demonstrations (warmup.demos) and warm-up steps teach the form; check it with turnwright check --model.",
+        f"{sum(bad.values()):.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, "
+        f"mostly {kind} ({count:.0f}).",
+        "More demonstrations (warmup.demos) and warm-up steps teach the form; check it with "
+        "turnwright check --model.",
     )
 
 
 def flat(rows: DiagnosisInput) -> Diagnosis | None:
-    """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than chance, tasks unsolved."""
+    """Nothing changes: over `FLAT_STEPS` steps, success of training episodes rose by no more than
+    chance, tasks unsolved."""
     means = _unchanged(rows)
     if means is None or any(cause(rows) is not None for cause in (unrewarded, tied, truncated)):
         return None
     recent = rows.train[-FLAT_STEPS:]
-    agreement = max(_mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled"))
+    agreement = max(
+        _mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled")
+    )
     groups, without = _sum(recent, "groups"), _sum(recent, "groups_no_signal")
     why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
     if groups and without / groups >= MOSTLY_TIED:
         never = _sum(recent, "groups_unsolved")
-        why = f"in {without:.0f} of {groups:.0f} groups all episodes had the same reward, in {never:.0f} of them none succeeded"
-        remedy = "Where none succeeds, warm up longer (warmup.steps) or reward partial success; larger groups tie less often."
+        why = (
+            f"in {without:.0f} of {groups:.0f} groups all episodes had the same reward, in "
+            f"{never:.0f} of them none succeeded"
+        )
+        remedy = (
+            "Where none succeeds, warm up longer (warmup.steps) or reward partial success; "
+            "larger groups tie less often."
+        )
     elif agreement < NOISE:
         why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
     elif all(row.get("lr") == 0.0 for row in recent):
         why, remedy = "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
     return Diagnosis(
         "nothing changes",
-        f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in {FLAT_STEPS} steps: {why}.",
+        f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in "
+        f"{FLAT_STEPS} steps: {why}.",
         remedy,
     )
 
@@ -328,7 +409,8 @@ MORE_GROUPS = "Use larger or more groups (rollout)."
 
 
 def _unchanged(rows: DiagnosisInput) -> tuple[float, float] | None:
-    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, tasks are solved, or none was trained."""
+    """Return success in the halves of the last `FLAT_STEPS` steps; None if it rose, tasks are
+    solved, or none was trained."""
     if len(rows.train) < FLAT_STEPS:
         return None
     recent = rows.train[-FLAT_STEPS:]
@@ -336,7 +418,11 @@ def _unchanged(rows: DiagnosisInput) -> tuple[float, float] | None:
     before, after = (_mean(half, "success") for half in halves)
     episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
     chance = 2 * (2 * max(before * (1 - before), 0.01) / episodes) ** 0.5
-    changed = max(before, after) >= UNSOLVED or after - before > chance or not _sum(recent, "trajectories")
+    changed = (
+        max(before, after) >= UNSOLVED
+        or after - before > chance
+        or not _sum(recent, "trajectories")
+    )
     return None if changed else (before, after)
 
 
@@ -388,7 +474,8 @@ class RenderFinding:
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
-    """Read the render findings of a run, the most frequent cause (by rows of metrics.jsonl) first."""
+    """Read the render findings of a run, the most frequent cause (by rows of
+    metrics.jsonl) first."""
     counts: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():
@@ -400,20 +487,30 @@ def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Re
         episode = "/".join(map(str, key)) if isinstance(key, list) else ""
         turn = number(row.get("turn"))
         place = f"turn {int(turn) + 1}" if turn is not None and turn >= 0 else "the opening prompt"
-        where = f"episode {episode}, {place}, id {row.get('position')} of the path, origin {row.get('origin')}"
+        where = (
+            f"episode {episode}, {place}, id {row.get('position')} of the path, origin "
+            f"{row.get('origin')}"
+        )
         texts = [(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS]
-        sentence = " ".join(filter(None, (str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT])))
+        sentence = " ".join(
+            filter(None, (str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT]))
+        )
         found.append(RenderFinding(cause, sentence, counts[cause], where, texts))
     return sorted(found, key=lambda one: (-one.count, one.cause))
 
 
 def table(found: Sequence[RenderFinding], width: int = 120) -> list[str]:
-    """Format findings as terminal lines: three columns under each cause, with visible whitespace."""
+    """Format findings as terminal lines: three columns under each cause,
+    with visible whitespace."""
     lines: list[str] = []
     cell = max(16, (width - 6) // 3)
     for one in found:
         count = f" ({one.count} in the steps)" if one.count else ""
-        lines += ["", single_line(f"{one.cause}{count}: {one.sentence}"), single_line(f"  {one.where}")]
+        lines += [
+            "",
+            single_line(f"{one.cause}{count}: {one.sentence}"),
+            single_line(f"  {one.where}"),
+        ]
         texts = [visible(text).translate(_SPACES) for _, text in one.columns]
         cells = [textwrap.wrap(text, cell, drop_whitespace=False) or [""] for text in texts]
         lines.append("   ".join(name.ljust(cell) for name, _ in one.columns).rstrip())

@@ -1,7 +1,7 @@
 """Progress displays for terminals, and a Chrome trace of a run.
 
-A display never raises into the run and never delays it: `progress` only stores its arguments, and drawing happens in rich's own
-thread, or on the next call when a line is due.
+A display never raises into the run and never delays it: `progress` only stores its arguments, and
+drawing happens in rich's own thread, or on the next call when a line is due.
 """
 
 from __future__ import annotations
@@ -38,22 +38,28 @@ TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
 class ProfileListener(ProgressListener):
-    """Forwards everything to another listener, and appends an event for each phase, step and wait to RUN/profile.json.
+    """Forwards everything to another listener, and appends an event for each phase, step and
+    wait to RUN/profile.json.
 
-    Times are wall-clock microseconds since the profile started. Within a training step, `rollout` and `train` have their
-    measured lengths and end with the step. Seconds spent by the step's episodes are counters, summed although episodes overlap.
-    Each episode is an asynchronous span with its phases below it. Write errors are ignored. The closing bracket is written
-    last, as the format allows.
+    Times are wall-clock microseconds since the profile started. Within a training step,
+    `rollout` and `train` have their measured lengths and end with the step. Seconds spent by
+    the step's episodes are counters, summed although episodes overlap. Each episode is an
+    asynchronous span with its phases below it. Write errors are ignored. The closing bracket is
+    written last, as the format allows.
     """
 
-    def __init__(self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, watch: ProgressListener, run: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._watch, self._clock, self._origin = watch, clock, clock()
         self._path = run / FILE
         self._text: list[str] = []
         self._open: dict[str, tuple[str, float]] = {}
         self._written = self._started = False
         for thread, name in enumerate(TRACKS, 1):
-            self._add({"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}})
+            self._add(
+                {"ph": "M", "pid": 1, "tid": thread, "name": "thread_name", "args": {"name": name}}
+            )
 
     def phase(self, name: str, total: int, unit: str) -> None:
         self._started = True
@@ -66,18 +72,36 @@ class ProfileListener(ProgressListener):
             now = self._clock()
             train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
             if train is not None and rollout is not None:
-                args = {name: value for name, value in figures.items() if isinstance(value, (int, float))}
+                args = {
+                    name: value
+                    for name, value in figures.items()
+                    if isinstance(value, (int, float))
+                }
                 self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
                 self._span("step", f"train {done}", now - train, now, args)
             spent = figures.get("seconds")
             if isinstance(spent, Mapping):
-                sums = {str(name): number(row.get("sum")) or 0.0 for name, row in spent.items() if isinstance(row, Mapping)}
-                self._add({"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now), "args": sums})
+                sums = {
+                    str(name): number(row.get("sum")) or 0.0
+                    for name, row in spent.items()
+                    if isinstance(row, Mapping)
+                }
+                self._add(
+                    {
+                        "ph": "C",
+                        "pid": 1,
+                        "tid": 4,
+                        "name": TRACKS[3],
+                        "ts": self._at(now),
+                        "args": sums,
+                    }
+                )
             self._write()
         self._watch.progress(done, figures)
 
     def waiting(self, what: str) -> None:
-        """End a wait, and maybe start another; the count of finished episodes is not part of its name."""
+        """End a wait, and maybe start another; the count of finished episodes is
+        not part of its name."""
         self._next("waiting for", "episodes" if " episodes; " in what else what)
         self._watch.waiting(what)
 
@@ -100,10 +124,22 @@ class ProfileListener(ProgressListener):
             self._write()
 
     def _async(self, kind: str, session: str, name: str, moment: float) -> None:
-        self._add({"ph": kind, "cat": "episode", "id": session, "pid": 1, "tid": 5, "name": name, "ts": self._at(moment)})
+        self._add(
+            {
+                "ph": kind,
+                "cat": "episode",
+                "id": session,
+                "pid": 1,
+                "tid": 5,
+                "name": name,
+                "ts": self._at(moment),
+            }
+        )
 
     def close(self) -> None:
-        if self._started:  # a rejected run has no events, and the directory may belong to another run
+        if (
+            self._started
+        ):  # a rejected run has no events, and the directory may belong to another run
             for track in ("waiting for", "step", "phase"):
                 self._next(track, "")
             self._write(end=True)
@@ -120,8 +156,16 @@ class ProfileListener(ProgressListener):
         if name:
             self._open[track] = (name, now)
 
-    def _span(self, track: str, name: str, start: float, end: float, args: Mapping[str, Any]) -> None:
-        event = {"ph": "X", "pid": 1, "tid": TRACKS.index(track) + 1, "name": name, "ts": self._at(start)}
+    def _span(
+        self, track: str, name: str, start: float, end: float, args: Mapping[str, Any]
+    ) -> None:
+        event = {
+            "ph": "X",
+            "pid": 1,
+            "tid": TRACKS.index(track) + 1,
+            "name": name,
+            "ts": self._at(start),
+        }
         self._add(event | {"dur": max(0, self._at(end) - self._at(start)), "args": dict(args)})
 
     def _at(self, moment: float) -> int:
@@ -178,7 +222,9 @@ class ProgressState:
         self.stops: Counter[str] = Counter()
         self.waiting = ""
         self.waiting_since = self.clock()
-        self.series: dict[str, deque[float]] = {key: deque(maxlen=60) for key in ("reward", "success", "loss")}
+        self.series: dict[str, deque[float]] = {
+            key: deque(maxlen=60) for key in ("reward", "success", "loss")
+        }
         self._marks: deque[tuple[float, int]] = deque([(self.clock(), 0)], maxlen=32)
 
     def update(self, done: int, figures: Mapping[str, Any]) -> None:
@@ -186,14 +232,21 @@ class ProgressState:
         advanced = int(done) > self.done
         self.done = int(done)
         for key, value in figures.items():
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            if (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
                 self.figures[key] = float(value)
                 if key in self.series and advanced:
                     self.series[key].append(float(value))
         stops = figures.get("stops")
         if isinstance(stops, Mapping):
-            self.stops = Counter({single_line(str(name), 24): int(count) for name, count in stops.items()})
-        # At most one mark per half second, so that 32 of them cover enough time for a steady estimate.
+            self.stops = Counter(
+                {single_line(str(name), 24): int(count) for name, count in stops.items()}
+            )
+        # At most one mark per half second, so that 32 of them cover enough time
+        # for a steady estimate.
         if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
             self._marks.append((self.clock(), self.done))
 
@@ -209,7 +262,9 @@ class ProgressState:
             return None
         since, done = self._marks[0]
         elapsed, advanced = self.clock() - since, self.done - done
-        return elapsed / advanced * (self.total - self.done) if advanced > 0 and elapsed > 0 else None
+        return (
+            elapsed / advanced * (self.total - self.done) if advanced > 0 and elapsed > 0 else None
+        )
 
 
 def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -249,18 +304,26 @@ def amount(value: float) -> str:
 
 
 def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> ProgressListener:
-    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that results can be piped."""
+    """Return a display for `auto`, `rich`, `plain` or `none`; it writes to standard error, so that
+    results can be piped."""
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
         dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
         mode = "rich" if stream.isatty() and not dumb else "plain"
     if mode not in ("rich", "plain", "none"):
         raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
-    return NullListener() if mode == "none" else PlainDisplay(stream) if mode == "plain" else RichDisplay(stream)
+    return (
+        NullListener()
+        if mode == "none"
+        else PlainDisplay(stream)
+        if mode == "plain"
+        else RichDisplay(stream)
+    )
 
 
 def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
-    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric, must not stop the run."""
+    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric,
+    must not stop the run."""
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -273,7 +336,9 @@ def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
 class PlainDisplay(ProgressListener):
     """Prints a line every few seconds, without control codes: for pipes, logs and CI."""
 
-    def __init__(self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream = stream
         self._every_s = every_s
         self._clock = clock
@@ -287,19 +352,29 @@ class PlainDisplay(ProgressListener):
         self._flush()
         self._state.begin(name, total, unit)
         self._printed_done = -1
-        self._print(f"{self._state.phase}: {self._state.total} {self._state.unit}" if self._state.total else self._state.phase)
+        self._print(
+            f"{self._state.phase}: {self._state.total} {self._state.unit}"
+            if self._state.total
+            else self._state.phase
+        )
 
     @_never_raises
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
         self._state.update(done, figures)
         last = 0 < self._state.total <= self._state.done
-        if (last and self._printed_done != self._state.done) or self._clock() - self._printed_at >= self._every_s:
+        if (
+            last and self._printed_done != self._state.done
+        ) or self._clock() - self._printed_at >= self._every_s:
             self._print_figures()
 
     @_never_raises
     def waiting(self, what: str) -> None:
         self._state.wait(what)
-        if what and what != self._printed_waiting and self._clock() - self._printed_at >= self._every_s:
+        if (
+            what
+            and what != self._printed_waiting
+            and self._clock() - self._printed_at >= self._every_s
+        ):
             self._printed_waiting = what
             self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
 
@@ -323,7 +398,12 @@ class PlainDisplay(ProgressListener):
         parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
         if state.stops:
             total = state.stops.total() or 1
-            parts.append("stops " + " ".join(f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)))
+            parts.append(
+                "stops "
+                + " ".join(
+                    f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)
+                )
+            )
         if (left := state.left_s()) is not None:
             parts.append(f"{duration(left)} left")
         self._print("  ".join(parts))
@@ -349,7 +429,11 @@ class RichDisplay(ProgressListener):
     def phase(self, name: str, total: int, unit: str) -> None:
         if self._live is None:
             self._live = Live(
-                get_renderable=self._frame, console=self._console, refresh_per_second=8, transient=True, redirect_stdout=False
+                get_renderable=self._frame,
+                console=self._console,
+                refresh_per_second=8,
+                transient=True,
+                redirect_stdout=False,
             )
             self._live.start()
         self._print_result()
@@ -404,17 +488,28 @@ class RichDisplay(ProgressListener):
         head.add_column(justify="right", no_wrap=True)
         of = f" of {state.total}" if state.total else ""
         left = state.left_s()
-        times = f"{duration(state.clock() - state.phase_started)}" + (f", {duration(left)} left" if left is not None else "")
+        times = f"{duration(state.clock() - state.phase_started)}" + (
+            f", {duration(left)} left" if left is not None else ""
+        )
         total, color = state.total or None, "cyan"
         bar = ProgressBar(
-            total, state.done, pulse=total is None, complete_style=color, finished_style="green", pulse_style=color
+            total,
+            state.done,
+            pulse=total is None,
+            complete_style=color,
+            finished_style="green",
+            pulse_style=color,
         )
         head.add_row(bar, Text(times, "dim"))
         figures = Table.grid(padding=(0, 2))
         rest = Text()
         for label, value in figure_text(dict(state.figures)):
             if state.series.get(label):
-                figures.add_row(Text(label, "dim"), Text(value, "bold"), Text(sparkline(list(state.series[label])), "cyan"))
+                figures.add_row(
+                    Text(label, "dim"),
+                    Text(value, "bold"),
+                    Text(sparkline(list(state.series[label])), "cyan"),
+                )
             else:
                 rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
         title = Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}")
@@ -422,7 +517,10 @@ class RichDisplay(ProgressListener):
         if state.stops:
             counts = state.stops.most_common(6)
             total = sum(count for _, count in counts) or 1
-            shares = (Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")) for name, count in counts)
+            shares = (
+                Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold"))
+                for name, count in counts
+            )
             rows.append(Text.assemble(("stops  ", "dim"), *shares))
         if state.waiting:
             for_s = state.clock() - state.waiting_since
@@ -430,5 +528,9 @@ class RichDisplay(ProgressListener):
             rows.append(Text.assemble(("waiting for ", "yellow"), state.waiting, (since, "dim")))
         rows += [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in list(state.notes)]
         return Panel(
-            Group(*rows), title=Text("turnwright"), title_align="left", border_style="dim", width=min(100, self._console.width)
+            Group(*rows),
+            title=Text("turnwright"),
+            title_align="left",
+            border_style="dim",
+            width=min(100, self._console.width),
         )

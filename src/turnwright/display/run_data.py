@@ -1,4 +1,5 @@
-"""Lenient reader of run directories: reads what exists, complete or not, without loading large files into memory."""
+"""Lenient reader of run directories: reads what exists, complete or not, without loading
+large files into memory."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class RunData:
         return PolicyNames(self.config, self.warmup_steps)
 
     def phase(self, name: str) -> list[Row]:
-        """Return the rows of one phase, in order; of a step trained twice (after a resume), the last."""
+        """Return the rows of one phase, in order; of a step trained twice
+        (after a resume), the last."""
         last: dict[Any, Row] = {}
         for index, row in enumerate(self.rows):
             if row.get("phase") == name:
@@ -82,16 +84,34 @@ def read_run(path: Path) -> RunData:
     summary = _object(path / "summary.json", problems)
     rows = [row for _, row in lines_of(path / "metrics.jsonl", problems, metrics_row)]
     versions = mapping(config.get("versions") or summary.get("versions"))
-    return RunData(path, mapping(config.get("config")), mapping(config.get("origins")), versions, summary, rows, problems)
+    return RunData(
+        path,
+        mapping(config.get("config")),
+        mapping(config.get("origins")),
+        versions,
+        summary,
+        rows,
+        problems,
+    )
 
 
 def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems, episode_record):
-        key, stop, failed = mapping(row.get("key")), str(row.get("stop") or ""), bool(row.get("error"))
-        phase, step, task = str(key.get("phase", "")), integer(key.get("step")), str(key.get("task", ""))
-        entries.append(TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed))
+        key, stop, failed = (
+            mapping(row.get("key")),
+            str(row.get("stop") or ""),
+            bool(row.get("error")),
+        )
+        phase, step, task = (
+            str(key.get("phase", "")),
+            integer(key.get("step")),
+            str(key.get("task", "")),
+        )
+        entries.append(
+            TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed)
+        )
     return entries
 
 
@@ -103,18 +123,27 @@ def load_at(path: Path, offset: int) -> Row:
 
 
 def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
-    """Select examples: best and worst of the first, middle and last step and of each evaluation, and three failures."""
+    """Select examples: best and worst of the first, middle and last step and of each
+    evaluation, and three failures."""
     picks: list[Pick] = []
     for phase in dict.fromkeys(entry.phase for entry in entries):
         those = [entry for entry in entries if entry.phase == phase]
         steps = sorted({entry.step for entry in those})
         if phase != "train":
-            picks += _ends(those, "rollout" if phase in ("", "rollout") else f"evaluation “{phase}”")
+            picks += _ends(
+                those, "rollout" if phase in ("", "rollout") else f"evaluation “{phase}”"
+            )
             continue
         chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-        names = ("first step", "middle step", "last step") if len(chosen) == 3 else ("first step", "last step")
+        names = (
+            ("first step", "middle step", "last step")
+            if len(chosen) == 3
+            else ("first step", "last step")
+        )
         for step, name in zip(chosen, names, strict=False):
-            picks += _ends([entry for entry in those if entry.step == step], f"reinforcement, {name} ({step})")
+            picks += _ends(
+                [entry for entry in those if entry.step == step], f"reinforcement, {name} ({step})"
+            )
     broken = [entry for entry in entries if entry.failed]
     kinds = {entry.stop: entry for entry in reversed(broken)}  # one of each kind first
     for entry in [*kinds.values(), *broken][:3]:
@@ -145,7 +174,9 @@ def sum_tables(rows: Iterable[Row], name: str) -> Counter[str]:
 
 def pair(value: Any) -> tuple[float, float] | None:
     """Return two finite numbers, or None for anything else."""
-    low, high = map(number, value) if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+    low, high = (
+        map(number, value) if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+    )
     return None if low is None or high is None else (low, high)
 
 
@@ -189,7 +220,8 @@ def as_it_is(row: Row) -> Row:
 
 
 def episode_record(row: Row) -> Row:
-    """Return an object that has the shape of an episode's record; raise `TypeError` for any other."""
+    """Return an object that has the shape of an episode's record; raise
+    `TypeError` for any other."""
     for name in ("spans", "turns", "failed_turns", "final", "failures"):
         if not isinstance(row.get(name), (list, NoneType)):
             raise TypeError(f"{name} is no list")
@@ -204,8 +236,11 @@ def metrics_row(row: Row) -> Row:
     return row
 
 
-def lines_of(path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is) -> Iterator[tuple[int, Row]]:
-    """Yield (offset, object) of each line, as `read` returns it; unreadable lines are counted and skipped."""
+def lines_of(
+    path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is
+) -> Iterator[tuple[int, Row]]:
+    """Yield (offset, object) of each line, as `read` returns it; unreadable lines
+    are counted and skipped."""
     if not path.exists():
         return
     unreadable = offset = 0
@@ -230,11 +265,16 @@ def unreadable_lines(path: Path, count: int) -> str:
 
 
 def parse(text: bytes) -> Any:
-    """Parse a line of JSON; None if invalid. Accepts what a strict reader rejects, such as lone surrogates."""
+    """Parse a line of JSON; None if invalid.
+
+    Accepts what a strict reader rejects, such as lone surrogates.
+    """
     with suppress(orjson.JSONDecodeError):
         return orjson.loads(text)
     with suppress(ValueError, RecursionError):
-        return json.loads(text)  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
+        return json.loads(
+            text
+        )  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
     return None
 
 
@@ -257,18 +297,23 @@ def mapping(value: Any) -> Row:
 
 
 class PolicyNames:
-    """Names of what sampled a span: its policy, where a run has several, and the version by the steps that a user counts."""
+    """Names of what sampled a span: its policy, where a run has several, and the version by the
+    steps that a user counts."""
 
     def __init__(self, config: Row, warmup_steps: int) -> None:
         """`config` is that of the run, as far as it can be read."""
         rows = [mapping(row) for row in _list(config.get("policy"))]
         self._rows = {str(row.get("name")): row for row in rows}
-        agents = {name: [str(one) for one in _list(row.get("agents"))] or [name] for name, row in self._rows.items()}
+        agents = {
+            name: [str(one) for one in _list(row.get("agents"))] or [name]
+            for name, row in self._rows.items()
+        }
         self._agents = AgentPolicies(agents)
         self._warmup_steps = warmup_steps
 
     def of(self, span: Row) -> str:
-        """Return the policy of a span's agent; empty where the run has one policy, or none for this agent."""
+        """Return the policy of a span's agent; empty where the run has one policy,
+        or none for this agent."""
         try:
             return self._agents.of(str(span.get("agent") or "main"))
         except UsageError:
@@ -289,7 +334,8 @@ class PolicyNames:
 
 
 def policy_name(version: Any, warmup_steps: int) -> str:
-    """Name a policy by the steps that a user counts: those of the warm-up before reinforcement, then those of reinforcement."""
+    """Name a policy by the steps that a user counts: those of the warm-up before reinforcement,
+    then those of reinforcement."""
     if number(version) is None:
         return "?"
     steps = integer(version) - warmup_steps

@@ -1,6 +1,8 @@
-"""Sampling distribution from logits: one definition for the engine, this trainer and other trainers.
+"""Sampling distribution from logits: one definition for the engine, this
+trainer and other trainers.
 
-Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and imports none of these libraries.
+Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and imports
+none of these libraries.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
         logprobs = tw.token_logprobs(shifted, ids[1:], sample.sampling)
 
     Args:
-        logits: [n, vocabulary] from any array library; float16 and bfloat16 are computed in float32. Gradients flow through it.
+        logits: [n, vocabulary] from any array library; float16 and bfloat16 are computed in
+            float32. Gradients flow through it.
         ids: [n] integers of the same library and device.
         sampling: the sample's distribution, `Sample.sampling`.
 
     Returns:
-        [n], natural logarithms; minus infinity for a banned id. A sampled id always counts as part of the min-p/top-k/top-p
-        support, so that small differences from the engine's logits exclude none.
+        [n], natural logarithms; minus infinity for a banned id. A sampled id always counts
+        as part of the min-p/top-k/top-p support, so that small differences from the
+        engine's logits exclude none.
 
     Raises:
         ValueError: when the shapes do not match.
@@ -36,8 +40,8 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
     xp = _namespace(logits)
     if logits.ndim != 2 or tuple(ids.shape) != tuple(logits.shape[:1]):
         raise ValueError(
-            f"token_logprobs: logits must be [n, vocabulary] and ids [n], not {tuple(logits.shape)} and {tuple(ids.shape)}; "
-            "logits[:-1] belong to ids[1:]"
+            "token_logprobs: logits must be [n, vocabulary] and ids [n], not "
+            f"{tuple(logits.shape)} and {tuple(ids.shape)}; logits[:-1] belong to ids[1:]"
         )
     scores = masked_scores(logits, Sampling(sampling.temperature), sampling.banned_ids)
     if sampling.temperature > 0 and not sampling.is_unmodified:
@@ -49,7 +53,8 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
 
 
 def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = frozenset()) -> Any:
-    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: at least float32, -inf outside the support."""
+    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: at least float32,
+    -inf outside the support."""
     xp = _namespace(logits)
     scores = xp.astype(logits, xp.result_type(logits.dtype, xp.float32), copy=False)
     if banned:
@@ -62,7 +67,8 @@ def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = froz
 
 
 def truncate(scores: Any, sampling: Sampling) -> Any:
-    """Set all scores under the bound of min_p, then all but the top_k, then all but the nucleus of top_p, to minus infinity.
+    """Set all scores under the bound of min_p, then all but the top_k, then all but the nucleus of
+    top_p, to minus infinity.
 
     The nucleus is the smallest set of ids whose probabilities reach top_p; ties are broken by id.
     """
@@ -82,7 +88,9 @@ def truncate(scores: Any, sampling: Sampling) -> Any:
     last = xp.min(xp.where(keep, ranked, xp.inf), axis=-1, keepdims=True)
     ties = scores == last
     room = xp.sum(xp.astype(keep & (ranked == last), xp.int64), axis=-1, keepdims=True)
-    inside = (scores > last) | (ties & (xp.cumulative_sum(xp.astype(ties, xp.int64), axis=-1) <= room))
+    inside = (scores > last) | (
+        ties & (xp.cumulative_sum(xp.astype(ties, xp.int64), axis=-1) <= room)
+    )
     return xp.where(inside, scores, -xp.inf)
 
 
@@ -93,7 +101,9 @@ def _namespace(array: Any) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _penalty(xp: ModuleType, banned: frozenset[int], vocabulary: int, dtype: Any, device: Any) -> Any:
+def _penalty(
+    xp: ModuleType, banned: frozenset[int], vocabulary: int, dtype: Any, device: Any
+) -> Any:
     """Return [vocabulary]: minus infinity for the banned ids, else 0."""
     ids = xp.asarray(sorted(banned), dtype=xp.int64, device=device)
     row = xp.arange(vocabulary, dtype=xp.int64, device=device)

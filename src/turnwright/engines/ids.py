@@ -9,9 +9,11 @@ import orjson
 
 
 class GrowingIds(list[int]):
-    """List of ids that keeps its JSON text, so that a request encodes only the ids appended since the last one.
+    """List of ids that keeps its JSON text, so that a request encodes only the ids
+    appended since the last one.
 
-    A context grows by a few hundred ids a turn and is sent completely each time. Any change except appending drops the text.
+    A context grows by a few hundred ids a turn and is sent completely each time. Any change except
+    appending drops the text.
     """
 
     __slots__ = ("_count", "_text")
@@ -40,7 +42,17 @@ def _dropping(name: str) -> Any:
     return changed
 
 
-for _name in ("__setitem__", "__delitem__", "__imul__", "insert", "pop", "remove", "clear", "sort", "reverse"):
+for _name in (
+    "__setitem__",
+    "__delitem__",
+    "__imul__",
+    "insert",
+    "pop",
+    "remove",
+    "clear",
+    "sort",
+    "reverse",
+):
     setattr(GrowingIds, _name, _dropping(_name))
 
 

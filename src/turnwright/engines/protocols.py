@@ -18,8 +18,8 @@ Decode = Callable[[Sequence[int]], str]
 class StopText:
     """Texts that end a reply, and their detection in token ids.
 
-    The first text to be completed ends the reply. A text may begin and end inside tokens and span any number of them, partial
-    UTF-8 characters included. Sampled ids are never cut or extended.
+    The first text to be completed ends the reply. A text may begin and end inside tokens and span
+    any number of them, partial UTF-8 characters included. Sampled ids are never cut or extended.
 
     Example::
 
@@ -37,25 +37,30 @@ class StopText:
             decode: decodes ids with the tokenizer of the sampling model.
 
         Raises:
-            UsageError: for no text, an empty text, or one with a replacement character (never found in a reply).
+            UsageError: for no text, an empty text, or one with a replacement character
+                (never found in a reply).
         """
         self.texts = (texts,) if isinstance(texts, str) else tuple(texts)
         if not self.texts:
             raise UsageError("stop texts: the list is empty; omit stop instead")
         for text in self.texts:
             if not isinstance(text, str) or not text or "\ufffd" in text:
-                raise UsageError(f"stop text {text!r}: must be a non-empty decodable text, such as '</search>'")
+                raise UsageError(
+                    f"stop text {text!r}: must be a non-empty decodable text, such as '</search>'"
+                )
         self._decode = decode
         self._before: tuple[int, ...] = ()
         self._max_bytes = max(len(text.encode("utf-8", "replace")) for text in self.texts)
-        # A printable ASCII character always decodes from its own byte; other characters depend on neighboring ids.
+        # A printable ASCII character always decodes from its own byte; other characters
+        # depend on neighboring ids.
         last = {text[-1] for text in self.texts}
         self._last = last if all("!" <= char <= "~" for char in last) else None
         self._may_end: dict[int, bool] = {}
         """Whether a text may end in an id, judging by its last character."""
 
     def continued_after(self, ids: Sequence[int]) -> StopText:
-        """Return a detector for ids that continue these, for an aborted reply that another call continues."""
+        """Return a detector for ids that continue these, for an aborted reply that
+        another call continues."""
         other = copy(self)
         other._before = (*self._before, *ids)
         return other
@@ -79,17 +84,22 @@ class StopText:
         window = self._max_bytes + 2
         while True:
             missing = window - count
-            tail = [*(self._before[-missing:] if missing > 0 else ()), *ids[max(0, count - window) : count]]
+            tail = [
+                *(self._before[-missing:] if missing > 0 else ()),
+                *ids[max(0, count - window) : count],
+            ]
             decoded = self._decode(tail)
             if any(text in decoded for text in self.texts):
                 return True
-            # Ids that decode to nothing on their own let a text start further back than one id per byte.
+            # Ids that decode to nothing on their own let a text start further
+            # back than one id per byte.
             if len(tail) < window or len(self._decode(tail[1:-1])) >= self._max_bytes:
                 return False
             window *= 2
 
     def cut(self, text: str) -> str:
-        """Truncate a text after the first complete stop text; return all of it when there is none."""
+        """Truncate a text after the first complete stop text; return all of
+        it when there is none."""
         ends = [text.index(stop) + len(stop) for stop in self.texts if stop in text]
         return text[: min(ends)] if ends else text
 
@@ -105,15 +115,22 @@ class Request:
     """One call to an engine."""
 
     ids: Sequence[int]
-    """Complete context, verbatim. The caller must not modify it until the call returns; engines copy it to keep it longer."""
+    """Complete context, verbatim.
+
+    The caller must not modify it until the call returns; engines copy it to keep it longer.
+    """
     max_tokens: int
     """Maximum number of new ids; at least 1."""
     stop_ids: frozenset[int]
     """Sampling ends after any of these; the stop id is part of the result."""
     seed: int
-    """64 bits derived from (run, phase, step, task, sample, attempt, call); reply position p draws from (seed, p) only."""
+    """64 bits derived from (run, phase, step, task, sample, attempt, call); reply position p
+    draws from (seed, p) only."""
     session: str
-    """Trajectory id. Calls of a session extend each other, so caches and server affinity may use it."""
+    """Trajectory id.
+
+    Calls of a session extend each other, so caches and server affinity may use it.
+    """
     group: str = ""
     """Sessions of a group share their opening prompt."""
     call: int = 0
@@ -121,23 +138,28 @@ class Request:
     sampling: Sampling = _UNMODIFIED
     agent: str = "main"
     media: Sequence[MediaPlacement] = ()
-    """Complete image and video blocks among `ids`, in order; must stay unmodified until the call returns."""
+    """Complete image and video blocks among `ids`, in order; must stay unmodified
+    until the call returns."""
     messages: Sequence[Message] = ()
-    """Messages that `ids` render, for scripts and evaluation chat endpoints; engines that sample read `ids` only."""
+    """Messages that `ids` render, for scripts and evaluation chat endpoints; engines that
+    sample read `ids` only."""
     banned_ids: frozenset[int] = frozenset()
     """Ids that are never sampled; the trainer excludes them from its softmax too."""
     extras: frozenset[str] = frozenset()
     """Requested extras by name (`routes`); logprobs are always returned."""
     routes_from: int = 0
-    """First position whose experts are requested when `extras` has `routes`; the caller has the earlier ones."""
+    """First position whose experts are requested when `extras` has `routes`; the caller
+    has the earlier ones."""
     deadline: float | None = None
     """Event loop time by which a response is needed."""
     min_version: int = 0
     """Oldest version of a trained policy that may respond."""
     stop_text: StopText | None = None
-    """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for engines that see text)."""
+    """Sampling also ends after the id that completes one of these texts (`stop_text.texts`, for
+    engines that see text)."""
     reply_position: int = 0
-    """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws continue at this position."""
+    """Number of ids at the end of `ids` that earlier calls sampled for this reply; its draws
+    continue at this position."""
     tools: Tools = ()
     """Tools that `ids` offer, for evaluation chat endpoints."""
 
@@ -160,10 +182,11 @@ class Generation:
 
     ids: list[int]
     logprobs: Sequence[float | None]
-    """log p(id | context) under the sampling distribution, one finite value per id; None only with `missing_logprobs`."""
+    """log p(id | context) under the sampling distribution, one finite value per id; None only
+    with `missing_logprobs`."""
     finish: Finish
-    """`stop`: the last id is a stop id or completes a stop text; `length`: max_tokens reached; `abort`: interrupted, the ids
-    so far are valid."""
+    """`stop`: the last id is a stop id or completes a stop text; `length`: max_tokens reached;
+    `abort`: interrupted, the ids so far are valid."""
     version: int
     """Policy version of the first id, and of every id unless `later_versions` tells otherwise."""
     cached_tokens: int = 0
@@ -171,30 +194,39 @@ class Generation:
     extras: Mapping[str, tuple[int, Any]] = field(default_factory=dict)
     """Requested extras that are available, as name -> (first position, array).
 
-    `routes` is an `ExpertRoutes` or an integer array [positions, layers, k]. It starts at `routes_from` or earlier and ends at
-    the last position fed, which precedes the last id."""
+    `routes` is an `ExpertRoutes` or an integer array [positions, layers, k]. It starts at
+    `routes_from` or earlier and ends at the last position fed, which precedes the last id."""
     missing_logprobs: MissingLogprobs = "error"
-    """Handling of ids whose logprob is None: a contract error; untrained and counted; or trained against the trainer's own
-    forward pass and counted."""
+    """Handling of ids whose logprob is None: a contract error; untrained and counted; or trained
+    against the trainer's own forward pass and counted."""
     drafted: int = 0
     """Ids drafted for this reply by speculative decoding; `accepted` of them were sampled."""
     accepted: int = 0
     later_versions: Sequence[tuple[int, int]] = ()
-    """Weights that changed during the call: (index of the first id, policy version) of each later run of ids, in order."""
+    """Weights that changed during the call: (index of the first id, policy version) of each later
+    run of ids, in order."""
     cache_version: int | None = None
-    """Oldest policy version whose weights computed a part of the context's cache; None means that of each id itself."""
+    """Oldest policy version whose weights computed a part of the context's cache; None means
+    that of each id itself."""
     fixed: bool = False
-    """Whether a policy that is not trained sampled it: its version may be older than `Request.min_version`."""
+    """Whether a policy that is not trained sampled it: its version may be older than
+    `Request.min_version`."""
 
     def joined(self, later: Generation) -> Generation:
-        """Return this part of a reply together with what the engine sampled for the rest (`Request.continued`)."""
+        """Return this part of a reply together with what the engine sampled for the rest
+        (`Request.continued`)."""
         extras = {**self.extras, **later.extras}
         if ROUTES in self.extras and ROUTES in later.extras:
-            (first, begun), (start, rest) = ((at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES]))
+            (first, begun), (start, rest) = (
+                (at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES])
+            )
             extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
         count = len(self.ids)
         runs = [(0, self.version), *self.later_versions] if count else []
-        runs += [(count, later.version), *((count + at, version) for at, version in later.later_versions)]
+        runs += [
+            (count, later.version),
+            *((count + at, version) for at, version in later.later_versions),
+        ]
         changes = [run for before, run in pairwise(runs) if run[1] != before[1]]
         return replace(
             later,
@@ -213,8 +245,9 @@ class Generation:
 class Engine(Protocol):
     """Samples replies. `generate` is called from one event loop, with many calls in flight.
 
-    Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`, `NeedsRenderer`, `AcceptsPixelSource`,
-    `SupportsWeightUpdate`, `SupportsSleep`. A rollout checks for them once, at construction.
+    Optional capabilities are separate protocols: `HasContextLimit`, `HasRenderer`,
+    `NeedsRenderer`, `AcceptsPixelSource`, `SupportsWeightUpdate`, `SupportsSleep`. A rollout
+    checks for them once, at construction.
     """
 
     async def generate(self, request: Request) -> Generation:
@@ -237,7 +270,10 @@ class HasContextLimit(Protocol):
 
     @property
     def context(self) -> int | None:
-        """Maximum number of ids of context plus reply; None while it is unknown. Read before each episode."""
+        """Maximum number of ids of context plus reply; None while it is unknown.
+
+        Read before each episode.
+        """
 
 
 @runtime_checkable
@@ -268,7 +304,8 @@ class AcceptsPixelSource(Protocol):
     """Engine of a vision model."""
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Add a source of pixel values for `Request.media`; called once per rollout with a vision renderer."""
+        """Add a source of pixel values for `Request.media`; called once per rollout
+        with a vision renderer."""
 
 
 def add_pixel_source(engine: Engine, pixels: Any) -> None:
@@ -335,7 +372,8 @@ class SupportsWeightUpdate(Engine, Protocol):
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
-    """Raise `BackendContractError`, which starts with the engine's name, when a generation violates the contract of engines."""
+    """Raise `BackendContractError`, which starts with the engine's name, when a generation violates
+    the contract of engines."""
     fault = _find_fault(generation, request)
     if fault:
         raise BackendContractError(f"{name} {fault}")
@@ -346,7 +384,9 @@ def _find_fault(generation: Generation, request: Request) -> str:
     ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
     if finish not in ("stop", "length", "abort"):
         return f"returned the finish reason {finish!r}; expected stop, length or abort"
-    if generation.version is None or (generation.version < request.min_version and not generation.fixed):
+    if generation.version is None or (
+        generation.version < request.min_version and not generation.fixed
+    ):
         return f"sampled with policy {generation.version}, older than {request.min_version}"
     if logprobs is None or len(ids) != len(logprobs):
         return f"returned {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
@@ -359,11 +399,22 @@ def _find_fault(generation: Generation, request: Request) -> str:
     stopped, what = ids[-1] in request.stop_ids, "stop id"
     if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
         if count < len(ids):
-            return f"sampled {len(ids) - count} ids after a stop text of {list(request.stop_text.texts)}"
+            return (
+                f"sampled {len(ids) - count} ids after a stop text of "
+                f"{list(request.stop_text.texts)}"
+            )
         stopped, what = True, what if stopped else "stop text's end"
     if stopped is not (finish == "stop"):
-        return f"returned the finish reason {finish!r} after id {ids[-1]}, which is {'a' if stopped else 'no'} {what}"
-    return _check_numbers(ids, logprobs if generation.missing_logprobs == "error" else [p for p in logprobs if p is not None])
+        return (
+            f"returned the finish reason {finish!r} after id {ids[-1]}, which is "
+            f"{'a' if stopped else 'no'} {what}"
+        )
+    return _check_numbers(
+        ids,
+        logprobs
+        if generation.missing_logprobs == "error"
+        else [p for p in logprobs if p is not None],
+    )
 
 
 def _check_routes(generation: Generation, request: Request) -> str:
@@ -375,7 +426,10 @@ def _check_routes(generation: Generation, request: Request) -> str:
     last = len(request.ids) + len(generation.ids)
     if not 0 <= start <= request.routes_from or start + count > last:
         wanted = f"{request.routes_from} on, of {last} ids"
-        return f"returned routes of positions {start} to {start + count}; those from {wanted} were requested"
+        return (
+            f"returned routes of positions {start} to {start + count}; those from {wanted} "
+            "were requested"
+        )
     return ""
 
 

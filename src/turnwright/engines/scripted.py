@@ -1,4 +1,5 @@
-"""ScriptedEngine: predefined replies, for tests of environments and loops and for demonstrations."""
+"""ScriptedEngine: predefined replies, for tests of environments and loops
+and for demonstrations."""
 
 from __future__ import annotations
 
@@ -17,9 +18,10 @@ Script = Callable[[Sequence[Message], Random], Reply]
 class ScriptedEngine:
     """Returns scripted replies in place of a model's.
 
-    A sequence gives each episode its replies in order; a request beyond them is an `EngineError`. A function
-    `(messages, rng) -> reply` gets the messages and a generator seeded by the request. A reply is text, encoded by the
-    renderer with the end of the turn, or ids, used as they are. Every logprob is 0.0: the script leaves no choice.
+    A sequence gives each episode its replies in order; a request beyond them is an `EngineError`. A
+    function `(messages, rng) -> reply` gets the messages and a generator seeded by the request. A
+    reply is text, encoded by the renderer with the end of the turn, or ids, used as they are. Every
+    logprob is 0.0: the script leaves no choice.
 
     Example::
 
@@ -31,7 +33,9 @@ class ScriptedEngine:
 
     def __init__(self, replies: Sequence[Reply] | Script, *, renderer: Any = None) -> None:
         if isinstance(replies, str):
-            raise UsageError(f'ScriptedEngine takes a list of replies: write ScriptedEngine(["{replies}"])')
+            raise UsageError(
+                f'ScriptedEngine takes a list of replies: write ScriptedEngine(["{replies}"])'
+            )
         self._replies = replies
         self.renderer = renderer
 
@@ -40,7 +44,8 @@ class ScriptedEngine:
         self.renderer = renderer
 
     async def generate(self, request: Request) -> Generation:
-        """Return the next reply of the request's episode, truncated at its token limit and after a stop text.
+        """Return the next reply of the request's episode, truncated at its token
+        limit and after a stop text.
 
         Raises:
             EngineError: when the script has no further reply, or text has no renderer.
@@ -51,16 +56,21 @@ class ScriptedEngine:
             ids = self._replies[request.call]
         else:
             raise EngineError(
-                f"the script has {len(self._replies)} replies and the episode asks for reply {request.call + 1}: "
-                "end the episode earlier or write more replies"
+                f"the script has {len(self._replies)} replies and the episode asks for reply "
+                f"{request.call + 1}: end the episode earlier or write more replies"
             )
         if isinstance(ids, str):
             if self.renderer is None:
-                raise EngineError("a ScriptedEngine with text needs a renderer: pass renderer= or use it through a rollout")
+                raise EngineError(
+                    "a ScriptedEngine with text needs a renderer: pass renderer= or use it "
+                    "through a rollout"
+                )
             ids = self.renderer.encode_reply(ids)
         ids = list(ids[: request.max_tokens])
         if not ids:
-            raise EngineError(f"the script's reply {request.call} is empty; a model samples at least one id")
+            raise EngineError(
+                f"the script's reply {request.call} is empty; a model samples at least one id"
+            )
         stopped = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
         if stopped:  # a script may continue where a model would have stopped
             ids = ids[:stopped]

@@ -18,7 +18,10 @@ def path_of(port: int) -> Path:
 
 
 def publish(port: int, token: str) -> None:
-    """Write a server's token to a file that only this user can read. Raises `ConfigError` when it cannot be written."""
+    """Write a server's token to a file that only this user can read.
+
+    Raises `ConfigError` when it cannot be written.
+    """
     path = path_of(port)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -29,8 +32,8 @@ def publish(port: int, token: str) -> None:
         draft.replace(path)
     except OSError as error:
         raise ConfigError(
-            f"{path}: could not write the server's token ({error.strerror}); set TURNWRIGHT_SERVE_TOKEN, "
-            "which clients must send"
+            f"{path}: could not write the server's token ({error.strerror}); set "
+            "TURNWRIGHT_SERVE_TOKEN, which clients must send"
         ) from error
 
 
@@ -49,6 +52,10 @@ def found(url: str) -> str:
     try:
         with path_of(parts.port).open() as file:
             facts = os.fstat(file.fileno())
-            return file.read(1000).strip() if facts.st_uid == os.getuid() and not facts.st_mode & 0o077 else ""
+            return (
+                file.read(1000).strip()
+                if facts.st_uid == os.getuid() and not facts.st_mode & 0o077
+                else ""
+            )
     except (OSError, ValueError):
         return ""

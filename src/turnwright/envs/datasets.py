@@ -11,10 +11,23 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from turnwright import files
-from turnwright.envs.row_messages import read_conversation_column, read_tool_schemas, without_reference
+from turnwright.envs.row_messages import (
+    read_conversation_column,
+    read_tool_schemas,
+    without_reference,
+)
 from turnwright.envs.rows import plain_row, row_mapping, rows_of_table
 from turnwright.errors import TaskError, did_you_mean, suggest_or_list
-from turnwright.types import Image, ImageRef, Message, Task, Video, VideoRef, is_image_object, read_part
+from turnwright.types import (
+    Image,
+    ImageRef,
+    Message,
+    Task,
+    Video,
+    VideoRef,
+    is_image_object,
+    read_part,
+)
 from turnwright.types.messages import as_messages
 
 _MARKER = re.compile("<(image|video)>")
@@ -28,9 +41,12 @@ class ImageSource:
 
     folder: Path | None = None
     """Directory of image paths in rows; None for rows that do not come from a file."""
-    read: bool = True  # whether to read images with their row; otherwise when an episode renders them
+    read: bool = (
+        True  # whether to read images with their row; otherwise when an episode renders them
+    )
     media_root: Path | None = None
-    """Another directory of image paths, which may be absolute; relative ones are looked up in `folder` first."""
+    """Another directory of image paths, which may be absolute; relative ones are looked
+    up in `folder` first."""
 
     @property
     def roots(self) -> list[tuple[Path, bool]]:
@@ -39,15 +55,21 @@ class ImageSource:
         return [(files.resolved(root), absolute) for root, absolute in given if root is not None]
 
 
-def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the prompt of a row with images and videos as parts, and the images of its column, removed from `rest`.
+def with_images(
+    rest: dict[str, Any], prompt: Any, source: ImageSource, where: str
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the prompt of a row with images and videos as parts, and the images of its
+    column, removed from `rest`.
 
-    Columns are `images` (or `image`) and `videos` (or `video`). `<image>` and `<video>` in texts, or empty parts of that type,
-    mark the positions.
+    Columns are `images` (or `image`) and `videos` (or `video`). `<image>` and `<video>` in texts,
+    or empty parts of that type, mark the positions.
     """
     marked = _marked_kinds(prompt)
     columns = {kind: _column(rest, kind, kind in marked) for kind in ("image", "video")}
-    queues = {kind: iter([_of_column(one, kind, source, where) for one in found]) for kind, found in columns.items()}
+    queues = {
+        kind: iter([_of_column(one, kind, source, where) for one in found])
+        for kind, found in columns.items()
+    }
     images = list(queues["image"])
     queues["image"] = iter(images)
     counts = dict.fromkeys(queues, 0)
@@ -56,22 +78,30 @@ def with_images(rest: dict[str, Any], prompt: Any, source: ImageSource, where: s
         counts[kind] += 1
         return next(queues[kind], None)
 
-    prompt = _filled(prompt, {kind for kind, found in columns.items() if found}, next_of, source, where)
+    prompt = _filled(
+        prompt, {kind for kind, found in columns.items() if found}, next_of, source, where
+    )
     for kind, found in columns.items():
         if counts[kind] != len(found):
             raise TaskError(
-                f"{where}: {len(found)} {kind}s in its column and {counts[kind]} places for them in its prompt; write <{kind}> "
-                f"at the position of each {kind}"
+                f"{where}: {len(found)} {kind}s in its column and {counts[kind]} places for them "
+                f"in its prompt; write <{kind}> at the position of each {kind}"
             )
     return prompt, tuple(images)
 
 
 def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
-    """Remove and return the images of a column; a column with other content (such as a container `image`) stays in the row."""
+    """Remove and return the images of a column; a column with other content (such as a container
+    `image`) stays in the row."""
     for name in (f"{kind}s", kind):
         value = rest.get(name)
-        items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-        if items and (marked or not all(isinstance(item, (str, int, float, bool)) or item is None for item in items)):
+        items = (
+            [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
+        )
+        if items and (
+            marked
+            or not all(isinstance(item, (str, int, float, bool)) or item is None for item in items)
+        ):
             del rest[name]
             return items
         if any(isinstance(item, str) and item.lower().endswith(_IMAGE_SUFFIXES) for item in items):
@@ -81,10 +111,19 @@ def _column(rest: dict[str, Any], kind: str, marked: bool) -> list[Any]:
 
 
 def _marked_kinds(prompt: Any) -> set[str]:
-    """Return the kinds of media that have positions in a prompt: markers in its texts, or empty parts."""
+    """Return the kinds of media that have positions in a prompt: markers in its
+    texts, or empty parts."""
     marked: set[str] = set()
-    for message in [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, (list, tuple)) else ():
-        content = message.get("content") if isinstance(message, Mapping) else message if isinstance(message, str) else None
+    for message in (
+        [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, (list, tuple)) else ()
+    ):
+        content = (
+            message.get("content")
+            if isinstance(message, Mapping)
+            else message
+            if isinstance(message, str)
+            else None
+        )
         for part in content if isinstance(content, (list, tuple)) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             marked.update(_MARKER.findall(text) if isinstance(text, str) else ())
@@ -106,8 +145,12 @@ def _filled(prompt: Any, kinds: set[str], next_of: Any, source: ImageSource, whe
         if isinstance(message, str):
             parts = _split_markers(message, kinds, next_of)
             filled.append(message if parts == [message] else {"role": "user", "content": parts})
-        elif isinstance(message, Mapping) and isinstance(message.get("content"), (str, list, tuple)):
-            filled.append({**message, "content": _content(message["content"], kinds, next_of, source, where)})
+        elif isinstance(message, Mapping) and isinstance(
+            message.get("content"), (str, list, tuple)
+        ):
+            filled.append(
+                {**message, "content": _content(message["content"], kinds, next_of, source, where)}
+            )
         else:
             filled.append(message)
     return prompt if isinstance(prompt, str) and filled == [prompt] else filled
@@ -116,7 +159,9 @@ def _filled(prompt: Any, kinds: set[str], next_of: Any, source: ImageSource, whe
 def _content(content: Any, kinds: set[str], next_of: Any, source: ImageSource, where: str) -> Any:
     made: list[Any] = []
     for part in [content] if isinstance(content, str) else content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        text = (
+            part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else part
+        )
         if isinstance(text, str):
             made += _split_markers(text, kinds, next_of)
         elif not isinstance(part, Mapping):
@@ -150,25 +195,46 @@ def _of_column(value: Any, kind: str, source: ImageSource, where: str) -> Any:
     frames = video.pop("frames", video.pop("video", None))
     if not isinstance(frames, (list, tuple)):
         raise TaskError(
-            f"{where}: a video is a list of frames with fps or times, not {type(frames).__name__}; decode files first"
+            f"{where}: a video is a list of frames with fps or times, not {type(frames).__name__}; "
+            "decode files first"
         )
-    return Video([_image(frame, source, where) for frame in frames], video.get("fps"), video.get("times"), video.get("alt"))
+    return Video(
+        [_image(frame, source, where) for frame in frames],
+        video.get("fps"),
+        video.get("times"),
+        video.get("alt"),
+    )
 
 
 def _of_part(part: Mapping[str, Any], source: ImageSource, where: str) -> Any:
-    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    value = next(
+        (
+            part[name]
+            for name in ("image", "image_url", "url", "path")
+            if part.get(name) is not None
+        ),
+        None,
+    )
     if isinstance(value, Mapping) and value.get("url") is not None:
         value = value["url"]
     if isinstance(value, ImageRef):
         return value
     if value is None or (isinstance(value, str) and not value):
-        raise TaskError(f"{where}: an image part without an image; give 'image', or an images column")
+        raise TaskError(
+            f"{where}: an image part without an image; give 'image', or an images column"
+        )
     image = _image(value, source, where)
-    return read_part({"type": "image", "image": Image(image.value, part.get("alt"), part.get("max_pixels") or 0, image.name)})
+    return read_part(
+        {
+            "type": "image",
+            "image": Image(image.value, part.get("alt"), part.get("max_pixels") or 0, image.name),
+        }
+    )
 
 
 def _image(value: Any, source: ImageSource, where: str) -> Image:
-    """Read an image of a row: a file in the dataset's folder, a data URI, or bytes as in Hugging Face datasets."""
+    """Read an image of a row: a file in the dataset's folder, a data URI, or bytes as in
+    Hugging Face datasets."""
     if isinstance(value, Image):
         return value
     if isinstance(value, Mapping):
@@ -186,12 +252,15 @@ def _image(value: Any, source: ImageSource, where: str) -> Image:
 def _file(name: str, source: ImageSource, where: str) -> Image:
     """Read a file in the dataset's folder, or in the directory of media."""
     if "://" in name:
-        raise TaskError(f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the dataset's folder")
+        raise TaskError(
+            f"{where}: {name!r:.100} is a URL, which is not fetched; save the image in the "
+            "dataset's folder"
+        )
     roots = source.roots
     if not roots:
         raise TaskError(
-            f"{where}: {name!r:.100} is text; rows not read from a file must give a pathlib.Path, bytes or tw.Image, or [env] "
-            "media_root the directory of its pictures"
+            f"{where}: {name!r:.100} is text; rows not read from a file must give a pathlib.Path, "
+            "bytes or tw.Image, or [env] media_root the directory of its pictures"
         )
     candidates = [_within(root, name, absolute) for root, absolute in roots]
     inside = [candidate for candidate in candidates if candidate is not None]
@@ -200,7 +269,11 @@ def _file(name: str, source: ImageSource, where: str) -> Image:
     path = next((candidate for candidate in inside if candidate.is_file()), None)
     if path is None:
         places = " or ".join(str(root) for root, _ in roots)
-        outside = "" if len(inside) == len(roots) else "; a path or a link that leads out of them is not followed"
+        outside = (
+            ""
+            if len(inside) == len(roots)
+            else "; a path or a link that leads out of them is not followed"
+        )
         raise TaskError(f"{where}: no file {name!r:.100} in {places}{outside}")
     if not source.read:
         return Image(path, name=name)
@@ -211,7 +284,8 @@ def _file(name: str, source: ImageSource, where: str) -> Image:
 
 
 def _within(root: Path, name: str, absolute: bool) -> Path | None:
-    """Return the file that a path names within a resolved directory; None for one that leads out of it, also by a link."""
+    """Return the file that a path names within a resolved directory; None for one that leads
+    out of it, also by a link."""
     path = PurePosixPath(name)
     if ".." in path.parts or "\\" in name or "\0" in name or PureWindowsPath(name).drive:
         return None
@@ -234,42 +308,70 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos")
 """Columns of media, see `with_images`."""
 PROMPTS = ("messages", "prompt", "question", "problem", "query")
 """Columns of the prompt; the first one present is used."""
-ANSWERS = ("answer", "reward_model.ground_truth", "reward_spec.ground_truth", "ground_truth", "label", "solution", "response")
-"""Columns of the answer; the first one present is used. All but `answer` also stay in `task.info`."""
+ANSWERS = (
+    "answer",
+    "reward_model.ground_truth",
+    "reward_spec.ground_truth",
+    "ground_truth",
+    "label",
+    "solution",
+    "response",
+)
+"""Columns of the answer; the first one present is used.
+
+All but `answer` also stay in `task.info`.
+"""
 
 _ROWS_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
 def task_from_row(
-    row: Mapping[str, Any], where: str, source: ImageSource | None = None, columns: Mapping[str, str] | None = None
+    row: Mapping[str, Any],
+    where: str,
+    source: ImageSource | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Task:
-    """Read one row: the prompt from one of `PROMPTS`, the answer from one of `ANSWERS`, `id` and `env`.
+    """Read one row: the prompt from one of `PROMPTS`, the answer from one of
+    `ANSWERS`, `id` and `env`.
 
-    All columns but the prompt, `answer` and media are in `Task.info`, without empty values (see `turnwright.envs.rows`);
-    `Task.columns` has the others too.
+    All columns but the prompt, `answer` and media are in `Task.info`, without empty values (see
+    `turnwright.envs.rows`); `Task.columns` has the others too.
 
-    A conversation in `messages` or in a mapped column that ends with the assistant's message ends with a reference reply: it
-    is no part of the prompt, and the answer of a row without one. One in `prompt` does so if the message has calls. Messages
-    are read as in `turnwright.envs.row_messages`.
+    A conversation in `messages` or in a mapped column that ends with the assistant's message ends
+    with a reference reply: it is no part of the prompt, and the answer of a row without one. One in
+    `prompt` does so if the message has calls. Messages are read as in
+    `turnwright.envs.row_messages`.
 
-    For columns of images and their positions in the prompt see `turnwright.envs.datasets.with_images`.
+    For columns of images and their positions in the prompt see
+    `turnwright.envs.datasets.with_images`.
 
     Args:
         where: name of the row in errors, such as ``tasks.jsonl line 3``.
         source: location of its images; None for rows that do not come from a file.
-        columns: column names by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot selects a nested value.
-            They take precedence over all other columns. See `turnwright.config.schema.COLUMNS`.
+        columns: column names by content, `{"prompt": "instruction", "answer": "meta.gold"}`; a dot
+            selects a nested value. They take precedence over all other columns. See
+            `turnwright.config.schema.COLUMNS`.
     """
     row = row_mapping(row)
     if not isinstance(row, Mapping):
-        raise TaskError(f'{where}: a row is an object with a prompt, not {type(row).__name__}; write {{"prompt": ...}}')
+        raise TaskError(
+            f"{where}: a row is an object with a prompt, not {type(row).__name__}; write "
+            '{"prompt": ...}'
+        )
     named = columns or {}
     given = plain_row(row)
     rest = dict(given)
-    mapped = {ours: plain_row({"": _mapped_column(row, column, ours, where)}).get("") for ours, column in named.items()}
+    mapped = {
+        ours: plain_row({"": _mapped_column(row, column, ours, where)}).get("")
+        for ours, column in named.items()
+    }
     for column in named.values():
         rest.pop(column, None)
-    rest |= {ours: mapped[ours] for ours in mapped if ours not in ("prompt", "answer") and mapped[ours] is not None}
+    rest |= {
+        ours: mapped[ours]
+        for ours in mapped
+        if ours not in ("prompt", "answer") and mapped[ours] is not None
+    }
 
     column = next((column for column in PROMPTS if rest.get(column) is not None), "")
     prompt = mapped["prompt"] if "prompt" in mapped else rest.pop(column, None)
@@ -279,9 +381,19 @@ def task_from_row(
     is_conversation = "prompt" in mapped or column == "messages"
     prompt, reference = without_reference(prompt, only_calls=not is_conversation)
     if prompt is None or prompt == "" or prompt == []:
-        near = next((f"; {column}: {hint}" for column in rest if (hint := did_you_mean(str(column), PROMPTS, 0.6))), "")
+        near = next(
+            (
+                f"; {column}: {hint}"
+                for column in rest
+                if (hint := did_you_mean(str(column), PROMPTS, 0.6))
+            ),
+            "",
+        )
         have = ", ".join(map(str, rest)) or "none"
-        raise TaskError(f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has {have}){near}")
+        raise TaskError(
+            f"{where}: no prompt; give the row one of the columns {', '.join(PROMPTS)} (it has "
+            f"{have}){near}"
+        )
 
     read = {key: rest.pop(key) for key in ("id", "env") if key in rest}
     answer = next((found for column in ANSWERS if (found := _at(rest, column)) is not None), None)
@@ -292,7 +404,10 @@ def task_from_row(
         rest.pop("answer", None)
     name, env = read.get("id"), read.get("env")
     if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
-        raise TaskError(f"{where}: 'id' is a string or an integer, not {type(name).__name__}; change or leave out the column")
+        raise TaskError(
+            f"{where}: 'id' is a string or an integer, not {type(name).__name__}; change or leave "
+            "out the column"
+        )
     prompt, images = with_images(rest, prompt, source or ImageSource(), where)
 
     label = "" if name is None else str(name)
@@ -300,7 +415,9 @@ def task_from_row(
     try:
         task = Task(prompt, answer, id=label, images=images, info=rest, env=env_name)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise TaskError(f"{where}: the prompt is not a string or a list of chat messages: {error}") from error
+        raise TaskError(
+            f"{where}: the prompt is not a string or a list of chat messages: {error}"
+        ) from error
 
     info = rest | {key: value for key, value in read.items() if key not in mapped}
     prompts: tuple[str, ...] = (named["prompt"],) if "prompt" in mapped else (column,)
@@ -308,17 +425,23 @@ def task_from_row(
     other = {key: given.get(key) for key in row if key not in info and key not in prompts}
     if not other and info == rest:
         return task
-    return replace(task, info=info, other_columns=other)  # with the id that the task had without them
+    return replace(
+        task, info=info, other_columns=other
+    )  # with the id that the task had without them
 
 
 def read_messages(
     row: Any, where: str, images: ImageSource | None = None
 ) -> tuple[tuple[Message, ...], tuple[Mapping[str, Any], ...]]:
-    """Return the messages and the tools of a row, read like those of tasks; raise `TaskError` when it is no conversation."""
+    """Return the messages and the tools of a row, read like those of tasks; raise `TaskError` when
+    it is no conversation."""
     columns = plain_row(row) if isinstance(row, Mapping) else {}
     messages = columns.get("messages", columns.get("conversations"))
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise TaskError(f'{where}: a conversation is a row with "messages", a list of objects with role and content')
+        raise TaskError(
+            f'{where}: a conversation is a row with "messages", a list of objects with role and '
+            "content"
+        )
 
     messages = read_conversation_column(messages, where)
     tools = read_tool_schemas(columns.get("tools"), where)
@@ -334,7 +457,10 @@ def _mapped_column(row: Mapping[str, Any], column: str, ours: str, where: str) -
     found = _at(row, column, missing)
     if found is missing:
         near = suggest_or_list(column, [str(one) for one in row])
-        raise TaskError(f"{where}: no column {column!r}, which columns.{ours} names; {near or 'the row is empty'}")
+        raise TaskError(
+            f"{where}: no column {column!r}, which columns.{ours} names; "
+            f"{near or 'the row is empty'}"
+        )
     return found
 
 
@@ -348,35 +474,56 @@ def _at(row: Mapping[str, Any], column: str, missing: Any = None) -> Any:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Any, str]]:
-    """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory, each with its location."""
+    """Yield the rows of a JSONL, Parquet or Arrow file or a Hugging Face dataset directory,
+    each with its location."""
     if not path.exists():
         near = did_you_mean(path.name, [entry.name for entry in path.parent.glob("*")], 0.6)
-        raise TaskError(f"{path}: no such file or directory; {near or 'check the path of the tasks'}")
+        raise TaskError(
+            f"{path}: no such file or directory; {near or 'check the path of the tasks'}"
+        )
     for file in _files(path) if path.is_dir() else [path]:
         if file.suffix == ".jsonl":
             yield from _read_jsonl(file)
         elif file.suffix in (".parquet", ".arrow"):
             yield from _read_columns(file)
         else:
-            raise TaskError(f"{file}: tasks come from .jsonl, .parquet or .arrow files, or from file.py:function; convert it")
+            raise TaskError(
+                f"{file}: tasks come from .jsonl, .parquet or .arrow files, or from "
+                "file.py:function; convert it"
+            )
 
 
 def _files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-        raise TaskError(f"{folder}: holds several splits; name one: " + ", ".join(str(folder / split) for split in splits))
+        raise TaskError(
+            f"{folder}: holds several splits; name one: "
+            + ", ".join(str(folder / split) for split in splits)
+        )
     if (state := folder / "state.json").is_file():
         try:  # the files of `Dataset.save_to_disk`, in order
             return [folder / row["filename"] for row in files.read_json(state)["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise TaskError(f"{state}: not what datasets.save_to_disk writes ({error}); save it again") from error
-    listings = (sorted(inner.glob(f"*{suffix}")) for inner in (folder, folder / "data") for suffix in _ROWS_SUFFIXES)
+            raise TaskError(
+                f"{state}: not what datasets.save_to_disk writes ({error}); save it again"
+            ) from error
+    listings = (
+        sorted(inner.glob(f"*{suffix}"))
+        for inner in (folder, folder / "data")
+        for suffix in _ROWS_SUFFIXES
+    )
     found = next(filter(None, listings), [])
     if not found:
-        raise TaskError(f"{folder}: no .jsonl, .parquet or .arrow file in it; name a file, or save the dataset there again")
+        raise TaskError(
+            f"{folder}: no .jsonl, .parquet or .arrow file in it; name a file, or save the dataset "
+            "there again"
+        )
     prefixes = {file.stem.split("-")[0] for file in found}
     if len(prefixes) > 1 and prefixes & {"train", "test", "validation", "dev", "eval"}:
-        raise TaskError(f"{folder}: holds several splits ({', '.join(sorted(prefixes))}); name one file, such as {found[0]}")
+        raise TaskError(
+            f"{folder}: holds several splits ({', '.join(sorted(prefixes))}); name one file, such "
+            f"as {found[0]}"
+        )
     return found
 
 
@@ -387,11 +534,17 @@ def _read_jsonl(path: Path) -> Iterator[tuple[Any, str]]:
                 if line.strip():
                     yield json.loads(line.decode("utf-8-sig")), f"{path} line {number}"
     except OSError as error:
-        raise TaskError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+        raise TaskError(
+            f"{path}: cannot be read ({error.strerror}); check its permissions"
+        ) from error
     except UnicodeDecodeError as error:
-        raise TaskError(f"{path} line {number}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
+        raise TaskError(
+            f"{path} line {number}: not UTF-8 at byte {error.start}; save the file as UTF-8"
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path} line {number}: not JSON ({error}); write one object per line") from error
+        raise TaskError(
+            f"{path} line {number}: not JSON ({error}); write one object per line"
+        ) from error
 
 
 def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
@@ -399,21 +552,31 @@ def _read_columns(path: Path) -> Iterator[tuple[Any, str]]:
         pa: Any = importlib.import_module("pyarrow")
         pq: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise TaskError(f"{path}: reading {path.suffix} files needs pyarrow; pip install pyarrow (or use .jsonl)") from error
+        raise TaskError(
+            f"{path}: reading {path.suffix} files needs pyarrow; pip install pyarrow (or use "
+            ".jsonl)"
+        ) from error
     try:
         files.check_regular([path])
-        batches: Any = pq.ParquetFile(path).iter_batches() if path.suffix == ".parquet" else _arrow_batches(pa, path)
+        batches: Any = (
+            pq.ParquetFile(path).iter_batches()
+            if path.suffix == ".parquet"
+            else _arrow_batches(pa, path)
+        )
         number = 0
         for batch in batches:
             for row in rows_of_table(batch):
                 yield row, f"{path} row {number}"
                 number += 1
     except (OSError, pa.ArrowInvalid) as error:
-        raise TaskError(f"{path}: cannot be read ({str(error).splitlines()[0]}); save the dataset again") from error
+        raise TaskError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]}); save the dataset again"
+        ) from error
 
 
 def _arrow_batches(pa: Any, path: Path) -> Any:
-    """Return the batches of an Arrow file, in stream format (as `datasets` writes) or file format."""
+    """Return the batches of an Arrow file, in stream format (as `datasets`
+    writes) or file format."""
     with files.open_file(path) as file:
         is_file_format = file.read(6) == b"ARROW1"
     source = pa.memory_map(str(path))

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 
 from turnwright.envs.user_code import LARGEST, as_flag, as_number, describe_value
 from turnwright.errors import EnvError
-from turnwright.types import ContentPart, Message, Messages, StopReason, Task, ToolCall, Trajectory, read_part
+from turnwright.types import (
+    ContentPart,
+    Message,
+    Messages,
+    StopReason,
+    Task,
+    ToolCall,
+    Trajectory,
+    read_part,
+)
 
 if TYPE_CHECKING:
     from turnwright.config import Limits
@@ -21,10 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InlineObservation:
-    """Observation inserted into the model's own message, without closing it; the model continues after the text.
+    """Observation inserted into the model's own message, without closing it; the model
+    continues after the text.
 
-    `keep_chars` or `keep_tokens` first rewinds the last reply. The removed part leaves the context and stays in the trajectory
-    as a separate branch.
+    `keep_chars` or `keep_tokens` first rewinds the last reply. The removed part leaves the context
+    and stays in the trajectory as a separate branch.
 
     Example::
 
@@ -47,13 +57,17 @@ class InlineObservation:
             except (TypeError, KeyError) as error:
                 raise EnvError(f"InlineObservation: {error}") from error
         elif not isinstance(self.text, str):
-            raise EnvError(f"InlineObservation(text={self.text!r:.80}): text must be a string, or a list of texts and images")
+            raise EnvError(
+                f"InlineObservation(text={self.text!r:.80}): text must be a string, or a list of "
+                "texts and images"
+            )
         if self.keep_chars is not None and self.keep_tokens is not None:
             raise EnvError("InlineObservation: give keep_chars or keep_tokens, not both")
         for name, value in (("keep_chars", self.keep_chars), ("keep_tokens", self.keep_tokens)):
             if value is not None and (not isinstance(value, int) or value < 0):
                 raise EnvError(
-                    f"InlineObservation({name}={value!r}): give an integer >= 0, counted from the start of the reply"
+                    f"InlineObservation({name}={value!r}): give an integer >= 0, counted from the "
+                    "start of the reply"
                 )
         if self.tail not in ("trained", "untrained"):
             raise EnvError(f'InlineObservation(tail={self.tail!r}): write "trained" or "untrained"')
@@ -64,24 +78,38 @@ class InlineObservation:
         return Message("user", self.text)
 
     def check(self, chars: int, tokens: int) -> None:
-        """Check a reply of this length; raise `EnvError` when it is shorter than the part to keep."""
-        for name, value, length in (("keep_chars", self.keep_chars, chars), ("keep_tokens", self.keep_tokens, tokens)):
+        """Check a reply of this length; raise `EnvError` when it is shorter
+        than the part to keep."""
+        for name, value, length in (
+            ("keep_chars", self.keep_chars, chars),
+            ("keep_tokens", self.keep_tokens, tokens),
+        ):
             if value is not None and value > length:
-                raise EnvError(f"InlineObservation({name}={value}): the reply has only {length}; count in action.raw")
+                raise EnvError(
+                    f"InlineObservation({name}={value}): the reply has only {length}; count in "
+                    "action.raw"
+                )
 
     def kept_text(self, reply: str) -> str:
-        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte (the built-in tokenizer)."""
+        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte
+        (the built-in tokenizer)."""
         encoded = reply.encode("utf-8", "replace")
         self.check(len(reply), len(encoded))
-        return reply[: self.keep_chars] if self.keep_tokens is None else encoded[: self.keep_tokens].decode("utf-8", "replace")
+        return (
+            reply[: self.keep_chars]
+            if self.keep_tokens is None
+            else encoded[: self.keep_tokens].decode("utf-8", "replace")
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NewHistory:
-    """Observation that replaces the conversation: the model continues with these messages, and no others.
+    """Observation that replaces the conversation: the model continues with these
+    messages, and no others.
 
-    A number is the index of a message of the conversation so far, the last reply included; a reply that is kept so keeps its
-    sampled ids. What is left out stays in the trajectory as a branch (`rewritten`), trained as before.
+    A number is the index of a message of the conversation so far, the last reply included; a reply
+    that is kept so keeps its sampled ids. What is left out stays in the trajectory as a branch
+    (`rewritten`), trained as before.
 
     Example::
 
@@ -92,7 +120,11 @@ class NewHistory:
     """Indices of messages that are kept, and new messages; a string is a user message."""
 
     def __post_init__(self) -> None:
-        items = (self.messages,) if isinstance(self.messages, (str, Message, Mapping)) else tuple(self.messages)
+        items = (
+            (self.messages,)
+            if isinstance(self.messages, (str, Message, Mapping))
+            else tuple(self.messages)
+        )
         read: list[Message | int] = []
         for item in items:
             if isinstance(item, int) and not isinstance(item, bool):
@@ -112,16 +144,22 @@ class NewHistory:
     def with_new(self, messages: Sequence[Message]) -> NewHistory:
         """Return a copy with other new messages, in order."""
         left = iter(messages)
-        return NewHistory(tuple(next(left) if isinstance(item, Message) else item for item in self.messages))
+        return NewHistory(
+            tuple(next(left) if isinstance(item, Message) else item for item in self.messages)
+        )
 
     def check(self, size: int) -> None:
-        """Check the indices for a conversation of this many messages; raise `EnvError` for one that is not there, or twice."""
+        """Check the indices for a conversation of this many messages; raise `EnvError` for one that
+        is not there, or twice."""
         kept = [item for item in self.messages if isinstance(item, int)]
         if not self.messages:
             raise EnvError("NewHistory has no message; the model needs one to answer")
         for index in kept:
             if not 0 <= index < size:
-                raise EnvError(f"NewHistory keeps message {index}, and the conversation has {size}, from 0 to {size - 1}")
+                raise EnvError(
+                    f"NewHistory keeps message {index}, and the conversation has {size}, from 0 to "
+                    f"{size - 1}"
+                )
         if len(set(kept)) < len(kept):
             raise EnvError("NewHistory keeps a message twice; keep it once")
 
@@ -130,8 +168,9 @@ class Step(NamedTuple):
     """Return value of `Env.step`; Gymnasium's 5-tuple."""
 
     observation: Messages | InlineObservation | NewHistory | None = None
-    """Next input of the model: a string (a user message), one or several messages of any role, or None for no message;
-    `InlineObservation` inserts text into the model's own message, `NewHistory` replaces the conversation."""
+    """Next input of the model: a string (a user message), one or several messages of any role, or
+    None for no message; `InlineObservation` inserts text into the model's own message, `NewHistory`
+    replaces the conversation."""
     reward: float | None = 0.0
     """Added to the episode's reward. None: not computed, so the episode has no reward."""
     terminated: bool = False
@@ -149,7 +188,8 @@ class Action:
     text: str
     """Visible text of the reply: no end token, no reasoning, no tool calls."""
     message: Message
-    """The complete reply as an assistant message; only this reply where it continues an earlier message."""
+    """The complete reply as an assistant message; only this reply where it
+    continues an earlier message."""
     truncated: bool = False
     """The reply reached its token limit."""
     tokens: int = 0
@@ -157,11 +197,13 @@ class Action:
     raw_source: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     """Computes `raw` on demand, since few environments use it."""
     end_token: str = ""
-    """Text of the token that ended the reply; empty if the reply was cut or ended with a stop text."""
+    """Text of the token that ended the reply; empty if the reply was cut or
+    ended with a stop text."""
 
     @property
     def raw(self) -> str:
-        """Complete text, reasoning and calls included, without the end token; truncated after a stop text."""
+        """Complete text, reasoning and calls included, without the end token;
+        truncated after a stop text."""
         return self.text if self.raw_source is None else self.raw_source()
 
     @property
@@ -177,7 +219,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Reward made of several parts; returned by `Env.reward`, a reward function or an agent function."""
+    """Reward made of several parts; returned by `Env.reward`, a reward function
+    or an agent function."""
 
     own: float | None = 0.0
     """Weighted reward of the episode; None when a part was not computed."""
@@ -188,25 +231,32 @@ class Scores:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters: judge calls, parts that were not computed."""
     status: Literal["completed", "truncated", "aborted", "failed"] | StopReason = "completed"
-    """How an agent function's episode ended, or the limit that it met; environments say it by `Step`.
+    """How an agent function's episode ended, or the limit that it met;
+    environments say it by `Step`.
 
-    `completed` and `truncated` are rewarded and trained alike, and counted apart. `aborted` (given up for a reason outside the
-    episode) has no reward, whatever `own` is, and is not trained. `failed` is a failure like an exception: no reward, not
-    trained."""
+    `completed` and `truncated` are rewarded and trained alike, and counted apart. `aborted` (given
+    up for a reason outside the episode) has no reward, whatever `own` is, and is not trained.
+    `failed` is a failure like an exception: no reward, not trained."""
     rows: tuple[tuple[float, tuple[Any, ...]], ...] = ()
-    """Reward of each training row of an agent function, with the replies (of `Model.generate`) that it trains. The episode's
-    reward is `own` plus their mean; what is trained in a row is compared by `own` plus the row's."""
+    """Reward of each training row of an agent function, with the replies (of `Model.generate`) that
+    it trains. The episode's reward is `own` plus their mean; what is trained in a row is compared
+    by `own` plus the row's."""
     agents: Mapping[str, float] = field(default_factory=dict)
-    """Rewards of agents with one of their own, by name; the others have the episode's. `total` does not have them."""
+    """Rewards of agents with one of their own, by name; the others have the episode's.
+
+    `total` does not have them.
+    """
 
     @property
     def total(self) -> float | None:
-        """Sum of the episode's and all turns' rewards, and the mean of the rows'; None when not computed."""
+        """Sum of the episode's and all turns' rewards, and the mean of the rows';
+        None when not computed."""
         mean = math.fsum(reward for reward, _ in self.rows) / max(len(self.rows), 1)
         return None if self.own is None else self.own + math.fsum(self.turns) + mean
 
     def checked(self, what: str) -> Scores:
-        """Return a copy with every number as a float; raise `RewardError` for one that is not finite or too large."""
+        """Return a copy with every number as a float; raise `RewardError` for one that is
+        not finite or too large."""
         return Scores(
             as_number(self.own, what),
             tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),
@@ -215,9 +265,15 @@ class Scores:
                 for name, one in self.parts.items()
                 if (found := as_number(one, f"{what}, {name!r}")) is not None
             },
-            {str(name): as_number(one, f"{what}, metric {name!r}") or 0.0 for name, one in self.metrics.items()},
+            {
+                str(name): as_number(one, f"{what}, metric {name!r}") or 0.0
+                for name, one in self.metrics.items()
+            },
             self.status,
-            tuple((as_number(one, f"{what} by row") or 0.0, tuple(replies)) for one, replies in self.rows),
+            tuple(
+                (as_number(one, f"{what} by row") or 0.0, tuple(replies))
+                for one, replies in self.rows
+            ),
             {
                 str(name): found
                 for name, one in self.agents.items()
@@ -231,10 +287,12 @@ class Scores:
 
 
 class Env(ABC):
-    """Environment of one episode: used once, then closed. A rollout takes a factory, such as the class itself.
+    """Environment of one episode: used once, then closed. A rollout takes a factory,
+    such as the class itself.
 
-    Every method may be `async`; a synchronous one runs in a thread and may block. Order of calls: `reset`; `step` until
-    terminated, truncated or a limit is reached; `reward`; `close` (always, also after an error).
+    Every method may be `async`; a synchronous one runs in a thread and may block. Order of
+    calls: `reset`; `step` until terminated, truncated or a limit is reached; `reward`; `close`
+    (always, also after an error).
 
     Example::
 
@@ -248,18 +306,28 @@ class Env(ABC):
     tools: Sequence[Mapping[str, Any]] = ()
     """OpenAI schemas of the tools offered to the model; read after `reset`."""
     on_turn_length: OnTurnLength | None = None
-    """Handling of a reply without an end token, in place of `limits.on_turn_length`; read after `reset`. None: the limit's."""
+    """Handling of a reply without an end token, in place of `limits.on_turn_length`; read after
+    `reset`. None: the limit's."""
 
     @abstractmethod
-    def reset(self, task: Task, *, seed: int | None = None) -> Messages | Awaitable[Messages | None] | None:
-        """Begin the episode; return the opening messages (a string is one user message), or None for the task's messages."""
+    def reset(
+        self, task: Task, *, seed: int | None = None
+    ) -> Messages | Awaitable[Messages | None] | None:
+        """Begin the episode; return the opening messages (a string is one user message), or None
+        for the task's messages."""
 
     @abstractmethod
     def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
-        """Respond to one reply. Raise `InvalidAction` for mistakes of the model: its message becomes the observation."""
+        """Respond to one reply.
 
-    def reward(self, trajectory: Trajectory) -> float | Scores | Awaitable[float | Scores | None] | None:
-        """Compute the reward of the finished episode, added to those of its steps. Default: 0.0. None: not computed.
+        Raise `InvalidAction` for mistakes of the model: its message becomes the observation.
+        """
+
+    def reward(
+        self, trajectory: Trajectory
+    ) -> float | Scores | Awaitable[float | Scores | None] | None:
+        """Compute the reward of the finished episode, added to those of its steps. Default:
+        0.0. None: not computed.
 
         `Scores`, as returned by `rewards(...)`, also reports named parts.
         """
@@ -270,21 +338,27 @@ class Env(ABC):
         return None
 
     def snapshot(self) -> Any:
-        """Return the episode state for `restore` after a failed step; later steps must not change it. Optional."""
+        """Return the episode state for `restore` after a failed step; later steps must
+        not change it. Optional."""
         return None
 
     def restore(self, state: Any) -> Awaitable[None] | None:
-        """Restore a state from `snapshot`, taken from this environment or another with the same task and seed."""
+        """Restore a state from `snapshot`, taken from this environment or another with
+        the same task and seed."""
         raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
 
 
 @runtime_checkable
 class SupportsSnapshot(Protocol):
-    """Environment that declares whether it has snapshots; otherwise overriding `Env.snapshot` declares it."""
+    """Environment that declares whether it has snapshots; otherwise overriding
+    `Env.snapshot` declares it."""
 
     @property
     def snapshots(self) -> bool | None:
-        """Whether `snapshot` and `restore` can be called; None: whether they are overridden. Read before each step."""
+        """Whether `snapshot` and `restore` can be called; None: whether they are overridden.
+
+        Read before each step.
+        """
         ...
 
     def snapshot(self) -> Any:
@@ -298,7 +372,8 @@ class SupportsSnapshot(Protocol):
 
 @lru_cache(maxsize=256)
 def implements(kind: type, protocol: Any) -> bool:
-    """Whether a class has the methods of a protocol; an `isinstance` for each episode costs 10 us."""
+    """Whether a class has the methods of a protocol; an `isinstance` for
+    each episode costs 10 us."""
     return issubclass(kind, protocol)
 
 
@@ -316,7 +391,8 @@ class NeedsDecoder(Protocol):
     """Environment that reads the ids of a trajectory; not in a separate process."""
 
     def set_decoder(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Receive a function that decodes ids without special tokens; called once, before the first `reset`."""
+        """Receive a function that decodes ids without special tokens; called once,
+        before the first `reset`."""
         ...
 
 
@@ -334,7 +410,8 @@ class ChecksRow(Protocol):
     """Environment factory that can tell from a row alone whether its environment can be made."""
 
     def check_row(self, task: Task) -> None:
-        """Make the environment of a row and close it; raise `EnvError` for what is wrong with it."""
+        """Make the environment of a row and close it; raise `EnvError` for
+        what is wrong with it."""
         ...
 
 
@@ -353,29 +430,44 @@ MAX_CHARACTERS = 4_000_000
 
 
 def check_size(observation: Any, where: str) -> None:
-    """Raise `EnvError` for a text that no model reads; it would only fill the memory and the journal."""
+    """Raise `EnvError` for a text that no model reads; it would only fill the
+    memory and the journal."""
     if isinstance(observation, str) and len(observation) > MAX_CHARACTERS:
         raise EnvError(
-            f"{where} returned an observation of {len(observation):,} characters; at most {MAX_CHARACTERS:,} are allowed: "
-            "return the part that the model needs"
+            f"{where} returned an observation of {len(observation):,} characters; at most "
+            f"{MAX_CHARACTERS:,} are allowed: return the part that the model needs"
         )
 
 
 def as_step(value: Any) -> Step:
-    """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a reward that is not finite or
-    too large."""
+    """Convert a return value of `Env.step`; raise `EnvError` for another form, `RewardError` for a
+    reward that is not finite or too large."""
     if not isinstance(value, tuple) or len(value) != 5:
-        raise EnvError(f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple")
+        raise EnvError(
+            f"step returned {describe_value(value)}; return tw.Step(...) or a Gymnasium 5-tuple"
+        )
     observation, reward, terminated, truncated, info = value
     check_size(observation, "step")
     plain_info = type(info) is dict or type(info) is MappingProxyType
     flags = type(terminated) is type(truncated) is bool
-    if type(value) is Step and plain_info and flags and type(reward) is float and -LARGEST <= reward <= LARGEST:
+    if (
+        type(value) is Step
+        and plain_info
+        and flags
+        and type(reward) is float
+        and -LARGEST <= reward <= LARGEST
+    ):
         return value  # nearly every step
     if not plain_info and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
     number = as_number(reward, "a step's reward")
-    return Step(observation, number, as_flag(terminated, "a step's terminated"), as_flag(truncated, "a step's truncated"), info)
+    return Step(
+        observation,
+        number,
+        as_flag(terminated, "a step's terminated"),
+        as_flag(truncated, "a step's truncated"),
+        info,
+    )
 
 
 EnvFactory = Callable[[], Env]

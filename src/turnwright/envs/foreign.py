@@ -17,7 +17,8 @@ from turnwright.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ForeignObject:
-    """An object that a recipe names and that is no `tw.Env`, agent function or factory known to be ours."""
+    """An object that a recipe names and that is no `tw.Env`, agent function or
+    factory known to be ours."""
 
     target: Any
     where: str
@@ -31,13 +32,15 @@ class ForeignObject:
 
 
 Adapter = Callable[[ForeignObject], Any]
-"""Returns a factory of `tw.Env` (its attributes as on an Env class), an agent function with the same attributes, or None where
-the object is not of this framework. Raises `ConfigError` where it is, and cannot be used."""
+"""Returns a factory of `tw.Env` (its attributes as on an Env class), an agent function with the
+same attributes, or None where the object is not of this framework. Raises `ConfigError` where it
+is, and cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What `Framework.find` may return for an id that `[env.args]` complete: only that framework's adapter is asked."""
+    """What `Framework.find` may return for an id that `[env.args]` complete: only that
+    framework's adapter is asked."""
 
     framework: str
     id: str
@@ -56,10 +59,14 @@ class Framework:
     """Registered ids, for suggestions."""
     package: str = ""
     """Package whose import registers ids; they are unknown without it."""
-    group_filter: Callable[[Callable[..., Any]], Callable[[Sequence[Trajectory]], Any] | None] | None = None
-    """Returns a function of a group's trajectories for a filter of the framework (`train.group_filter`); None for another."""
+    group_filter: (
+        Callable[[Callable[..., Any]], Callable[[Sequence[Trajectory]], Any] | None] | None
+    ) = None
+    """Returns a function of a group's trajectories for a filter of the framework
+    (`train.group_filter`); None for another."""
     recognizes: bool = True
-    """Whether the adapter is asked about every object that is no `tw.Env` class; else it gets those of its registry alone."""
+    """Whether the adapter is asked about every object that is no `tw.Env` class; else it gets those
+    of its registry alone."""
 
 
 @cache
@@ -77,15 +84,20 @@ def load_registered(name: str, id: str) -> Any:
     """
     found = framework(name)
     if found.find is None:
-        raise ConfigError(f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name")
+        raise ConfigError(
+            f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name"
+        )
     made = found.find(id) if id else None
     if made is None:
         if found.package and find_spec(found.package.replace("-", "_")) is None:
             raise ConfigError(
-                f"{name}:{id}: {name} has no {id!r}, and {found.package} is not installed; pip install {found.package}"
+                f"{name}:{id}: {name} has no {id!r}, and {found.package} is not installed; pip "
+                f"install {found.package}"
             )
         known = list(found.ids()) if found.ids is not None else []
-        near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (", such as " + ", ".join(known[:8])) * bool(known)
+        near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (
+            ", such as " + ", ".join(known[:8])
+        ) * bool(known)
         raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {near}")
     return made
 
@@ -106,9 +118,16 @@ def adapt(found: ForeignObject) -> Any:
     return next((one for one in made if one is not None), None)
 
 
-def adapt_group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
-    """Return a function of a group's trajectories for a filter of an installed framework; None where none knows it."""
-    filters = [known.group_filter for known in plugins.importable("frameworks") if known.group_filter is not None]
+def adapt_group_filter(
+    function: Callable[..., Any],
+) -> Callable[[Sequence[Trajectory]], Any] | None:
+    """Return a function of a group's trajectories for a filter of an installed framework;
+    None where none knows it."""
+    filters = [
+        known.group_filter
+        for known in plugins.importable("frameworks")
+        if known.group_filter is not None
+    ]
     adapted = (as_filter(function) for as_filter in filters)
     return next((one for one in adapted if one is not None), None)
 
@@ -116,13 +135,17 @@ def adapt_group_filter(function: Callable[..., Any]) -> Callable[[Sequence[Traje
 def refuse_faithful(found: ForeignObject) -> None:
     """Raise `ConfigError` for `faithful` where it has no effect."""
     if found.faithful:
-        raise ConfigError(f"{found.where}: faithful has no effect on it; it is for code of SkyRL, verl and TRL")
+        raise ConfigError(
+            f"{found.where}: faithful has no effect on it; it is for code of SkyRL, verl and TRL"
+        )
 
 
 def import_object(name: str, where: str, near: Path | None = None) -> Any:
-    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package lacks the module.
+    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the
+    package lacks the module.
 
-    A module of the user's own is found around `near`, a file of theirs, and around the files that recipes name.
+    A module of the user's own is found around `near`, a file of theirs, and around the
+    files that recipes name.
     """
     module, _, attribute = name.rpartition(":" if ":" in name else ".")
     if not module:
@@ -130,7 +153,9 @@ def import_object(name: str, where: str, near: Path | None = None) -> Any:
     try:
         found = import_foreign(module, near, attribute)
     except Exception as error:
-        raise ConfigError(f"{where}: {name} cannot be imported ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{where}: {name} cannot be imported ({type(error).__name__}: {error})"
+        ) from error
     if not hasattr(found, attribute):
         raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
     return getattr(found, attribute)

@@ -23,7 +23,8 @@ SEEDS = 1 << 31
 
 
 def seed_of(task: Task) -> int:
-    """Return the environment seed of a task: its `info["seed"]`, else a hash of its id from 0 to 2**31 - 1."""
+    """Return the environment seed of a task: its `info["seed"]`, else a hash of its
+    id from 0 to 2**31 - 1."""
     given = task.info.get("seed")
     if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
         return given
@@ -31,7 +32,8 @@ def seed_of(task: Task) -> int:
 
 
 def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
-    """Return `n` tasks, one per seed, by default 1000: even seeds for training, odd seeds held out."""
+    """Return `n` tasks, one per seed, by default 1000: even seeds for
+    training, odd seeds held out."""
     drawn = random.Random(f"{split} {seed}").sample(range(SEEDS // 2), n or 1000)
     return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
 
@@ -48,7 +50,8 @@ def model_mistakes() -> Iterator[None]:
 
 
 ParseAction = Callable[[str], Any]
-"""Maps a reply's text to an action of the space; raises `InvalidAction` (or ValueError) for other text."""
+"""Maps a reply's text to an action of the space; raises `InvalidAction` (or
+ValueError) for other text."""
 ShowObservation = Callable[[Any, Any], Messages]
 """Maps (observation, Gymnasium environment) to messages for the model."""
 
@@ -75,20 +78,22 @@ def gym_env(
 
     Example::
 
-        env = gym_env("FrozenLake-v1", actions=["left", "down", "right", "up"], render_mode="ansi", is_slippery=False)
+        env = gym_env("FrozenLake-v1", actions=["left", "down", "right", "up"],
+        render_mode="ansi", is_slippery=False)
 
     Args:
         id: environment id for `gymnasium.make`.
-        action: parses a reply. By default the last word that is one of `actions` or a number of a `Discrete` space, or the
-            complete reply for a `Text` space.
-        observation: converts an observation. By default the text of `render()` for `render_mode="ansi"` (a highlighted
-            character in brackets) or its image for `render_mode="rgb_array"`; image observations (uint8 [height, width, 3 or
-            4]), strings unchanged, and integers as `State 3.`.
+        action: parses a reply. By default the last word that is one of `actions` or a number of a
+            `Discrete` space, or the complete reply for a `Text` space.
+        observation: converts an observation. By default the text of `render()` for
+            `render_mode="ansi"` (a highlighted character in brackets) or its image for
+            `render_mode="rgb_array"`; image observations (uint8 [height, width, 3 or 4]), strings
+            unchanged, and integers as `State 3.`.
         actions: names of a `Discrete` space's actions, in order.
         system: system message for tasks without one.
         max_turns: maximum replies per episode, in addition to the run's limit.
-        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a hash of its id, seeds the
-            environment, so all episodes of a group start alike.
+        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a
+            hash of its id, seeds the environment, so all episodes of a group start alike.
         solver, demonstrator, single_turn_best: as on an Env class.
         make: further arguments of `gymnasium.make`.
 
@@ -127,29 +132,46 @@ class GymEnvFactory(FactoryOptions):
 
 
 class GymEnv(Env):
-    """One episode of a Gymnasium environment; made by `gym_env`. Synchronous, so each call runs in a thread."""
+    """One episode of a Gymnasium environment; made by `gym_env`.
+
+    Synchronous, so each call runs in a thread.
+    """
 
     def __init__(self, factory: GymEnvFactory) -> None:
         self._factory = factory
         self._gym_env: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Make and reset Gymnasium's environment; return the task's messages and the first observation."""
+        """Make and reset Gymnasium's environment; return the task's messages and
+        the first observation."""
         gymnasium: Any = importlib.import_module("gymnasium")
         self._gym_env = gymnasium.make(self._factory.id, **self._factory.make)
         observation, _ = self._gym_env.reset(seed=seed_of(task))
-        self._read = self._factory.parse or _parser(self._gym_env.action_space, self._factory.actions, self._factory.id)
-        return [*self._factory.opening(task.messages), *as_messages(self._observation_message(observation))]
+        self._read = self._factory.parse or _parser(
+            self._gym_env.action_space, self._factory.actions, self._factory.id
+        )
+        return [
+            *self._factory.opening(task.messages),
+            *as_messages(self._observation_message(observation)),
+        ]
 
     def step(self, action: Action) -> Step:
         """Take the action of a reply; `terminated` and `truncated` are Gymnasium's."""
         with model_mistakes():
             chosen = self._read(action.text)
         if not self._gym_env.action_space.contains(chosen):
-            raise InvalidAction(f"{chosen!r} is no action; actions are {self._gym_env.action_space}")
+            raise InvalidAction(
+                f"{chosen!r} is no action; actions are {self._gym_env.action_space}"
+            )
         observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
-        values = {str(key): scalar(value) for key, value in info.items()}  # arrays are dropped from the record
-        plain = {key: value for key, value in values.items() if value is None or isinstance(value, (bool, int, float, str))}
+        values = {
+            str(key): scalar(value) for key, value in info.items()
+        }  # arrays are dropped from the record
+        plain = {
+            key: value
+            for key, value in values.items()
+            if value is None or isinstance(value, (bool, int, float, str))
+        }
         return Step(self._observation_message(observation), reward, terminated, truncated, plain)
 
     def close(self) -> None:
@@ -162,17 +184,23 @@ class GymEnv(Env):
         if self._gym_env.render_mode == "rgb_array":
             return Image(self._gym_env.render(), alt=_words(observation))
         shape: tuple[int, ...] = getattr(observation, "shape", ())
-        if len(shape) == 3 and shape[2] in (3, 4) and str(getattr(observation, "dtype", "")) == "uint8":  # pixels
+        if (
+            len(shape) == 3
+            and shape[2] in (3, 4)
+            and str(getattr(observation, "dtype", "")) == "uint8"
+        ):  # pixels
             return Image(observation)
         if self._gym_env.render_mode == "ansi":
             drawn = self._gym_env.render()
-            return _ESCAPES.sub("", _HIGHLIGHTED.sub(r"[\1]", drawn if isinstance(drawn, str) else "".join(drawn))).strip("\n")
+            return _ESCAPES.sub(
+                "", _HIGHLIGHTED.sub(r"[\1]", drawn if isinstance(drawn, str) else "".join(drawn))
+            ).strip("\n")
         if (words := _words(observation)) is not None:
             return words
         kind = type(observation).__name__
         raise EnvError(
-            f"gym_env({self._factory.id!r}): its observations are {kind}, which have no default text; "
-            "give observation=a function of (observation, env)"
+            f"gym_env({self._factory.id!r}): its observations are {kind}, which have no default "
+            "text; give observation=a function of (observation, env)"
         )
 
 
@@ -189,13 +217,21 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
     if kind == "Text" and not names:
         return lambda text: text
     if kind != "Discrete":
-        raise EnvError(f"gym_env({id!r}): its actions are {space}; give action=a function from a reply's text to one of them")
+        raise EnvError(
+            f"gym_env({id!r}): its actions are {space}; give action=a function from a reply's text "
+            "to one of them"
+        )
     first, count = int(space.start), int(space.n)
     if names and len(names) != count:
-        raise EnvError(f"gym_env({id!r}): actions= has {len(names)} names, and the space has {count} actions; name each")
+        raise EnvError(
+            f"gym_env({id!r}): actions= has {len(names)} names, and the space has {count} actions; "
+            "name each"
+        )
     known = {str(first + number): first + number for number in range(count)}
     known |= {name.casefold(): first + number for number, name in enumerate(names)}
-    wanted = f"one of {', '.join(names)}" if names else f"a number from {first} to {first + count - 1}"
+    wanted = (
+        f"one of {', '.join(names)}" if names else f"a number from {first} to {first + count - 1}"
+    )
 
     def read(text: str) -> int:
         """Parse the complete reply, or else its last word that is an action."""

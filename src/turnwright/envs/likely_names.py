@@ -1,4 +1,5 @@
-"""The right name for what user code calls by another one: what an `AttributeError` about our types leaves out."""
+"""The right name for what user code calls by another one: what an `AttributeError` about
+our types leaves out."""
 
 from __future__ import annotations
 
@@ -9,16 +10,21 @@ from typing import Any
 from turnwright.errors import did_you_mean
 from turnwright.types import Message, Task
 
-_UNEXPECTED = re.compile(r"(Step\.__new__|Task\.__init__)\(\) got an unexpected keyword argument '(\w+)'")
+_UNEXPECTED = re.compile(
+    r"(Step\.__new__|Task\.__init__)\(\) got an unexpected keyword argument '(\w+)'"
+)
 STEP = ("observation", "reward", "terminated", "truncated", "info")
 """Fields of `Step`."""
-_WITHOUT_SELF = re.compile(r"\w\.(solver|demonstrator|tasks|texts)\(\) takes \d+ positional arguments? but \d+ were given")
+_WITHOUT_SELF = re.compile(
+    r"\w\.(solver|demonstrator|tasks|texts)\(\) takes \d+ positional arguments? but \d+ were given"
+)
 _OVER = ("done", "over", "finished", "end", "ended", "is_done", "terminal")
 """What other libraries call `Step.terminated`."""
 
 
 def likely_name(error: BaseException) -> str:
-    """Return what the code that raised an exception probably meant, after `; `; empty where nothing is known."""
+    """Return what the code that raised an exception probably meant, after `; `; empty
+    where nothing is known."""
     kind = type(error)
     found = ""
     if kind is AttributeError:
@@ -35,7 +41,10 @@ def _of_attribute(obj: Any, name: str | None) -> str:
     if not isinstance(name, str):
         return ""
     kind = type(obj)
-    is_action = (kind.__module__, kind.__name__) == ("turnwright.envs.env", "Action")  # which imports this module
+    is_action = (kind.__module__, kind.__name__) == (
+        "turnwright.envs.env",
+        "Action",
+    )  # which imports this module
     if is_action and hasattr(str, name):
         return f"the text of the reply is action.text, so action.text.{name}"
     if kind is Message and hasattr(str, name):

@@ -21,18 +21,31 @@ _WRITE = {
     **dict.fromkeys(("ipython", "tool_result", "tool_results"), "tool"),
 }
 """Our role for roles of other formats."""
-_PART_TYPES = ("text", "input_text", "output_text", "image", "image_url", "input_image", "video", "video_url", "input_video")
+_PART_TYPES = (
+    "text",
+    "input_text",
+    "output_text",
+    "image",
+    "image_url",
+    "input_image",
+    "video",
+    "video_url",
+    "input_video",
+)
 
 
 def read_conversation_column(value: Any, where: str) -> Any:
-    """Return the messages of a row in OpenAI's format; a value that is no list of messages as it is.
+    """Return the messages of a row in OpenAI's format; a value that is no
+    list of messages as it is.
 
-    A message of role `tool_call`, or several in a row, become calls of one assistant message, together with the assistant's
-    text before them. `tool_response` and `function` become `tool`, and `function_call` of an assistant one of `tool_calls`.
-    A tool's result that is no text becomes JSON.
+    A message of role `tool_call`, or several in a row, become calls of one assistant
+    message, together with the assistant's text before them. `tool_response` and `function`
+    become `tool`, and `function_call` of an assistant one of `tool_calls`. A tool's result
+    that is no text becomes JSON.
 
     Raises:
-        TaskError: for an unknown role, or a call that cannot be read; it names the message and the call.
+        TaskError: for an unknown role, or a call that cannot be read; it names
+            the message and the call.
     """
     if not isinstance(value, (list, tuple)):
         return value
@@ -48,7 +61,10 @@ def read_conversation_column(value: Any, where: str) -> Any:
         if name in CALL_ROLES:
             calls = _calls_of_content(message, place)
             if messages and _is_assistant(messages[-1]) and isinstance(messages[-1], Mapping):
-                messages[-1] = {**messages[-1], "tool_calls": [*(messages[-1].get("tool_calls") or ()), *calls]}
+                messages[-1] = {
+                    **messages[-1],
+                    "tool_calls": [*(messages[-1].get("tool_calls") or ()), *calls],
+                }
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         elif name == "tool" or name in RESULT_ROLES:
@@ -84,12 +100,20 @@ def _assistant(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
         if not legacy:
             return message
         rest = {key: value for key, value in message.items() if key != "function_call"}
-        return {**rest, "tool_calls": [_call(_read_json(legacy, f"{place}.function_call"), f"{place}.function_call")]}
+        return {
+            **rest,
+            "tool_calls": [
+                _call(_read_json(legacy, f"{place}.function_call"), f"{place}.function_call")
+            ],
+        }
 
     calls = _read_json(calls, f"{place}.tool_calls")
     if not isinstance(calls, (list, tuple)):
         raise TaskError(f"{place}.tool_calls is {type(calls).__name__}; write a list of calls")
-    return {**message, "tool_calls": [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]}
+    return {
+        **message,
+        "tool_calls": [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)],
+    }
 
 
 def _calls_of_content(message: Mapping[str, Any], place: str) -> list[Any]:
@@ -97,7 +121,10 @@ def _calls_of_content(message: Mapping[str, Any], place: str) -> list[Any]:
     content = _read_json(message.get("content"), f"{place}.content")
     several = isinstance(content, (list, tuple)) and content
     calls = content if several else [content]
-    return [_call(call, f"{place}.content[{n}]" if several else f"{place}.content") for n, call in enumerate(calls)]
+    return [
+        _call(call, f"{place}.content[{n}]" if several else f"{place}.content")
+        for n, call in enumerate(calls)
+    ]
 
 
 def _call(call: Any, place: str) -> Any:
@@ -105,18 +132,26 @@ def _call(call: Any, place: str) -> Any:
     if isinstance(call, ToolCall):
         return call
     if not isinstance(call, Mapping):
-        raise TaskError(f'{place}: a call is {{"name": ..., "arguments": {{...}}}}, not {call!r:.80}')
+        raise TaskError(
+            f'{place}: a call is {{"name": ..., "arguments": {{...}}}}, not {call!r:.80}'
+        )
     function = _read_json(call.get("function", call), f"{place}.function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or not name:
-        raise TaskError(f"{place}: a call without a name; give 'name' and 'arguments' (it has {', '.join(map(str, call))})")
+        raise TaskError(
+            f"{place}: a call without a name; give 'name' and 'arguments' (it has "
+            f"{', '.join(map(str, call))})"
+        )
 
     arguments = function.get("arguments")
     if arguments is None:
         arguments = function.get("parameters")  # as some rows of ms-swift
     read = _read_json(arguments, f"{place}: the arguments of {name!r}") if arguments else {}
     if not isinstance(read, Mapping):
-        raise TaskError(f"{place}: the arguments of {name!r} are {type(read).__name__}; write an object, or its JSON text")
+        raise TaskError(
+            f"{place}: the arguments of {name!r} are {type(read).__name__}; write an object, or "
+            "its JSON text"
+        )
     made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": dict(read)}}
     return made | {"id": call["id"]} if call.get("id") else made
 
@@ -128,7 +163,9 @@ def _read_json(value: Any, place: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise TaskError(f"{place}: no JSON ({error}): {value!r:.120}; write an object, or its JSON text") from None
+        raise TaskError(
+            f"{place}: no JSON ({error}): {value!r:.120}; write an object, or its JSON text"
+        ) from None
 
 
 def _result(content: Any) -> Any:
@@ -149,10 +186,11 @@ def _is_part(part: Any) -> bool:
 
 
 def without_reference(messages: Any, *, only_calls: bool = False) -> tuple[Any, Any]:
-    """Return a conversation without the assistant's messages that end it, and the last of them as an answer.
+    """Return a conversation without the assistant's messages that end it, and the
+    last of them as an answer.
 
-    The answer is the content of a text, and a message with calls in OpenAI's format. With `only_calls` a conversation that
-    ends with a text keeps it, to be continued.
+    The answer is the content of a text, and a message with calls in OpenAI's format. With
+    `only_calls` a conversation that ends with a text keeps it, to be continued.
     """
     if not isinstance(messages, (list, tuple)) or not messages or not _is_assistant(messages[-1]):
         return messages, None
@@ -171,7 +209,8 @@ def without_reference(messages: Any, *, only_calls: bool = False) -> tuple[Any, 
 
 
 def read_tools(column: Any, where: str) -> tuple[Any, ...]:
-    """Return the items of a column `tools`: schemas or names. The column, and each schema, may be JSON text.
+    """Return the items of a column `tools`: schemas or names. The column, and each
+    schema, may be JSON text.
 
     Raises:
         TaskError: for text that is no JSON, or a value that is no list.
@@ -184,7 +223,8 @@ def read_tools(column: Any, where: str) -> tuple[Any, ...]:
         column = [column]
     if not isinstance(column, (list, tuple)):
         raise TaskError(
-            f"{where}: the column tools is a list of names of tools, not {column!r:.80}; or of their schemas, also as JSON text"
+            f"{where}: the column tools is a list of names of tools, not {column!r:.80}; or of "
+            "their schemas, also as JSON text"
         )
     items = []
     for number, item in enumerate(column):
@@ -194,7 +234,8 @@ def read_tools(column: Any, where: str) -> tuple[Any, ...]:
 
 
 def read_tool_schemas(column: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return a column `tools` as schemas in OpenAI's format, also those without `{"type": "function", ...}` around them.
+    """Return a column `tools` as schemas in OpenAI's format, also those without
+    `{"type": "function", ...}` around them.
 
     Raises:
         TaskError: as `read_tools`, and for a name instead of a schema.
@@ -202,7 +243,10 @@ def read_tool_schemas(column: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     schemas: list[Mapping[str, Any]] = []
     for number, item in enumerate(read_tools(column, where)):
         if not isinstance(item, Mapping):
-            raise TaskError(f"{where}: tools[{number}] is {item!r:.60}; write the tool's schema, an object with its function")
+            raise TaskError(
+                f"{where}: tools[{number}] is {item!r:.60}; write the tool's schema, an object "
+                "with its function"
+            )
         is_bare = "function" not in item and "type" not in item
         schemas.append({"type": "function", "function": item} if is_bare else item)
     return tuple(schemas)

@@ -1,4 +1,5 @@
-"""Rows of any library as plain data: the same row reads alike from JSONL, Parquet, pandas, pyarrow and datasets."""
+"""Rows of any library as plain data: the same row reads alike from JSONL, Parquet, pandas,
+pyarrow and datasets."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ _BATCH = 256  # rows that a dataset converts at once
 def plain_row(row: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return a row as plain data, without its empty values.
 
-    Arrow gives every object the keys of all objects of its column, null where a row had none, so null and missing are the same
-    there. A key whose value is null, NaN, NaT or NA is therefore dropped at every depth, from every source. Items of lists
-    stay, also null ones (`enum: ["a", null]`), and JSON text stays as it is written.
+    Arrow gives every object the keys of all objects of its column, null where a row had none, so
+    null and missing are the same there. A key whose value is null, NaN, NaT or NA is therefore
+    dropped at every depth, from every source. Items of lists stay, also null ones
+    (`enum: ["a", null]`), and JSON text stays as it is written.
 
-    Arrays of numpy become lists, except pictures (uint8 with two axes or more); scalars of numpy and pyarrow become numbers
-    and texts, and times their ISO text. Objects of other kinds stay.
+    Arrays of numpy become lists, except pictures (uint8 with two axes or more); scalars of numpy
+    and pyarrow become numbers and texts, and times their ISO text. Objects of other kinds stay.
     """
     result: dict[Any, Any] = {}
     for key, item in row.items():
@@ -70,20 +72,25 @@ def _loaded(library: str) -> Any:
 
 
 def rows_of(source: Any, name: str) -> Iterable[Any]:
-    """Return the rows of an object: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or an iterable of rows.
+    """Return the rows of an object: a pandas DataFrame, a pyarrow Table, a
+    `datasets.Dataset`, or an iterable of rows.
 
     Raises:
         TaskError: for a mapping, such as a `DatasetDict`.
     """
     if isinstance(source, Mapping):
         keys = ", ".join(map(repr, list(source)[:8]))
-        raise TaskError(f"{name}: {type(source).__name__} is no list of rows; name one of its parts: {keys}")
+        raise TaskError(
+            f"{name}: {type(source).__name__} is no list of rows; name one of its parts: {keys}"
+        )
     if (pandas := _loaded("pandas")) and isinstance(source, pandas.DataFrame):
         return list(source.to_dict("records"))
     if (pyarrow := _loaded("pyarrow")) and isinstance(source, (pyarrow.Table, pyarrow.RecordBatch)):
         return rows_of_table(source)
     if (datasets := _loaded("datasets")) and isinstance(source, datasets.Dataset):
-        is_transformed = source.format["type"] == "custom"  # by code of the user, which makes the rows
+        is_transformed = (
+            source.format["type"] == "custom"
+        )  # by code of the user, which makes the rows
         return source if is_transformed else _rows_of_dataset(source)
     return source  # type: ignore[no-any-return]
 
@@ -95,20 +102,26 @@ def row_mapping(row: Any) -> Any:
 
 
 def _rows_of_dataset(source: Any) -> Iterator[Any]:
-    """Yield the rows of a `datasets.Dataset` as its files hold them, so that both read alike, whatever its format is."""
+    """Yield the rows of a `datasets.Dataset` as its files hold them, so that both read alike,
+    whatever its format is."""
     for table in source.with_format("arrow").iter(batch_size=_BATCH):
         for row in rows_of_table(table):
             yield {key: _stored(value, source.features[key]) for key, value in row.items()}
 
 
 def _stored(value: Any, feature: Any) -> Any:
-    """Return a value with images that are files as paths: the library opens them, so they need no directory of ours."""
+    """Return a value with images that are files as paths: the library opens them, so they need
+    no directory of ours."""
     if isinstance(feature, _loaded("datasets").Image) and isinstance(value, Mapping):
         has_file = value.get("bytes") is None and value.get("path") is not None
         return Path(value["path"]) if has_file else value
     if isinstance(feature, Mapping):
         is_struct = isinstance(value, Mapping)
-        return {key: _stored(item, feature[key]) for key, item in value.items()} if is_struct else value
+        return (
+            {key: _stored(item, feature[key]) for key, item in value.items()}
+            if is_struct
+            else value
+        )
 
     inner = feature[0] if isinstance(feature, list) else vars(feature).get("feature")  # of a list
     if inner is None or not isinstance(value, list):
@@ -118,7 +131,11 @@ def _stored(value: Any, feature: Any) -> Any:
 
 def rows_of_table(table: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow table or batch; columns of JSON (`arrow.json`) are read."""
-    readers = {field.name: reader for field in table.schema if (reader := _json_reader(field.type)) is not None}
+    readers = {
+        field.name: reader
+        for field in table.schema
+        if (reader := _json_reader(field.type)) is not None
+    }
     for row in table.to_pylist():
         for name, read in readers.items():
             row[name] = read(row[name])
@@ -126,7 +143,8 @@ def rows_of_table(table: Any) -> Iterator[dict[str, Any]]:
 
 
 def _json_reader(kind: Any) -> Callable[[Any], Any] | None:
-    """Return a function that reads the JSON texts within values of an Arrow type; None for a type without."""
+    """Return a function that reads the JSON texts within values of an Arrow type;
+    None for a type without."""
     pyarrow = _loaded("pyarrow")
     types = pyarrow.types
     if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
@@ -140,7 +158,9 @@ def _json_reader(kind: Any) -> Callable[[Any], Any] | None:
 
     if not types.is_struct(kind):
         return None
-    readers = {field.name: reader for field in kind if (reader := _json_reader(field.type)) is not None}
+    readers = {
+        field.name: reader for field in kind if (reader := _json_reader(field.type)) is not None
+    }
 
     def read_struct(value: Any) -> Any:
         if value is None:

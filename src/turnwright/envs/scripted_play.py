@@ -13,7 +13,17 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from turnwright.config import Limits
-from turnwright.envs.env import Action, Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step, check_size
+from turnwright.envs.env import (
+    Action,
+    Env,
+    InlineObservation,
+    NeedsLimits,
+    NewHistory,
+    Scores,
+    Step,
+    as_step,
+    check_size,
+)
 from turnwright.envs.threads import run_in_thread
 from turnwright.envs.user_code import as_number
 from turnwright.errors import EnvError, InvalidAction, RewardError
@@ -33,14 +43,18 @@ class ScriptedEpisode:
     """Episode of a scripted player."""
 
     trajectory: Trajectory  # without spans, since nothing was sampled
-    replies: list[str] = field(default_factory=list)  # texts of the player's replies, tool calls included
+    replies: list[str] = field(
+        default_factory=list
+    )  # texts of the player's replies, tool calls included
     tools: tuple[Any, ...] = ()  # tool schemas that a model would have received
 
 
 class ScriptedRunner:
-    """Plays one episode turn by turn: `open`, `turn` while it returns True, `finish`, and always `close`.
+    """Plays one episode turn by turn: `open`, `turn` while it returns True,
+    `finish`, and always `close`.
 
-    All raise `EnvError` when the environment breaks its contract; its own exceptions pass through, with the phase as a note.
+    All raise `EnvError` when the environment breaks its contract; its own exceptions pass through,
+    with the phase as a note.
     """
 
     def __init__(
@@ -61,8 +75,12 @@ class ScriptedRunner:
         self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
         self._observation: tuple[Message, ...] = ()
         self._rewritten = False  # the observation is the complete conversation
-        self._open_message: str | None = None  # text so far of a message that the next reply continues
-        self._inserted: tuple[str, int] | None = None  # inserted text, and bytes of the last reply kept before it
+        self._open_message: str | None = (
+            None  # text so far of a message that the next reply continues
+        )
+        self._inserted: tuple[str, int] | None = (
+            None  # inserted text, and bytes of the last reply kept before it
+        )
         self._total: float | None = 0.0
 
     async def open(self) -> None:
@@ -75,7 +93,10 @@ class ScriptedRunner:
             self._observation = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)
         if not self._observation:
-            raise EnvError("reset returned nothing and the task has no messages; say something for the model to answer")
+            raise EnvError(
+                "reset returned nothing and the task has no messages; say something for the model "
+                "to answer"
+            )
 
     async def turn(self) -> bool:
         """Play one turn; return whether the episode continues."""
@@ -83,7 +104,11 @@ class ScriptedRunner:
         if len(trajectory.turns) >= self._turns:
             trajectory.stop = StopReason.MAX_TURNS
             return False
-        conversation = list(self._observation) if self._rewritten else [*trajectory.messages, *self._observation]
+        conversation = (
+            list(self._observation)
+            if self._rewritten
+            else [*trajectory.messages, *self._observation]
+        )
         if self._inserted is not None:
             conversation[-1] = read_reply(self._open_message or "")
         with _noting_phase("player"):
@@ -98,7 +123,9 @@ class ScriptedRunner:
             turn.inserted, turn.kept = self._inserted
             turn.grown = replace(read_reply(message_text), tool_calls=message.tool_calls)
         with _noting_phase("step"):
-            action = Action(message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply)
+            action = Action(
+                message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply
+            )
             step = await take_step(self.env, action, self._call)
             self._open_message = self._inserted = None
             observation: tuple[Message, ...] = ()
@@ -107,17 +134,23 @@ class ScriptedRunner:
                 messages = [*conversation, turn.message]
                 step.observation.check(len(messages))
                 kept_or_new = step.observation.messages
-                observation = tuple(messages[item] if isinstance(item, int) else item for item in kept_or_new)
+                observation = tuple(
+                    messages[item] if isinstance(item, int) else item for item in kept_or_new
+                )
             elif isinstance(step.observation, InlineObservation):
                 kept = step.observation.kept_text(reply)
                 inserted = step.observation.message.text_with_alt
-                self._open_message = message_text[: len(message_text) - len(reply)] + kept + inserted
+                self._open_message = (
+                    message_text[: len(message_text) - len(reply)] + kept + inserted
+                )
                 self._inserted = inserted, len(kept.encode("utf-8", "replace"))
             else:
                 observation = _messages(step.observation, "step")
         turn.reward, turn.info = step.reward, step.info
         trajectory.turns.append(turn)
-        self._total = None if self._total is None or step.reward is None else self._total + step.reward
+        self._total = (
+            None if self._total is None or step.reward is None else self._total + step.reward
+        )
         self._observation = observation
         if step.terminated or step.truncated:
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
@@ -134,7 +167,9 @@ class ScriptedRunner:
                 self.played.trajectory.rewards |= reward.parts
                 reward = reward.total
             own = _as_env_error(as_number, reward, "the reward")
-        self.played.trajectory.reward = None if self._total is None or own is None else self._total + own
+        self.played.trajectory.reward = (
+            None if self._total is None or own is None else self._total + own
+        )
         return self.played
 
     async def close(self) -> None:
@@ -159,11 +194,14 @@ class ScriptedRunner:
 async def play_scripted(
     env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
-    """Play one episode with a scripted player, compute the reward, and always close the environment."""
+    """Play one episode with a scripted player, compute the reward, and always
+    close the environment."""
     return await ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed).play()
 
 
-async def call_within(seconds: float | None, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+async def call_within(
+    seconds: float | None, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any
+) -> T:
     """Call a method of an environment; raise `CallHangs` if it takes longer, None waits for it."""
     deadline = asyncio.timeout(seconds)
     try:
@@ -173,12 +211,16 @@ async def call_within(seconds: float | None, method: Callable[..., T | Awaitable
         if not deadline.expired():
             raise  # of the method itself
         raise CallHangs(
-            f"{method.__name__} did not return within {seconds:g} s (limits.env_s in training); bound what it waits for"
+            f"{method.__name__} did not return within {seconds:g} s (limits.env_s in training); "
+            "bound what it waits for"
         ) from None
 
 
-async def take_step(env: Env, action: Action, call: Callable[..., Awaitable[Any]] | None = None) -> Step:
-    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong return value an `EnvError`.
+async def take_step(
+    env: Env, action: Action, call: Callable[..., Awaitable[Any]] | None = None
+) -> Step:
+    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong
+    return value an `EnvError`.
 
     `call` calls methods of the environment in place of `call_method`.
     """
@@ -218,7 +260,9 @@ def _noting_phase(phase: str) -> Iterator[None]:
 async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Call a method: await an async one, run a sync one in a thread, as a rollout does."""
     function = getattr(method, "__func__", None)
-    if function is Env.reward or function is Env.close:  # the defaults do nothing and need no thread
+    if (
+        function is Env.reward or function is Env.close
+    ):  # the defaults do nothing and need no thread
         return await maybe_await(method(*args, **kwargs))
     if inspect.iscoroutinefunction(method):
         return cast(T, await method(*args, **kwargs))
@@ -238,7 +282,8 @@ def read_reply(text: str, tools: Sequence[Any] = ()) -> Message:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from synchronous code, also where an event loop already runs in this thread (a notebook)."""
+    """Run a coroutine from synchronous code, also where an event loop already runs in
+    this thread (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

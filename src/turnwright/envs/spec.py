@@ -20,7 +20,9 @@ from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task, Tools
 from turnwright.types.outcomes import shortened
 
-Play = Callable[[Task, Any], Awaitable[Any]]  # agent function, ``async def play(task, model) -> reward``
+Play = Callable[
+    [Task, Any], Awaitable[Any]
+]  # agent function, ``async def play(task, model) -> reward``
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,17 @@ class EnvSpec:
         check_split(split)
         if self.task_source is None:
             raise ConfigError(
-                f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
+                f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file "
+                "or file.py:function"
             )
-        return [task if task.env else replace(task, env=self.name) for task in self.task_source(split, n, seed)]
+        return [
+            task if task.env else replace(task, env=self.name)
+            for task in self.task_source(split, n, seed)
+        ]
 
-    def train_and_eval_tasks(self, n_train: int, n_eval: int, seed: int = 0) -> tuple[list[Task], list[Task]]:
+    def train_and_eval_tasks(
+        self, n_train: int, n_eval: int, seed: int = 0
+    ) -> tuple[list[Task], list[Task]]:
         """Return training and held-out tasks, checked to be disjoint.
 
         Raises:
@@ -90,7 +98,8 @@ class EnvSpec:
     def demonstrations(
         self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None
     ) -> list[ScriptedEpisode]:
-        """Play `n` episodes on training tasks with a scripted player, by default the demonstrator, else the solver.
+        """Play `n` episodes on training tasks with a scripted player, by default the
+        demonstrator, else the solver.
 
         Tasks repeat when there are fewer than `n`.
 
@@ -99,7 +108,10 @@ class EnvSpec:
         """
         speak = speak or self.demonstrator or self.solver
         if self.factory is None or speak is None:
-            raise ConfigError(f"{self.name} has no demonstrations; give its class a demonstrator(messages, rng) or a solver")
+            raise ConfigError(
+                f"{self.name} has no demonstrations; give its class a demonstrator(messages, rng) "
+                "or a solver"
+            )
         factory, player, tasks = self.factory, speak, self.tasks("train", n, seed)
         limit = turns or self.max_turns or 16
 
@@ -108,40 +120,62 @@ class EnvSpec:
             try:
                 return await play_scripted(factory(), task, player, rng, turns=limit, seed=number)
             except BaseException as error:
-                if is_interrupt(error) or isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+                if is_interrupt(error) or isinstance(
+                    error, (asyncio.CancelledError, GeneratorExit)
+                ):
                     raise
-                raise EnvError(f"{self.name}: in a demonstration of task {task.id}, {_describe(error)}") from error
+                raise EnvError(
+                    f"{self.name}: in a demonstration of task {task.id}, {_describe(error)}"
+                ) from error
 
         async def play_all() -> list[ScriptedEpisode]:
             return [await play(number) for number in range(n)]
 
         return run(play_all())
 
-    def texts(self, n: int = 500, seed: int = 0, render: Callable[[Tools], str] | None = None) -> list[str]:
-        """Return sample texts for tokenizer training: `texts_function`, else tasks, tools and demonstrations.
+    def texts(
+        self, n: int = 500, seed: int = 0, render: Callable[[Tools], str] | None = None
+    ) -> list[str]:
+        """Return sample texts for tokenizer training: `texts_function`, else tasks,
+        tools and demonstrations.
 
-        `render` returns a template's text for tools; without it only their schemas are in the texts.
+        `render` returns a template's text for tools; without it only their
+        schemas are in the texts.
         """
         if self.texts_function is not None:
             return list(self.texts_function(n, seed))
         if self.factory is None or (self.demonstrator or self.solver) is None:
-            return [message.text for task in self.tasks("train", n, seed) for message in task.messages]
+            return [
+                message.text for task in self.tasks("train", n, seed) for message in task.messages
+            ]
         texts: list[str] = []
         schemas: dict[str, None] = {}
         for played in self.demonstrations(n, seed):
-            texts.extend(message.text for turn in played.trajectory.turns for message in turn.messages)
+            texts.extend(
+                message.text for turn in played.trajectory.turns for message in turn.messages
+            )
             texts.extend(played.replies)
-            schemas.update(dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools))
-        prompts = [render([json.loads(schema) for schema in schemas])] * 2 if render is not None and schemas else []
+            schemas.update(
+                dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools)
+            )
+        prompts = (
+            [render([json.loads(schema) for schema in schemas])] * 2
+            if render is not None and schemas
+            else []
+        )
         return [*prompts, *schemas, *texts]  # twice, since pairs that occur once are not merged
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an exception of user code in one line: what it broke, or what it raised and where."""
+    """Describe an exception of user code in one line: what it broke, or
+    what it raised and where."""
     if isinstance(error, EnvError):
         return str(error)
     phase, place = next(iter(getattr(error, "__notes__", [])), "it"), user_location(error)
-    return f"{phase} raised {type(error).__name__}: {shortened(str(error) + likely_name(error))}{place and f' ({place})'}"
+    return (
+        f"{phase} raised {type(error).__name__}: "
+        f"{shortened(str(error) + likely_name(error))}{place and f' ({place})'}"
+    )
 
 
 def check_split(split: str) -> None:
@@ -152,7 +186,8 @@ def check_split(split: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FactoryOptions:
-    """Options of the factories that `tool_env`, `gym_env` and similar functions return; named as on an Env class."""
+    """Options of the factories that `tool_env`, `gym_env` and similar functions return;
+    named as on an Env class."""
 
     system: str | None
     """System message for tasks without one."""

@@ -24,8 +24,8 @@ TaskSource = str | Path | Iterable[Any] | Callable[..., Iterable[Any]]
 SLOW_S = 10.0
 """Seconds of a call of a task function after which it is reported."""
 SLOW = (
-    "%s has been running for %.0f s to make %d tasks; a loop that ends only with %d different ones never ends where there are "
-    "fewer: bound its attempts, and return the tasks that it found"
+    "%s has been running for %.0f s to make %d tasks; a loop that ends only with %d different "
+    "ones never ends where there are fewer: bound its attempts, and return the tasks that it found"
 )
 _log = logging.getLogger(__name__)
 
@@ -42,24 +42,27 @@ def load_tasks(
     columns: Mapping[str, str] | None = None,
     media_root: Path | str | None = None,
 ) -> list[Task]:
-    """Read tasks from a file, a Hugging Face dataset directory, a Python function or an iterable of rows.
+    """Read tasks from a file, a Hugging Face dataset directory, a Python
+    function or an iterable of rows.
 
-    A function is called with those of `split`, `n` and `seed` that its signature names. Rows are tasks, or mappings as in
-    `turnwright.envs.datasets.task_from_row`; a pandas DataFrame, a pyarrow Table and a `datasets.Dataset` are rows too.
-    Duplicate rows are dropped.
+    A function is called with those of `split`, `n` and `seed` that its signature names. Rows are
+    tasks, or mappings as in `turnwright.envs.datasets.task_from_row`; a pandas DataFrame, a pyarrow
+    Table and a `datasets.Dataset` are rows too. Duplicate rows are dropped.
 
     Args:
-        source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of `datasets.save_to_disk`; a function; or rows.
+        source: a `.jsonl`, `.parquet` or `.arrow` file, a directory of them or of
+            `datasets.save_to_disk`; a function; or rows.
         split: `train` or `eval`, for functions.
         n: number of tasks requested from functions; other sources return all rows.
         seed: seed for functions.
-        return_multi_modal_inputs: read images together with their rows; otherwise rows keep paths, and an image is read when
-            an episode renders it. The tasks are the same, ids included.
+        return_multi_modal_inputs: read images together with their rows; otherwise rows keep paths,
+            and an image is read when an episode renders it. The tasks are the same, ids included.
         columns: column names by content, as in `turnwright.envs.datasets.task_from_row`.
         media_root: a directory that paths of images in rows may lead to, besides the dataset's own.
 
     Raises:
-        TaskError: when the source or a row cannot be read, the source is empty, or two different tasks have the same id.
+        TaskError: when the source or a row cannot be read, the source is empty, or two
+            different tasks have the same id.
     """
     root = None if media_root is None else Path(media_root)
     folder: Path | None = None
@@ -80,21 +83,28 @@ def load_tasks(
     for row, where in rows:
         if isinstance(row, Task):
             if columns:
-                raise TaskError(f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave it out")
+                raise TaskError(
+                    f"{where}: is a tw.Task already; columns = {dict(columns)} maps rows, so leave "
+                    "it out"
+                )
             task = row
         else:
             task = task_from_row(row, where, images, columns)
             known_columns |= dict.fromkeys([*task.info, *task.other_columns])
         known = tasks.setdefault(task.id, (task, where))
         if known[0] is not task and content_key(known[0]) != content_key(task):
-            raise TaskError(f"{where}: the id {task.id!r} belongs to another task at {known[1]}; give each task its own id")
+            raise TaskError(
+                f"{where}: the id {task.id!r} belongs to another task at {known[1]}; give each "
+                "task its own id"
+            )
     if not tasks:
         raise TaskError(f"{name}: no tasks in it; give at least one row")
     return [_with_empty_columns(task, known_columns) for task, _ in tasks.values()]
 
 
 def _with_empty_columns(task: Task, known: Iterable[str]) -> Task:
-    """Return a task with the columns that other rows have and its own lacks, as Parquet and Arrow have them."""
+    """Return a task with the columns that other rows have and its own lacks, as
+    Parquet and Arrow have them."""
     own = task.columns
     empty = {column: None for column in known if column not in own}
     return replace(task, other_columns={**task.other_columns, **empty}) if empty else task
@@ -110,19 +120,26 @@ def make_task_source(
 ) -> Callable[[str, int, int], list[Task]]:
     """Combine the sources of an environment into one function `(split, n, seed) -> tasks`.
 
-    A function that takes `split` decides which tasks are held out. Other sources are read once; without a source of held-out
-    tasks about a fifth is held out, none of fewer than five rows. `n` of 0 means all tasks of a finite source. The function
-    raises `TaskError` without a source, or as `load_tasks` and `split_tasks`.
+    A function that takes `split` decides which tasks are held out. Other sources are read once;
+    without a source of held-out tasks about a fifth is held out, none of fewer than five rows. `n`
+    of 0 means all tasks of a finite source. The function raises `TaskError` without a source, or as
+    `load_tasks` and `split_tasks`.
     """
     if callable(train) and "split" not in _parameters(train) and _parameters(train):
         if inspect.ismethod(train) and "split" in _parameters(train.__func__):
-            raise TaskError(f"{name}: tasks takes no self, so write @staticmethod above def {train.__name__}")
+            raise TaskError(
+                f"{name}: tasks takes no self, so write @staticmethod above def {train.__name__}"
+            )
         raise TaskError(
-            f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split too ('train' or 'eval')"
+            f"{name}: a task function that takes {' and '.join(_parameters(train))} takes split "
+            "too ('train' or 'eval')"
         )
 
     read = functools.partial(
-        load_tasks, return_multi_modal_inputs=return_multi_modal_inputs, columns=columns, media_root=media_root
+        load_tasks,
+        return_multi_modal_inputs=return_multi_modal_inputs,
+        columns=columns,
+        media_root=media_root,
     )
 
     @functools.cache
@@ -130,7 +147,8 @@ def make_task_source(
         source = held_out if split == "eval" and held_out is not None else train
         if source is None:
             raise TaskError(
-                f"{name} has no {split} tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file or file.py:function"
+                f"{name} has no {split} tasks; give it a tasks hook, or [[env]] tasks = a .jsonl "
+                "file or file.py:function"
             )
         return tuple(read(source, split=split))
 
@@ -151,9 +169,13 @@ def make_task_source(
     return tasks
 
 
-def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, seed: int) -> Iterable[Any]:
+def _call(
+    source: Callable[..., Iterable[Any]], name: str, split: str, n: int, seed: int
+) -> Iterable[Any]:
     offered = {"split": split, "n": n, "seed": seed}
-    watch = threading.Timer(SLOW_S, _log.warning, (SLOW, getattr(source, "__qualname__", name), SLOW_S, n, n))
+    watch = threading.Timer(
+        SLOW_S, _log.warning, (SLOW, getattr(source, "__qualname__", name), SLOW_S, n, n)
+    )
     watch.start()
     try:
         result = source(**{key: offered[key] for key in _parameters(source)})
@@ -161,13 +183,17 @@ def _call(source: Callable[..., Iterable[Any]], name: str, split: str, n: int, s
         raise
     except Exception as error:
         raise TaskError(
-            f"{name}: raised {type(error).__name__}: {error}; it is called with split, n and seed where named"
+            f"{name}: raised {type(error).__name__}: {error}; it is called with split, n and seed "
+            "where named"
         ) from error
     finally:
         watch.cancel()
     result = rows_of(result, name) if not isinstance(result, Mapping) else result
     if isinstance(result, (str, bytes, Mapping)) or not isinstance(result, Iterable):
-        raise TaskError(f"{name}: returned {type(result).__name__}; a task function returns a list of tasks or rows")
+        raise TaskError(
+            f"{name}: returned {type(result).__name__}; a task function returns a list of tasks or "
+            "rows"
+        )
     return result
 
 
@@ -180,26 +206,37 @@ def _parameters(source: Callable[..., Any]) -> list[str]:
 
 
 def content_key(task: Task) -> str:
-    """Return a hash of a task's content: everything except its id, its environment, and its index and split in a dataset."""
-    info = {key: value for key, value in task.info.items() if key not in ("index", "split", "id", "env")}
+    """Return a hash of a task's content: everything except its id, its environment, and its index
+    and split in a dataset."""
+    info = {
+        key: value for key, value in task.info.items() if key not in ("index", "split", "id", "env")
+    }
     if isinstance(extra := info.get("extra_info"), Mapping):
-        info["extra_info"] = {key: value for key, value in extra.items() if key not in ("index", "split")}
+        info["extra_info"] = {
+            key: value for key, value in extra.items() if key not in ("index", "split")
+        }
     images = [image.to_dict()["image"] for image in task.images]
     content = [[message.to_dict() for message in task.messages], task.answer, images, info]
     text = json.dumps(content, sort_keys=True, default=repr, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0) -> tuple[list[Task], list[Task]]:
+def split_tasks(
+    tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0
+) -> tuple[list[Task], list[Task]]:
     """Split tasks into (training, held-out) by a hash of their content, independent of their order.
 
-    Rows of equal content stay in one split, whatever their ids, so a few more than `n_eval` may be held out; by default one in
-    five. Raises `TaskError` when a split would be empty, or the splits overlap.
+    Rows of equal content stay in one split, whatever their ids, so a few more than
+    `n_eval` may be held out; by default one in five. Raises `TaskError` when a split
+    would be empty, or the splits overlap.
     """
     if n_eval is None:
         n_eval = len(tasks) // HELD_OUT_SHARE
     if n_eval and n_eval >= len(tasks):
-        raise TaskError(f"{n_eval} tasks are to be held out of {len(tasks)}; ask for fewer, or give eval tasks of their own")
+        raise TaskError(
+            f"{n_eval} tasks are to be held out of {len(tasks)}; ask for fewer, or give eval tasks "
+            "of their own"
+        )
     keys = {task.id: content_key(task) for task in tasks}
     ranked = sorted(set(keys.values()), key=lambda key: _rank(key, seed))
     sizes = Counter(keys[task.id] for task in tasks)
@@ -213,7 +250,10 @@ def split_tasks(tasks: Sequence[Task], n_eval: int | None = None, seed: int = 0)
     train = [task for task in tasks if keys[task.id] not in chosen]
     held_out = [task for task in tasks if keys[task.id] in chosen]
     if not train:
-        raise TaskError(f"holding out {n_eval} tasks leaves none to train on, since equal rows stay together; give eval tasks")
+        raise TaskError(
+            f"holding out {n_eval} tasks leaves none to train on, since equal rows stay together; "
+            "give eval tasks"
+        )
     check_disjoint(train, held_out)
     return train, held_out
 
@@ -234,6 +274,12 @@ def check_disjoint(train: Iterable[Task], held_out: Iterable[Task]) -> None:
     contents = {content_key(task): task.id for task in held}
     for task in train:
         if task.id in ids:
-            raise TaskError(f"task {task.id} is in training and held out; take it from one of them, or set eval.overlap")
+            raise TaskError(
+                f"task {task.id} is in training and held out; take it from one of them, or set "
+                "eval.overlap"
+            )
         if (twin := contents.get(content_key(task))) is not None:
-            raise TaskError(f"task {task.id} of training has the content of the held-out task {twin}; take it from one of them")
+            raise TaskError(
+                f"task {task.id} of training has the content of the held-out task {twin}; take it "
+                "from one of them"
+            )

@@ -1,7 +1,9 @@
-"""Alarms of user code in threads: `signal.alarm` works in the main thread alone, and tools and rewards run in others.
+"""Alarms of user code in threads: `signal.alarm` works in the main thread alone, and tools
+and rewards run in others.
 
-User code that bounds a call by `SIGALRM` gets an alarm of its own thread: a timer calls the handler when the time is over, and
-what the handler raises is raised in the thread. As with a real signal, a call of C code is not interrupted before it returns.
+User code that bounds a call by `SIGALRM` gets an alarm of its own thread: a timer calls the handler
+when the time is over, and what the handler raises is raised in the thread. As with a real signal, a
+call of C code is not interrupted before it returns.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class _Alarm:
         timer.start()
 
     def _stop(self) -> None:
-        """Stop the timer. What it raised before is met here, by a call, if the thread has not met it yet.
+        """Stop the timer. What it raised before is met here, by a call, if the
+        thread has not met it yet.
 
         Taking it back is no way: CPython 3.11 then keeps asking all threads whether they have an
         exception to raise. That is slow, and never ends in a thread whose profiler is on.
@@ -112,7 +115,8 @@ def clear() -> None:
 
 
 def clear_late() -> None:
-    """Forget the alarm of this thread; what it raises until it is forgotten meets no user code, and is dropped."""
+    """Forget the alarm of this thread; what it raises until it is forgotten meets no user
+    code, and is dropped."""
     while True:
         try:
             clear()
@@ -172,4 +176,10 @@ def _getitimer(which: int) -> tuple[float, float]:
     return _own().left, _own().interval
 
 
-_OURS = {"signal": _signal, "getsignal": _getsignal, "alarm": _alarm, "setitimer": _setitimer, "getitimer": _getitimer}
+_OURS = {
+    "signal": _signal,
+    "getsignal": _getsignal,
+    "alarm": _alarm,
+    "setitimer": _setitimer,
+    "getitimer": _getitimer,
+}

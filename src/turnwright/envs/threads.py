@@ -23,16 +23,20 @@ T = TypeVar("T")
 BUSY_S = 0.001
 """Seconds that queued calls wait for a busy thread before they get threads of their own."""
 MOSTLY_IDLE = 0.5
-"""Share of one core below which a process leaves its queued calls waiting for something else than the interpreter lock."""
+"""Share of one core below which a process leaves its queued calls waiting for something else than
+the interpreter lock."""
 IDLE_S = 10.0
 """Seconds without a call after which a thread ends."""
 
-ABANDONED_CALLS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("abandoned", default=None)
+ABANDONED_CALLS: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "abandoned", default=None
+)
 """Names of abandoned calls that still hold a thread, per environment of the current task."""
 
 
 def carried(error: BaseException) -> Exception:
-    """Convert an exception of a thread to one that a future accepts, such as SystemExit from `exit()` in a tool."""
+    """Convert an exception of a thread to one that a future accepts, such as SystemExit
+    from `exit()` in a tool."""
     kind = type(error)  # `__class__` may be user code
     if issubclass(kind, StopIteration):
         return RuntimeError("StopIteration")
@@ -60,22 +64,27 @@ class _Job:
     def full_name(self) -> str:
         """Owner and name of the call; its function's name if it has none."""
         function = self.function.func if isinstance(self.function, partial) else self.function
-        return f"{self.owner} {self.name or getattr(function, '__qualname__', repr(function))}".strip()
+        return (
+            f"{self.owner} {self.name or getattr(function, '__qualname__', repr(function))}".strip()
+        )
 
 
 class AbandonableThreads:
     """Runs blocking calls off the event loop, and abandons calls that were cancelled.
 
-    One thread serves calls that compute: with more, they would contend for the interpreter lock, which costs more than short
-    calls. If for two milliseconds no call returns, or the process hardly computes, every queued call gets its own thread.
-    Results that arrive together are delivered in one wake-up of the loop.
+    One thread serves calls that compute: with more, they would contend for the interpreter lock,
+    which costs more than short calls. If for two milliseconds no call returns, or the process
+    hardly computes, every queued call gets its own thread. Results that arrive together are
+    delivered in one wake-up of the loop.
     """
 
     _of_loops: ClassVar[dict[asyncio.AbstractEventLoop, AbandonableThreads]] = {}
 
-    def __init__(self, max_threads: int = 64, name: str = "turnwright-env", *, run_all: bool = False) -> None:
-        """Call all threads `name`; `max_threads` does not count abandoned ones. With `run_all`, calls run also if they are
-        cancelled before their turn."""
+    def __init__(
+        self, max_threads: int = 64, name: str = "turnwright-env", *, run_all: bool = False
+    ) -> None:
+        """Call all threads `name`; `max_threads` does not count abandoned ones. With `run_all`,
+        calls run also if they are cancelled before their turn."""
         self._max_threads, self._name, self._run_all = max_threads, name, run_all
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
@@ -94,22 +103,32 @@ class AbandonableThreads:
 
     @classmethod
     def of_loop(cls) -> AbandonableThreads:
-        """Return the threads that all calls of tools and rewards on the running loop share, as many as block."""
+        """Return the threads that all calls of tools and rewards on the running loop
+        share, as many as block."""
         loop = asyncio.get_running_loop()
         found = cls._of_loops.get(loop)
         if found is None:
             for closed in [other for other in cls._of_loops if other.is_closed()]:
                 if gone := cls._of_loops.pop(closed, None):
                     gone.close()
-            found = cls._of_loops[loop] = cls(sys.maxsize, "turnwright-tool", run_all=True)  # a release must run
+            found = cls._of_loops[loop] = cls(
+                sys.maxsize, "turnwright-tool", run_all=True
+            )  # a release must run
         return found
 
     def call(
-        self, function: Callable[..., T], *args: Any, owner: str = "", name: str = "", names: list[str] | None = None
+        self,
+        function: Callable[..., T],
+        *args: Any,
+        owner: str = "",
+        name: str = "",
+        names: list[str] | None = None,
     ) -> asyncio.Future[T]:
-        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or removes the call from the queue.
+        """Run `function(*args)` in a thread; cancelling the future abandons the thread, or removes
+        the call from the queue.
 
-        `name` replaces the function's own. `names` gets the name of an abandoned call in place of the attribute.
+        `name` replaces the function's own. `names` gets the name of an abandoned call
+        in place of the attribute.
         """
         future: asyncio.Future[T] = self._loop.create_future()
         job = _Job(future, function, args, owner, name, self.names if names is None else names)
@@ -123,7 +142,8 @@ class AbandonableThreads:
         return future
 
     def close(self) -> None:
-        """End all threads that wait for a call; one that never returns is a daemon and ends with the process."""
+        """End all threads that wait for a call; one that never returns is a daemon and
+        ends with the process."""
         self._closed = True
         self._jobs.put(None)
 
@@ -134,10 +154,18 @@ class AbandonableThreads:
             self._check_later(is_second=False)
 
     def _check_later(self, *, is_second: bool) -> None:
-        self._loop.call_later(BUSY_S, self._check_queue, self._served, time.perf_counter(), time.process_time(), is_second)
+        self._loop.call_later(
+            BUSY_S,
+            self._check_queue,
+            self._served,
+            time.perf_counter(),
+            time.process_time(),
+            is_second,
+        )
 
     def _check_queue(self, served: int, clock: float, computed: float, is_second: bool) -> None:
-        """Start threads if two checks find queued calls that wait for no computation; at one, the loop may have been busy."""
+        """Start threads if two checks find queued calls that wait for no computation; at one, the
+        loop may have been busy."""
         idle = time.process_time() - computed < MOSTLY_IDLE * (time.perf_counter() - clock)
         blocked = idle or served == self._served
         if blocked and not is_second:
@@ -162,7 +190,8 @@ class AbandonableThreads:
                 running = job.running
                 job.abandoned = running or not self._run_all
                 if running:
-                    # The thread may never return: it no longer counts, and another takes its place for queued calls.
+                    # The thread may never return: it no longer counts, and another takes its
+                    # place for queued calls.
                     self._threads -= 1
                     if self._pending > self._threads and not self._closed:
                         self._start()
@@ -224,9 +253,11 @@ class AbandonableThreads:
                 future.set_exception(carried(error))
 
 
-async def run_in_thread(function: Callable[..., Any], arguments: Mapping[str, Any], name: str = "") -> Any:
-    """Run a function in a thread of the loop, with the caller's context; one that hangs delays no other call and does not keep
-    the process from exiting."""
+async def run_in_thread(
+    function: Callable[..., Any], arguments: Mapping[str, Any], name: str = ""
+) -> Any:
+    """Run a function in a thread of the loop, with the caller's context; one that hangs delays no
+    other call and does not keep the process from exiting."""
     called = partial(contextvars.copy_context().run, function, **arguments)
     name = name or getattr(function, "__name__", "")
     return await AbandonableThreads.of_loop().call(called, name=name, names=ABANDONED_CALLS.get())

@@ -15,19 +15,27 @@ from turnwright.envs.scripted_play import Speak
 from turnwright.envs.tasks import TaskSource
 from turnwright.envs.threads import ABANDONED_CALLS
 from turnwright.envs.tools.results import Keeps, ResultLimit
-from turnwright.envs.tools.stateful import Lifetime, ToolInstance, ToolSet, ToolSource, add_to_opening, parse_tools
+from turnwright.envs.tools.stateful import (
+    Lifetime,
+    ToolInstance,
+    ToolSet,
+    ToolSource,
+    add_to_opening,
+    parse_tools,
+)
 from turnwright.envs.tools.tool import Tool, Tools
 from turnwright.envs.user_code import as_number, call_user
 from turnwright.errors import ConfigError
 from turnwright.types import Message, Task, Trajectory
 
 Reward = Callable[..., Any]
-"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; returns a float, `Scores`, or None (not computed)."""
+"""``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; returns a float, `Scores`,
+or None (not computed)."""
 
 
 NO_REWARD = (
-    "a tool_env without reward= or calc_reward, so only rewards that its tools return count, and without those nothing is "
-    "learned; give reward=function, which takes the finished trajectory"
+    "a tool_env without reward= or calc_reward, so only rewards that its tools return count, and "
+    "without those nothing is learned; give reward=function, which takes the finished trajectory"
 )
 
 
@@ -45,23 +53,27 @@ def tool_env(
     result_chars: int | None = 32_768,
     result_keeps: Keeps = "start",
 ) -> ToolEnvFactory:
-    """Make an environment of tools: results answer a reply with tool calls; a reply without calls ends the episode.
+    """Make an environment of tools: results answer a reply with tool calls; a reply
+    without calls ends the episode.
 
     Example::
 
         env = tool_env(tools=[calculator], reward=correct, max_turns=6)
 
     Args:
-        tools: functions (schema from hints and docstring) or `@tool` objects; classes, instantiated per episode (a
-            `StatefulTool`, or a class whose public methods are tools); `mcp_tools(...)`.
-        reward: function of the finished trajectory, and of its task if it takes a second argument; None is 0. Rewards of tools
-            are added.
+        tools: functions (schema from hints and docstring) or `@tool` objects; classes,
+            instantiated per episode (a `StatefulTool`, or a class whose public methods are
+            tools); `mcp_tools(...)`.
+        reward: function of the finished trajectory, and of its task if it takes a second argument;
+            None is 0. Rewards of tools are added.
         max_turns: maximum replies per episode, in addition to the run's limit.
         system: system message for tasks without one.
-        tasks, solver, demonstrator, single_turn_best: as on an Env class; see `turnwright.envs.resolve.as_env_spec`.
-        lifetime: of instances of tool classes: `trajectory`, or `call` (created and released around each call). By default as
-            each class declares.
-        result_chars: maximum characters of a result; longer ones are truncated with a visible marker. None: no limit.
+        tasks, solver, demonstrator, single_turn_best: as on an Env class; see
+            `turnwright.envs.resolve.as_env_spec`.
+        lifetime: of instances of tool classes: `trajectory`, or `call` (created and released around
+            each call). By default as each class declares.
+        result_chars: maximum characters of a result; longer ones are truncated with a
+            visible marker. None: no limit.
         result_keeps: part of a truncated result to keep: `start`, `end`, or both `ends`.
 
     Returns:
@@ -76,11 +88,15 @@ def tool_env(
     if lifetime not in (None, "trajectory", "call"):
         raise ConfigError(f'tool_env: lifetime = {lifetime!r}; write "trajectory" or "call"')
     if result_keeps not in ("start", "ends", "end"):
-        raise ConfigError(f'tool_env: result_keeps = {result_keeps!r}; write "start", "ends" or "end"')
+        raise ConfigError(
+            f'tool_env: result_keeps = {result_keeps!r}; write "start", "ends" or "end"'
+        )
     if result_chars is not None and result_chars < 1:
         raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
     kit = parse_tools(tools, lifetime, ResultLimit(result_chars, result_keeps))
-    return ToolEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, reward, kit)
+    return ToolEnvFactory(
+        system, max_turns, tasks, solver, demonstrator, single_turn_best, reward, kit
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +107,26 @@ class ToolEnvFactory(RewardedFactory):
 
     @property
     def needs_rewards_of_calls(self) -> bool:
-        """Whether only results of tools can have rewards: there is no function, and no class with `calc_reward`."""
+        """Whether only results of tools can have rewards: there is no function, and no
+        class with `calc_reward`."""
         return self.reward is None and not self.kit.rewards_episode
 
     def __call__(self) -> ToolEnv:
         return ToolEnv(self)
 
     def __repr__(self) -> str:
-        names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
+        names = [
+            *(tool.name for tool in self.kit.shared),
+            *(source.name for source in self.kit.sources),
+        ]
         given = [f"tools=[{', '.join(names)}]"]
         if self.reward is not None:
             given.append(f"reward={getattr(self.reward, '__name__', repr(self.reward))}")
-        given.extend(f"{key}={getattr(self, key)!r}" for key in ("max_turns", "system") if getattr(self, key) is not None)
+        given.extend(
+            f"{key}={getattr(self, key)!r}"
+            for key in ("max_turns", "system")
+            if getattr(self, key) is not None
+        )
         return f"tool_env({', '.join(given)})"
 
 
@@ -116,7 +140,9 @@ class ToolEnv(Env):
         self._factory = factory
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
-        self.instances: list[ToolInstance] = []  # tool instances of the episode, released at its end
+        self.instances: list[
+            ToolInstance
+        ] = []  # tool instances of the episode, released at its end
         self.abandoned: list[str] = []
         """Calls of synchronous tools that missed their deadline; each may hold a thread forever."""
         self.tools = self._tools.schemas
@@ -130,7 +156,8 @@ class ToolEnv(Env):
         return self._factory.opening(add_to_opening(task.messages, created))
 
     async def step(self, action: Action) -> Step:
-        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the episode."""
+        """Run the tool calls of a reply, async ones concurrently; a reply without
+        calls ends the episode."""
         if not action.tool_calls:
             return Step(terminated=True)
         outcomes = await self._tools.call_all(action.tool_calls)
@@ -139,18 +166,28 @@ class ToolEnv(Env):
             for key, value in outcome.metrics.items():
                 info[key] = info[key] + value if key in info else value
         info["tool_calls"] = len(outcomes)
-        info["tool_log"] = [{"tool": one.tool[:80], "s": one.seconds, "error": one.error} for one in outcomes]
+        info["tool_log"] = [
+            {"tool": one.tool[:80], "s": one.seconds, "error": one.error} for one in outcomes
+        ]
         if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
             info["tool_errors"] = len(errors)
             info |= {f"tool_errors/{kind}": errors.count(kind) for kind in dict.fromkeys(errors)}
         if cut := sum(outcome.cut for outcome in outcomes):
             info["tool_results_cut"] = cut
-        return Step(tuple(outcome.message for outcome in outcomes), sum(outcome.reward for outcome in outcomes), info=info)
+        return Step(
+            tuple(outcome.message for outcome in outcomes),
+            sum(outcome.reward for outcome in outcomes),
+            info=info,
+        )
 
     @property
     def isolated_rewards(self) -> Sequence[Reward]:
         """Reward parts that run in a separate process."""
-        return self._factory.reward.isolated_rewards if isinstance(self._factory.reward, Rewards) else ()
+        return (
+            self._factory.reward.isolated_rewards
+            if isinstance(self._factory.reward, Rewards)
+            else ()
+        )
 
     @property
     def functions(self) -> Sequence[Reward]:
@@ -161,19 +198,25 @@ class ToolEnv(Env):
         return [] if function is None else [function]
 
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """Compute the reward function of the finished trajectory plus the rewards of stateful tools."""
+        """Compute the reward function of the finished trajectory plus the
+        rewards of stateful tools."""
         return await self._scored(trajectory, self._factory.reward)
 
     async def isolated_reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """Compute the reward with the function in a separate process; stateful tools stay in this one."""
+        """Compute the reward with the function in a separate process; stateful
+        tools stay in this one."""
         function = self._factory.reward
         if isinstance(function, Rewards):
             function = function.isolated()
         elif function is not None:
-            function = partial(run_isolated, getattr(function, "__name__", type(function).__name__), function)
+            function = partial(
+                run_isolated, getattr(function, "__name__", type(function).__name__), function
+            )
         return await self._scored(trajectory, function)
 
-    async def _scored(self, trajectory: Trajectory, function: Reward | None) -> float | Scores | None:
+    async def _scored(
+        self, trajectory: Trajectory, function: Reward | None
+    ) -> float | Scores | None:
         scores = Scores()
         if function is not None:
             args = self._factory.reward_args(trajectory, self._task or trajectory.task)
@@ -186,7 +229,12 @@ class ToolEnv(Env):
         return scores
 
     async def close(self) -> None:
-        """Release all tool instances concurrently. Raises `ToolFailure`: the first failed release."""
-        for result in await asyncio.gather(*(instance.release() for instance in self.instances), return_exceptions=True):
+        """Release all tool instances concurrently.
+
+        Raises `ToolFailure`: the first failed release.
+        """
+        for result in await asyncio.gather(
+            *(instance.release() for instance in self.instances), return_exceptions=True
+        ):
             if isinstance(result, BaseException):
                 raise result

@@ -59,10 +59,14 @@ _BUGS = (
     TypeError,
     ValueError,
 )
-"""Built-in exceptions that the same code raises again. Exceptions of libraries and of the system (OSError) may be transient."""
+"""Built-in exceptions that the same code raises again.
+
+Exceptions of libraries and of the system (OSError) may be transient.
+"""
 
 LARGEST = 1e15
-"""Largest size of a reward: squares and sums over the episodes of a run stay in the range of float32."""
+"""Largest size of a reward: squares and sums over the episodes of a run stay in
+the range of float32."""
 
 _FINITE = f"rewards are finite and at most {LARGEST:g} in size"
 
@@ -70,7 +74,9 @@ USER_MODULE = "turnwright_user_"  # prefix of the names of modules that `load_us
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
 _PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _BUILTIN = str(Path(__file__).parent / "builtin")
 
 
@@ -109,15 +115,18 @@ def retryable(failure: Failure) -> bool:
 
 
 def passing(failure: Failure) -> bool:
-    """Whether replaying the episode may succeed; a bug in the code and a non-finite reward would recur."""
+    """Whether replaying the episode may succeed; a bug in the code and a
+    non-finite reward would recur."""
     return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
 def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") -> Failure:
-    """Convert an exception to a `Failure`, whose message names the environment of a reward that is refused. Never raises, even
-    if methods of the exception do."""
+    """Convert an exception to a `Failure`, whose message names the environment of a reward that is
+    refused. Never raises, even if methods of the exception do."""
     failure = _failure_of(error, phase, turn)
-    is_named = failure.message.startswith("environment ")  # a replayed failure is raised with its recorded message
+    is_named = failure.message.startswith(
+        "environment "
+    )  # a replayed failure is raised with its recorded message
     if not env or is_named or failure.type != RewardError.__name__:
         return failure
     return replace(failure, message=f"environment {env!r}: {failure.message}")
@@ -127,12 +136,28 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
     try:
         if issubclass(type(error), RemoteException):
             remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
-            return Failure(remote.type, remote.message, phase, remote.traceback, remote.kind, remote.place, turn)
+            return Failure(
+                remote.type,
+                remote.message,
+                phase,
+                remote.traceback,
+                remote.kind,
+                remote.place,
+                turn,
+            )
         message = words(error) + likely_name(error)
         if not message and issubclass(type(error), TimeoutError):
             message = f"{phase} did not answer by its deadline"
         text = "".join(traceback.format_exception(error, limit=-8))
-        return Failure(class_name(error), message, phase, text, failure_kind(error, phase), user_location(error), turn)
+        return Failure(
+            class_name(error),
+            message,
+            phase,
+            text,
+            failure_kind(error, phase),
+            user_location(error),
+            turn,
+        )
     except KeyboardInterrupt:
         raise
     except BaseException:  # the exception's attributes or class are user code
@@ -201,7 +226,8 @@ def is_awaitable(value: Any) -> bool:
 
 
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function, a sync one in a thread; SystemExit, which would end the event loop, becomes a RuntimeError."""
+    """Call a function, a sync one in a thread; SystemExit, which would end the event loop,
+    becomes a RuntimeError."""
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
@@ -212,29 +238,38 @@ async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def as_number(value: Any, what: str) -> float | None:
-    """Convert a number returned by user code (reward, score, metric) to a float; None (not computed) stays None.
+    """Convert a number returned by user code (reward, score, metric) to a float; None
+    (not computed) stays None.
 
-    Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and zero-dimensional arrays and tensors.
-    Raises `RewardError`, with the name `what`, for anything else and for a number that is not finite or above `LARGEST`: "1",
-    b"1" and True are mistakes more often than rewards.
+    Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and
+    zero-dimensional arrays and tensors. Raises `RewardError`, with the name `what`, for anything
+    else and for a number that is not finite or above `LARGEST`: "1", b"1" and True are mistakes
+    more often than rewards.
     """
     if value is None:
         return None
     number = number_of(value)
     if number is None:
         hint = ", float(...) where it is a yes or a no" if isinstance(scalar(value), bool) else ""
-        raise RewardError(f"{what} is {describe_value(value)}, not a number; None where there is none{hint}")
+        raise RewardError(
+            f"{what} is {describe_value(value)}, not a number; None where there is none{hint}"
+        )
     if not math.isfinite(number):
         if isinstance(scalar(value), int):
-            raise RewardError(f"{what} is {describe_value(value)}, which no float can hold; {_FINITE}")
+            raise RewardError(
+                f"{what} is {describe_value(value)}, which no float can hold; {_FINITE}"
+            )
         raise RewardError(f"{what} is {number}; {_FINITE}, None where there is none")
     if abs(number) > LARGEST:
-        raise RewardError(f"{what} is {number:g}; {_FINITE}, for sums and float32 to hold them: scale it down")
+        raise RewardError(
+            f"{what} is {number:g}; {_FINITE}, for sums and float32 to hold them: scale it down"
+        )
     return number
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number as a float, infinite if it overflows; None for anything else. See `as_number`."""
+    """Return a number as a float, infinite if it overflows; None for anything
+    else. See `as_number`."""
     if type(value) is float:
         return value
     plain = scalar(value)
@@ -247,7 +282,8 @@ def number_of(value: Any) -> float | None:
 
 
 def as_flag(value: Any, what: str) -> bool:
-    """Convert a Python or NumPy boolean; raise `EnvError` for anything else, although Python would give it a truth value."""
+    """Convert a Python or NumPy boolean; raise `EnvError` for anything else, although Python would
+    give it a truth value."""
     if value is True or value is False:
         return value
     plain = scalar(value)
@@ -257,16 +293,22 @@ def as_flag(value: Any, what: str) -> bool:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value for an error: its truncated repr, with the type where the repr does not show it."""
+    """Describe a value for an error: its truncated repr, with the type where the
+    repr does not show it."""
     try:
         text = f"{value!r:.80}"
     except Exception:
         return f"a {type(value).__name__} without a repr"
-    return text if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple)) else f"{text} ({type(value).__name__})"
+    return (
+        text
+        if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple))
+        else f"{text} ({type(value).__name__})"
+    )
 
 
 def scalar(value: Any) -> Any:
-    """Return the item of a zero-dimensional array, tensor or NumPy scalar; any other value unchanged."""
+    """Return the item of a zero-dimensional array, tensor or NumPy scalar; any
+    other value unchanged."""
     try:
         return value.item() if tuple(value.shape) == () else value
     except Exception:  # not an array
@@ -276,7 +318,8 @@ def scalar(value: Any) -> Any:
 def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     """Execute a file under a unique module name, once per version.
 
-    It can import modules of its directory and of its package, and what `turnwright.envs.user_imports` finds.
+    It can import modules of its directory and of its package, and what
+    `turnwright.envs.user_imports` finds.
     """
     path = resolved(path)
     if not path.is_file():
@@ -293,14 +336,21 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     user_imports.prepare(module)
     sys.modules[name] = module
     try:
-        with user_imports.registrations_of_a_load(path.read_text(encoding="utf-8", errors="replace")), _on_path(path.parent):
+        with (
+            user_imports.registrations_of_a_load(
+                path.read_text(encoding="utf-8", errors="replace")
+            ),
+            _on_path(path.parent),
+        ):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
         raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
-    source = f"from turnwright.envs.user_code import load_again\n\nload_again(__name__, {str(path)!r})\n"
+    source = (
+        f"from turnwright.envs.user_code import load_again\n\nload_again(__name__, {str(path)!r})\n"
+    )
     user_imports.publish(name, source)
     return module
 
@@ -315,33 +365,45 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 
 def load_again(name: str, file: str) -> None:
-    """Load the file of a module, in place of the module that asks for it, in a process that knows only its name."""
+    """Load the file of a module, in place of the module that asks for it, in a process
+    that knows only its name."""
     del sys.modules[name]
     UserModules({name: file}).create_module(ModuleSpec(name, None))
 
 
 def _module_name(path: Path) -> str:
     """Return the module name of a file's present version."""
-    version = hashlib.blake2b(f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6).hexdigest()
+    version = hashlib.blake2b(
+        f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6
+    ).hexdigest()
     return f"{USER_MODULE}{path.stem}_{version}"
 
 
 class UserModules(MetaPathFinder, Loader):
-    """Loads files when pickled objects first need them, under the names that their modules have in another process."""
+    """Loads files when pickled objects first need them, under the names that their modules
+    have in another process."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         """`files`: file of each module's name."""
         self._files = files
 
-    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: object = None, target: object = None
+    ) -> ModuleSpec | None:
         """Return the spec of a module of the other process."""
-        return ModuleSpec(fullname, self, origin=self._files[fullname]) if fullname in self._files else None
+        return (
+            ModuleSpec(fullname, self, origin=self._files[fullname])
+            if fullname in self._files
+            else None
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Execute the file; `ImportError` if it is not as the other process loaded it."""
         file = Path(self._files[spec.name])
         if not file.is_file() or _module_name(file) != spec.name:
-            raise ImportError(f"{file} has changed since it was loaded; start the run again", name=spec.name)
+            raise ImportError(
+                f"{file} has changed since it was loaded; start the run again", name=spec.name
+            )
         return load_user_module(file, str(file))
 
     def exec_module(self, module: ModuleType) -> None:
@@ -349,7 +411,8 @@ class UserModules(MetaPathFinder, Loader):
 
 
 def _why(error: BaseException) -> str:
-    """Describe why a file cannot be loaded, with the remedy for a module that is missing; its own modules by their names."""
+    """Describe why a file cannot be loaded, with the remedy for a module that is missing; its own
+    modules by their names."""
     missing = user_imports.missing_module(error)
     if missing is not None:
         return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
@@ -364,5 +427,9 @@ def _why(error: BaseException) -> str:
 def _place(error: BaseException, path: Path) -> str:
     """Return `line N: ` of the innermost frame in a file; empty without one."""
     lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
-    lines += [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == str(path)]
+    lines += [
+        line
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename == str(path)
+    ]
     return f"line {lines[-1]}: " if lines else ""

@@ -1,7 +1,9 @@
-"""Imports of user code: modules around its file, and stand-ins for frameworks that are not installed.
+"""Imports of user code: modules around its file, and stand-ins for
+frameworks that are not installed.
 
-The modules found here have private names in `sys.modules`, so that files of one name do not collide, and no library takes a
-stand-in for an installed framework. User code sees them through its own `__import__`, for as long as it lives.
+The modules found here have private names in `sys.modules`, so that files of one name do not
+collide, and no library takes a stand-in for an installed framework. User code sees them through its
+own `__import__`, for as long as it lives.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ _PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
 _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
 _ON_PATH: dict[str, set[Path]] = {}
-"""Packages of users that are importable by themselves, with entries of `sys.path`: they get the imports of user code too."""
+"""Packages of users that are importable by themselves, with entries of `sys.path`: they get the
+imports of user code too."""
 
 
 def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
-    """Import a module of a framework, else our stand-in, else one around `near` or around a file that is loaded.
+    """Import a module of a framework, else our stand-in, else one around `near` or
+    around a file that is loaded.
 
     A module directly beside one of those files comes first, as for an import statement of the file.
     Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
@@ -65,11 +69,17 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
             raise
         _forget_folder(name, new)
         stand_in = f"{STAND_INS}.{name}" if _has_stand_in(name) else None
-        if stand_in is not None and (not attribute or _offers(importlib.import_module(stand_in), name, attribute)):
+        if stand_in is not None and (
+            not attribute or _offers(importlib.import_module(stand_in), name, attribute)
+        ):
             return importlib.import_module(stand_in)
         files = [near] if near is not None else []
         files += [home / "_" for home in _HOMES]
-        names = [f"{package}.{name}" for file in files if (package := _around_file(file, name)) is not None]
+        names = [
+            f"{package}.{name}"
+            for file in files
+            if (package := _around_file(file, name)) is not None
+        ]
         names += [] if stand_in is None else [stand_in]
         if not names:
             raise
@@ -77,7 +87,8 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
 
 
 def _beside(name: str, near: Path | None) -> str | None:
-    """Return the private package of the folder of a user's file that has a module, whose name is not a framework's."""
+    """Return the private package of the folder of a user's file that has a module, whose name
+    is not a framework's."""
     top = _top(name)
     if top in sys.stdlib_module_names or _has_stand_in(top):
         return None
@@ -92,13 +103,17 @@ def _adopt_around(name: str, near: Path | None) -> None:
     """Adopt the package of a module that is around a user's file and on `sys.path`."""
     for file in (near, *(home / "_" for home in _HOMES)):
         package = None if file is None else _around_file(file, name)
-        if package is not None and (folder := Path(sys.modules[package].__path__[0])) in _installed():
+        if (
+            package is not None
+            and (folder := Path(sys.modules[package].__path__[0])) in _installed()
+        ):
             _adopt(folder, _top(name))
             return
 
 
 def _adopt(folder: Path, top: str) -> None:
-    """Give the modules of a package on `sys.path` the imports of user code, when they are loaded."""
+    """Give the modules of a package on `sys.path` the imports of user code,
+    when they are loaded."""
     not_users = ("turnwright", *plugins.PACKAGES, *_stand_ins().ALWAYS)
     if folder.name not in ("site-packages", "dist-packages") and top not in not_users:
         _ON_PATH.setdefault(top, set()).add(folder)
@@ -110,7 +125,8 @@ def stand_in_of(name: str) -> ModuleType | None:
 
 
 def loaded_foreign(name: str) -> list[ModuleType]:
-    """Return what something imported already of a framework's module: the installed one, its stand-in, those of trees."""
+    """Return what something imported already of a framework's module: the installed one, its
+    stand-in, those of trees."""
     suffix = f".{name}"
     return [
         module
@@ -137,9 +153,11 @@ REGISTRIES = (
 
 @contextmanager
 def registrations_of_a_load(source: str) -> Iterator[None]:
-    """Undo what a file registered if loading it fails, so that a second try neither finds half of it nor collides with it.
+    """Undo what a file registered if loading it fails, so that a second try neither finds half of
+    it nor collides with it.
 
-    `source` is the file's text: the registries of frameworks that it imports are loaded first, to know what they had.
+    `source` is the file's text: the registries of frameworks that it imports are loaded
+    first, to know what they had.
     """
     imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", source, re.MULTILINE))
     for module, _ in REGISTRIES:
@@ -148,7 +166,8 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
                 import_foreign(module)
     before = [(registry, dict(registry)) for registry in _registries()]
     for registry, _ in before:
-        # The file, or one that it imports, may have been executed before: under another name, or from a copy of its tree.
+        # The file, or one that it imports, may have been executed before: under another name, or
+        # from a copy of its tree.
         for key in [key for key, entry in registry.items() if _is_refused_twice(entry)]:
             del registry[key]
     try:
@@ -163,7 +182,8 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
 
 
 def _is_refused_twice(entry: Any) -> bool:
-    """Whether an entry of a registry is the user's, in a framework that refuses a name that it has: SkyRL-Gym, verl's tools."""
+    """Whether an entry of a registry is the user's, in a framework that refuses a name that it has:
+    SkyRL-Gym, verl's tools."""
     try:
         fields = vars(entry)
     except TypeError:
@@ -200,11 +220,13 @@ PROJECTS = {
     "bs4": "Beautiful Soup (pip install beautifulsoup4)",
     "dotenv": "python-dotenv (pip install python-dotenv)",
 }
-"""Projects that ship a module whose name is not theirs on the package index, or is another project's there."""
+"""Projects that ship a module whose name is not theirs on the package index, or is
+another project's there."""
 
 
 def missing_module(error: BaseException) -> tuple[str, str] | None:
-    """Return what is missing, by the name that user code has for it, and the remedy; None for another error."""
+    """Return what is missing, by the name that user code has for it, and the remedy;
+    None for another error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     name = public_name(error.name)
@@ -221,27 +243,40 @@ def missing_name(error: BaseException) -> str | None:
     """Return what a stand-in lacks and the remedy; None for another error."""
     if not isinstance(error, ImportError) or not (error.name or "").startswith(f"{STAND_INS}."):
         return None
-    name, top = re.search(r"cannot import name '(\w+)'", str(error)), _top(public_name(error.name or ""))
+    name, top = (
+        re.search(r"cannot import name '(\w+)'", str(error)),
+        _top(public_name(error.name or "")),
+    )
     if name is None:
         return None
     module = public_name(error.name or "")
-    return f"cannot import name {name[1]!r} from {module!r}; our stand-in lacks it, install {PROJECTS.get(top, top)}"
+    return (
+        f"cannot import name {name[1]!r} from {module!r}; our stand-in lacks it, install "
+        f"{PROJECTS.get(top, top)}"
+    )
 
 
 def public_name(module: str) -> str:
-    """Return the name of a module in its framework, also for a stand-in and for a file of the framework's source tree."""
+    """Return the name of a module in its framework, also for a stand-in and for a file of the
+    framework's source tree."""
     if module.startswith(PACKAGE):
         return module.partition(".")[2]
     return module.removeprefix(f"{STAND_INS}.")
 
 
 def private_package(path: Path) -> str:
-    """Return the name of the package that the file's relative imports are relative to, and make its root importable.
+    """Return the name of the package that the file's relative imports are relative to, and
+    make its root importable.
 
-    The root is the nearest directory upwards without `__init__.py`. Below a root on `sys.path` it is the installed package.
+    The root is the nearest directory upwards without `__init__.py`. Below a root on `sys.path` it
+    is the installed package.
     """
     folder, inner = path.parent, list[str]()
-    while (folder / "__init__.py").is_file() and folder.name.isidentifier() and folder != folder.parent:
+    while (
+        (folder / "__init__.py").is_file()
+        and folder.name.isidentifier()
+        and folder != folder.parent
+    ):
         inner.insert(0, folder.name)
         folder = folder.parent
     if inner and folder in _installed():
@@ -258,7 +293,8 @@ def prepare(module: ModuleType) -> None:
 
 
 class _ImportlibOfUserCode(ModuleType):
-    """`importlib` as user code sees it: what it imports by name or loads from a file is found as by an import statement."""
+    """`importlib` as user code sees it: what it imports by name or loads from a file is found
+    as by an import statement."""
 
     def __init__(self, real: ModuleType, globals: Mapping[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
@@ -283,7 +319,8 @@ def _import_module(globals: Mapping[str, Any], name: str, package: str | None = 
 
 
 def _spec_of_user_file(name: str, location: Any = None, **options: Any) -> Any:
-    """Return the spec of a file, as `importlib.util.spec_from_file_location`; it is executed with the imports of user code."""
+    """Return the spec of a file, as `importlib.util.spec_from_file_location`; it is executed with
+    the imports of user code."""
     spec = importlib.util.spec_from_file_location(name, location, **options)
     if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
         spec.loader = _UserFileLoader(spec.loader.name, spec.loader.path)
@@ -291,8 +328,12 @@ def _spec_of_user_file(name: str, location: Any = None, **options: Any) -> Any:
 
 
 def _register(folder: Path) -> str:
-    """Make a directory the root of private modules; return the name of the package that holds them."""
-    name = PACKAGE + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    """Make a directory the root of private modules; return the name of the
+    package that holds them."""
+    name = (
+        PACKAGE
+        + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
+    )
     if name not in sys.modules:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
@@ -306,11 +347,14 @@ _PUBLISHED: list[Path] = []
 
 
 def publish(name: str, source: str) -> None:
-    """Make a private module importable in the processes that user code spawns: they get this one's `sys.path`, not its modules.
+    """Make a private module importable in the processes that user code spawns: they get this one's
+    `sys.path`, not its modules.
 
     `source` makes the module there. Here it is in `sys.modules` and the file is never read.
     """
-    with suppress(OSError):  # without room for temporary files, functions of the module cannot be sent to such a process
+    with suppress(
+        OSError
+    ):  # without room for temporary files, functions of the module cannot be sent to such a process
         if not _PUBLISHED:
             folder = Path(tempfile.mkdtemp(prefix="turnwright-modules-"))
             _PUBLISHED.append(folder)
@@ -337,7 +381,8 @@ def import_for_user(
 ) -> Any:
     """Import for user code, as `__import__`.
 
-    Absolute names are those of modules beside the file, then installed ones, then stand-ins, then modules around the file.
+    Absolute names are those of modules beside the file, then installed ones, then stand-ins, then
+    modules around the file.
     """
     if globals is None:
         globals = sys._getframe(1).f_globals
@@ -345,20 +390,28 @@ def import_for_user(
     if level:
         base = globals.get("__package__") or ""
         if not base.startswith(PACKAGE):
-            return builtins.__import__(name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level)
+            return builtins.__import__(
+                name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level
+            )
         return _named(importlib.util.resolve_name("." * level + name, base), "", names)
     top = _top(name)
     new = top not in sys.modules
-    # A file of a framework's own source tree has that tree's modules, also where another version is installed.
-    if top not in sys.stdlib_module_names and (new or (_has_stand_in(top) and not _comes_first(name))):
+    # A file of a framework's own source tree has that tree's modules, also where
+    # another version is installed.
+    if top not in sys.stdlib_module_names and (
+        new or (_has_stand_in(top) and not _comes_first(name))
+    ):
         own = _own_package(globals, name) if new else _own_tree(globals, top)
         if own is not None:
             return _named(f"{own}.{name}", own, names)
     return _import_absolute(name, names, globals, locals)
 
 
-def _import_absolute(name: str, names: tuple[str, ...], globals: Mapping[str, Any], locals: Mapping[str, Any] | None) -> Any:
-    """Import an installed module, else a stand-in, else a module around the file; see `import_for_user`."""
+def _import_absolute(
+    name: str, names: tuple[str, ...], globals: Mapping[str, Any], locals: Mapping[str, Any] | None
+) -> Any:
+    """Import an installed module, else a stand-in, else a module around the file;
+    see `import_for_user`."""
     top = _top(name)
     new = top not in sys.modules
     first = _named(f"{STAND_INS}.{name}", STAND_INS, names) if _comes_first(name) else None
@@ -379,7 +432,8 @@ def _import_absolute(name: str, names: tuple[str, ...], globals: Mapping[str, An
 
 
 def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
-    """Return a module that works in another way for user code, in a thread and around its own file; else the module."""
+    """Return a module that works in another way for user code, in a thread and around its own
+    file; else the module."""
     if module in (importlib, importlib.util):
         return _ImportlibOfUserCode(module, globals)
     return _SIGNAL if module is signal else module
@@ -414,17 +468,24 @@ def _top(name: str) -> str:
 
 
 def _forget_folder(name: str, new: bool) -> None:
-    """Take out of `sys.modules` what a failed import found for the first part of its name, if that is a bare folder.
+    """Take out of `sys.modules` what a failed import found for the first part of its name,
+    if that is a bare folder.
 
-    A folder `examples` in the working directory, which Python takes for a package, shall not hide another one.
+    A folder `examples` in the working directory, which Python takes for a package,
+    shall not hide another one.
     """
-    if new and (found := sys.modules.get(_top(name))) is not None and getattr(found, "__file__", None) is None:
+    if (
+        new
+        and (found := sys.modules.get(_top(name))) is not None
+        and getattr(found, "__file__", None) is None
+    ):
         for one in [one for one in sys.modules if f"{one}.".startswith(f"{_top(name)}.")]:
             del sys.modules[one]
 
 
 def _named(full: str, package: str, names: tuple[str, ...]) -> Any:
-    """Return what an import of a private module binds: the module with `names`, else its first package below `package`."""
+    """Return what an import of a private module binds: the module with `names`, else its first
+    package below `package`."""
     if names:
         return builtins.__import__(full, None, None, names, 0)
     importlib.import_module(full)
@@ -443,16 +504,22 @@ class _Overlay(ModuleType):
         if not hasattr(installed, key):
             return getattr(stand_in, key)
         found, other = getattr(installed, key), getattr(stand_in, key, None)
-        return _Overlay(found, other) if isinstance(found, ModuleType) and isinstance(other, ModuleType) else found
+        return (
+            _Overlay(found, other)
+            if isinstance(found, ModuleType) and isinstance(other, ModuleType)
+            else found
+        )
 
 
 def _lacks(error: ModuleNotFoundError, name: str) -> bool:
-    """Whether the module of an import, or a package of it, does not exist; otherwise one of its own imports failed."""
+    """Whether the module of an import, or a package of it, does not exist; otherwise one of
+    its own imports failed."""
     return error.name is not None and f"{name}.".startswith(f"{error.name}.")
 
 
 def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
-    """Return the private package that comes before installed ones: the file's own, or the folder of a file in a recipe."""
+    """Return the private package that comes before installed ones: the file's own, or the
+    folder of a file in a recipe."""
     root = str(globals.get("__package__") or "").partition(".")[0]
     if not root.startswith(PACKAGE):
         return None
@@ -462,7 +529,9 @@ def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
         return tree
     folder = Path(str(globals.get("__file__") or "")).parent
     for place in (folder, Path(sys.modules[root].__path__[0])):
-        if place in _HOMES and ((place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()):
+        if place in _HOMES and (
+            (place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()
+        ):
             return _register(place)
     return None
 
@@ -476,16 +545,22 @@ def _own_tree(globals: Mapping[str, Any], top: str) -> str | None:
         return root
     # A folder without __init__.py may lie between a file and its package.
     for above in Path(str(globals.get("__file__") or "")).parents:
-        if above.name == top and (above / "__init__.py").is_file() and not (above.parent / "__init__.py").is_file():
+        if (
+            above.name == top
+            and (above / "__init__.py").is_file()
+            and not (above.parent / "__init__.py").is_file()
+        ):
             return _register(above.parent)
     return None
 
 
 def _around(globals: Mapping[str, Any], name: str) -> str | None:
-    """Return the private package of the nearest directory above a file that has a module, up to the root of its project.
+    """Return the private package of the nearest directory above a file that has a module, up to
+    the root of its project.
 
-    The root's `src`, and the projects beside each other in it, are searched too. Beyond that root only directories on the path
-    of the file itself are found, such as `examples` of `examples.game.env`.
+    The root's `src`, and the projects beside each other in it, are searched too. Beyond
+    that root only directories on the path of the file itself are found, such as
+    `examples` of `examples.game.env`.
     """
     if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
@@ -493,7 +568,8 @@ def _around(globals: Mapping[str, Any], name: str) -> str | None:
 
 
 def _around_file(file: Path, name: str) -> str | None:
-    """Return the private package of the nearest directory above a file that has a module; see `_around`."""
+    """Return the private package of the nearest directory above a file that has a
+    module; see `_around`."""
     file = file.resolve()
     inside = True
     for folder in file.parents:
@@ -511,7 +587,8 @@ def _around_file(file: Path, name: str) -> str | None:
 
 
 def _members(root: Path) -> Iterator[Path]:
-    """Yield the directories that the projects of a repository are installed from: its own `src`, and those of a workspace."""
+    """Yield the directories that the projects of a repository are installed from: its own `src`,
+    and those of a workspace."""
     yield root / "src"
     for entry in sorted(root.iterdir()):
         if (entry / "pyproject.toml").is_file() or (entry / "setup.py").is_file():
@@ -555,7 +632,8 @@ def _same_as(name: str) -> str | None:
 
 
 class _PrivateFinder:
-    """Finds stand-ins and the modules around user code, by their private names, and packages of users on `sys.path`."""
+    """Finds stand-ins and the modules around user code, by their private names, and
+    packages of users on `sys.path`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
@@ -578,21 +656,29 @@ class _PrivateFinder:
 
 
 def _spec_of_stand_in(full: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a stand-in: of a table, or of one whose names another one has; None for neither."""
+    """Return the spec of a stand-in: of a table, or of one whose names another one
+    has; None for neither."""
     name = public_name(full)
     if _is_listed(name):
         modules = _stand_ins().MODULES
-        is_package = name in modules.get(name, ()) or _has_below(name, (*modules, *_stand_ins().SAME))
+        is_package = name in modules.get(name, ()) or _has_below(
+            name, (*modules, *_stand_ins().SAME)
+        )
         return importlib.machinery.ModuleSpec(full, _TableLoader(name), is_package=is_package)
     same = _same_as(name)
-    return None if same is None else importlib.machinery.ModuleSpec(full, _SameLoader(same), is_package=True)
+    return (
+        None
+        if same is None
+        else importlib.machinery.ModuleSpec(full, _SameLoader(same), is_package=True)
+    )
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
     """Executes a private module.
 
-    The `__init__.py` of a package may import what a module below it does not need, such as a framework's trainer. If such an
-    import fails, the package is there without the names that its file did not reach; asking for one of them is the error.
+    The `__init__.py` of a package may import what a module below it does not need, such as a
+    framework's trainer. If such an import fails, the package is there without the names that its
+    file did not reach; asking for one of them is the error.
     """
 
     def exec_module(self, module: ModuleType) -> None:
@@ -613,9 +699,14 @@ class _PrivateLoader(importlib.machinery.SourceFileLoader):
 
 
 def _of_an_import(error: Exception, path: str) -> bool:
-    """Whether an error that ended the execution of a file is one of what the file imported, not of its own code."""
+    """Whether an error that ended the execution of a file is one of what the file
+    imported, not of its own code."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inner = files[max(at for at, file in enumerate(files) if file == path) + 1 :] if path in files else []
+    inner = (
+        files[max(at for at, file in enumerate(files) if file == path) + 1 :]
+        if path in files
+        else []
+    )
     return any(file == __file__ for file in inner)
 
 
@@ -653,19 +744,30 @@ class _TableLoader(importlib.abc.Loader):
                     module.__dict__[name] = found
                     # As an import statement would, for who looks at what is imported.
                     owner = getattr(found, "__module__", None)
-                    if isinstance(owner, str) and owner.startswith(f"{STAND_INS}.") and owner != module.__name__:
+                    if (
+                        isinstance(owner, str)
+                        and owner.startswith(f"{STAND_INS}.")
+                        and owner != module.__name__
+                    ):
                         importlib.import_module(owner)
                 # Tools that look for the source of a class find it by its module's file.
                 module.__dict__.setdefault("__file__", home.__file__)
 
 
 def _imported_by(home: ModuleType) -> dict[str, Any]:
-    """Return what a module imports of others than ours: annotations of its classes are evaluated with these names."""
+    """Return what a module imports of others than ours: annotations of its classes are
+    evaluated with these names."""
     ours = ("turnwright", *plugins.PACKAGES)
-    listed = {own for sources in _stand_ins().MODULES.values() for _, own in _pairs(sources.get(home.__name__, ""))}
+    listed = {
+        own
+        for sources in _stand_ins().MODULES.values()
+        for _, own in _pairs(sources.get(home.__name__, ""))
+    }
     imported = {}
     for name, value in vars(home).items():
-        source = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        source = (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        )
         is_others = isinstance(source, str) and _top(source) not in ours
         if is_others and name not in listed and not name.startswith("_"):
             imported[name] = value
@@ -707,7 +809,8 @@ def _move(thing: Any, home: str, stand_in: str) -> None:
 
 
 class _SameLoader(importlib.abc.Loader):
-    """Gives a module the names of another one, which is the installed one where there is one, as for user code."""
+    """Gives a module the names of another one, which is the installed one where there is
+    one, as for user code."""
 
     def __init__(self, other: str) -> None:
         self.other = other

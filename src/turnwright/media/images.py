@@ -1,8 +1,8 @@
 """Decoding of images to RGB pixels, and a PNG writer.
 
-Pillow's PNG writer tries five filters for each row. With it, a turn with a new image costs a rollout
-1.7 times the CPU (`benchmarks/images.py`: 1.06 times the floor, not 0.68), for files of the same
-size on photographs. Here numpy applies one filter, and zlib compresses. Format: the PNG
+Pillow's PNG writer tries five filters for each row. With it, a turn with a new image costs a
+rollout 1.7 times the CPU (`benchmarks/images.py`: 1.06 times the floor, not 0.68), for files of the
+same size on photographs. Here numpy applies one filter, and zlib compresses. Format: the PNG
 specification (W3C, third edition), sections 5.3 (chunks), 9.2 (filter types) and 11.2.
 """
 
@@ -49,11 +49,12 @@ class MediaLimits:
 def decode(value: Any, limits: MediaLimits) -> Any:
     """Decode an image to pixels, read-only [height, width, 3] of uint8, in memory of their own.
 
-    Transparent images are composited on white; the EXIF orientation is applied. Of 16-bit channels the upper 8 bits are used;
-    of animations the first frame. File formats: `FORMATS`. The size is read from the header before decoding.
+    Transparent images are composited on white; the EXIF orientation is applied. Of 16-bit channels
+    the upper 8 bits are used; of animations the first frame. File formats: `FORMATS`. The size is
+    read from the header before decoding.
 
-    Raises `MediaError` for a value that is not an image, is broken, or is over a limit; `UsageError` where numpy or Pillow is
-    missing.
+    Raises `MediaError` for a value that is not an image, is broken, or is over a limit;
+    `UsageError` where numpy or Pillow is missing.
     """
     np, pillow = import_numpy(), _pillow()
     while isinstance(value, Image):
@@ -68,7 +69,9 @@ def decode(value: Any, limits: MediaLimits) -> Any:
     except MediaError:
         raise
     except Exception as error:  # decoders raise many types for broken files
-        raise MediaError(f"an image cannot be read: {type(error).__name__}: {error!s:.200}") from error
+        raise MediaError(
+            f"an image cannot be read: {type(error).__name__}: {error!s:.200}"
+        ) from error
     pixels.flags.writeable = False
     return pixels
 
@@ -86,7 +89,9 @@ def _import(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise UsageError(f"images need {package}, which is not installed; pip install 'turnwright[vision]'") from error
+        raise UsageError(
+            f"images need {package}, which is not installed; pip install 'turnwright[vision]'"
+        ) from error
 
 
 def _open(value: Any, limits: MediaLimits) -> Any:
@@ -96,11 +101,14 @@ def _open(value: Any, limits: MediaLimits) -> Any:
     except _pillow().UnidentifiedImageError:
         found = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
         known = ", ".join(FORMATS)
-        raise MediaError(f"{found}, which is no image in one of the formats {known}; pass pixels or such a file") from None
+        raise MediaError(
+            f"{found}, which is no image in one of the formats {known}; pass pixels or such a file"
+        ) from None
 
 
 def _array(picture: Any) -> Any:
-    """Convert an RGB picture to an array, one band at a time: Pillow holds the interpreter lock during a copy."""
+    """Convert an RGB picture to an array, one band at a time: Pillow holds the
+    interpreter lock during a copy."""
     np = import_numpy()
     width, height = picture.size
     pixels = np.empty((height, width, 3), np.uint8)
@@ -119,7 +127,10 @@ def _rgb(picture: Any) -> Any:
     if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
         picture = _pillow().fromarray((import_numpy().asarray(picture) >> 8).astype("uint8"))
     if picture.mode in ("I", "F"):
-        raise MediaError(f"an image of mode {picture.mode}, whose values have no fixed range; use 8 bits per channel")
+        raise MediaError(
+            f"an image of mode {picture.mode}, whose values have no fixed range; use 8 bits per "
+            "channel"
+        )
     if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         picture = _pillow().new("RGB", layer.size, "white")
@@ -130,7 +141,8 @@ def _rgb(picture: Any) -> Any:
 def content_of(value: Any, limits: MediaLimits) -> bytes:
     """Return the content of an image file passed as bytes, a path or a data URI.
 
-    Raises `MediaError` for anything else, for content over the limit, and for a path that is not a file.
+    Raises `MediaError` for anything else, for content over the limit, and for a
+    path that is not a file.
     """
     if isinstance(value, Path):
         return _file(value, limits)
@@ -138,9 +150,14 @@ def content_of(value: Any, limits: MediaLimits) -> bytes:
         value = _data_uri(value, limits)
     if not isinstance(value, (bytes, bytearray, memoryview)):
         kind = type(value).__name__
-        raise MediaError(f"an image must be a PIL image, an array, bytes, a data URI or a pathlib.Path, not {kind}")
+        raise MediaError(
+            "an image must be a PIL image, an array, bytes, a data URI or a pathlib.Path, not "
+            f"{kind}"
+        )
     if memoryview(value).nbytes > limits.bytes:
-        raise MediaError(f"{memoryview(value).nbytes} bytes; the limit of an image file is {limits.bytes}")
+        raise MediaError(
+            f"{memoryview(value).nbytes} bytes; the limit of an image file is {limits.bytes}"
+        )
     return bytes(value)
 
 
@@ -150,11 +167,15 @@ def _file(path: Path, limits: MediaLimits) -> bytes:
         if not stat.S_ISREG(info.st_mode):
             raise MediaError(f"{path}: not a file")
         if info.st_size > limits.bytes:
-            raise MediaError(f"{path}: {info.st_size} bytes; the limit of an image file is {limits.bytes}")
+            raise MediaError(
+                f"{path}: {info.st_size} bytes; the limit of an image file is {limits.bytes}"
+            )
         with path.open("rb") as file:
             content = file.read(limits.bytes + 1)
     except OSError as error:
-        raise MediaError(f"{path}: cannot be read ({error.strerror or os.strerror(error.errno or 0)})") from error
+        raise MediaError(
+            f"{path}: cannot be read ({error.strerror or os.strerror(error.errno or 0)})"
+        ) from error
     if len(content) > limits.bytes:
         raise MediaError(f"{path}: over {limits.bytes} bytes, the limit of an image file")
     return content
@@ -164,11 +185,14 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
     head, comma, _ = value[:256].partition(",")
     if not head.startswith("data:") or not comma or not head.endswith(";base64"):
         raise MediaError(
-            f"an image as a string must be a base64 data URI, not {value!r:.60}; URLs are not fetched and paths in strings "
-            "are not opened: pass a pathlib.Path for a file"
+            f"an image as a string must be a base64 data URI, not {value!r:.60}; URLs are not "
+            "fetched and paths in strings are not opened: pass a pathlib.Path for a file"
         )
     if len(value) - len(head) > limits.bytes * 4 // 3 + 8:
-        raise MediaError(f"a data URI of {len(value)} characters; the limit of an image file is {limits.bytes} bytes")
+        raise MediaError(
+            f"a data URI of {len(value)} characters; the limit of an image file is {limits.bytes} "
+            "bytes"
+        )
     try:
         return base64.b64decode(value[len(head) + 1 :], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -176,21 +200,31 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
 
 
 def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
-    """Check the (width, height) of an image against the limits. Raises `MediaError` when it is empty or too large."""
+    """Check the (width, height) of an image against the limits.
+
+    Raises `MediaError` when it is empty or too large.
+    """
     width, height = size
     if width < 1 or height < 1:
         raise MediaError(f"an image of {width} x {height} pixels")
     if max(size) > limits.side or width * height > limits.pixels:
         raise MediaError(
-            f"an image of {width} x {height} pixels; the limits are {limits.side} per side and {limits.pixels} in total: "
-            "scale it down"
+            f"an image of {width} x {height} pixels; the limits are {limits.side} per side and "
+            f"{limits.pixels} in total: scale it down"
         )
 
 
 def _from_array(value: Any, limits: MediaLimits) -> Any:
     np = import_numpy()
-    if value.dtype != np.uint8 or value.ndim not in (2, 3) or (value.ndim == 3 and value.shape[2] not in (1, 3, 4)):
-        raise MediaError(f"an array of {value.dtype} {value.shape} is no image; pass uint8 [height, width, 3], from 0 to 255")
+    if (
+        value.dtype != np.uint8
+        or value.ndim not in (2, 3)
+        or (value.ndim == 3 and value.shape[2] not in (1, 3, 4))
+    ):
+        raise MediaError(
+            f"an array of {value.dtype} {value.shape} is no image; pass uint8 [height, width, 3], "
+            "from 0 to 255"
+        )
     check_size((value.shape[1], value.shape[0]), limits)
     if value.ndim == 2:
         value = value[:, :, None]
@@ -205,7 +239,8 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 END = b"IEND\xaeB`\x82"
 """Last bytes of every complete file."""
 _SUB = 1
-"""Filter type: each byte is stored as the difference from the same channel of the pixel to the left."""
+"""Filter type: each byte is stored as the difference from the same channel of
+the pixel to the left."""
 
 
 def encode_png(pixels: Any) -> bytes:
@@ -230,4 +265,9 @@ def encode_png(pixels: Any) -> bytes:
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
+    )

@@ -18,17 +18,20 @@ AnyMedia = Image | Video | ImageRef | VideoRef
 
 def has_media(messages: Sequence[Message]) -> bool:
     """Return whether messages hold media, stored or raw."""
-    for message in messages:  # noqa: SIM110  a generator is slower, and this runs at every turn
+    for message in messages:
         if not isinstance(message.content, str) and (message.has_raw_media or message.media):
             return True
     return False
 
 
-def store_media(messages: Sequence[Message], store: MediaStore, *, blank: bool = False) -> tuple[Message, ...]:
-    """Return messages with references in place of raw media, gray ones if `blank`; those without media stay as they are.
+def store_media(
+    messages: Sequence[Message], store: MediaStore, *, blank: bool = False
+) -> tuple[Message, ...]:
+    """Return messages with references in place of raw media, gray ones if `blank`; those
+    without media stay as they are.
 
-    Raises `MediaError` for an image that is broken or over a limit, or an unknown reference; `UsageError` where numpy or
-    Pillow is missing.
+    Raises `MediaError` for an image that is broken or over a limit, or an unknown reference;
+    `UsageError` where numpy or Pillow is missing.
     """
     put = partial(store.put, blank=blank)
     return tuple(m if isinstance(m.content, str) else _replace_media(m, put) for m in messages)
@@ -39,11 +42,15 @@ def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[
 
     Raises `MediaError` for an image without one if `strict`, else it becomes `[image]`.
     """
-    return tuple(m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict)) for m in messages)
+    return tuple(
+        m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict))
+        for m in messages
+    )
 
 
 def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages with file contents in place of arrays, PIL images and paths, for another process.
+    """Return messages with file contents in place of arrays, PIL images and
+    paths, for another process.
 
     Raises `MediaError` for an image that is broken or over the default limits.
     """
@@ -61,8 +68,8 @@ def _text_content(message: Message, strict: bool) -> str:
         if not isinstance(part, str) and part.alt is None and strict:
             kind = "video" if isinstance(part, (Video, VideoRef)) else "image"
             raise MediaError(
-                f"the model sees no {kind}s, and a message of role {message.role} has one; describe it with "
-                f"tw.{kind.title()}(..., alt=...), or use a vision-language model",
+                f"the model sees no {kind}s, and a message of role {message.role} has one; "
+                f"describe it with tw.{kind.title()}(..., alt=...), or use a vision-language model",
                 bug=True,
             )
     return message.text_with_alt
@@ -72,14 +79,20 @@ def _as_bytes(part: AnyMedia) -> AnyMedia:
     if isinstance(part, Image):
         return replace(part, value=_file(part.value, part.alt))
     if isinstance(part, Video):
-        frames = [frame if isinstance(frame, ImageRef) else Image(_file(frame, part.alt)) for frame in part.frames]
+        frames = [
+            frame if isinstance(frame, ImageRef) else Image(_file(frame, part.alt))
+            for frame in part.frames
+        ]
         times = None if part.times is None else [float(at) for at in part.times]
-        return replace(part, frames=frames, times=times, fps=None if part.fps is None else float(part.fps))
+        return replace(
+            part, frames=frames, times=times, fps=None if part.fps is None else float(part.fps)
+        )
     return part
 
 
 def _file(value: Any, alt: str | None) -> bytes:
-    """Return an image as the content of a file; empty if it has an `alt` text and no decoder is installed."""
+    """Return an image as the content of a file; empty if it has an `alt` text and no
+    decoder is installed."""
     while isinstance(value, Image):
         value = value.value
     limits = MediaLimits()

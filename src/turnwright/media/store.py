@@ -22,16 +22,18 @@ GRAY = 128
 
 
 class MediaStore:
-    """Content-addressed image store. Safe for several threads, and for several processes on one directory.
+    """Content-addressed image store. Safe for several threads, and for several
+    processes on one directory.
 
-    A reference is returned only once its image is stored: with a directory, once its file is complete.
+    A reference is returned only once its image is stored: with a directory,
+    once its file is complete.
 
     Args:
         directory: directory with one `SHA256.png` per image; None keeps all images in memory.
         limits: limits on images.
         decoded_bytes: memory for decoded pixels, if there is a directory.
-        blank: whether every image, references included, becomes a gray one of its size: a control experiment that shows how a
-            model performs without images.
+        blank: whether every image, references included, becomes a gray one of its size: a control
+            experiment that shows how a model performs without images.
     """
 
     def __init__(
@@ -61,15 +63,19 @@ class MediaStore:
         self.has_unseen = False
         """Whether a model without vision read the alternative texts of media in place of them."""
         self._lock = threading.Lock()
-        # Every decoding thread contends for the interpreter lock, and the event loop waits for all of them.
+        # Every decoding thread contends for the interpreter lock, and the event loop
+        # waits for all of them.
         self._decode_slots = threading.Semaphore(max(1, (os.cpu_count() or 1) // 2))
         self._writing: dict[str, tuple[threading.Lock, list[int]]] = {}
 
-    def put(self, value: Image | Video | ImageRef | VideoRef, *, blank: bool = False) -> ImageRef | VideoRef:
-        """Store a raw image or video; a reference is checked, and gets its size if it has none. With `blank` it becomes gray.
+    def put(
+        self, value: Image | Video | ImageRef | VideoRef, *, blank: bool = False
+    ) -> ImageRef | VideoRef:
+        """Store a raw image or video; a reference is checked, and gets its size if it has none.
+        With `blank` it becomes gray.
 
-        Raises `MediaError` for a value that is not an image, is over a limit, or is unknown; `UsageError` where numpy or Pillow
-        is missing.
+        Raises `MediaError` for a value that is not an image, is over a limit, or is unknown;
+        `UsageError` where numpy or Pillow is missing.
         """
         blank = blank or self.blank
         if isinstance(value, (Video, VideoRef)):
@@ -85,8 +91,11 @@ class MediaStore:
             raise self._unknown(value)
         return value
 
-    def add(self, pixels: Any, *, alt: str | None = None, max_pixels: int = 0, blank: bool = False) -> ImageRef:
-        """Store pixels, [height, width, 3] of uint8, which must not change afterwards; with `blank`, gray ones."""
+    def add(
+        self, pixels: Any, *, alt: str | None = None, max_pixels: int = 0, blank: bool = False
+    ) -> ImageRef:
+        """Store pixels, [height, width, 3] of uint8, which must not change afterwards;
+        with `blank`, gray ones."""
         height, width = pixels.shape[:2]
         if blank or self.blank:
             return self._blank(width, height, alt, max_pixels)
@@ -97,7 +106,8 @@ class MediaStore:
         self.has_unseen = True
 
     def pixels(self, ref: ImageRef) -> Any:
-        """Return the 8-bit RGB pixels of an image, [height, width, 3], read-only; scaled down as the reference specifies.
+        """Return the 8-bit RGB pixels of an image, [height, width, 3], read-only; scaled down as
+        the reference specifies.
 
         Raises `MediaError` when the store does not have it, or its file was changed.
         """
@@ -109,14 +119,19 @@ class MediaStore:
             path = self._path(ref.sha256)
             if path is None or not path.exists():
                 raise self._unknown(ref)
-            pixels = decode(path, replace(self.limits, bytes=path.stat().st_size))  # a stored file may exceed the limit
+            pixels = decode(
+                path, replace(self.limits, bytes=path.stat().st_size)
+            )  # a stored file may exceed the limit
             if _hash(pixels) != ref.sha256:
                 raise MediaError(f"{path} was changed: its pixels have another hash than its name")
             self._cache(ref.sha256, pixels)
         return _scaled(pixels, ref.max_pixels) if ref.max_pixels else pixels
 
     def png_bytes(self, ref: ImageRef) -> bytes:
-        """Return the image as a PNG file, scaled down as the reference specifies; cached. Raises `MediaError` as `pixels`."""
+        """Return the image as a PNG file, scaled down as the reference specifies; cached.
+
+        Raises `MediaError` as `pixels`.
+        """
         path = self._path(ref.sha256)
         if path is not None and not ref.max_pixels and path.exists():
             return path.read_bytes()
@@ -147,14 +162,21 @@ class MediaStore:
     def _put_video(self, value: Video | VideoRef, blank: bool) -> VideoRef:
         frames = list(value.frames)
         if not frames or len(frames) > self.limits.frames:
-            raise MediaError(f"a video of {len(frames)} frames; it must have 1 to {self.limits.frames}")
+            raise MediaError(
+                f"a video of {len(frames)} frames; it must have 1 to {self.limits.frames}"
+            )
         times = value.times if isinstance(value, VideoRef) else _times(value, len(frames))
-        refs = [self.put(f if isinstance(f, (Image, ImageRef)) else Image(f), blank=blank) for f in frames]
+        refs = [
+            self.put(f if isinstance(f, (Image, ImageRef)) else Image(f), blank=blank)
+            for f in frames
+        ]
         image_refs = tuple(ref for ref in refs if isinstance(ref, ImageRef))
         sizes = sorted({(ref.width, ref.height, ref.max_pixels) for ref in image_refs})
         if len(sizes) > 1:
             listed = ", ".join(f"{width} x {height}" for width, height, _ in sizes[:3])
-            raise MediaError(f"a video must have frames of one size; this one has frames of {listed}")
+            raise MediaError(
+                f"a video must have frames of one size; this one has frames of {listed}"
+            )
         return VideoRef(image_refs, frame_times(times, len(image_refs)), value.alt)
 
     def _blank(self, width: int, height: int, alt: str | None, max_pixels: int) -> ImageRef:
@@ -231,12 +253,17 @@ class MediaStore:
                 return
             self._pixels[name] = pixels
             self._decoded_bytes += pixels.nbytes
-            while self.directory is not None and self._decoded_bytes > self._max_decoded_bytes and len(self._pixels) > 1:
+            while (
+                self.directory is not None
+                and self._decoded_bytes > self._max_decoded_bytes
+                and len(self._pixels) > 1
+            ):
                 self._decoded_bytes -= self._pixels.popitem(last=False)[1].nbytes
 
 
 def _content_key(value: Any) -> Hashable:
-    """Return a key of a file's content without decoding it; None for values that may change in memory."""
+    """Return a key of a file's content without decoding it; None for values that
+    may change in memory."""
     if isinstance(value, Path):
         try:
             info = value.stat()
@@ -251,7 +278,8 @@ def _content_key(value: Any) -> Hashable:
 def frame_times(times: Any, frames: int) -> tuple[float, ...]:
     """Return the times of a video's frames in seconds.
 
-    Raises `MediaError` unless there is one per frame, each a finite number of at least 0, in non-decreasing order.
+    Raises `MediaError` unless there is one per frame, each a finite number of at least 0,
+    in non-decreasing order.
     """
     try:
         seconds = tuple(float(at) for at in times)
@@ -260,7 +288,9 @@ def frame_times(times: Any, frames: int) -> tuple[float, ...]:
     if len(seconds) != frames:
         raise MediaError(f"a video of {frames} frames has {len(seconds)} times; pass one per frame")
     if not all(math.isfinite(at) and at >= 0 for at in seconds) or list(seconds) != sorted(seconds):
-        raise MediaError(f"the times of a video must be finite, at least 0, and non-decreasing: {seconds!r:.120}")
+        raise MediaError(
+            f"the times of a video must be finite, at least 0, and non-decreasing: {seconds!r:.120}"
+        )
     return seconds
 
 
@@ -270,7 +300,11 @@ def _times(value: Video, frames: int) -> Any:
     if value.times is not None:
         return value.times
     fps = value.fps
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)) or not (math.isfinite(fps) and fps > 0):
+    if (
+        isinstance(fps, bool)
+        or not isinstance(fps, (int, float))
+        or not (math.isfinite(fps) and fps > 0)
+    ):
         raise MediaError(f"fps must be a number over 0, not {fps!r:.60}")
     return [number / fps for number in range(frames)]
 
@@ -283,9 +317,12 @@ def _hash(pixels: Any) -> str:
 
 
 def scaled_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    """Return the width and height of an image scaled down to at most `max_pixels` pixels (0 for no limit)."""
+    """Return the width and height of an image scaled down to at most `max_pixels`
+    pixels (0 for no limit)."""
     share = (max_pixels / (height * width)) ** 0.5 if max_pixels else 1.0
-    return (width, height) if share >= 1 else (max(1, int(width * share)), max(1, int(height * share)))
+    return (
+        (width, height) if share >= 1 else (max(1, int(width * share)), max(1, int(height * share)))
+    )
 
 
 def _scaled(pixels: Any, max_pixels: int) -> Any:

@@ -191,12 +191,19 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
     calls = [[calls_of(turn) for turn in t.turns] for t in trajectories]
     row: Row = {
         "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
-        "turns_histogram": {str(n): count for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())},
+        "turns_histogram": {
+            str(n): count
+            for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())
+        },
         "truncated_share": truncated.total() / episodes,
         "truncations": dict(truncated.most_common()),
         "failed_share": sum(stop.failed for stop in stops) / episodes,
-        "errors": top_counts(f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None),
-        "retries": top_counts(f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures),
+        "errors": top_counts(
+            f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None
+        ),
+        "retries": top_counts(
+            f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures
+        ),
         "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in turns),
         "resume": _counted(trajectories, "resume_"),
         "seconds": _seconds(trajectories, calls),
@@ -206,7 +213,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
         "control_text_neutralized": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
         "control_text": _counted(trajectories, "control_text_"),
         "cache_hit": sum(turn.cached for turn in turns) / context if context else None,
-        "draft_acceptance": sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories) / drafted if drafted else None,
+        "draft_acceptance": sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories)
+        / drafted
+        if drafted
+        else None,
     }
     row |= _tools(calls) | _tokens(trajectories) | _rewards(trajectories, success)
     return {name: value for name, value in row.items() if value not in ({}, None)}
@@ -252,10 +262,16 @@ def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:
     return dict(totals.most_common(MAX_NAMES))
 
 
-def _counted(trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[str] = ()) -> dict[str, int]:
+def _counted(
+    trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[str] = ()
+) -> dict[str, int]:
     """Sum the counters of episodes with a prefix, by the rest of their names."""
     return _summed(
-        {name.removeprefix(prefix): n for name, n in t.metrics.items() if name.startswith(prefix) and name not in exclude}
+        {
+            name.removeprefix(prefix): n
+            for name, n in t.metrics.items()
+            if name.startswith(prefix) and name not in exclude
+        }
         for t in trajectories
     )
 
@@ -269,9 +285,17 @@ def calls_of(turn: Turn) -> list[Call]:
     log = turn.info.get("tool_log")
     if log is not None and isinstance(log, Sequence) and not isinstance(log, str):
         rows = [one for one in log if isinstance(one, Mapping)]
-        seconds = [float(s) if isinstance(s := one.get("s"), (int, float)) else math.nan for one in rows]
-        return [(str(one.get("tool") or UNNAMED), s, one.get("error")) for one, s in zip(rows, seconds, strict=True)]
-    return [(call.name or UNNAMED, math.nan, call.cause if call.error is not None else None) for call in turn.reply.tool_calls]
+        seconds = [
+            float(s) if isinstance(s := one.get("s"), (int, float)) else math.nan for one in rows
+        ]
+        return [
+            (str(one.get("tool") or UNNAMED), s, one.get("error"))
+            for one, s in zip(rows, seconds, strict=True)
+        ]
+    return [
+        (call.name or UNNAMED, math.nan, call.cause if call.error is not None else None)
+        for call in turn.reply.tool_calls
+    ]
 
 
 def _tools(by_turn: Sequence[Sequence[Sequence[Call]]]) -> Row:
@@ -290,11 +314,15 @@ def _tools(by_turn: Sequence[Sequence[Sequence[Call]]]) -> Row:
         "tool_calls": counts,
         "tool_failures": top_counts(tool for tool, _, error in calls if error is not None),
         "tool_mistakes": top_counts(error for _, _, error in calls if error is not None),
-        "tool_seconds": {tool: distribution_summary(values, mean=False) for tool, values in timed.items()},
+        "tool_seconds": {
+            tool: distribution_summary(values, mean=False) for tool, values in timed.items()
+        },
     }
 
 
-def _seconds(trajectories: Sequence[Trajectory], calls: Sequence[Sequence[Sequence[Call]]]) -> dict[str, dict[str, float]]:
+def _seconds(
+    trajectories: Sequence[Trajectory], calls: Sequence[Sequence[Sequence[Call]]]
+) -> dict[str, dict[str, float]]:
     """Return seconds of episodes by phase; `wait` is the rest of the wall-clock time."""
     by_phase: dict[str, list[float]] = {name: [] for name in SECONDS}
     for trajectory, by_turn in zip(trajectories, calls, strict=True):
@@ -306,11 +334,21 @@ def _seconds(trajectories: Sequence[Trajectory], calls: Sequence[Sequence[Sequen
             for turn, own in zip(trajectory.turns, by_turn, strict=True)
             if turn.reply.tool_calls
         ]
-        tool = math.fsum(min(env_s, math.fsum(filter(math.isfinite, seconds))) for env_s, seconds in called)
+        tool = math.fsum(
+            min(env_s, math.fsum(filter(math.isfinite, seconds))) for env_s, seconds in called
+        )
         rest = trajectory.wall_s - generate - environment - trajectory.reward_s
-        for name, value in zip(SECONDS, (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)), strict=True):
+        for name, value in zip(
+            SECONDS,
+            (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)),
+            strict=True,
+        ):
             by_phase[name].append(value)
-    summaries = ((name, distribution_summary(values, mean=False), values) for name, values in by_phase.items() if values)
+    summaries = (
+        (name, distribution_summary(values, mean=False), values)
+        for name, values in by_phase.items()
+        if values
+    )
     return {name: summary | {"sum": math.fsum(values)} for name, summary, values in summaries}
 
 
@@ -326,8 +364,17 @@ def _tokens(trajectories: Sequence[Trajectory]) -> Row:
             image_ids += sum(block.length for block in span.media)
             if span.origin is Origin.MODEL and (span_runs := len(span.ids) - REPEAT_LENGTH + 1) > 0:
                 runs += span_runs
-                repeats += span_runs - len(set(zip(*(islice(span.ids, i, None) for i in range(REPEAT_LENGTH)), strict=False)))
-        replies += [sum(len(trajectory.spans[index].ids) for index in turn.spans) for turn in trajectory.turns]
+                repeats += span_runs - len(
+                    set(
+                        zip(
+                            *(islice(span.ids, i, None) for i in range(REPEAT_LENGTH)), strict=False
+                        )
+                    )
+                )
+        replies += [
+            sum(len(trajectory.spans[index].ids) for index in turn.spans)
+            for turn in trajectory.turns
+        ]
         episode_lengths.append(sum(len(span.ids) for span in trajectory.spans))
     row: Row = {
         "tokens": {str(origin): count for origin, count in sorted(origins.items())},
@@ -336,7 +383,11 @@ def _tokens(trajectories: Sequence[Trajectory]) -> Row:
         "repetition": repeats / runs if runs else None,
     }
     if images:
-        row |= {"images": images, "image_tokens": image_ids, "image_token_share": image_ids / max(sum(episode_lengths), 1)}
+        row |= {
+            "images": images,
+            "image_tokens": image_ids,
+            "image_token_share": image_ids / max(sum(episode_lengths), 1),
+        }
     return row
 
 
@@ -347,10 +398,18 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
             if turn.reward is not None:
                 by_turn.setdefault(number, []).append(turn.reward)
     groups = group_by_task(trajectories)
-    known = [rewards for group in groups if (rewards := [r for r in group.rewards if r is not None])]
-    tied = [rewards for rewards in known if max(rewards) - min(rewards) <= 1e-12 * max(1.0, *map(abs, rewards))]
+    known = [
+        rewards for group in groups if (rewards := [r for r in group.rewards if r is not None])
+    ]
+    tied = [
+        rewards
+        for rewards in known
+        if max(rewards) - min(rewards) <= 1e-12 * max(1.0, *map(abs, rewards))
+    ]
     return {
-        "reward_by_turn": {str(n): math.fsum(values) / len(values) for n, values in sorted(by_turn.items())},
+        "reward_by_turn": {
+            str(n): math.fsum(values) / len(values) for n, values in sorted(by_turn.items())
+        },
         "rewards_spread": _component_spread(groups),
         "groups": len(groups),
         "groups_no_signal": len(tied) + len(groups) - len(known),
@@ -375,7 +434,9 @@ def _component_spread(groups: Sequence[Group]) -> dict[str, float]:
         for name in islice(names, MAX_NAMES):
             values = [t.rewards[name] for t in group.trajectories if name in t.rewards]
             mean = math.fsum(values) / len(values)
-            spreads.setdefault(name, []).append(math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values)))
+            spreads.setdefault(name, []).append(
+                math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+            )
     return {name: math.fsum(values) / len(values) for name, values in spreads.items()}
 
 
@@ -396,7 +457,9 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     center = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     # The ends are exactly 0 and 1 if nothing or everything succeeded; rounding would leave 1e-17.
-    return (0.0 if successes == 0 else max(0.0, center - half)), (1.0 if successes == n else min(1.0, center + half))
+    return (0.0 if successes == 0 else max(0.0, center - half)), (
+        1.0 if successes == n else min(1.0, center + half)
+    )
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

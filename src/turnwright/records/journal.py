@@ -1,4 +1,5 @@
-"""Recorded episodes of a journal with every call and every observation, for replay and for resuming interrupted ones."""
+"""Recorded episodes of a journal with every call and every observation, for replay and for
+resuming interrupted ones."""
 
 from __future__ import annotations
 
@@ -18,13 +19,18 @@ class RecordedTurn:
     turn: Turn
     tries: int  # number of failed engine calls before the answer
     number: int  # index within the attempt
-    call: int  # number of its first call. Concurrent calls become turns in the order of their answers.
+    # number of its first call. Concurrent calls become turns in the order of their answers.
+    call: int
     tools: list[Any]  # schemas of the tools offered to the model
-    observation: Any = None  # observation before the turn as JSON, if it differs from the turn's messages
+    observation: Any = (
+        None  # observation before the turn as JSON, if it differs from the turn's messages
+    )
     has_observation: bool = False  # whether the environment responded to the turn
     reward: float | None = None  # reward of the step, without later additions of a reward function
     info: Mapping[str, Any] = field(default_factory=dict)
-    sampled: tuple[Span, ...] = ()  # its spans as they were sampled, before the environment untrained any of their ids
+    sampled: tuple[
+        Span, ...
+    ] = ()  # its spans as they were sampled, before the environment untrained any of their ids
     drafts: tuple[int, int] = (0, 0)  # drafted ids, and how many of them were sampled
     seed: int | None = None  # seed of its calls
 
@@ -39,7 +45,8 @@ class RecordedAttempt:
     tools: list[Any] = field(default_factory=list)
     first_span: int = 0  # index of the attempt's first span in the trajectory
     steps: dict[int, Event] = field(default_factory=dict)
-    """Of an environment with effects: results of its steps by turn, -1 for its reset; `state` is that of the environment."""
+    """Of an environment with effects: results of its steps by turn, -1 for its reset; `state` is
+    that of the environment."""
 
 
 @dataclass(slots=True)
@@ -54,9 +61,13 @@ class RecordedEpisode:
     failed_events: list[Event] = field(default_factory=list)
     """Of an interrupted episode: the events of its failed attempts."""
     other_plays: list[RecordedEpisode] = field(default_factory=list)
-    """Of an interrupted episode: its other interrupted plays. With concurrent calls each may have turns that no other has."""
+    """Of an interrupted episode: its other interrupted plays.
+
+    With concurrent calls each may have turns that no other has.
+    """
     events: Sequence[Event] = ()
-    """Of an interrupted episode: all events of the play but its first, to read it again elsewhere."""
+    """Of an interrupted episode: all events of the play but its first, to
+    read it again elsewhere."""
     definitions: Mapping[str, Any] = field(default_factory=dict)
     """Values that these events refer to, by name."""
 
@@ -84,7 +95,16 @@ def _apply(episode: RecordedEpisode, event: Event, definitions: Mapping[str, Any
         call, said = event.get("call", number), event.get("said")
         sampled = tuple(replace(trajectory.spans[index]) for index in turn.spans)
         drafted, accepted = event.get("drafts", (0, 0))
-        row = RecordedTurn(turn, turn.retries, number, call, attempt.tools, said, sampled=sampled, seed=event.get("seed"))
+        row = RecordedTurn(
+            turn,
+            turn.retries,
+            number,
+            call,
+            attempt.tools,
+            said,
+            sampled=sampled,
+            seed=event.get("seed"),
+        )
         attempt.turns.append(replace(row, drafts=(drafted, accepted)))
         return False
     attempt.has_observation, attempt.observation = "said" in event, event.get("said")
@@ -95,11 +115,14 @@ def _apply(episode: RecordedEpisode, event: Event, definitions: Mapping[str, Any
     return True
 
 
-def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> Iterator[list[RecordedEpisode]]:
+def read_recorded_steps(
+    events: Iterable[Event], tasks: Mapping[str, Task]
+) -> Iterator[list[RecordedEpisode]]:
     """Yield the finished episodes of a journal, those of one phase and step together, in order.
 
-    Of an episode recorded twice (interrupted, then played again), only the last within its step is returned. A task missing in
-    `tasks` is replaced by one that has only the id. Raises `TraceError` when an event does not fit those before it.
+    Of an episode recorded twice (interrupted, then played again), only the last within its step is
+    returned. A task missing in `tasks` is replaced by one that has only the id. Raises `TraceError`
+    when an event does not fit those before it.
     """
     definitions: dict[str, Any] = {}
     running: dict[EpisodeKey, RecordedEpisode] = {}
@@ -120,7 +143,9 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
                 done = {}
             task = tasks.get(key.task) or Task(id=key.task)
             trajectory = Trajectory(task, key, template=event.get("template", ""))
-            running[key] = RecordedEpisode(trajectory, definitions.get(event.get("settings", ""), {}), [RecordedAttempt()])
+            running[key] = RecordedEpisode(
+                trajectory, definitions.get(event.get("settings", ""), {}), [RecordedAttempt()]
+            )
         elif key in running:
             with reading(event):
                 if _apply(running[key], event, definitions):
@@ -132,13 +157,15 @@ def read_recorded_steps(events: Iterable[Event], tasks: Mapping[str, Task]) -> I
 class InterruptedEpisodes:
     """Episodes that a journal opens and does not close, collected while its events are read.
 
-    An episode may be interrupted again while its turns are played from the record. The earlier play then counts, until the
-    later one has as many turns or differs. Closed episodes are kept until those of their group are closed, since a group may
-    be interrupted between them.
+    An episode may be interrupted again while its turns are played from the record. The earlier play
+    then counts, until the later one has as many turns or differs. Closed episodes are kept until
+    those of their group are closed, since a group may be interrupted between them.
     """
 
     def __init__(self) -> None:
-        self._groups: defaultdict[tuple[str, int, str], dict[EpisodeKey, list[list[Event]]]] = defaultdict(dict)
+        self._groups: defaultdict[tuple[str, int, str], dict[EpisodeKey, list[list[Event]]]] = (
+            defaultdict(dict)
+        )
         self._definitions: dict[str, Any] = {}
 
     def read(self, event: Event) -> None:
@@ -168,14 +195,25 @@ class InterruptedEpisodes:
                 task, events = tasks(key.task), _longest(plays)
                 if task is None or not events:
                     continue
-                others = [self._episode(Trajectory(task, key), play) for play in plays if play is not events]
-                found[key] = replace(self._episode(Trajectory(task, key), events), other_plays=others)
+                others = [
+                    self._episode(Trajectory(task, key), play)
+                    for play in plays
+                    if play is not events
+                ]
+                found[key] = replace(
+                    self._episode(Trajectory(task, key), events), other_plays=others
+                )
         return found
 
     def _episode(self, trajectory: Trajectory, events: list[Event]) -> RecordedEpisode:
-        last = max((number for number, event in enumerate(events, 1) if event["e"] == "failed_attempt"), default=0)
+        last = max(
+            (number for number, event in enumerate(events, 1) if event["e"] == "failed_attempt"),
+            default=0,
+        )
         known: dict[str, Any] = {"events": events, "definitions": self._definitions}
-        episode = RecordedEpisode(trajectory, {}, [RecordedAttempt()], failed_events=events[:last], **known)
+        episode = RecordedEpisode(
+            trajectory, {}, [RecordedAttempt()], failed_events=events[:last], **known
+        )
         for event in events:
             if event["e"] != "closed":
                 with reading(event):
@@ -184,7 +222,8 @@ class InterruptedEpisodes:
 
 
 def _longest(plays: list[list[Event]]) -> list[Event]:
-    """Return the events of the last play of an episode, or of an earlier one that the last only began to repeat."""
+    """Return the events of the last play of an episode, or of an earlier one that the last
+    only began to repeat."""
     longest: list[Event] = []
     for events in plays:
         known, now = _sampled(longest), _sampled(events)

@@ -7,7 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class ProgressListener:
-    """Receives the progress of a run; by default ignores it. Methods must return quickly and must not raise."""
+    """Receives the progress of a run; by default ignores it.
+
+    Methods must return quickly and must not raise.
+    """
 
     def phase(self, name: str, total: int, unit: str) -> None:
         """Start a phase (`warm-up`, `evaluate before`, `reinforce`, ...) of `total` units."""
@@ -30,7 +33,8 @@ class EpisodeListener(Protocol):
     """Progress listener that also receives the phases of finished episodes."""
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
-        """Receive a finished episode: session, phases with their starts, and end (`time.monotonic`)."""
+        """Receive a finished episode: session, phases with their starts, and
+        end (`time.monotonic`)."""
 
 
 class NullListener(ProgressListener):

@@ -1,9 +1,10 @@
-"""Which runs this user started on this machine: a list of digests in the user's own state directory.
+"""Which runs this user started on this machine: a list of digests in the
+user's own state directory.
 
 The settings of a run name code. A run directory is no evidence of who wrote it: unpacking an
-archive makes a user the owner of its files. So what is known is kept outside: each `config.json` that this
-program writes for a run is listed by its SHA-256. A run keeps its entry where it is moved to, and
-loses it when its settings are edited.
+archive makes a user the owner of its files. So what is known is kept outside: each `config.json`
+that this program writes for a run is listed by its SHA-256. A run keeps its entry where it is moved
+to, and loses it when its settings are edited.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def own_runs_file() -> Path:
 
 
 def remember_run(config: bytes) -> None:
-    """List the run with this `config.json`; without a directory to write to, its commands ask later."""
+    """List the run with this `config.json`; without a directory to write to,
+    its commands ask later."""
     file = own_runs_file()
     with contextlib.suppress(OSError):
         if _digest(config) in _listed():
@@ -39,7 +41,8 @@ def remember_run(config: bytes) -> None:
 
 
 def is_own_run(run: Path) -> bool:
-    """Return whether this user started or continued the run on this machine, with the settings that it has now."""
+    """Return whether this user started or continued the run on this machine, with the
+    settings that it has now."""
     try:
         return _digest((run / "config.json").read_bytes()) in _listed()
     except OSError:

@@ -27,15 +27,17 @@ RECORD_VERSION = 2
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as one line of standard JSON. Never fails: values without a JSON form become their repr.
+    """Return a value as one line of standard JSON. Never fails: values without a
+    JSON form become their repr.
 
-    These include arbitrary objects in an environment's info, integers over 64 bits, and values nested too deep or cyclically.
-    NaN becomes null; a lone surrogate is escaped.
+    These include arbitrary objects in an environment's info, integers over 64 bits, and values
+    nested too deep or cyclically. NaN becomes null; a lone surrogate is escaped.
     """
     try:
         try:
             return orjson.dumps(value, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
-        except TypeError:  # keys of other types cost a sixth of the time, so they are tried only where there are any
+        # keys of other types cost a sixth of the time, so they are tried only where there are any
+        except TypeError:
             return orjson.dumps(value, default=repr, option=_OPTIONS)
     except KeyboardInterrupt:
         raise
@@ -49,7 +51,10 @@ def _plain(value: Any, depth: int) -> Any:
         if isinstance(value, str):
             return str(value).encode("utf-8", "backslashreplace").decode()
         if depth < _MAX_DEPTH and isinstance(value, Mapping):
-            return {_plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1) for k, item in value.items()}
+            return {
+                _plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1)
+                for k, item in value.items()
+            }
         if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
             return [_plain(item, depth + 1) for item in value]
         if not isinstance(value, (Mapping, list, tuple)):
@@ -83,12 +88,14 @@ def _read_crc(line: bytes) -> int | None:
 class Checks:
     """Damage found while reading a file of lines with checksums.
 
-    A line's field `crc` is the CRC-32 of the line without it, seeded with that of the line before. It reveals changed, missing
-    and moved lines, but not deliberate edits with new checksums. Lines without one are not checked.
+    A line's field `crc` is the CRC-32 of the line without it, seeded with that of the line before.
+    It reveals changed, missing and moved lines, but not deliberate edits with new checksums. Lines
+    without one are not checked.
     """
 
     mark: tuple[int, int] | None = None
-    """Size in bytes and last checksum of the file at an earlier time; the file must still begin with that content."""
+    """Size in bytes and last checksum of the file at an earlier time; the file must still
+    begin with that content."""
     damage: list[str] = field(default_factory=list)  # descriptions of the damage, in file order
 
 
@@ -116,19 +123,25 @@ def definition_name(kind: str, value: Any) -> str:
 class JsonLines:
     """An append-only file of JSON lines.
 
-    Every line reaches the operating system before `append` returns, so a killed process loses none; `sync` protects lines
-    against a power failure. A line cut off by a crash is removed when the file is opened again.
+    Every line reaches the operating system before `append` returns, so a killed process loses
+    none; `sync` protects lines against a power failure. A line cut off by a crash is removed
+    when the file is opened again.
     """
 
     def __init__(self, path: Path, *, sealed: bool = False) -> None:
-        """Open the file for appending; create it if needed. Lines of a `sealed` file get a checksum (`Checks`)."""
+        """Open the file for appending; create it if needed.
+
+        Lines of a `sealed` file get a checksum (`Checks`).
+        """
         self.path = path
         self._place = path.absolute()  # user code may change the working directory
         self._sealed = sealed
         self._last_crc = 0
         self.broken = ""  # why nothing can be written any more; empty while writing works
         self._named: set[str] = set()
-        self._appended = self._durable = 0  # lines written here, and how many of them are on the disk
+        self._appended = self._durable = (
+            0  # lines written here, and how many of them are on the disk
+        )
         self._flush: asyncio.Task[None] | None = None
         self._file = _open_regular(path)
         try:
@@ -140,7 +153,10 @@ class JsonLines:
             raise
 
     def _lock(self) -> None:
-        """Lock the file itself. A lock file beside it may be deleted, and then two processes would hold one each."""
+        """Lock the file itself.
+
+        A lock file beside it may be deleted, and then two processes would hold one each.
+        """
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -167,18 +183,19 @@ class JsonLines:
             return False
 
     def check(self) -> None:
-        """Raise `TraceError` if a sealed file was deleted, moved or replaced: what is written to it is lost, and the one in its
-        place may be another process's."""
+        """Raise `TraceError` if a sealed file was deleted, moved or replaced: what is written to it
+        is lost, and the one in its place may be another process's."""
         if self._sealed and not self.broken and not self._in_place():
             self.broken = (
-                f"{self.path}: deleted, moved or replaced while this process was writing it, so the run stops here; "
-                "put it back, then resume with --resume, or start a new run"
+                f"{self.path}: deleted, moved or replaced while this process was writing it, so "
+                "the run stops here; put it back, then resume with --resume, or start a new run"
             )
         if self.broken:
             raise TraceError(self.broken)
 
     def append(self, value: Any) -> None:
-        """Write one line; after a `TraceError` every later call fails too, since later events depend on this one."""
+        """Write one line; after a `TraceError` every later call fails too, since later
+        events depend on this one."""
         line = to_json(value)
         crc = 0
         if self._sealed and line[-1:] == b"}":
@@ -205,7 +222,8 @@ class JsonLines:
         return os.fstat(self._file).st_size, self._last_crc
 
     def append_definition(self, kind: str, value: Any) -> str:
-        """Write a value that many lines refer to, once; return its name for references, made of kind and value."""
+        """Write a value that many lines refer to, once; return its name for references,
+        made of kind and value."""
         name = definition_name(kind, value)
         if name not in self._named:
             self.append({"e": kind, "name": name, "value": value})
@@ -220,7 +238,8 @@ class JsonLines:
             raise TraceError(_write_error(self.path, error)) from error
 
     async def durable(self) -> None:
-        """Return when every line so far is on the disk; callers of the same tick share one flush, in a thread."""
+        """Return when every line so far is on the disk; callers of the same tick share
+        one flush, in a thread."""
         lines = self._appended
         while self._durable < lines:
             if self._flush is None or self._flush.done():
@@ -246,7 +265,10 @@ class JsonLines:
 
 
 def _open_regular(path: Path) -> int:
-    """Open a file for appending, and for reading its end; create it if needed. Raise `TraceError` for what is no file."""
+    """Open a file for appending, and for reading its end; create it if needed.
+
+    Raise `TraceError` for what is no file.
+    """
     try:
         # Without O_NONBLOCK, a named pipe would wait for a reader.
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
@@ -259,12 +281,18 @@ def _open_regular(path: Path) -> int:
 
 
 def _open_error(path: Path, error: OSError) -> TraceError:
-    return TraceError(f"{path}: cannot be opened for writing ({error.strerror}); choose another --out")
+    return TraceError(
+        f"{path}: cannot be opened for writing ({error.strerror}); choose another --out"
+    )
 
 
 def _lock_error(path: Path, error: OSError) -> TraceError:
     busy = isinstance(error, BlockingIOError)
-    why = "another process writes this run; wait for it or" if busy else f"cannot be locked ({error.strerror});"
+    why = (
+        "another process writes this run; wait for it or"
+        if busy
+        else f"cannot be locked ({error.strerror});"
+    )
     return TraceError(f"{path}: {why} choose another --out")
 
 
@@ -286,7 +314,8 @@ def _write_error(path: Path, error: OSError) -> str:
 
 
 def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
-    """Yield the values of a JSON lines file; an incomplete last line is skipped, any other that is not JSON a `TraceError`.
+    """Yield the values of a JSON lines file; an incomplete last line is skipped, any other that is
+    not JSON a `TraceError`.
 
     `checks` collects lines with wrong checksums; without it the first one is raised.
     """
@@ -299,7 +328,10 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
         if crc_read is not None:
             body = line[: -_CRC_BYTES - 1] + b"}"
             if zlib.crc32(body, crc) != crc_read:
-                message = f"{path}:{number}: the checksum differs: this line or the one before was damaged, edited or removed"
+                message = (
+                    f"{path}:{number}: the checksum differs: this line or the one before "
+                    "was damaged, edited or removed"
+                )
                 if checks is None:
                     raise TraceError(message)
                 checks.damage.append(message)
@@ -309,13 +341,18 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
         try:
             yield orjson.loads(body)
         except ValueError as error:
-            raise TraceError(f"{path}:{number}: not JSON ({error}); the file was damaged or edited") from error
+            raise TraceError(
+                f"{path}:{number}: not JSON ({error}); the file was damaged or edited"
+            ) from error
     if checks is not None and mark is not None and mark[0] > 0:
-        checks.damage.append(f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)")
+        checks.damage.append(
+            f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)"
+        )
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of each complete line from an offset on; nothing if there is no such file."""
+    """Yield (offset, line) of each complete line from an offset on; nothing if
+    there is no such file."""
     if path.is_file():
         with path.open("rb") as file:
             file.seek(start)
@@ -329,7 +366,8 @@ def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
 def check_version(run: Path) -> None:
     """Raise `TraceError` for the directory of a run that was recorded in an earlier format.
 
-    Damaged lines say nothing about the format: `read_json_lines` and the viewer, which read all of the run, report them.
+    Damaged lines say nothing about the format: `read_json_lines` and the viewer, which read all
+    of the run, report them.
     """
     for _, line in complete_lines(run / "journal.jsonl"):
         try:
@@ -344,28 +382,32 @@ def check_version(run: Path) -> None:
             if value.get("v") == RECORD_VERSION:
                 return
             raise TraceError(
-                f"{run}: recorded by an earlier version of turnwright, whose runs this one does not read; use that "
-                "version, or start a new run"
+                f"{run}: recorded by an earlier version of turnwright, whose runs this one does "
+                "not read; use that version, or start a new run"
             )
 
 
 class RunDir:
     """The directory of one run, written by one process at a time: the one that locks the journal.
 
-    `journal.jsonl` is authoritative: one event per line, each turn before the next begins. `trajectories.jsonl` and
-    `metrics.jsonl` are for people and tools.
+    `journal.jsonl` is authoritative: one event per line, each turn before the next begins.
+    `trajectories.jsonl` and `metrics.jsonl` are for people and tools.
     """
 
     def __init__(self, path: str | Path, *, trajectories: bool = True) -> None:
-        """Open a directory for writing, or create it; raise `TraceError` when another process writes to it.
+        """Open a directory for writing, or create it; raise `TraceError` when
+        another process writes to it.
 
-        Without `trajectories`, finished episodes are in the journal alone; their file can be derived later.
+        Without `trajectories`, finished episodes are in the journal alone; their
+        file can be derived later.
         """
         self.keeps_trajectories = trajectories
         """Whether finished episodes are written to `trajectories.jsonl` too."""
         self.given_path = Path(path)
         """The path as it was given, for messages."""
-        self.path = Path(os.path.abspath(path))  # code of an environment may change the working directory
+        self.path = Path(
+            os.path.abspath(path)
+        )  # code of an environment may change the working directory
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -413,7 +455,8 @@ class RunDir:
             raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Flush all files to the disk; raise `TraceError` if the journal is no longer the one that is written here."""
+        """Flush all files to the disk; raise `TraceError` if the journal is no longer the one
+        that is written here."""
         self.journal.check()
         for lines in self._files:
             lines.sync()

@@ -38,10 +38,15 @@ from turnwright.types import (
 from turnwright.types.trajectory import is_json
 
 SCHEMA = 1  # version of the record format; raised whenever an old reader would misread a new record
-REWOUND = "rewound"  # untrained reason: the environment removed these ids from the context and excluded them from training
-INVALID = "invalid_action"  # untrained reason: the environment rejected the reply and the model was asked again
-BANNED = "banned_id"  # untrained reason: ids from the first banned id on; a trainer's softmax excludes it
-NO_LOGPROB = "no_logprob"  # untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`
+# untrained reason: the environment removed these ids from the context and
+# excluded them from training
+REWOUND = "rewound"
+# untrained reason: the environment rejected the reply and the model was asked again
+INVALID = "invalid_action"
+# untrained reason: ids from the first banned id on; a trainer's softmax excludes it
+BANNED = "banned_id"
+# untrained reason: the engine returned no logprob, where `missing_logprobs` is `mask`
+NO_LOGPROB = "no_logprob"
 
 Event = dict[str, Any]
 
@@ -56,7 +61,12 @@ def key_row(key: EpisodeKey) -> list[Any]:
 
 def span_row(span: Span) -> dict[str, Any]:
     """Return one span as JSON, without empty fields."""
-    row: dict[str, Any] = {"origin": span.origin, "parent": span.parent, "start": span.start, "ids": span.ids}
+    row: dict[str, Any] = {
+        "origin": span.origin,
+        "parent": span.parent,
+        "start": span.start,
+        "ids": span.ids,
+    }
     if span.logprobs is not None:
         row["logprobs"] = span.logprobs
         row["version"] = span.version
@@ -72,7 +82,12 @@ def span_row(span: Span) -> dict[str, Any]:
             row["untrained_from"] = span.untrained_from
     if span.media:
         row["media"] = [
-            {"start": block.start, "length": block.length, "grid": block.grid, "compact": block.compact}
+            {
+                "start": block.start,
+                "length": block.length,
+                "grid": block.grid,
+                "compact": block.compact,
+            }
             | {"media": block.media.to_dict()}
             for block in span.media
         ]
@@ -82,12 +97,22 @@ def span_row(span: Span) -> dict[str, Any]:
 def read_media(part: Mapping[str, Any]) -> Media:
     """Return the media reference of a content part."""
     if part["type"] == "video":
-        return VideoRef(tuple(_read_image(frame) for frame in part["frames"]), tuple(part["times"]), part.get("alt"))
+        return VideoRef(
+            tuple(_read_image(frame) for frame in part["frames"]),
+            tuple(part["times"]),
+            part.get("alt"),
+        )
     return _read_image(part)
 
 
 def _read_image(part: Mapping[str, Any]) -> ImageRef:
-    return ImageRef(part["image"], part.get("width", 0), part.get("height", 0), part.get("max_pixels", 0), part.get("alt"))
+    return ImageRef(
+        part["image"],
+        part.get("width", 0),
+        part.get("height", 0),
+        part.get("max_pixels", 0),
+        part.get("alt"),
+    )
 
 
 def message_row(message: Message) -> dict[str, Any]:
@@ -95,7 +120,9 @@ def message_row(message: Message) -> dict[str, Any]:
     row = message.to_dict()
     for number, call in enumerate(message.tool_calls):
         faults = {"error": call.error, "cause": call.cause}
-        row["tool_calls"][number] |= {name: fault for name, fault in faults.items() if fault is not None}
+        row["tool_calls"][number] |= {
+            name: fault for name, fault in faults.items() if fault is not None
+        }
         row["tool_calls"][number]["function"]["arguments"] = _arguments_row(call.arguments)
     if message.calls_in_thinking:
         row["calls_in_thinking"] = message.calls_in_thinking
@@ -103,8 +130,8 @@ def message_row(message: Message) -> dict[str, Any]:
 
 
 def _arguments_row(arguments: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return arguments as an object; as JSON text where a record cannot hold the values (an integer over 64 bits, half of a
-    surrogate pair), which are read back exactly."""
+    """Return arguments as an object; as JSON text where a record cannot hold the values (an integer
+    over 64 bits, half of a surrogate pair), which are read back exactly."""
     values = dict(arguments)
     try:
         orjson.dumps(values)
@@ -122,23 +149,43 @@ def read_message(row: Mapping[str, Any]) -> Message:
     message = Message.of({**others, "content": ""})
     content = row["content"]
     if not isinstance(content, str):
-        content = tuple(part["text"] if part["type"] == "text" else read_media(part) for part in content)
+        content = tuple(
+            part["text"] if part["type"] == "text" else read_media(part) for part in content
+        )
     calls = tuple(map(_read_call, row.get("tool_calls", ())))
-    return replace(message, content=content, tool_calls=calls, calls_in_thinking=row.get("calls_in_thinking", 0))
+    return replace(
+        message,
+        content=content,
+        tool_calls=calls,
+        calls_in_thinking=row.get("calls_in_thinking", 0),
+    )
 
 
 def _read_call(row: Mapping[str, Any]) -> ToolCall:
     arguments = row["function"]["arguments"]
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
-    return ToolCall(row["function"]["name"], arguments, row.get("id", ""), row.get("error"), row.get("cause"))
+    return ToolCall(
+        row["function"]["name"], arguments, row.get("id", ""), row.get("error"), row.get("cause")
+    )
 
 
-_OUTCOME = ("stop", "reward", "rewards", "error", "final", "metrics", "branches", "wall_s", "reward_s")
+_OUTCOME = (
+    "stop",
+    "reward",
+    "rewards",
+    "error",
+    "final",
+    "metrics",
+    "branches",
+    "wall_s",
+    "reward_s",
+)
 
 
 def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
-    """Return one turn as JSON; `routes` are the experts of its positions, as base64 of compressed bytes."""
+    """Return one turn as JSON; `routes` are the experts of its positions, as
+    base64 of compressed bytes."""
     row: dict[str, Any] = {
         "agent": turn.agent,
         "prompt": turn.prompt,
@@ -164,19 +211,32 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
         start, found = turn.extras[ROUTES][0], ExpertRoutes.of(turn.extras[ROUTES][1])
         # Expert indices hardly repeat: level 1 compresses synthetic ones to 0.80, level 9 to 0.79.
         packed = base64.b64encode(zlib.compress(found.data, 1)).decode()
-        row["routes"] = {"start": start, "layers": found.layers, "k": found.k, "width": found.width, "zlib": packed}
+        row["routes"] = {
+            "start": start,
+            "layers": found.layers,
+            "k": found.k,
+            "width": found.width,
+            "zlib": packed,
+        }
     return row
 
 
 def task_row(task: Task) -> dict[str, Any]:
     """Return one task as JSON."""
-    row = {"id": task.id, "messages": [message_row(m) for m in task.messages], "answer": task.answer, "info": task.info}
+    row = {
+        "id": task.id,
+        "messages": [message_row(m) for m in task.messages],
+        "answer": task.answer,
+        "info": task.info,
+    }
     if task.env:
         row["env"] = task.env
     if task.is_text:
         row["is_text"] = True
     if task.other_columns:
-        row["other_columns"] = {key: value for key, value in task.other_columns.items() if is_json(value)}
+        row["other_columns"] = {
+            key: value for key, value in task.other_columns.items() if is_json(value)
+        }
     return row
 
 
@@ -184,21 +244,33 @@ def failure_row(failure: Failure | None) -> dict[str, Any] | None:
     """Return a failure as JSON."""
     if failure is None:
         return None
-    row: dict[str, Any] = {name: getattr(failure, name) for name in ("type", "message", "phase", "traceback")}
-    row |= {name: value for name in ("kind", "place", "recovery") if (value := getattr(failure, name))}
+    row: dict[str, Any] = {
+        name: getattr(failure, name) for name in ("type", "message", "phase", "traceback")
+    }
+    row |= {
+        name: value for name in ("kind", "place", "recovery") if (value := getattr(failure, name))
+    }
     return row if failure.turn < 0 else row | {"turn": failure.turn}
 
 
 def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the outcome of an episode as JSON: fields of the record and of the journal's last event."""
+    """Return the outcome of an episode as JSON: fields of the record and of the
+    journal's last event."""
     row = {name: getattr(trajectory, name) for name in _OUTCOME}
-    row |= {"error": failure_row(trajectory.error), "final": [message_row(message) for message in trajectory.final]}
+    row |= {
+        "error": failure_row(trajectory.error),
+        "final": [message_row(message) for message in trajectory.final],
+    }
     if trajectory.row_rewards:
         row["row_rewards"] = [[one.reward, one.turns] for one in trajectory.row_rewards]
     for name in ("agent_rewards", "agent_groups"):
         if by_agent := getattr(trajectory, name):
             row[name] = by_agent
-    return row | {"failures": [failure_row(failure) for failure in trajectory.failures]} if trajectory.failures else row
+    return (
+        row | {"failures": [failure_row(failure) for failure in trajectory.failures]}
+        if trajectory.failures
+        else row
+    )
 
 
 class IdDecoder(Protocol):
@@ -212,7 +284,8 @@ class IdDecoder(Protocol):
 
 
 def trajectory_row(trajectory: Trajectory, decoder: IdDecoder) -> dict[str, Any]:
-    """Return a line of trajectories.jsonl: the record of an episode with texts of spans and tokens, without expert routes."""
+    """Return a line of trajectories.jsonl: the record of an episode with texts of spans and tokens,
+    without expert routes."""
     spans = []
     for span in trajectory.spans:
         row = {"logprobs": None, "version": None} | span_row(span)
@@ -239,7 +312,11 @@ def read_span(row: Mapping[str, Any]) -> Span:
     media = []
     for block in row.get("media", ()):
         grid, compact = tuple(tuple(line) for line in block["grid"]), tuple(block["compact"])
-        media.append(MediaPlacement(read_media(block["media"]), block["start"], block["length"], grid, compact))
+        media.append(
+            MediaPlacement(
+                read_media(block["media"]), block["start"], block["length"], grid, compact
+            )
+        )
     return Span(
         Origin(row["origin"]),
         tuple(row["ids"]),
@@ -260,13 +337,21 @@ def read_turn(row: Mapping[str, Any]) -> Turn:
     """Return the turn that `turn_row` wrote."""
     values = dict(row)
     values |= {name: read_message(row[name]) for name in ("reply", "grown") if name in row}
-    values |= {"spans": tuple(row["spans"]), "messages": tuple(read_message(message) for message in row["messages"])}
+    values |= {
+        "spans": tuple(row["spans"]),
+        "messages": tuple(read_message(message) for message in row["messages"]),
+    }
     if "weights" in row:
         values["weights"] = tuple(row["weights"])
     if "routes" in row:
         packed = values.pop("routes")
         data = zlib.decompress(base64.b64decode(packed["zlib"], validate=True))
-        values["extras"] = {ROUTES: (int(packed["start"]), ExpertRoutes(data, packed["layers"], packed["k"], packed["width"]))}
+        values["extras"] = {
+            ROUTES: (
+                int(packed["start"]),
+                ExpertRoutes(data, packed["layers"], packed["k"], packed["width"]),
+            )
+        }
     return Turn(**values)
 
 
@@ -275,10 +360,11 @@ def rebuild_trajectories(
     tasks: Callable[[str], Task | None],
     given_up: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> dict[EpisodeKey, Trajectory]:
-    """Return the finished episodes of a journal's events; raise `TraceError` when an event does not fit those before it.
+    """Return the finished episodes of a journal's events; raise `TraceError` when an event does
+    not fit those before it.
 
-    Unfinished episodes, and those whose task `tasks` does not find by its id, are dropped. `given_up` receives each finished
-    episode that was played again later; the later play counts.
+    Unfinished episodes, and those whose task `tasks` does not find by its id, are dropped.
+    `given_up` receives each finished episode that was played again later; the later play counts.
     """
     running: dict[EpisodeKey, Trajectory] = {}
     finished: dict[EpisodeKey, Trajectory] = {}
@@ -306,13 +392,19 @@ def reading(event: Event) -> Iterator[None]:
     try:
         yield
     except (IndexError, KeyError, TypeError, ValueError, zlib.error) as error:
-        raise TraceError(f"the journal of episode {event['k']} has an event that does not fit ({error!r})") from error
+        raise TraceError(
+            f"the journal of episode {event['k']} has an event that does not fit ({error!r})"
+        ) from error
 
 
 def apply_event(trajectory: Trajectory, event: Event) -> None:
-    """Apply one event of an episode, except its first, to its trajectory; a TraceError when a turn is missing before it."""
+    """Apply one event of an episode, except its first, to its trajectory; a TraceError when a turn
+    is missing before it."""
     if event["e"] == "turn" and event["n"] != len(trajectory.turns):
-        raise TraceError(f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file was edited")
+        raise TraceError(
+            f"the journal of episode {event['k']} misses turn {len(trajectory.turns)}: the file "
+            "was edited"
+        )
     for number, reward, info, env_s, *retries in event.get("answers", ()):
         turn = trajectory.turns[number]
         turn.reward, turn.info, turn.env_s, turn.retries = reward, info, env_s, sum(retries)
@@ -338,8 +430,13 @@ def apply_event(trajectory: Trajectory, event: Event) -> None:
 def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
     """Set what `outcome_row` wrote, except the stop reason."""
     trajectory.reward, trajectory.rewards = row["reward"], row["rewards"]
-    trajectory.row_rewards = [RowReward(reward, tuple(turns)) for reward, turns in row.get("row_rewards", ())]
-    trajectory.agent_rewards, trajectory.agent_groups = row.get("agent_rewards", {}), row.get("agent_groups", {})
+    trajectory.row_rewards = [
+        RowReward(reward, tuple(turns)) for reward, turns in row.get("row_rewards", ())
+    ]
+    trajectory.agent_rewards, trajectory.agent_groups = (
+        row.get("agent_rewards", {}),
+        row.get("agent_groups", {}),
+    )
     trajectory.error = Failure(**row["error"]) if row["error"] else None
     trajectory.final = tuple(read_message(message) for message in row["final"])
     trajectory.metrics, trajectory.branches = row["metrics"], row["branches"]
@@ -348,13 +445,19 @@ def _read_outcome(trajectory: Trajectory, row: Mapping[str, Any]) -> None:
 
 
 def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Return the trajectory that `trajectory_row` wrote, without engine extras; a TraceError for any other record."""
+    """Return the trajectory that `trajectory_row` wrote, without engine extras; a TraceError
+    for any other record."""
     if row.get("schema") != SCHEMA:
         raise TraceError(f"a record of schema {row.get('schema')!r}; this version reads {SCHEMA}")
     try:
         key = EpisodeKey(**{field.name: row["key"][field.name] for field in fields(EpisodeKey)})
-        spans, turns = [read_span(span) for span in row["spans"]], [read_turn(turn) for turn in row["turns"]]
-        trajectory = Trajectory(read_task(row["task"]), key, spans, turns, template=row.get("template", ""))
+        spans, turns = (
+            [read_span(span) for span in row["spans"]],
+            [read_turn(turn) for turn in row["turns"]],
+        )
+        trajectory = Trajectory(
+            read_task(row["task"]), key, spans, turns, template=row.get("template", "")
+        )
         trajectory.stop = StopReason(row["stop"]) if row["stop"] else None
         _read_outcome(trajectory, row)
         hash(key)
@@ -366,7 +469,8 @@ def read_trajectory(row: Mapping[str, Any]) -> Trajectory:
 
 
 def _check_parents(name: str, parents: Sequence[Any]) -> None:
-    """Raise `ValueError` for a parent that is not before its row: paths to the root would have no end."""
+    """Raise `ValueError` for a parent that is not before its row: paths to the
+    root would have no end."""
     for number, parent in enumerate(parents):
         if type(parent) is not int or not -1 <= parent < number:
             raise ValueError(f"{name} {number} has the parent {repr(parent)[:40]}")
@@ -374,7 +478,8 @@ def _check_parents(name: str, parents: Sequence[Any]) -> None:
 
 @contextmanager
 def using(run: Path, trajectory: Trajectory) -> Iterator[None]:
-    """Report an error in what is made of a record: it has the fields of one, with values that do not fit together."""
+    """Report an error in what is made of a record: it has the fields of one, with values
+    that do not fit together."""
     try:
         yield
     except (TurnwrightError, OSError):
@@ -389,15 +494,25 @@ def using(run: Path, trajectory: Trajectory) -> Iterator[None]:
 def read_task(row: Mapping[str, Any]) -> Task:
     """Return the task of a record, without images that only its environment has."""
     messages = tuple(read_message(message) for message in row["messages"])
-    given = {"id": row["id"], "answer": row["answer"], "info": row.get("info") or {}, "env": row.get("env") or ""}
-    return Task(messages, **given, other_columns=row.get("other_columns"), is_text=bool(row.get("is_text")))
+    given = {
+        "id": row["id"],
+        "answer": row["answer"],
+        "info": row.get("info") or {},
+        "env": row.get("env") or "",
+    }
+    return Task(
+        messages, **given, other_columns=row.get("other_columns"), is_text=bool(row.get("is_text"))
+    )
 
 
 def read_trajectories(run: Path) -> Iterator[Trajectory]:
-    """Yield the finished trajectories of a run, in file order; a TraceError if there are none, or a line is not a record."""
+    """Yield the finished trajectories of a run, in file order; a TraceError if there are none, or a
+    line is not a record."""
     path = run / "trajectories.jsonl"
     if not path.is_file():
-        raise TraceError(f"{path}: is not there; name the directory of a run that has played episodes")
+        raise TraceError(
+            f"{path}: is not there; name the directory of a run that has played episodes"
+        )
     for number, row in enumerate(read_json_lines(path), 1):
         try:
             yield read_trajectory(row)
@@ -414,5 +529,8 @@ def read_tasks(run: Path) -> dict[str, Task]:
             if task["id"] not in tasks:
                 tasks[task["id"]] = read_task(task)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(f"{run / 'trajectories.jsonl'}, line {number}: a task that cannot be read ({error!r})") from error
+            raise TraceError(
+                f"{run / 'trajectories.jsonl'}, line {number}: a task that cannot be read "
+                f"({error!r})"
+            ) from error
     return tasks

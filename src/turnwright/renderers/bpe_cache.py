@@ -1,10 +1,11 @@
 """Exact byte-level BPE with cached words: ids of ASCII text at a fraction of the cost.
 
-Byte-level BPE splits a text into words by a pattern and encodes each word independently, so the ids of a text are those of its
-words in order. Word ids are cached; a new word is encoded by the tokenizers library. On ASCII text without added tokens,
-Python's `re` and the library's engine match the pattern equally, and Unicode normalization changes nothing. The library encodes
-all other text. At construction, the ids of difficult texts are compared with the library's; tokenizers of another kind, or with
-any difference, are not cached.
+Byte-level BPE splits a text into words by a pattern and encodes each word independently, so the ids
+of a text are those of its words in order. Word ids are cached; a new word is encoded by the
+tokenizers library. On ASCII text without added tokens, Python's `re` and the library's engine match
+the pattern equally, and Unicode normalization changes nothing. The library encodes all other text.
+At construction, the ids of difficult texts are compared with the library's; tokenizers of another
+kind, or with any difference, are not cached.
 """
 
 from __future__ import annotations
@@ -18,8 +19,19 @@ import orjson
 from tokenizers import Tokenizer
 
 _GPT2 = r" \p{L}+|\p{L}+|'(?:[stmd]|re|ve|ll)| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""Default pattern of `ByteLevel`, with the most frequent words first, which no other alternative matches."""
-_ASCII = {"L": "a-zA-Z", "Lu": "A-Z", "Ll": "a-z", "N": "0-9", "Nd": "0-9", "M": "", "Lt": "", "Lm": "", "Lo": ""}
+"""Default pattern of `ByteLevel`, with the most frequent words first, which no
+other alternative matches."""
+_ASCII = {
+    "L": "a-zA-Z",
+    "Lu": "A-Z",
+    "Ll": "a-z",
+    "N": "0-9",
+    "Nd": "0-9",
+    "M": "",
+    "Lt": "",
+    "Lm": "",
+    "Lo": "",
+}
 """ASCII characters of Unicode categories."""
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _MAX_WORDS = 200_000
@@ -55,15 +67,31 @@ class CachedBPE:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, definition: Mapping[str, Any]) -> CachedBPE | None:
-        """Return the encoder of a tokenizer and its `tokenizer.json`; None for an unknown kind, or other ids in a trial."""
+        """Return the encoder of a tokenizer and its `tokenizer.json`; None for an unknown kind, or
+        other ids in a trial."""
         model, cuts = definition.get("model") or {}, _cuts(definition.get("pre_tokenizer"))
-        if model.get("type") != "BPE" or model.get("dropout") or not cuts or not _harmless(definition.get("normalizer")):
+        if (
+            model.get("type") != "BPE"
+            or model.get("dropout")
+            or not cuts
+            or not _harmless(definition.get("normalizer"))
+        ):
             return None
         added = [row["content"] for row in definition.get("added_tokens") or []]
         if not all(added):
             return None
-        plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        changes: dict[str, Any] = {"added_tokens": [], "post_processor": None, "normalizer": None, "pre_tokenizer": plain}
+        plain = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        changes: dict[str, Any] = {
+            "added_tokens": [],
+            "post_processor": None,
+            "normalizer": None,
+            "pre_tokenizer": plain,
+        }
         words = WordCache(Tokenizer.from_str(orjson.dumps(dict(definition) | changes).decode()))
         encoder = cls(cuts, words, "".join(sorted({text[0] for text in added})))
         for text in _trials():
@@ -73,7 +101,8 @@ class CachedBPE:
         return encoder
 
     def encode(self, text: str) -> list[int] | None:
-        """Encode a text; None if it is not ASCII or may contain an added token, so that the library must encode it."""
+        """Encode a text; None if it is not ASCII or may contain an added token, so that the
+        library must encode it."""
         if not text.isascii() or any(map(text.__contains__, self._marks)):
             return None
         words = self._first(text)
@@ -102,7 +131,11 @@ def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
     """Return the split functions of a pre-tokenizer, in order; None if one is unknown."""
     if pre_tokenizer is None:
         return None
-    parts = pre_tokenizer["pretokenizers"] if pre_tokenizer.get("type") == "Sequence" else [pre_tokenizer]
+    parts = (
+        pre_tokenizer["pretokenizers"]
+        if pre_tokenizer.get("type") == "Sequence"
+        else [pre_tokenizer]
+    )
     cuts: list[Cut] = []
     byte_level = False
     for part in parts:
@@ -132,7 +165,8 @@ def _cuts(pre_tokenizer: Mapping[str, Any] | None) -> list[Cut] | None:
 
 
 def _compile(pattern: str) -> Cut | None:
-    """Return a function that lists a pattern's matches in ASCII text; None if Python's `re` has no equivalent."""
+    """Return a function that lists a pattern's matches in ASCII text; None if Python's
+    `re` has no equivalent."""
     unknown = False
 
     def category(match: re.Match[str]) -> str:
@@ -153,9 +187,45 @@ def _compile(pattern: str) -> Cut | None:
 
 
 def _trials() -> Iterator[str]:
-    """Yield difficult texts: all kinds of white space, digits, apostrophes, punctuation, control characters."""
+    """Yield difficult texts: all kinds of white space, digits, apostrophes,
+    punctuation, control characters."""
     rng = random.Random(0)
-    pieces = [" ", "  ", "\n", "\n\n", "\t", "\r\n", "\x0b", "\x1c", "'s", "'LL", "'", "_", "--", "...", "0", "42", "3.14", "("]
-    pieces += ["word", "Word", "ABC", "x", "don't", "\x00", "\x7f", '{"a": 1}', "user\n", " a", "a ", "/*", "#!", "\\n", "1st"]
+    pieces = [
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\r\n",
+        "\x0b",
+        "\x1c",
+        "'s",
+        "'LL",
+        "'",
+        "_",
+        "--",
+        "...",
+        "0",
+        "42",
+        "3.14",
+        "(",
+    ]
+    pieces += [
+        "word",
+        "Word",
+        "ABC",
+        "x",
+        "don't",
+        "\x00",
+        "\x7f",
+        '{"a": 1}',
+        "user\n",
+        " a",
+        "a ",
+        "/*",
+        "#!",
+        "\\n",
+        "1st",
+    ]
     for _ in range(_TRIALS):
         yield "".join(rng.choice(pieces) for _ in range(rng.randint(1, 24)))

@@ -19,7 +19,8 @@ from turnwright.types import Message, ToolCall, Tools
 from turnwright.types.messages import ROLES
 
 _ROUNDS = 8
-"""Maximum rounds of marking nested control texts; after that, the rest loses a character instead."""
+"""Maximum rounds of marking nested control texts; after that, the rest
+loses a character instead."""
 
 
 class ControlTextRules(NamedTuple):
@@ -38,9 +39,14 @@ class ControlTextEscaper:
     """Splits the control texts of one prompt or append, and counts them."""
 
     def __init__(
-        self, codec: Tokenizer, split: re.Pattern[str], rules: Callable[[str], ControlTextRules], marks: tuple[str, str]
+        self,
+        codec: Tokenizer,
+        split: re.Pattern[str],
+        rules: Callable[[str], ControlTextRules],
+        marks: tuple[str, str],
     ) -> None:
-        """`rules` returns the rules of a role; `marks` are two random texts, for inside control texts and around contents."""
+        """`rules` returns the rules of a role; `marks` are two random texts, for inside control
+        texts and around contents."""
         self._codec = codec
         self._split = split
         self._rules = rules
@@ -67,7 +73,9 @@ class ControlTextEscaper:
             tool_call_id=message.tool_call_id and change(message.tool_call_id),
             reasoning=message.reasoning and change(message.reasoning),
             tool_calls=tuple(
-                ToolCall(change(call.name), self.value(call.arguments, role), change(call.id), call.error)
+                ToolCall(
+                    change(call.name), self.value(call.arguments, role), change(call.id), call.error
+                )
                 for call in message.tool_calls
             ),
         )
@@ -77,7 +85,9 @@ class ControlTextEscaper:
         if isinstance(value, str):
             return self._text(value, role)
         if isinstance(value, Mapping):
-            return {self._text(str(key), role): self.value(item, role) for key, item in value.items()}
+            return {
+                self._text(str(key), role): self.value(item, role) for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self.value(item, role) for item in value]
         return value
@@ -91,13 +101,17 @@ class ControlTextEscaper:
         return text
 
     def mark_contents(self, message: Message) -> Message:
-        """Put marks around each text of a message; skip a demonstration with control text or thinking."""
-        if message.role == "assistant" and (self._split.search(message.text) or "think" in message.text.lower()):
+        """Put marks around each text of a message; skip a demonstration with
+        control text or thinking."""
+        if message.role == "assistant" and (
+            self._split.search(message.text) or "think" in message.text.lower()
+        ):
             return message
         return map_texts(message, self.pad_with_marks)
 
     def pad_with_marks(self, text: str) -> str:
-        """Put marks around a text, inside leading and trailing white space, which templates may trim."""
+        """Put marks around a text, inside leading and trailing white space,
+        which templates may trim."""
         core = text.strip()
         if not core:
             return text
@@ -115,7 +129,9 @@ class ControlTextEscaper:
     def _text(self, text: str, role: str) -> str:
         rules = self._rules(role)
         met = self._control(text, rules.counted)
-        literal = {m.start(): m.end() for m in rules.literals.finditer(text)} if rules.literals else {}
+        literal = (
+            {m.start(): m.end() for m in rules.literals.finditer(text)} if rules.literals else {}
+        )
         literal = {start: end for start, end in literal.items() if start not in met}
         if not met and not literal:
             return text
@@ -124,12 +140,18 @@ class ControlTextEscaper:
         if self.first is None:
             start = min((*met, *literal))
             self.first = label, text[start : met.get(start) or literal[start]]
-        splits = [self._split_position(text, start, end) for start, end in literal.items()] if rules.break_literals else []
+        splits = (
+            [self._split_position(text, start, end) for start, end in literal.items()]
+            if rules.break_literals
+            else []
+        )
         unsafe = met if rules.broken is rules.counted else self._control(text, rules.broken)
         self.broken += len(unsafe) + len(splits)
         return self._break(text, unsafe, splits, rules.broken)
 
-    def _break(self, text: str, unsafe: dict[int, int], splits: list[int], broken: Collection[int]) -> str:
+    def _break(
+        self, text: str, unsafe: dict[int, int], splits: list[int], broken: Collection[int]
+    ) -> str:
         """Insert marks at these positions and inside each control text."""
         rounds = 0
         while unsafe or splits:
@@ -150,7 +172,9 @@ class ControlTextEscaper:
         control = self._codec.control
         for token, start, end in self._codec.encode_with_offsets(text):
             if token in ids:
-                while end - start > 1 and text[start].isspace():  # a token may absorb adjacent white space
+                while (
+                    end - start > 1 and text[start].isspace()
+                ):  # a token may absorb adjacent white space
                     start += 1
                 while end - start > 1 and text[end - 1].isspace():
                     end -= 1
@@ -161,7 +185,8 @@ class ControlTextEscaper:
         return found
 
     def _split_position(self, text: str, start: int, end: int) -> int:
-        """Return a position within a token of a text marker, so that its ids differ from the template's."""
+        """Return a position within a token of a text marker, so that its ids
+        differ from the template's."""
         for _, first, last in self._codec.encode_with_offsets(text):
             if last - first > 1 and start <= first and first + 1 < end:
                 return first + 1
@@ -173,7 +198,10 @@ def map_texts(message: Message, change: Callable[[str], str]) -> Message:
     """Change each text of a message's content."""
     if isinstance(message.content, str):
         return replace(message, content=change(message.content))
-    return replace(message, content=tuple(change(part) if isinstance(part, str) else part for part in message.content))
+    return replace(
+        message,
+        content=tuple(change(part) if isinstance(part, str) else part for part in message.content),
+    )
 
 
 _TAG = re.compile(
@@ -182,7 +210,8 @@ _TAG = re.compile(
 )
 """`<start_of_turn>`, `[|user|]`, `<<SYS>>`, `[INST]`."""
 _HEADING = re.compile(
-    r"^\s*(#{1,6} *[^\n]{1,60}|[A-Z][\w ]{0,30}:|(?:USER|ASSISTANT|SYSTEM|TOOL)\b[^\n]{0,30})\s*$", re.MULTILINE
+    r"^\s*(#{1,6} *[^\n]{1,60}|[A-Z][\w ]{0,30}:|(?:USER|ASSISTANT|SYSTEM|TOOL)\b[^\n]{0,30})\s*$",
+    re.MULTILINE,
 )
 """`### User:`, `Human:`: a short line of its own that names something."""
 _PROSE = 200
@@ -200,18 +229,22 @@ class TemplateMarkers(NamedTuple):
     assistant_control: frozenset[str] = frozenset()
     """Control tokens inside an assistant turn, with its close: a reply may contain them."""
     incoming_control: frozenset[str] = frozenset()
-    """Control tokens around other turns, never inside an assistant turn: a reply with one is a forgery."""
+    """Control tokens around other turns, never inside an assistant turn: a reply
+    with one is a forgery."""
 
 
 def markers(pieces: Iterable[str]) -> tuple[str, ...]:
-    """Return the marker-like literals (tags, brackets, headings) in text between contents and control tokens; longest first."""
+    """Return the marker-like literals (tags, brackets, headings) in text between contents and
+    control tokens; longest first."""
     found: set[str] = set()
     for piece in pieces:
         ends = [piece] if len(piece) <= 2 * _PROSE else [piece[:_PROSE], piece[-_PROSE:]]
         for text in ends:
             tags = _TAG.findall(text)
             found.update(tags or [line.strip() for line in _HEADING.findall(text)])
-    return tuple(sorted((text for text in found if len(text) > 1), key=lambda text: (-len(text), text)))
+    return tuple(
+        sorted((text for text in found if len(text) > 1), key=lambda text: (-len(text), text))
+    )
 
 
 _TOOL = probe_tool("look_up", "Look it up.", "word", "d")
@@ -220,11 +253,13 @@ _TOOL = probe_tool("look_up", "Look it up.", "word", "d")
 def find_template_markers(
     try_render: Callable[..., str | None], split: re.Pattern[str], known: Iterable[str], source: str
 ) -> TemplateMarkers:
-    """Find the markers that a template writes around each role's texts, by rendering short conversations.
+    """Find the markers that a template writes around each role's texts, by
+    rendering short conversations.
 
-    Conversations that the template rejects are skipped, and so are messages whose text changes earlier text. Text before a
-    first message is skipped too: a preamble mentions markers without using them. Control tokens in the template's `source`
-    that no probe rendered belong to other kinds of replies (such as thinking as a content part), except media placeholders.
+    Conversations that the template rejects are skipped, and so are messages whose text changes
+    earlier text. Text before a first message is skipped too: a preamble mentions markers without
+    using them. Control tokens in the template's `source` that no probe rendered belong to other
+    kinds of replies (such as thinking as a content part), except media placeholders.
     """
     control = frozenset(known)
     assistant: set[str] = set()
@@ -234,33 +269,57 @@ def find_template_markers(
     for messages, tools in _conversations():
         for number, message in enumerate(messages):
             prompted = message.role == "assistant"
-            before = try_render(messages[:number], tools, generation_prompt=prompted) if number else ""
+            before = (
+                try_render(messages[:number], tools, generation_prompt=prompted) if number else ""
+            )
             after = try_render(messages[: number + 1], tools)
-            if after is None or (message.role == "tool" and not has_calls) or (tools and number == 0):
+            if (
+                after is None
+                or (message.role == "tool" and not has_calls)
+                or (tools and number == 0)
+            ):
                 continue
             if number == 0:
                 incoming.update(_leading(split.split(after), control))
                 if message.role != "system":
                     continue
-            arguments = [str(value) for call in message.tool_calls for value in call.arguments.values()]
+            arguments = [
+                str(value) for call in message.tool_calls for value in call.arguments.values()
+            ]
             texts = [text for text in (message.text, message.reasoning, *arguments) if text]
             written = _written(before or "", after, texts, message.role)
             if written is None:
                 continue
             if number == 0:  # the lines right before and after the content
-                lines = [[line for line in text.splitlines() if line.strip()] for text in (written[0], written[-1])]
-                written = [*lines[0][-1:], *(line for line in lines[1][:1] if not _HEADING.match(line))]
+                lines = [
+                    [line for line in text.splitlines() if line.strip()]
+                    for text in (written[0], written[-1])
+                ]
+                written = [
+                    *lines[0][-1:],
+                    *(line for line in lines[1][:1] if not _HEADING.match(line)),
+                ]
             parts = [part for piece in written for part in split.split(piece)]
-            (assistant if message.role == "assistant" else incoming).update(part for part in parts if part in control)
+            (assistant if message.role == "assistant" else incoming).update(
+                part for part in parts if part in control
+            )
             loose += [part for part in parts if part not in control]
             has_calls |= bool(message.tool_calls)
     asked = [Message("user", random_mark())]
     bare, prompt = try_render(asked) or "", try_render(asked, generation_prompt=True) or ""
     header = prompt.removeprefix(bare) if bare else ""
-    incoming.update(_leading(split.split(header), control)[:1])  # a reply does not include its header
-    unrendered = {text for text in control if text in source and text not in incoming and not _MEDIA.search(text)}
+    incoming.update(
+        _leading(split.split(header), control)[:1]
+    )  # a reply does not include its header
+    unrendered = {
+        text
+        for text in control
+        if text in source and text not in incoming and not _MEDIA.search(text)
+    }
     literals = tuple(text for text in markers(loose) if not any(name in text for name in _NAMES))
-    return TemplateMarkers(literals, frozenset(assistant | unrendered), frozenset(incoming - assistant))
+    return TemplateMarkers(
+        literals, frozenset(assistant | unrendered), frozenset(incoming - assistant)
+    )
 
 
 def _leading(parts: Sequence[str], control: frozenset[str]) -> list[str]:
@@ -285,7 +344,8 @@ def _conversations() -> list[tuple[list[Message], Tools]]:
 
 
 def _written(before: str, after: str, texts: Sequence[str], role: str) -> list[str] | None:
-    """Return the template text that a message adds around these texts; None if it cannot be separated."""
+    """Return the template text that a message adds around these texts; None if
+    it cannot be separated."""
     start = common_prefix_length(before, after)
     positions = sorted((after.find(text, start), text) for text in texts if text in after[start:])
     if not positions or (role != "assistant" and start < len(before)):
@@ -298,9 +358,11 @@ def _written(before: str, after: str, texts: Sequence[str], role: str) -> list[s
 
 
 ControlText = Literal["neutralise", "reject", "allow"]
-"""Handling of control text in messages: encode as plain text, reject, or encode as control tokens (and count)."""
+"""Handling of control text in messages: encode as plain text, reject, or encode as
+control tokens (and count)."""
 GuardRender = Callable[..., str]
-"""Renders messages by a template: `render(messages)`, or `render(messages, tools)` if there are tools."""
+"""Renders messages by a template: `render(messages)`, or
+`render(messages, tools)` if there are tools."""
 Cut = Callable[[str], Sequence[tuple[int, int, str]]]
 """Returns segments of a text: start, end, and the control token before it (empty for none)."""
 
@@ -318,14 +380,18 @@ class EncodedMessages(NamedTuple):
     neutralised: int = 0
     """Number of control texts encoded as plain text."""
     control: Mapping[str, int] = {}
-    """Number of control texts found, by role of origin (`tools` for schemas), under every setting."""
+    """Number of control texts found, by role of origin (`tools` for
+    schemas), under every setting."""
 
 
 class ControlTextGuard:
     """Encodes rendered messages so that no content becomes a control token (invariant 8)."""
 
-    def __init__(self, codec: Tokenizer, mode: ControlText = "neutralise", banned: Collection[str] = ()) -> None:
-        """`banned` are texts of control tokens that every mode encodes as plain text (image placeholders)."""
+    def __init__(
+        self, codec: Tokenizer, mode: ControlText = "neutralise", banned: Collection[str] = ()
+    ) -> None:
+        """`banned` are texts of control tokens that every mode encodes as plain text
+        (image placeholders)."""
         self._codec = codec
         self.mode = mode
         self.split = control_pattern(codec.control)
@@ -339,9 +405,14 @@ class ControlTextGuard:
         """Names and ids of earlier calls in which no control text was found."""
 
     def observe_template(self, markers: TemplateMarkers) -> None:
-        """Update the rules for a template's markers and the control tokens outside its assistant turns."""
-        self.literals = re.compile("|".join(map(re.escape, markers.literals))) if markers.literals else None
-        self._not_in_replies = self._codec.special | {self._codec.control[text] for text in markers.incoming_control}
+        """Update the rules for a template's markers and the control tokens
+        outside its assistant turns."""
+        self.literals = (
+            re.compile("|".join(map(re.escape, markers.literals))) if markers.literals else None
+        )
+        self._not_in_replies = self._codec.special | {
+            self._codec.control[text] for text in markers.incoming_control
+        }
 
     def template_control_ids(self, text: str) -> tuple[int, ...]:
         """Return the control ids of a text that the template alone wrote, in order."""
@@ -349,20 +420,26 @@ class ControlTextGuard:
         return tuple(control[part] for part in self.split.split(text) if part in control)
 
     def holds_marker(self, contents: Sequence[str]) -> bool:
-        """Return whether contents contain a text marker of the template, which ids alone do not reveal."""
+        """Return whether contents contain a text marker of the template, which
+        ids alone do not reveal."""
         return self.literals is not None and any(map(self.literals.search, contents))
 
     def sanitize_reply(self, reply: Message) -> tuple[Message, Counter[str]]:
-        """Remove control text from the names and ids of a reply's calls, which a template may repeat; return the hits.
+        """Remove control text from the names and ids of a reply's calls, which a template may
+        repeat; return the hits.
 
         The reply's sampled ids stay unchanged; this concerns the messages that answer it.
         """
         texts = {text for call in reply.tool_calls for text in (call.name, call.id)}
         if self._without_control.keys() >= texts:
             return reply, _NONE
-        escaper = ControlTextEscaper(self._codec, self.split, lambda _: self._rules("tool"), ("", ""))
+        escaper = ControlTextEscaper(
+            self._codec, self.split, lambda _: self._rules("tool"), ("", "")
+        )
         clean = partial(escaper.without_control, role="assistant")
-        calls = tuple(replace(call, name=clean(call.name), id=clean(call.id)) for call in reply.tool_calls)
+        calls = tuple(
+            replace(call, name=clean(call.name), id=clean(call.id)) for call in reply.tool_calls
+        )
         if escaper.hits:
             return replace(reply, tool_calls=calls), escaper.hits
         for text in texts:
@@ -370,27 +447,40 @@ class ControlTextGuard:
                 remember(self._without_control, text, None)
         return reply, _NONE
 
-    def encode(self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = "") -> EncodedMessages:
-        """Encode rendered messages such that no content gives a control token, and count their control texts.
+    def encode(
+        self, messages: Sequence[Message], render: GuardRender, tools: Tools = (), after: str = ""
+    ) -> EncodedMessages:
+        """Encode rendered messages such that no content gives a control token, and
+        count their control texts.
 
-        Each control text in a content gets a mark inside before the template renders it. Thus every control token in the
-        rendered text is the template's own; all other text is encoded without control tokens, split at the marks.
+        Each control text in a content gets a mark inside before the template renders it. Thus every
+        control token in the rendered text is the template's own; all other text is encoded without
+        control tokens, split at the marks.
 
-        Messages and schemas are untrusted; assistant messages are demonstrations. `after` is the control token before the text,
-        empty if the text begins a prompt.
+        Messages and schemas are untrusted; assistant messages are demonstrations. `after` is the
+        control token before the text, empty if the text begins a prompt.
 
-        Raises `ControlTextError` in mode `reject`, for the first control text; `TemplateError` if the template cannot render
-        the messages.
+        Raises `ControlTextError` in mode `reject`, for the first control text; `TemplateError` if
+        the template cannot render the messages.
         """
-        (ids,), found = self.encode_cut(messages, render, lambda text: [(0, len(text), after)], tools)
+        (ids,), found = self.encode_cut(
+            messages, render, lambda text: [(0, len(text), after)], tools
+        )
         return found._replace(ids=ids)
 
     def encode_cut(
-        self, messages: Sequence[Message], render: GuardRender, cut: Cut, tools: Tools = (), first_new: int = 0
+        self,
+        messages: Sequence[Message],
+        render: GuardRender,
+        cut: Cut,
+        tools: Tools = (),
+        first_new: int = 0,
     ) -> tuple[list[list[int]], EncodedMessages]:
-        """Encode segments of the rendered text, found by `cut`, as `encode` does; the text between them has ids already.
+        """Encode segments of the rendered text, found by `cut`, as `encode` does; the text
+        between them has ids already.
 
-        Control texts of messages before index `first_new` are not counted: they were when these messages were new.
+        Control texts of messages before index `first_new` are not counted: they were when
+        these messages were new.
         """
         inner, edge = random_mark(), random_mark()
         escaper = ControlTextEscaper(self._codec, self.split, self._rules, (inner, edge))
@@ -406,7 +496,11 @@ class ControlTextGuard:
         segments = cut(text)
         for number, (start, end, after) in enumerate(segments):
             piece, marked = text[start:end], _between(text, marked_text, start, end, (inner, edge))
-            owned = [(i, a, b) for i, a, b in self._codec.encode_with_offsets(marked) if i in self.control_ids]
+            owned = [
+                (i, a, b)
+                for i, a, b in self._codec.encode_with_offsets(marked)
+                if i in self.control_ids
+            ]
             if inner not in piece:
                 ids = self._codec.encode_after(piece, after)
                 if [i for i in ids if i in self.control_ids] == [i for i, _, _ in owned]:
@@ -418,7 +512,9 @@ class ControlTextGuard:
                 if number == len(segments) - 1:
                     escaper.hits["seam"] += 1
                     escaper.broken += not escaper.broken
-            rows.append(self._encode_split(marked, owned, escaper, "control" if after else "nothing"))
+            rows.append(
+                self._encode_split(marked, owned, escaper, "control" if after else "nothing")
+            )
         return rows, EncodedMessages([], escaper.broken - broken, escaper.hits - known)
 
     def encode_continuation(self, text: str) -> EncodedMessages:
@@ -426,27 +522,47 @@ class ControlTextGuard:
 
         Raises `ControlTextError` in mode `reject`, for the first control text.
         """
-        escaper = ControlTextEscaper(self._codec, self.split, self._rules, (random_mark(), random_mark()))
+        escaper = ControlTextEscaper(
+            self._codec, self.split, self._rules, (random_mark(), random_mark())
+        )
         clean = escaper.value(text, "user")
         if self.mode == "reject" and escaper.first is not None:
             _reject(*escaper.first)
-        rows = [(i, start, end) for i, start, end in self._codec.encode_with_offsets(clean) if i in self.control_ids]
-        return EncodedMessages(self._encode_split(clean, rows, escaper, "text"), escaper.broken, escaper.hits)
+        rows = [
+            (i, start, end)
+            for i, start, end in self._codec.encode_with_offsets(clean)
+            if i in self.control_ids
+        ]
+        return EncodedMessages(
+            self._encode_split(clean, rows, escaper, "text"), escaper.broken, escaper.hits
+        )
 
     def _rules(self, role: str) -> ControlTextRules:
         """Return the rules for texts of a role.
 
-        Assistant messages are demonstrations: thinking and tool calls in them are allowed, the end of a turn is not.
+        Assistant messages are demonstrations: thinking and tool calls in them are allowed,
+        the end of a turn is not.
         """
         is_reply = role == "assistant"
         counted = self._not_in_replies if is_reply else self.control_ids
         literals = None if is_reply else self.literals
-        return ControlTextRules(counted, literals, self._banned if self.mode == "allow" else counted, self.mode != "allow")
+        return ControlTextRules(
+            counted,
+            literals,
+            self._banned if self.mode == "allow" else counted,
+            self.mode != "allow",
+        )
 
     def _with_edges(
-        self, escaper: ControlTextEscaper, messages: Sequence[Message], tools: Tools, render: GuardRender, text: str
+        self,
+        escaper: ControlTextEscaper,
+        messages: Sequence[Message],
+        tools: Tools,
+        render: GuardRender,
+        text: str,
     ) -> str:
-        """Return the rendered text with marks around contents, so that none joins with adjacent text.
+        """Return the rendered text with marks around contents, so that none
+        joins with adjacent text.
 
         If the template does not render marks unchanged, fewer texts get them.
         """
@@ -454,21 +570,29 @@ class ControlTextGuard:
         wrapped = [escaper.mark_contents(m) for m in messages]
         named = [replace(m, name=escaper.pad_with_marks(m.name)) if m.name else m for m in wrapped]
         marked = text
-        for given, schemas in ((named, [_rename(tool, escaper.pad_with_marks) for tool in tools]), (wrapped, tools)):
+        for given, schemas in (
+            (named, [_rename(tool, escaper.pad_with_marks) for tool in tools]),
+            (wrapped, tools),
+        ):
             try:
                 marked = _render(render, given, schemas)
             except TemplateError:
                 continue
             if escaper.strip_marks(marked) == plain:
                 return marked
-        # The template inspects contents: use its marked rendering only where a seam would forge a control token otherwise.
+        # The template inspects contents: use its marked rendering only where a seam would forge a
+        # control token otherwise.
         return text if self._control(marked) == self._control(text) else marked
 
     def _control(self, text: str) -> list[int]:
         return [i for i in self._codec.encode(text) if i in self.control_ids]
 
     def _encode_split(
-        self, marked: str, rows: Sequence[tuple[int, int, int]], escaper: ControlTextEscaper, after: PrecedingToken
+        self,
+        marked: str,
+        rows: Sequence[tuple[int, int, int]],
+        escaper: ControlTextEscaper,
+        after: PrecedingToken,
     ) -> list[int]:
         """Encode a text with only these control tokens; all other text is plain, split at marks."""
         ids: list[int] = []
@@ -492,7 +616,10 @@ def _between(text: str, marked: str, start: int, end: int, marks: tuple[str, str
         return marked
     pattern = re.compile("|".join(marks))
     if pattern.sub("", text) != pattern.sub("", marked):
-        raise TemplateError("the template inspects contents and writes control text next to them; use another template")
+        raise TemplateError(
+            "the template inspects contents and writes control text next to them; use another "
+            "template"
+        )
     positions = []
     for at in (start, end):
         position = len(pattern.sub("", text[:at]))
@@ -508,7 +635,11 @@ def _rename(tool: Mapping[str, Any], change: Callable[[str], str]) -> Mapping[st
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
-    texts = {key: change(function[key]) for key in ("name", "description") if isinstance(function.get(key), str)}
+    texts = {
+        key: change(function[key])
+        for key in ("name", "description")
+        if isinstance(function.get(key), str)
+    }
     return {**tool, "function": {**function, **texts}}
 
 
@@ -521,6 +652,7 @@ def _reject(role: str, text: str) -> NoReturn:
     quote = quote if len(quote) <= _MAX_QUOTE else f"{quote[:_MAX_QUOTE]}..."
     source = {"tools": "a tool's schema", "seam": "a message"}.get(role, f"a {role} message")
     raise ControlTextError(
-        f"{source} contains control text: {quote}; remove it in the environment, or have it encoded as plain text "
+        f"{source} contains control text: {quote}; remove it in the environment, or have it "
+        "encoded as plain text "
         '(rollout.control_text = "neutralise")'
     )

@@ -1,8 +1,8 @@
 """Everything about a conversation that a template may look at, without its texts.
 
-What a template writes after a conversation of placeholders holds for every conversation of the same shape whose texts contain
-none of the words that the template looked for (`inspected`). So it is derived once per shape, and never depends on which
-conversation came first.
+What a template writes after a conversation of placeholders holds for every conversation of the same
+shape whose texts contain none of the words that the template looked for (`inspected`). So it is
+derived once per shape, and never depends on which conversation came first.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ def is_blank(text: str) -> bool:
 
 
 def content_shape(message: Message) -> Hashable:
-    """Return the kinds of a content's parts; a blank text, which templates treat differently, is its own shape."""
+    """Return the kinds of a content's parts; a blank text, which templates treat
+    differently, is its own shape."""
     content = message.content
     if isinstance(content, str):  # at every turn, so without a call
         return str if content and not content.isspace() else content
-    return tuple([(part if is_blank(part) else str) if isinstance(part, str) else type(part) for part in content])
+    return tuple(
+        [
+            (part if is_blank(part) else str) if isinstance(part, str) else type(part)
+            for part in content
+        ]
+    )
 
 
 class ConversationShapes:
@@ -39,7 +45,9 @@ class ConversationShapes:
     def __init__(self, source: str) -> None:
         self.reach = reach_of(source)
         # Ids appear in the text, or join results to calls, only where the template reads them.
-        self.renders_ids = "tool_call_id" in source or ".id" in source or "['id']" in source or '["id"]' in source
+        self.renders_ids = (
+            "tool_call_id" in source or ".id" in source or "['id']" in source or '["id"]' in source
+        )
 
     def seen(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return the earlier messages that the template looks at when it writes later ones."""
@@ -50,9 +58,13 @@ class ConversationShapes:
     def of(self, messages: Sequence[Message]) -> Hashable:
         """Return the shape of the messages that the template looks at."""
         rows: list[Hashable] = []
-        for message in self.seen(messages):  # at every turn over all turns, so most messages take no call
+        for message in self.seen(
+            messages
+        ):  # at every turn over all turns, so most messages take no call
             content = message.content
-            is_plain = isinstance(content, str) and message.name is None and message.reasoning is None
+            is_plain = (
+                isinstance(content, str) and message.name is None and message.reasoning is None
+            )
             if is_plain and not message.tool_calls and message.tool_call_id is None:
                 rows.append((message.role, str if content and not content.isspace() else content))  # type: ignore[union-attr]
             else:
@@ -64,18 +76,29 @@ class ConversationShapes:
         return list(map(self._placeholder, messages))
 
     def _row(self, message: Message) -> Hashable:
-        reasoning = message.reasoning if message.reasoning is None or is_blank(message.reasoning) else str
+        reasoning = (
+            message.reasoning if message.reasoning is None or is_blank(message.reasoning) else str
+        )
         calls: Hashable = len(message.tool_calls)
         if message.tool_calls:
             with_arguments = tuple([bool(call.arguments) for call in message.tool_calls])
-            named = tuple([(call.name, call.id) for call in message.tool_calls]) if self.renders_ids else ()
+            named = (
+                tuple([(call.name, call.id) for call in message.tool_calls])
+                if self.renders_ids
+                else ()
+            )
             calls = with_arguments, named
         call = message.tool_call_id if self.renders_ids else None
         name = message.name if self.renders_ids else message.name is not None
         return message.role, content_shape(message), reasoning, calls, call, name
 
     def _placeholder(self, message: Message) -> Message:
-        if not message.tool_calls and message.reasoning is None and message.name is None and isinstance(message.content, str):
+        if (
+            not message.tool_calls
+            and message.reasoning is None
+            and message.name is None
+            and isinstance(message.content, str)
+        ):
             return replace(message, content=_masked(message.content))  # most messages
         content = message.content
         if not isinstance(content, str):
@@ -83,7 +106,11 @@ class ConversationShapes:
         else:
             content = _masked(content)
         calls = tuple(
-            ToolCall(self._name(call.name), {"x": random_mark()} if call.arguments else {}, self._id(call.id, number))
+            ToolCall(
+                self._name(call.name),
+                {"x": random_mark()} if call.arguments else {},
+                self._id(call.id, number),
+            )
             for number, call in enumerate(message.tool_calls)
         )
         return replace(
@@ -140,16 +167,24 @@ class _Proof(NamedTuple, Generic[Derived]):
 
 
 class ProvenByShape(Generic[Derived]):
-    """What was derived of conversations by their shapes, for as long as it is proven for their texts."""
+    """What was derived of conversations by their shapes, for as long as it is
+    proven for their texts."""
 
     def __init__(self, shapes: ConversationShapes) -> None:
         self._shapes = shapes
         self._proofs: dict[Hashable, _Proof[Derived]] = {}
 
-    def get(self, key: Hashable, messages: Sequence[Message], derive: Callable[[Sequence[Message]], Derived]) -> Derived | None:
-        """Return what `derive` returns for placeholders of these messages; None if that is not proven for their texts.
+    def get(
+        self,
+        key: Hashable,
+        messages: Sequence[Message],
+        derive: Callable[[Sequence[Message]], Derived],
+    ) -> Derived | None:
+        """Return what `derive` returns for placeholders of these messages; None if that is
+        not proven for their texts.
 
-        `key` is all else that the result depends on. Exceptions of `derive` are passed on, and nothing is kept.
+        `key` is all else that the result depends on. Exceptions of `derive` are passed
+        on, and nothing is kept.
         """
         full_key = (key, self._shapes.of(messages))
         proof = self._proofs.get(full_key)

@@ -1,13 +1,14 @@
 """What a template inspects of the texts that it renders.
 
-A prompt that was derived from placeholders is right for other texts only if the template treats all of them alike. So
-placeholders are rendered once by a sandbox that records every operation whose outcome depends on one: a search for a word, a
-comparison, a length (`watching_sandbox`). A placeholder is a random number (`random_mark`), which no template contains, and
-which survives joining, trimming and changes of case; hence every value that holds one comes from the conversation.
+A prompt that was derived from placeholders is right for other texts only if the template treats all
+of them alike. So placeholders are rendered once by a sandbox that records every operation whose
+outcome depends on one: a search for a word, a comparison, a length (`watching_sandbox`). A
+placeholder is a random number (`random_mark`), which no template contains, and which survives
+joining, trimming and changes of case; hence every value that holds one comes from the conversation.
 
-As long as a text contains none of the recorded words, each of these operations has the outcome that it had for the
-placeholder, and the template takes the same way. Where an operation has no such word (a length, a slice), nothing is known of
-other texts.
+As long as a text contains none of the recorded words, each of these operations has the outcome that
+it had for the placeholder, and the template takes the same way. Where an operation has no such word
+(a length, a slice), nothing is known of other texts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Inspected:
     """An operation whose outcome for other texts is unknown; empty if there was none."""
 
     def allows(self, texts: Iterable[str]) -> bool:
-        """Return whether the template treats these texts as it treated the placeholders in their place."""
+        """Return whether the template treats these texts as it treated the
+        placeholders in their place."""
         if self.unprovable:
             return False
         if not self.words:
@@ -74,7 +76,8 @@ _inspected: ContextVar[Inspected | None] = ContextVar("_inspected", default=None
 
 @contextmanager
 def watch_placeholders() -> Iterator[Inspected]:
-    """Record what templates inspect of placeholders while they render in the body; see `Inspected`."""
+    """Record what templates inspect of placeholders while they render in the
+    body; see `Inspected`."""
     record = Inspected()
     token = _inspected.set(record)
     try:
@@ -104,7 +107,8 @@ def current_record() -> Inspected:
 
 
 def _is_placeholder(value: Any) -> bool:
-    """Return whether a value is a placeholder, but for white space, or a list in which no value holds more."""
+    """Return whether a value is a placeholder, but for white space, or a list in
+    which no value holds more."""
     if isinstance(value, str):
         return _PLACEHOLDER.fullmatch(value.strip()) is not None or not holds_placeholder(value)
     if isinstance(value, (list, tuple)):

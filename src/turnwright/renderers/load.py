@@ -27,9 +27,17 @@ from turnwright.renderers.vision.families import load_vision_processor
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Control tokens of built-in models and renderers, with Qwen's names."""
-MARKUP = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+MARKUP = (
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+)
 """Added tokens that a reply may contain."""
-# Texts that look like tokens: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b], ]<]minimax[>[.
+# Texts that look like tokens: <|im_start|>, </think>, [|endofturn|], [INST],
+# [e~[, ]~b], ]<]minimax[>[.
 _MARKER = re.compile(
     r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]|\[/?[A-Z_]{3,}\]"
     r"|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\["
@@ -38,7 +46,8 @@ _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision
 
 
 def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
-    """Return the built-in renderer, ChatML over bytes, for use without a model; its derived patterns are shared per process.
+    """Return the built-in renderer, ChatML over bytes, for use without a model; its derived
+    patterns are shared per process.
 
     Args:
         control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
@@ -49,14 +58,17 @@ def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
 @lru_cache(maxsize=3)
 def _byte_renderer(control_text: ControlText) -> ChatRenderer:
     template = ChatTemplate(CHATML, origin="built-in ChatML")
-    return ChatRenderer(ByteTokenizer(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text)
+    return ChatRenderer(
+        ByteTokenizer(SPECIAL, MARKUP), template, banned=_IMAGE_TOKENS, control_text=control_text
+    )
 
 
 def template_renderer(name: str) -> ChatRenderer:
-    """Return a renderer of a template alone, by name or file, over bytes; texts that look like tokens become tokens.
+    """Return a renderer of a template alone, by name or file, over bytes; texts that look
+    like tokens become tokens.
 
-    Raises `ConfigError` if there is no such template, or its file cannot be read; `TemplateError` if the source is not a
-    template, or does not render replies.
+    Raises `ConfigError` if there is no such template, or its file cannot be read; `TemplateError`
+    if the source is not a template, or does not render replies.
     """
     source, origin = find_source(name)
     names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
@@ -74,7 +86,8 @@ def load_renderer(
     control_text: ControlText = "neutralise",
     parser: str | None = None,
 ) -> ChatRenderer:
-    """Load the renderer of a Hugging Face model directory: tokenizer, chat template and vision processor.
+    """Load the renderer of a Hugging Face model directory: tokenizer, chat
+    template and vision processor.
 
     Args:
         template: another chat template, by name or file (see `turnwright.renderers.template`).
@@ -98,39 +111,59 @@ def load_renderer(
         )
     settings = read_json(root / "tokenizer_config.json")
     source, origin = _find_template(root, settings) if template is None else find_source(template)
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+    names = (
+        "bos_token",
+        "eos_token",
+        "pad_token",
+        "unk_token",
+        "sep_token",
+        "cls_token",
+        "mask_token",
+    )
     given = {name: settings[name] for name in names if settings.get(name)}
-    variables = {name: value["content"] if isinstance(value, dict) else str(value) for name, value in given.items()}
+    variables = {
+        name: value["content"] if isinstance(value, dict) else str(value)
+        for name, value in given.items()
+    }
     stop = read_json(root / "generation_config.json").get("eos_token_id")
     stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
     if template_args:
         check_arguments(ChatTemplate(source, variables, origin=origin), template_args)
-        source = with_preset_variables(source, template_args)  # so that a saved template keeps these values
+        source = with_preset_variables(
+            source, template_args
+        )  # so that a saved template keeps these values
     codec = HFTokenizer.load(root / "tokenizer.json")
     found = ChatTemplate(source, variables, origin=origin)
     options: dict[str, Any] = {"stop_ids": stop_ids, "control_text": control_text, "parser": parser}
     options["directory"] = root
-    return ChatRenderer(codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options)
+    return ChatRenderer(
+        codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options
+    )
 
 
 def check_model_files(root: Path) -> None:
-    """Raise `ModelError` for a named pipe, a socket or a device in a model directory, whose files libraries open by name."""
+    """Raise `ModelError` for a named pipe, a socket or a device in a model directory, whose files
+    libraries open by name."""
     try:
         files.check_regular(sorted(root.iterdir()))
     except OSError as error:
-        raise ModelError(f"{error.filename}: {error.strerror}; copy the model directory again") from error
+        raise ModelError(
+            f"{error.filename}: {error.strerror}; copy the model directory again"
+        ) from error
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
     file = root / "chat_template.jinja"
     if file.is_file():
         return files.read_text(file), str(file)
-    given = settings.get("chat_template") or read_json(root / "chat_template.json").get("chat_template")
+    given = settings.get("chat_template") or read_json(root / "chat_template.json").get(
+        "chat_template"
+    )
     if isinstance(given, list):
         given = next((row["template"] for row in given if row.get("name") == "default"), None)
     if not isinstance(given, str):
         raise ModelError(
-            f"{root}: no chat template; name one with model.template, add {file.name}, or use an instruction-tuned model "
-            "with its own"
+            f"{root}: no chat template; name one with model.template, add {file.name}, or use an "
+            "instruction-tuned model with its own"
         )
     return given, str(root / "tokenizer_config.json")

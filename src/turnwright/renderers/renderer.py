@@ -17,21 +17,25 @@ class Extend(NamedTuple):
 
     ids: list[int]
     close: int = 0
-    """Number of leading ids that close the reply: template text after or instead of the end token."""
+    """Number of leading ids that close the reply: template text after or
+    instead of the end token."""
     neutralised: int = 0
     """Number of control texts in the messages that were encoded as plain text."""
     control_text: Mapping[str, int] = {}
     """Number of control texts found, by role of origin, under every setting."""
     replies: tuple[int, ...] | None = None
-    """Start of each sampled reply on the path, -1 where its ids are not on it; None if all keep their position."""
+    """Start of each sampled reply on the path, -1 where its ids are not on it; None if
+    all keep their position."""
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos among `ids`."""
     tool_images_moved: int = 0
-    """Number of tool images and videos moved to a user message, because the template drops them from tool messages."""
+    """Number of tool images and videos moved to a user message, because the template drops
+    them from tool messages."""
 
 
 class Branch(NamedTuple):
-    """Prompt that keeps only the first `keep` ids of the path; the rest becomes a separate leaf of the trajectory."""
+    """Prompt that keeps only the first `keep` ids of the path; the rest becomes a separate
+    leaf of the trajectory."""
 
     keep: int
     ids: list[int]
@@ -76,7 +80,8 @@ class Renderer(Protocol):
     banned_ids: frozenset[int]
     """Ids that are never sampled (image placeholders)."""
     invalid_ids: frozenset[int]
-    """Control ids that no reply may contain; a reply with one ends its episode as `invalid_token`."""
+    """Control ids that no reply may contain; a reply with one ends its
+    episode as `invalid_token`."""
     special_ids: frozenset[int]
     """Ids of the tokenizer's special tokens, which plain text lacks."""
     fingerprint: str
@@ -84,21 +89,23 @@ class Renderer(Protocol):
     vision: VisionProcessor | None = None
     """Vision processor: maps images to ids, positions and pixel values; None for a text-only model.
 
-    With one, `Extend.media` and `Branch.media` place each image and video among the expanded ids. Each call checks that every
-    pad id is inside a block and that every block has its processor's form (`MediaError`). Without one there are no media:
-    the messages describe them in text."""
+    With one, `Extend.media` and `Branch.media` place each image and video among the expanded ids.
+    Each call checks that every pad id is inside a block and that every block has its processor's
+    form (`MediaError`). Without one there are no media: the messages describe them in text."""
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text, in which nothing is a control token."""
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the ids a model would sample to write `text` and end its turn; for scripts and demonstrations."""
+        """Return the ids a model would sample to write `text` and end its turn; for
+        scripts and demonstrations."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, control tokens included; invalid UTF-8 becomes U+FFFD."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`)."""
+        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves
+        are escaped (`\\xe2`)."""
 
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Extend:
         """Render the opening prompt, up to the start of the model's reply.
@@ -109,7 +116,11 @@ class Renderer(Protocol):
         """
 
     def extend(
-        self, history: Sequence[Message], reply_ids: Sequence[int], messages: Sequence[Message], tools: Tools = ()
+        self,
+        history: Sequence[Message],
+        reply_ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Tools = (),
     ) -> Extend | Branch:
         """Render what follows a reply: its close, `messages`, and the start of the next reply.
 
@@ -122,15 +133,18 @@ class Renderer(Protocol):
             TemplateError, MediaError: as in `open`.
         """
 
-    def inline(self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]) -> Extend | Branch:
+    def inline(
+        self, reply_ids: Sequence[int], content: str | Sequence[ContentPart]
+    ) -> Extend | Branch:
         """Continue a reply with `content`, without closing it.
 
         A final stop id is removed, which is a branch (`close_dropped`).
 
         Args:
             reply_ids: the sampled reply; `keep` of a branch counts these ids alone.
-            content: the environment's text, encoded as a continuation (without a beginning-of-text prefix); or parts of it
-                and media, each written as the template writes it within a message.
+            content: the environment's text, encoded as a continuation (without a
+                beginning-of-text prefix); or parts of it and media, each written as the
+                template writes it within a message.
 
         Raises:
             TemplateError, MediaError: as in `open`.
@@ -144,11 +158,13 @@ class Renderer(Protocol):
         tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """Render the prompt for the next reply by the model's template, and compare it with the ids of the path.
+        """Render the prompt for the next reply by the model's template, and compare it
+        with the ids of the path.
 
         Args:
             messages: the complete conversation, with the latest observation.
-            replies: the sampled replies, in order; where the template renders one completely, its ids are kept.
+            replies: the sampled replies, in order; where the template renders one
+                completely, its ids are kept.
             ids: the ids that the engine has processed, up to the end of the last reply.
             placed: images and videos among `ids`; positions match where the media are the same.
 
@@ -156,14 +172,22 @@ class Renderer(Protocol):
             TemplateError: if the template cannot render the conversation.
         """
 
-    def parse(self, ids: Sequence[int], tools: Tools = (), text: str | None = None, thinking: bool | None = None) -> Message:
-        """Parse a reply into text, reasoning and tool calls. Never raises: a malformed call carries its `error`.
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Tools = (),
+        text: str | None = None,
+        thinking: bool | None = None,
+    ) -> Message:
+        """Parse a reply into text, reasoning and tool calls. Never raises: a malformed
+        call carries its `error`.
 
         Args:
             ids: the sampled reply.
             tools: OpenAI schemas of the tools offered to the model.
             text: the text to parse instead of the decoded ids (for a reply ended by a stop string).
-            thinking: whether the reply starts inside the thinking; None: as the generation prompt leaves it.
+            thinking: whether the reply starts inside the thinking; None: as the
+                generation prompt leaves it.
         """
 
 
@@ -185,10 +209,12 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def cut_ids(decode: Decode, ids: Sequence[int], chars: int) -> tuple[int, str]:
-    """Return how many ids to keep so that the first `chars` characters of their text remain, and the text left over.
+    """Return how many ids to keep so that the first `chars` characters of their text
+    remain, and the text left over.
 
-    The kept ids end at a character boundary. Their text and the remaining text reproduce the reply byte for byte.
-    Invalid UTF-8 reads as U+FFFD, as for the environment; an id with such bytes that is cut is written so.
+    The kept ids end at a character boundary. Their text and the remaining text reproduce the
+    reply byte for byte. Invalid UTF-8 reads as U+FFFD, as for the environment; an id with such
+    bytes that is cut is written so.
     """
     kept = decode(ids)[:chars]
     count = bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decode(ids[:n]))) - 1

@@ -1,4 +1,5 @@
-"""A row's own `chat_template_kwargs`: taken where they are what the run's template renders anyway, else refused."""
+"""A row's own `chat_template_kwargs`: taken where they are what the run's template renders
+anyway, else refused."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ COLUMN = "chat_template_kwargs"
 def check_row_arguments(tasks: Iterable[Task], renderer: Any) -> None:
     """Check that the template renders with a row's own variables what it renders without them.
 
-    A run has one template, whose variables `model.template_args` sets for all tasks: its end tokens, thinking marks and reply
-    format are derived once. A row whose variables render the same conversations, because they equal the run's or the
-    template's defaults, is played; any other would be played with another prompt than its author meant.
+    A run has one template, whose variables `model.template_args` sets for all tasks: its end
+    tokens, thinking marks and reply format are derived once. A row whose variables render the same
+    conversations, because they equal the run's or the template's defaults, is played; any other
+    would be played with another prompt than its author meant.
 
     Raises:
-        TaskError: for a row that asks for another rendering, or for a variable that the template does not have.
+        TaskError: for a row that asks for another rendering, or for a variable that
+            the template does not have.
     """
     for task in tasks:
         if (given := task.info.get(COLUMN)) is not None:
@@ -37,21 +40,30 @@ def check_arguments_of_row(given: Any, where: str, renderer: Any) -> None:
         arguments = json.loads(given) if isinstance(given, str) else given
         written = json.dumps(arguments, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"{where}: {COLUMN} is no JSON ({error}); write an object of template variables") from None
+        raise TaskError(
+            f"{where}: {COLUMN} is no JSON ({error}); write an object of template variables"
+        ) from None
     if not isinstance(arguments, Mapping):
-        raise TaskError(f"{where}: {COLUMN} is {type(arguments).__name__}; write an object of template variables")
+        raise TaskError(
+            f"{where}: {COLUMN} is {type(arguments).__name__}; write an object of template "
+            "variables"
+        )
     if not arguments:
         return
 
     if not isinstance(renderer, ChatRenderer):
-        raise TaskError(f"{where}: {COLUMN} = {written:.200}, and the renderer has no template; remove the column")
+        raise TaskError(
+            f"{where}: {COLUMN} = {written:.200}, and the renderer has no template; remove the "
+            "column"
+        )
     if problem := _problem(renderer.template, written):
         raise TaskError(f"{where}: {COLUMN} = {written:.200}: {problem}")
 
 
 @lru_cache(maxsize=256)
 def _problem(template: ChatTemplate, written: str) -> str:
-    """Return why variables cannot be those of a row; empty if they change nothing that the template renders."""
+    """Return why variables cannot be those of a row; empty if they change nothing that
+    the template renders."""
     arguments: dict[str, Any] = json.loads(written)
     for name in arguments:
         if name not in template.parameters:
@@ -60,9 +72,11 @@ def _problem(template: ChatTemplate, written: str) -> str:
     changed = template.with_message_format(variables=arguments)
     if list(sample_conversations(changed)) == list(sample_conversations(template)):
         return ""
-    settings = ", ".join(f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+    settings = ", ".join(
+        f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items()
+    )
     return (
-        f"{template.origin} would render another prompt, and a run has one setting for all rows; set it for the run "
-        f"([model.template_args] {settings}; load_renderer(..., template_args=...)) and keep rows with other values in a run "
-        "of their own"
+        f"{template.origin} would render another prompt, and a run has one setting for all rows; "
+        f"set it for the run ([model.template_args] {settings}; load_renderer(..., "
+        "template_args=...)) and keep rows with other values in a run of their own"
     )

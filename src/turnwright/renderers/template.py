@@ -43,7 +43,7 @@ CHATML = """\
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
+"""  # noqa: E501
 """ChatML, append-only, with short tool descriptions; for models without a template of their own."""
 
 
@@ -60,14 +60,23 @@ def random_mark() -> str:
 
 def digest(value: Any) -> str:
     """Return a short hash of plain values, the same in every process."""
-    return sha256(json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return sha256(
+        json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")
+    ).hexdigest()[:16]
 
 
 class ChatTemplate:
     """Compiled chat template; rendering is pure, with a frozen clock."""
 
-    def __init__(self, source: str, variables: Mapping[str, Any] | None = None, *, origin: str = "chat template") -> None:
-        """`variables` are more names that the template may use (such as `bos_token`); `origin` names it in errors."""
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        origin: str = "chat template",
+    ) -> None:
+        """`variables` are more names that the template may use (such as `bos_token`);
+        `origin` names it in errors."""
         self.source = source
         self.origin = origin
         self._variables = dict(variables or {})
@@ -92,7 +101,9 @@ class ChatTemplate:
         from jinja2 import meta
 
         compiled = self._compiled
-        return frozenset(meta.find_undeclared_variables(compiled.environment.parse(self.source)) - _CONVERSATION)
+        return frozenset(
+            meta.find_undeclared_variables(compiled.environment.parse(self.source)) - _CONVERSATION
+        )
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -107,17 +118,22 @@ class ChatTemplate:
 
     @cached_property
     def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
-        """The template with marks around `{% generation %}` blocks, and the pattern of the marks."""
+        """The template with marks around `{% generation %}` blocks, and the
+        pattern of the marks."""
         begin, end = (f"{{{secrets.token_hex(12)}}}" for _ in range(2))
         return self._compile((begin, end)), re.compile(f"({begin})|({end})")
 
     def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
-        from turnwright.renderers.template_sandbox import TemplateSandbox  # importing jinja2 takes 50 ms
+        from turnwright.renderers.template_sandbox import (
+            TemplateSandbox,
+        )  # importing jinja2 takes 50 ms
 
         try:
             return TemplateSandbox(self._now.strftime, marks).template(self.source)
         except Exception as error:  # the parser may raise anything
-            raise TemplateError(f"{self.origin}: not a Jinja template ({str(error)[:_MAX_ERROR_CHARS]})") from error
+            raise TemplateError(
+                f"{self.origin}: not a Jinja template ({str(error)[:_MAX_ERROR_CHARS]})"
+            ) from error
 
     def with_message_format(
         self,
@@ -130,9 +146,11 @@ class ChatTemplate:
         """Return the same template with messages in another format.
 
         Args:
-            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some vision templates require.
+            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some
+                vision templates require.
             text_arguments: call arguments as JSON text (OpenAI's wire format) instead of objects.
-            empty_tools: an empty list if there are no tools, for templates that iterate without a check.
+            empty_tools: an empty list if there are no tools, for templates that
+                iterate without a check.
             variables: more settings of the template.
         """
         _ = self._compiled  # compile once for all formats
@@ -157,12 +175,15 @@ class ChatTemplate:
 
         `documents` are sources that the template may include, dicts with `title` and `text`.
 
-        Raises `TemplateError` if the template rejects the conversation, fails, or exceeds the work budget.
+        Raises `TemplateError` if the template rejects the conversation, fails, or
+        exceeds the work budget.
         """
         compiled = self._watched if is_watching() else self._compiled
         return self._render(compiled, messages, tools, generation_prompt, documents)
 
-    def try_render(self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False) -> str | None:
+    def try_render(
+        self, messages: Sequence[Message], tools: Tools = (), *, generation_prompt: bool = False
+    ) -> str | None:
         """Render a conversation; None if the template rejects it."""
         try:
             return self.render(messages, tools, generation_prompt=generation_prompt)
@@ -174,7 +195,8 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; also return the (start, end) ranges marked as the assistant's.
 
-        The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks nothing.
+        The marks are `{% generation %}` and `{% endgeneration %}`; a template
+        without them marks nothing.
 
         Raises `TemplateError` as in `render`, and if the template changes the text between marks.
         """
@@ -196,7 +218,10 @@ class ChatTemplate:
                     spans.append((begun, at))
         text = "".join(pieces) + found[position:]
         if depth or text != self.render(messages, tools, generation_prompt=generation_prompt):
-            raise TemplateError(f"{self.origin}: changes the text it marks by {{% generation %}}, so its position is unknown")
+            raise TemplateError(
+                f"{self.origin}: changes the text it marks by {{% generation %}}, so its position "
+                "is unknown"
+            )
         return text, spans
 
     def _render(
@@ -216,14 +241,18 @@ class ChatTemplate:
                     | {
                         "messages": [self._view(message) for message in messages],
                         "tools": [_plain(tool) for tool in tools] or self._no_tools,
-                        "documents": None if documents is None else [_plain(document) for document in documents],
+                        "documents": None
+                        if documents is None
+                        else [_plain(document) for document in documents],
                         "add_generation_prompt": generation_prompt,
                     }
                 )
         except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages)
             reason = str(error)[:_MAX_ERROR_CHARS]
-            raise TemplateError(f"{self.origin}: cannot render a conversation of {roles}: {reason}") from error
+            raise TemplateError(
+                f"{self.origin}: cannot render a conversation of {roles}: {reason}"
+            ) from error
 
     def _view(self, message: Message) -> dict[str, Any]:
         row = message.to_dict()
@@ -236,13 +265,17 @@ class ChatTemplate:
             row["content"] = message.text
         if self._text_arguments:
             for call in row.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+                call["function"]["arguments"] = json.dumps(
+                    call["function"]["arguments"], ensure_ascii=False
+                )
         return row
 
     def writes_parts(self, role: str) -> bool:
-        """Return whether the template itself writes each text of a message whose content is a list of them.
+        """Return whether the template itself writes each text of a message whose
+        content is a list of them.
 
-        One that does not may write the list as Python would print it, or reject it; so there the texts are joined.
+        One that does not may write the list as Python would print it, or reject it; so
+        there the texts are joined.
         """
         if role not in self._writes_parts:
             self._writes_parts[role] = False  # also while it is being found out
@@ -290,7 +323,10 @@ def probe_tool(name: str, about: str, argument: str, argument_about: str) -> Map
     """Return the schema of a tool with one required string."""
     properties = {argument: {"type": "string", "description": argument_about}}
     parameters = {"type": "object", "properties": properties, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": parameters},
+    }
 
 
 PROBE_TOOLS: Tools = (probe_tool("f", "d", "x", "x"),)
@@ -315,7 +351,8 @@ def probe_result(text: str, number: int = 0) -> Message:
 
 
 def adapt_template(template: ChatTemplate) -> ChatTemplate:
-    """Return the template with the message format that it accepts: texts as parts, call arguments as JSON text."""
+    """Return the template with the message format that it accepts: texts as parts, call
+    arguments as JSON text."""
     text = random_mark()
     for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
         form = template.with_message_format(parts=parts, empty_tools=empty_tools)
@@ -335,7 +372,9 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     """Yield renderings of several kinds of conversations; skip those that the template rejects."""
     form = adapt_template(template)
     system, user, answer = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
-    called = Message("assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4")
+    called = Message(
+        "assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4"
+    )
     result = probe_result("6")
     for rows in (
         (user,),
@@ -351,7 +390,8 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
 
 
 def calls_as_text(message: Message) -> Message:
-    """Return a demonstration with its calls in its text, in Hermes' format, in which replies without a format are parsed."""
+    """Return a demonstration with its calls in its text, in Hermes' format, in which replies
+    without a format are parsed."""
     if not message.tool_calls:
         return message
     texts = [message.text] if message.text else []
@@ -378,7 +418,8 @@ def _short_ids(messages: Sequence[Message]) -> list[Message]:
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Convert tool results to user text, joined with adjacent user messages, for templates without a tool role."""
+    """Convert tool results to user text, joined with adjacent user messages, for
+    templates without a tool role."""
     rows: list[Message] = []
     for message in messages:
         row = message
@@ -392,15 +433,23 @@ def _as_user(messages: Sequence[Message]) -> list[Message]:
     return rows
 
 
-def _joined(one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]) -> str | tuple[ContentPart, ...]:
+def _joined(
+    one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]
+) -> str | tuple[ContentPart, ...]:
     """Join two contents with an empty line between them."""
     if isinstance(one, str) and isinstance(other, str):
         return f"{one}\n\n{other}"
-    parts = ((content,) if isinstance(content, str) else content for content in (one, "\n\n", other))
+    parts = (
+        (content,) if isinstance(content, str) else content for content in (one, "\n\n", other)
+    )
     return tuple(part for content in parts for part in content)
 
 
-ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {"": list, "ids": _short_ids, "user": _as_user}
+ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {
+    "": list,
+    "ids": _short_ids,
+    "user": _as_user,
+}
 """Changes of messages that templates require, by name."""
 
 
@@ -426,12 +475,14 @@ def template_source(name: str) -> str:
     if name not in _NAMED:
         near = did_you_mean(name, _NAMED)
         raise ConfigError(
-            f"model.template = {json.dumps(name)}: no such template; {near + ' ' if near else ''}named ones are "
-            f"{', '.join(template_names())}; for your own, give its file, such as template.jinja"
+            f"model.template = {json.dumps(name)}: no such template; "
+            f"{near + ' ' if near else ''}named ones are {', '.join(template_names())}; for your "
+            "own, give its file, such as template.jinja"
         )
     file, variables = _NAMED[name]
     return with_preset_variables(
-        files("turnwright.renderers").joinpath("templates", file).read_text(encoding="utf-8"), variables
+        files("turnwright.renderers").joinpath("templates", file).read_text(encoding="utf-8"),
+        variables,
     )
 
 
@@ -446,11 +497,14 @@ def find_source(name: str) -> tuple[str, str]:
         return read_text(Path(name)), name
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f'model.template = "{name}": cannot be read ({reason}); name a Jinja file in UTF-8') from None
+        raise ConfigError(
+            f'model.template = "{name}": cannot be read ({reason}); name a Jinja file in UTF-8'
+        ) from None
 
 
 def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
-    """Prepend default values for variables, so that the template renders the same wherever it is used.
+    """Prepend default values for variables, so that the template renders the
+    same wherever it is used.
 
     Chat templates run with `trim_blocks`, which removes the newline after each prepended line.
 
@@ -467,23 +521,37 @@ def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
 def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> None:
     """Check that `model.template_args` names variables of the template.
 
-    Raises `ConfigError` for an unused variable, or a value that is not JSON; `TemplateError` if the source is not a template.
+    Raises `ConfigError` for an unused variable, or a value that is not JSON; `TemplateError` if the
+    source is not a template.
     """
     for name, value in arguments.items():
         if name not in template.parameters:
             near = did_you_mean(name, template.parameters)
-            known = "it uses " + ", ".join(sorted(template.parameters)) if template.parameters else "it uses none"
-            raise ConfigError(f"model.template_args.{name}: {template.origin} has no such variable; {near or known}")
+            known = (
+                "it uses " + ", ".join(sorted(template.parameters))
+                if template.parameters
+                else "it uses none"
+            )
+            raise ConfigError(
+                f"model.template_args.{name}: {template.origin} has no such variable; "
+                f"{near or known}"
+            )
         try:
             _literal(value)
         except (TypeError, ValueError):
-            raise ConfigError(f"model.template_args.{name} = {value!r:.80}: not a JSON value") from None
+            raise ConfigError(
+                f"model.template_args.{name} = {value!r:.80}: not a JSON value"
+            ) from None
 
 
 def _literal(value: Any) -> str:
     """Format a JSON value as a Jinja expression."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)

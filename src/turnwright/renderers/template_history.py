@@ -1,11 +1,12 @@
 """Re-render a conversation by its template while keeping sampled ids.
 
-Each sampled reply is rendered as a placeholder of the same shape, made of random digits. Where a complete placeholder appears
-in the text, the template renders that reply completely, and the sampled ids take its place. A second rendering has the reply's
-own texts between the digits, which reveals what the template shortens, closes or hides. Every other reply (one without its
-thinking, for example) is rendered by the template and encoded as text. The text between replies comes from the template and
-the environment; the guard encodes it. Positions are found in the text, so a segment has the same ids at every turn, however a
-reply was tokenized.
+Each sampled reply is rendered as a placeholder of the same shape, made of random digits. Where a
+complete placeholder appears in the text, the template renders that reply completely, and the
+sampled ids take its place. A second rendering has the reply's own texts between the digits, which
+reveals what the template shortens, closes or hides. Every other reply (one without its thinking,
+for example) is rendered by the template and encoded as text. The text between replies comes from
+the template and the environment; the guard encodes it. Positions are found in the text, so a
+segment has the same ids at every turn, however a reply was tokenized.
 """
 
 from __future__ import annotations
@@ -22,10 +23,25 @@ from turnwright.renderers.conversation_shape import ConversationShapes, ProvenBy
 from turnwright.renderers.model_files import remember
 from turnwright.renderers.probe import TemplateProbe, calls_before, readable
 from turnwright.renderers.renderer import Branch, Extend, SampledReply, common_prefix_length
-from turnwright.renderers.template import ADAPT, ASKED, PROBE_CALL, PROBE_TOOLS, calls_as_text, probe_result, random_mark
+from turnwright.renderers.template import (
+    ADAPT,
+    ASKED,
+    PROBE_CALL,
+    PROBE_TOOLS,
+    calls_as_text,
+    probe_result,
+    random_mark,
+)
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.renderers.vision.media_blocks import MediaExpander
-from turnwright.types import MediaPlacement, Message, ToolCall, Tools, ids_with_media_keys, placements_between
+from turnwright.types import (
+    MediaPlacement,
+    Message,
+    ToolCall,
+    Tools,
+    ids_with_media_keys,
+    placements_between,
+)
 
 _CALL = ToolCall("f", {"x": "1"}, "call_0")
 _ANSWER = Message("tool", "t", tool_call_id="call_0", name="f")
@@ -88,10 +104,20 @@ class ReplyPlaceholders:
         self._probe = probe
         self._stops = stops
         self._frames: dict[Any, ReplyFrame] = {}
-        self._openings: ProvenByShape[str] = ProvenByShape(ConversationShapes(probe.template.source))
+        self._openings: ProvenByShape[str] = ProvenByShape(
+            ConversationShapes(probe.template.source)
+        )
 
-    def make(self, messages: Sequence[Message], reply: SampledReply, tools: Tools, *, called: bool = False) -> ReplyPlaceholder:
-        """Make a reply's placeholder; with `called`, tool answers count as called if the reply makes no calls."""
+    def make(
+        self,
+        messages: Sequence[Message],
+        reply: SampledReply,
+        tools: Tools,
+        *,
+        called: bool = False,
+    ) -> ReplyPlaceholder:
+        """Make a reply's placeholder; with `called`, tool answers count as called if the
+        reply makes no calls."""
         original = messages[reply.message]
         message = original
         if message.tool_calls and not self.reads_calls:
@@ -100,8 +126,12 @@ class ReplyPlaceholders:
         calls = message.tool_calls
         if self.reads_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
-            calls = calls or (calls_before(message, answers) if called and not original.tool_calls else ())
-        bare, verbatim = (self._marked(message, calls, verbatim=verbatim) for verbatim in (False, True))
+            calls = calls or (
+                calls_before(message, answers) if called and not original.tool_calls else ()
+            )
+        bare, verbatim = (
+            self._marked(message, calls, verbatim=verbatim) for verbatim in (False, True)
+        )
 
         before = messages[: reply.message]
         return ReplyPlaceholder(
@@ -115,8 +145,11 @@ class ReplyPlaceholders:
             blank=_is_blank(original.reasoning),
         )
 
-    def _marked(self, message: Message, calls: tuple[ToolCall, ...], *, verbatim: bool) -> MarkedMessage:
-        """Return a message with a mark in place of each text and each call's arguments, or around each text."""
+    def _marked(
+        self, message: Message, calls: tuple[ToolCall, ...], *, verbatim: bool
+    ) -> MarkedMessage:
+        """Return a message with a mark in place of each text and each call's
+        arguments, or around each text."""
         texts: list[str] = []
 
         def mark(text: str) -> str:
@@ -128,16 +161,24 @@ class ReplyPlaceholders:
             return f"{begin}{text}{end}"
 
         blank = _is_blank(message.reasoning)
-        reasoning = mark(message.reasoning) if message.reasoning and not blank else message.reasoning
+        reasoning = (
+            mark(message.reasoning) if message.reasoning and not blank else message.reasoning
+        )
         thinking = texts[0] if texts else ""
 
         arguments = tuple(random_mark() for _ in calls)
         # A name that contains control text is `f`.
-        names = [call.name if call.name and not self._probe.split.search(call.name) else "f" for call in calls]
+        names = [
+            call.name if call.name and not self._probe.split.search(call.name) else "f"
+            for call in calls
+        ]
         marked_calls = tuple(
-            ToolCall(name, {"x": argument}, call.id) for name, argument, call in zip(names, arguments, calls, strict=True)
+            ToolCall(name, {"x": argument}, call.id)
+            for name, argument, call in zip(names, arguments, calls, strict=True)
         )
-        malformed = any(call.error for call in message.tool_calls)  # then the text around the call is a part of it
+        malformed = any(
+            call.error for call in message.tool_calls
+        )  # then the text around the call is a part of it
         content = ""
         if not (texts or arguments) or (message.text and not malformed):
             content = mark(message.text)
@@ -167,10 +208,15 @@ class ReplyPlaceholders:
         found = [(text.find(token), token) for token in self._stops if token in text]
         return min(found, key=lambda row: (row[0], -len(row[1])), default=None)
 
-    def adapted(self, messages: Sequence[Message], replies: Sequence[SampledReply]) -> tuple[list[Message], list[SampledReply]]:
-        """Return a conversation with tool results, and calls of demonstrations, in the form that the template renders."""
+    def adapted(
+        self, messages: Sequence[Message], replies: Sequence[SampledReply]
+    ) -> tuple[list[Message], list[SampledReply]]:
+        """Return a conversation with tool results, and calls of demonstrations, in the form that
+        the template renders."""
         sampled = {reply.message for reply in replies}
-        messages = [m if number in sampled else self.demonstration(m) for number, m in enumerate(messages)]
+        messages = [
+            m if number in sampled else self.demonstration(m) for number, m in enumerate(messages)
+        ]
         adapt = self._adapt
         rows: list[Message] = []
         moved: list[SampledReply] = []
@@ -183,7 +229,8 @@ class ReplyPlaceholders:
         return rows + adapt(messages[low:]), moved
 
     def demonstration(self, message: Message) -> Message:
-        """Return a reply that was not sampled, with calls and thinking for which the template has no place in its text."""
+        """Return a reply that was not sampled, with calls and thinking for which the template has
+        no place in its text."""
         if message.role != "assistant":
             return message
         if not self.reads_calls:
@@ -196,7 +243,9 @@ class ReplyPlaceholders:
         if message.reasoning is not None:
             text = text.partition("</think>")[2].lstrip("\n") or message.text
         stop = self._probe.text.stops[0] if self._probe.text.stops else ""
-        text = text.removesuffix(self._probe.text.close_in_last.removesuffix(stop))  # the template writes it again
+        text = text.removesuffix(
+            self._probe.text.close_in_last.removesuffix(stop)
+        )  # the template writes it again
         return replace(message, content=text, tool_calls=())
 
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
@@ -210,16 +259,26 @@ class ReplyPlaceholders:
         if message.reasoning is None or not self.folds:
             return message
         if message.tool_calls and not message.text.strip() and self._hides_calls_beside_text:
-            return replace(message, reasoning=None)  # in the text, it would take the place of the calls
-        return replace(message, content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}", reasoning=None)
+            return replace(
+                message, reasoning=None
+            )  # in the text, it would take the place of the calls
+        return replace(
+            message,
+            content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}",
+            reasoning=None,
+        )
 
     # Properties of the template
 
     @cached_property
     def folds(self) -> bool:
-        """Whether the template renders reasoning in the text, but never reasoning in its own field."""
+        """Whether the template renders reasoning in the text, but never
+        reasoning in its own field."""
         thought, answer = random_mark(), random_mark()
-        if any(thought in text for text in self._contexts(Message("assistant", answer, reasoning=thought))):
+        if any(
+            thought in text
+            for text in self._contexts(Message("assistant", answer, reasoning=thought))
+        ):
             return False
         folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
         return any(thought in text for text in self._contexts(folded))
@@ -228,8 +287,14 @@ class ReplyPlaceholders:
     def thinking_end(self) -> str:
         """Template text between thinking, which may be empty, and text; without white space."""
         thought, answer = random_mark(), random_mark()
-        for text in self._contexts(self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))):
-            found = "".join(text.rpartition(thought)[2].rpartition(answer)[0].split()) if thought in text else ""
+        for text in self._contexts(
+            self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))
+        ):
+            found = (
+                "".join(text.rpartition(thought)[2].rpartition(answer)[0].split())
+                if thought in text
+                else ""
+            )
             if found:
                 return found
         return "</think>"
@@ -246,7 +311,9 @@ class ReplyPlaceholders:
         """Whether the template renders the calls of a reply only if that has no text."""
         content, argument = random_mark(), random_mark()
         call = replace(_CALL, arguments={"x": argument})
-        return not any(argument in text for text in self._contexts(Message("assistant", content, (call,))))
+        return not any(
+            argument in text for text in self._contexts(Message("assistant", content, (call,)))
+        )
 
     @cached_property
     def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
@@ -281,11 +348,19 @@ class ReplyPlaceholders:
         return derive(given) if proven is None else proven
 
     def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
-        before = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t")) if stub.after_result else (ASKED,)
+        before = (
+            (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
+            if stub.after_result
+            else (ASKED,)
+        )
         for tools in ((), PROBE_TOOLS):
             opened = self._template.try_render(before, tools, generation_prompt=True)
             text = self._template.try_render((*before, stub.bare.message), tools)
-            if opened is None or text is None or (positions := mark_positions(text, stub.bare.marks)) is None:
+            if (
+                opened is None
+                or text is None
+                or (positions := mark_positions(text, stub.bare.marks)) is None
+            ):
                 continue
             lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
             close = self.first_stop(text[positions[1] :])
@@ -299,7 +374,8 @@ def _is_blank(reasoning: str | None) -> bool:
 
 
 def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
-    """Return where marks begin and end in a text that contains each of them once; None if it does not."""
+    """Return where marks begin and end in a text that contains each of them
+    once; None if it does not."""
     at = [text.find(m) for m in marks]
     if min(at) < 0 or any(text.count(m) > 1 for m in marks):
         return None
@@ -307,7 +383,8 @@ def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
 
 
 _MAX_LEAD = 64
-"""Maximum characters of template text between the prompt and a reply's content, in addition to the probed ones."""
+"""Maximum characters of template text between the prompt and a reply's content, in
+addition to the probed ones."""
 
 
 class _ReplyPosition(NamedTuple):
@@ -349,7 +426,12 @@ class ConversationComposer:
     """Composes prompts for one tokenizer and one chat template."""
 
     def __init__(
-        self, codec: Tokenizer, guard: ControlTextGuard, probe: TemplateProbe, stop_ids: frozenset[int], media: MediaExpander
+        self,
+        codec: Tokenizer,
+        guard: ControlTextGuard,
+        probe: TemplateProbe,
+        stop_ids: frozenset[int],
+        media: MediaExpander,
     ) -> None:
         self._codec = codec
         self._template = probe.template
@@ -366,25 +448,36 @@ class ConversationComposer:
         tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """Render the next prompt by the template and compare it with `ids`, which the engine has processed.
+        """Render the next prompt by the template and compare it with `ids`, which
+        the engine has processed.
 
-        Raises `TemplateError` if the template cannot render the conversation, or drops the latest observation; `MediaError`
-        if the model does not support one of its images.
+        Raises `TemplateError` if the template cannot render the conversation, or drops the latest
+        observation; `MediaError` if the model does not support one of its images.
         """
         new = replies[-1].message + 1 if replies else 0
-        moved = self._media.move_tool_images(messages[new:]).moved  # earlier messages were counted when they were new
+        moved = self._media.move_tool_images(
+            messages[new:]
+        ).moved  # earlier messages were counted when they were new
         messages, _, where = self._media.move_tool_images(messages)
         if where:
             replies = [reply._replace(message=where[reply.message]) for reply in replies]
-        if any(message.role == "tool" or message.tool_calls or message.reasoning for message in messages):
+        if any(
+            message.role == "tool" or message.tool_calls or message.reasoning
+            for message in messages
+        ):
             messages, replies = self._placeholders.adapted(messages, replies)
         first_new = replies[-1].message + 1 if replies else 0
         stubs = [self._placeholders.make(messages, reply, tools) for reply in replies]
         try:
             rendered, why = self._settle(messages, stubs, tools, first_new)
         except TemplateError:  # some templates require that every tool answer was called
-            called = [self._placeholders.make(messages, reply, tools, called=True) for reply in replies]
-            if all(len(one.bare.calls) == len(other.bare.calls) for one, other in zip(stubs, called, strict=True)):
+            called = [
+                self._placeholders.make(messages, reply, tools, called=True) for reply in replies
+            ]
+            if all(
+                len(one.bare.calls) == len(other.bare.calls)
+                for one, other in zip(stubs, called, strict=True)
+            ):
                 raise
             stubs = called
             rendered, why = self._settle(messages, stubs, tools, first_new)
@@ -392,18 +485,28 @@ class ConversationComposer:
         complete, found = rendered.complete, rendered.found
         start_of = {stub.reply.message: start for stub, start in zip(complete, starts, strict=True)}
         reply_starts = tuple(start_of.get(reply.message, -1) for reply in replies)
-        keep = common_prefix_length(ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed))
+        keep = common_prefix_length(
+            ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed)
+        )
         rest = placements_between(media, keep, len(prompt))
         if keep == len(ids):
             last = complete[-1].reply if complete else None
-            open_end = last is not None and last.message == first_new - 1 and not self._placeholders.closed(last)
+            open_end = (
+                last is not None
+                and last.message == first_new - 1
+                and not self._placeholders.closed(last)
+            )
             close = int(open_end and len(prompt) > keep)
-            return Extend(prompt[keep:], close, found.neutralised, found.control, reply_starts, rest, moved)
+            return Extend(
+                prompt[keep:], close, found.neutralised, found.control, reply_starts, rest, moved
+            )
         for stub, position in zip(complete, rendered.positions, strict=True):
             if position.swapped:
                 why[stub.reply.message] = "close_swapped"
         reason = self._reason(keep, stubs, why)
-        return Branch(keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved)
+        return Branch(
+            keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved
+        )
 
     @property
     def folds(self) -> bool:
@@ -417,9 +520,14 @@ class ConversationComposer:
     # Positions of replies
 
     def _settle(
-        self, messages: Sequence[Message], stubs: Sequence[ReplyPlaceholder], tools: Tools, first_new: int
+        self,
+        messages: Sequence[Message],
+        stubs: Sequence[ReplyPlaceholder],
+        tools: Tools,
+        first_new: int,
     ) -> tuple[_RenderedConversation, dict[int, str]]:
-        """Render with real messages for replies that do not appear completely; return the reasons by message index."""
+        """Render with real messages for replies that do not appear completely; return the
+        reasons by message index."""
         why: dict[int, str] = {}
         while True:
             complete = [stub for stub in stubs if stub.reply.message not in why]
@@ -438,16 +546,27 @@ class ConversationComposer:
                 why |= lost.why
 
     def _check(
-        self, given: Sequence[Message], complete: Sequence[ReplyPlaceholder], tools: Tools, first_new: int
+        self,
+        given: Sequence[Message],
+        complete: Sequence[ReplyPlaceholder],
+        tools: Tools,
+        first_new: int,
     ) -> str | None:
-        """Check that the template renders new observations, else `TemplateError`, and no observation inside a reply.
+        """Check that the template renders new observations, else `TemplateError`, and no
+        observation inside a reply.
 
-        Return the text around the replies without white space; None if the template rejects marks in the messages.
+        Return the text around the replies without white space; None if the template
+        rejects marks in the messages.
         """
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
-        marked = [map_texts(m, lambda t, own=own: f"{own}{t}{own}") for m, own in zip(given, marks, strict=True)]  # type: ignore[misc]
+        marked = [
+            map_texts(m, lambda t, own=own: f"{own}{t}{own}")
+            for m, own in zip(given, marks, strict=True)
+        ]  # type: ignore[misc]
         text = self._template.try_render(marked, tools, generation_prompt=True)
-        if text is None:  # the template inspects contents; the unmarked conversation is rendered next
+        if (
+            text is None
+        ):  # the template inspects contents; the unmarked conversation is rendered next
             text = self._template.try_render(given, tools, generation_prompt=True)
             if text is not None:
                 self._positions(text, complete, verbatim=True)
@@ -487,8 +606,18 @@ class ConversationComposer:
 
         def cut(text: str) -> list[tuple[int, int, str]]:
             positions.extend(self._positions(text, complete, verbatim=verbatim))
-            edges = [0, *[edge for position in positions for edge in (position.start, position.end)], len(text)]
-            before = ["", *[self._last(stub, position) for stub, position in zip(complete, positions, strict=True)]]
+            edges = [
+                0,
+                *[edge for position in positions for edge in (position.start, position.end)],
+                len(text),
+            ]
+            before = [
+                "",
+                *[
+                    self._last(stub, position)
+                    for stub, position in zip(complete, positions, strict=True)
+                ],
+            ]
             return list(zip(edges[::2], edges[1::2], before, strict=True))
 
         def render(messages: Sequence[Message], clean_tools: Tools = tools) -> str:
@@ -506,8 +635,11 @@ class ConversationComposer:
         ids = stub.reply.ids[:-1] if position.swapped else stub.reply.ids
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
 
-    def _positions(self, text: str, complete: Sequence[ReplyPlaceholder], *, verbatim: bool) -> list[_ReplyPosition]:
-        """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are not rendered completely."""
+    def _positions(
+        self, text: str, complete: Sequence[ReplyPlaceholder], *, verbatim: bool
+    ) -> list[_ReplyPosition]:
+        """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are
+        not rendered completely."""
         marked = [stub.verbatim if verbatim else stub.bare for stub in complete]
         spans = [mark_positions(text, one.marks) for one in marked]
         positions: list[_ReplyPosition] = []
@@ -521,9 +653,16 @@ class ConversationComposer:
                 thinking = marked[number].thinking
                 found = "thinking_stripped" if thinking and thinking not in some else found
             else:
-                high = next((later[0] for later in spans[number + 1 :] if later and later[0] > span[1]), len(text))
+                high = next(
+                    (later[0] for later in spans[number + 1 :] if later and later[0] > span[1]),
+                    len(text),
+                )
                 found = self._position(text, stub, low, high, span)
-                if verbatim and not isinstance(found, str) and not self._is_as_sampled(text, stub, found):
+                if (
+                    verbatim
+                    and not isinstance(found, str)
+                    and not self._is_as_sampled(text, stub, found)
+                ):
                     found = "reply_rewritten"
             if isinstance(found, str):
                 lost[stub.reply.message] = found
@@ -534,9 +673,13 @@ class ConversationComposer:
             raise _RepliesNotRendered(lost)
         return positions
 
-    def _position(self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]) -> _ReplyPosition | str:
+    def _position(
+        self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]
+    ) -> _ReplyPosition | str:
         first, last = span
-        if stub.blank and self._placeholders.thinking_end not in _without_space(self._codec.decode(stub.reply.ids)):
+        if stub.blank and self._placeholders.thinking_end not in _without_space(
+            self._codec.decode(stub.reply.ids)
+        ):
             return "reply_rewritten"  # the template closes the thinking
         frame = self._placeholders.frame(stub)
         after = text[last:high]
@@ -551,15 +694,20 @@ class ConversationComposer:
             close = (self._sampled_of_close(stub, ending) if after.startswith(ending) else 0, "")
         before, token = close
         moved = at < 0 and frame.tail is not None
-        if (mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)) is not None:
+        if (
+            mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)
+        ) is not None:
             return mismatch
         if not self._placeholders.closed(stub.reply):
-            return _ReplyPosition(first - size, last + self._sampled_of_close(stub, after[:before]), False)
+            return _ReplyPosition(
+                first - size, last + self._sampled_of_close(stub, after[:before]), False
+            )
         swapped = self._stops.get(token) != stub.reply.ids[-1]
         return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
 
     def _sampled_of_close(self, stub: ReplyPlaceholder, close: str) -> int:
-        """Return how many characters of the template's text before the stop a reply contains: all or none."""
+        """Return how many characters of the template's text before the stop a reply
+        contains: all or none."""
         if stub.bare.calls:
             return len(close)  # the end of a call's arguments is a part of the call
         ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
@@ -567,10 +715,11 @@ class ConversationComposer:
         return len(close) if sampled.endswith(_without_space(close) or close) else 0
 
     def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
-        """Return why a reply is not rendered as sampled, by the template text before and after its content.
+        """Return why a reply is not rendered as sampled, by the template text
+        before and after its content.
 
-        Differences in white space, and in the spelling of thinking and calls, do not count. `moved`: the text after it differs
-        from the text after a final reply.
+        Differences in white space, and in the spelling of thinking and calls, do not count.
+        `moved`: the text after it differs from the text after a final reply.
         """
         own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
         lead, rest = _without_space(lead), _without_space(rest)
@@ -584,10 +733,17 @@ class ConversationComposer:
             return "reply_rewritten" if moved and not own.endswith(rest) else None
         if stub.plain is None:
             return None
-        return "prefix_changed" if not own.startswith(lead) else "close_swapped" if not own.endswith(rest) else None
+        return (
+            "prefix_changed"
+            if not own.startswith(lead)
+            else "close_swapped"
+            if not own.endswith(rest)
+            else None
+        )
 
     def _is_as_sampled(self, text: str, stub: ReplyPlaceholder, position: _ReplyPosition) -> bool:
-        """Return whether the template writes a reply's thinking, and the text up to its calls, as they were sampled.
+        """Return whether the template writes a reply's thinking, and the text up to its
+        calls, as they were sampled.
 
         It may close thinking that the reply left open. White space does not count.
         """
@@ -598,8 +754,8 @@ class ConversationComposer:
         first_call = min((text.find(mark) for mark in marked.calls), default=len(text))
         if first_call < last_text:
             return False  # a model thinks before it calls
-        # What the template writes after the thinking of a reply without text closes that thinking. After a text that was cut
-        # off it is the close of the reply, which need not be sampled.
+        # What the template writes after the thinking of a reply without text closes that thinking.
+        # After a text that was cut off it is the close of the reply, which need not be sampled.
         thinks_alone = len(marked.texts) == 2
         closes = not marked.calls and (thinks_alone or self._placeholders.closed(stub.reply))
         end = position.end if closes else last_text
@@ -610,7 +766,8 @@ class ConversationComposer:
         return sampled.startswith(_without_space(written))
 
     def _lead_size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
-        """Return how many characters before a reply's content belong to the reply; None if unknown."""
+        """Return how many characters before a reply's content belong to the
+        reply; None if unknown."""
         lead = frame.lead or ""
         at = text.rfind(stub.opening) if stub.opening else -1
         if at >= 0:
@@ -619,12 +776,18 @@ class ConversationComposer:
             return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
             return self._sampled_of_lead(stub, lead)
-        # Opened differently from its prompt: the template's text stays, and so does a reply of plain text.
+        # Opened differently from its prompt: the template's text stays, and so does
+        # a reply of plain text.
         ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
-        return 0 if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip() else None
+        return (
+            0
+            if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip()
+            else None
+        )
 
     def _sampled_of_lead(self, stub: ReplyPlaceholder, lead: str) -> int | None:
-        """Return how many characters of the text before a reply's content the reply contains; None if unknown.
+        """Return how many characters of the text before a reply's content the reply
+        contains; None if unknown.
 
         The template may open a reply itself, after a prompt that did not.
         """
@@ -634,7 +797,8 @@ class ConversationComposer:
                 return len(lead)
             return None if self._placeholders.thinking_end in _without_space(lead) else 0
 
-        # A call may be spelled otherwise, so of its lead only a control token that opens it is looked for.
+        # A call may be spelled otherwise, so of its lead only a control token that
+        # opens it is looked for.
         opener = self._guard.split.match(sampled)
         begins = self._guard.split.match(lead.lstrip())
         if begins is None or (opener is not None and begins.group() == opener.group()):
@@ -653,7 +817,9 @@ class ConversationComposer:
         """Return the prompt's ids, the start of each reply in them, and the positions of media."""
         ids = list(rendered.segments[0])
         starts: list[int] = []
-        for stub, position, segment in zip(rendered.complete, rendered.positions, rendered.segments[1:], strict=True):
+        for stub, position, segment in zip(
+            rendered.complete, rendered.positions, rendered.segments[1:], strict=True
+        ):
             starts.append(len(ids))
             ids += stub.reply.ids[:-1] if position.swapped else stub.reply.ids
             ids += segment
@@ -680,8 +846,14 @@ class ConversationComposer:
 
 def _text_around(text: str, positions: Sequence[_ReplyPosition]) -> str:
     """Return the text before, between and after replies, without white space."""
-    edges = [0, *[edge for position in positions for edge in (position.start, position.end)], len(text)]
-    return _without_space("".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)))
+    edges = [
+        0,
+        *[edge for position in positions for edge in (position.start, position.end)],
+        len(text),
+    ]
+    return _without_space(
+        "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+    )
 
 
 def _without_space(text: str) -> str:

@@ -1,9 +1,11 @@
-"""Jinja sandbox for chat templates, with transformers' names and filters and a budget of work and size.
+"""Jinja sandbox for chat templates, with transformers' names and filters and a
+budget of work and size.
 
-Chat templates are untrusted. Jinja's sandbox protects Python's internals, but does not stop a template from hanging or filling
-the memory (`'x' * 10**10`, nested loops, a list that contains itself twice). So every operation that can take long or grow is
-charged to a budget before it runs; rendering ends when the budget is used up. The charge depends only on template and
-conversation, so a rejected rendering is rejected on every machine.
+Chat templates are untrusted. Jinja's sandbox protects Python's internals, but does not stop a
+template from hanging or filling the memory (`'x' * 10**10`, nested loops, a list that contains
+itself twice). So every operation that can take long or grow is charged to a budget before it runs;
+rendering ends when the budget is used up. The charge depends only on template and conversation, so
+a rejected rendering is rejected on every machine.
 """
 
 from __future__ import annotations
@@ -33,36 +35,42 @@ def names_in(words: str) -> frozenset[str]:
 
 
 WORK = 100_000_000
-"""Work units of one rendering: one per character, `STEP` per loop step or call. A few seconds at most."""
+"""Work units of one rendering: one per character, `STEP` per loop step or call.
+
+A few seconds at most.
+"""
 STEP = 40
 CALL = 200
 _ITEM = 10
 _MAX_DEPTH = 100
 _CONTAINERS = frozenset((list, tuple, dict))
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_WIDE = re.compile(r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{")
+_WIDE = re.compile(
+    r"[0-9]{5,}|%(?:[^a-zA-Z%*]*+|[^a-zA-Z%*(]*+\([^()]*+\)[^a-zA-Z%*]*+)\*|\{[^{}]*+\{"
+)
 """Unbounded widths in a format: five digits or more, or given by an argument."""
 _RUN = re.compile(r"\s+|\S+")
 _CODECS = names_in("utf-8 utf8 ascii latin-1")
 _TEXT_CALLS = names_in(
-    "capitalize casefold count encode endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric "
-    "isspace istitle isupper lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
-    "splitlines startswith strip swapcase title upper"
+    "capitalize casefold count encode endswith find index isalnum isalpha isascii isdecimal "
+    "isdigit islower isnumeric isspace istitle isupper lower lstrip partition removeprefix "
+    "removesuffix rfind rindex rpartition rsplit rstrip split splitlines startswith strip "
+    "swapcase title upper"
 )
 """Text methods with a result no larger than their arguments."""
 _BOTH = names_in("strip lstrip rstrip rfind rindex rsplit rpartition")
 """Text methods that may compare each character of the text with each of an argument."""
 _OTHER_CALLS = names_in(
-    "append copy count extend fromkeys get index insert items keys pop popitem remove reverse setdefault sort update values "
-    "bit_length is_integer clear isoformat strftime"
+    "append copy count extend fromkeys get index insert items keys pop popitem remove reverse "
+    "setdefault sort update values bit_length is_integer clear isoformat strftime"
 )
 _THROUGH = names_in("copy count index insert pop remove reverse sort update")
 """List and dict methods that visit every item."""
 _ONE_BY_ONE = names_in("map select reject selectattr rejectattr first")
 """Filters that take values one by one, on demand."""
 _SERIALISING = names_in(
-    "tojson string pprint join replace indent sum sort unique dictsort groupby min max xmlattr urlize escape e forceescape "
-    "wordwrap list center format batch slice"
+    "tojson string pprint join replace indent sum sort unique dictsort groupby min max xmlattr "
+    "urlize escape e forceescape wordwrap list center format batch slice"
 )
 """Filters that visit all of a nested value."""
 
@@ -89,12 +97,16 @@ def spend(units: float) -> None:
     if left is not None:
         left[0] -= units
         if left[0] < 0:
-            error = f"the template does too much work or writes too much text (over {WORK:,} units); it is not used"
+            error = (
+                f"the template does too much work or writes too much text (over {WORK:,} "
+                "units); it is not used"
+            )
             raise TemplateBudgetExceeded(error)
 
 
 def charge_size(value: Any, depth: int = 0) -> int:
-    """Charge the size of a nested value while measuring it: its characters, and `_ITEM` per item."""
+    """Charge the size of a nested value while measuring it: its characters,
+    and `_ITEM` per item."""
     kind = type(value)
     if kind is str:
         size = len(value) + _ITEM
@@ -103,7 +115,9 @@ def charge_size(value: Any, depth: int = 0) -> int:
     elif kind in _CONTAINERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if depth > _MAX_DEPTH:
             raise TemplateBudgetExceeded("the template nests lists too deep")
-        items: Iterable[Any] = chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+        items: Iterable[Any] = (
+            chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
+        )
         texts, size = 0, _ITEM
         for item in items:
             if type(item) is str:  # most items; a call for each would take most of the time
@@ -119,11 +133,14 @@ def charge_size(value: Any, depth: int = 0) -> int:
 
 
 class BudgetTransformer(NodeTransformer):
-    """Charges operations that the environment cannot intercept: loop steps, joined texts, new lists and dicts."""
+    """Charges operations that the environment cannot intercept: loop steps, joined
+    texts, new lists and dicts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        written = sum(len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData))
+        written = sum(
+            len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData)
+        )
         node.iter = _filtered(node.iter, "_steps", nodes.Const(written))
         return node
 
@@ -134,7 +151,11 @@ class BudgetTransformer(NodeTransformer):
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
         values = node.items if isinstance(node, nodes.List) else [pair.value for pair in node.items]
-        return node if all(isinstance(value, nodes.Const) for value in values) else _filtered(node, "_charged")
+        return (
+            node
+            if all(isinstance(value, nodes.Const) for value in values)
+            else _filtered(node, "_charged")
+        )
 
     visit_Dict = visit_List
 
@@ -144,7 +165,10 @@ class BudgetTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if not any(isinstance(one, nodes.Const) for one in (node.expr, *(operand.expr for operand in node.ops))):
+        if not any(
+            isinstance(one, nodes.Const)
+            for one in (node.expr, *(operand.expr for operand in node.ops))
+        ):
             node.expr = _filtered(node.expr, "_charged")
             for operand in node.ops:
                 operand.expr = _filtered(operand.expr, "_charged")
@@ -168,7 +192,10 @@ def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Charge a call to the budget. Raises `SecurityError` for calls that no chat template makes and whose cost is unknown."""
+    """Charge a call to the budget.
+
+    Raises `SecurityError` for calls that no chat template makes and whose cost is unknown.
+    """
     spend(CALL)
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     if isinstance(owner, (str, bytes)):
@@ -177,7 +204,12 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         if name in _TEXT_CALLS or name == "formatted":
             _check_text_call(name, size, args, kwargs)
             return
-        if name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
+        if (
+            name == "replace"
+            and len(args) > 1
+            and isinstance(args[0], str)
+            and isinstance(args[1], str)
+        ):
             spend(owner.count(args[0]) * len(args[1]))  # type: ignore[arg-type]
             return
         if name == "join" and args:
@@ -186,7 +218,11 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             if items is not None:
                 spend(len(items) * size)
                 return
-        if name in ("center", "ljust", "rjust", "zfill", "expandtabs") and args and isinstance(args[0], int):
+        if (
+            name in ("center", "ljust", "rjust", "zfill", "expandtabs")
+            and args
+            and isinstance(args[0], int)
+        ):
             spend(abs(args[0]) * (1 + owner.count("\t") if name == "expandtabs" else 1))  # type: ignore[arg-type]
             return
     elif isinstance(owner, (list, tuple, dict, int, float)) or owner is None:
@@ -196,17 +232,29 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
             spend(charge_size(owner) * (bits(length(owner)) if name == "sort" else 1))
         if owner is None or name in _OTHER_CALLS:
             return
-    elif isinstance(owner, LoopContext) or getattr(type(owner), "__module__", "").startswith(("jinja2", "datetime")):
+    elif isinstance(owner, LoopContext) or getattr(type(owner), "__module__", "").startswith(
+        ("jinja2", "datetime")
+    ):
         return
-    raise jinja2.exceptions.SecurityError(f"a chat template cannot call {name!r} of {type(owner).__name__}")
+    raise jinja2.exceptions.SecurityError(
+        f"a chat template cannot call {name!r} of {type(owner).__name__}"
+    )
 
 
-def _check_text_call(name: str, size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _check_text_call(
+    name: str, size: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
     charge_size(args)
     if name in _BOTH:
         spend(size * max(map(length, args), default=0) // 16)
-    if name == "encode" and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))} <= _CODECS:
-        raise jinja2.exceptions.SecurityError("a chat template can encode only as UTF-8, ASCII or Latin-1")
+    if (
+        name == "encode"
+        and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))}
+        <= _CODECS
+    ):
+        raise jinja2.exceptions.SecurityError(
+            "a chat template can encode only as UTF-8, ASCII or Latin-1"
+        )
 
 
 def check_format(form: str | bytes) -> None:
@@ -220,8 +268,8 @@ def check_format(form: str | bytes) -> None:
 def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a filter or test so that it charges its work first.
 
-    Iterators without a length, such as the results of other filters, become lists, charged per item. So every argument has a
-    known size.
+    Iterators without a length, such as the results of other filters, become lists, charged per
+    item. So every argument has a known size.
     """
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
@@ -249,25 +297,33 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     return filtered
 
 
-# Maximum cost of a filter beyond reading its arguments: the size of its result, and repeated work per character. Computed from
-# its value, the largest number argument, the length of its text arguments, and the size of all arguments.
+# Maximum cost of a filter beyond reading its arguments: the size of its result, and repeated work
+# per character. Computed from its value, the largest number argument, the length of its text
+# arguments, and the size of all arguments.
 _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
     **dict.fromkeys(("center", "batch", "slice"), lambda value, number, texts, size: number),
     "indent": lambda value, number, texts, size: (
         (number + texts) * (1 + (value.count("\n") if isinstance(value, str) else _count(value)))
     ),
     # A word that is too long is split line by line.
-    "wordwrap": lambda value, number, texts, size: size * (8 + texts) * (1 + _longest(value) // (number or 79)),
+    "wordwrap": lambda value, number, texts, size: (
+        size * (8 + texts) * (1 + _longest(value) // (number or 79))
+    ),
     "replace": lambda value, number, texts, size: (_count(value) + 1) * texts,
     "join": lambda value, number, texts, size: _count(value) * texts,
     "tojson": lambda value, number, texts, size: size * (number + texts),
     "sum": lambda value, number, texts, size: size * (1 if _are_numbers(value) else _count(value)),
-    **dict.fromkeys(("sort", "dictsort", "groupby"), lambda value, number, texts, size: size * bits(_count(value))),
+    **dict.fromkeys(
+        ("sort", "dictsort", "groupby"),
+        lambda value, number, texts, size: size * bits(_count(value)),
+    ),
     "round": lambda value, number, texts, size: number * number,
     "format": lambda value, number, texts, size: size,
     # It searches the end of brackets from each of them in a word; each removed tag copies the rest.
     "urlize": lambda value, number, texts, size: size * (12 + _longest(value)),
-    "striptags": lambda value, number, texts, size: size * (4 + (value.count("<") if isinstance(value, str) else 0) // 64),
+    "striptags": lambda value, number, texts, size: (
+        size * (4 + (value.count("<") if isinstance(value, str) else 0) // 64)
+    ),
     **dict.fromkeys(("pprint", "title"), lambda value, number, texts, size: size * 4),
     "truncate": lambda value, number, texts, size: 0,
 }
@@ -275,11 +331,17 @@ _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
 
 def _longest(value: Any) -> int:
     """Return the length of the longest word or gap."""
-    return max((len(run[0]) for run in _RUN.finditer(value)), default=0) if isinstance(value, str) else length(value)
+    return (
+        max((len(run[0]) for run in _RUN.finditer(value)), default=0)
+        if isinstance(value, str)
+        else length(value)
+    )
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, (int, float)) for item in value)
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(item, (int, float)) for item in value
+    )
 
 
 def _count(value: Any) -> int:
@@ -306,7 +368,8 @@ def as_text(value: Any) -> Any:
 
 
 def _steps(values: Any, written: int) -> Any:
-    """Charge the values of a loop; lists and dicts keep their type, so that `loop` knows their length."""
+    """Charge the values of a loop; lists and dicts keep their type, so that
+    `loop` knows their length."""
     if not isinstance(values, (str, list, tuple, Mapping, range)):
         return _counted(values, STEP + written)
     spend(len(values) * (STEP + written))
@@ -367,11 +430,14 @@ class _Namespace(Namespace):
 
 def _check_name(name: Any) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace cannot contain {name!r}: rename the attribute")
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace cannot contain {name!r}: rename the attribute"
+        )
 
 
 class _Generation(Extension):
-    """Parses `{% generation %}`, which encloses the assistant's text; writes marks around it if requested."""
+    """Parses `{% generation %}`, which encloses the assistant's text; writes marks
+    around it if requested."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -379,7 +445,11 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         scope = nodes.Scope(body).set_lineno(line)
-        marks = self.environment.generation_marks if isinstance(self.environment, TemplateSandbox) else None
+        marks = (
+            self.environment.generation_marks
+            if isinstance(self.environment, TemplateSandbox)
+            else None
+        )
         if marks is None:
             return scope
         begin, end = (nodes.Output([nodes.TemplateData(one)]).set_lineno(line) for one in marks)
@@ -390,11 +460,14 @@ _BY_NAME = frozenset((str, list, dict, LoopContext, _Namespace))
 
 
 class TemplateSandbox(SandboxedEnvironment):
-    """Jinja's sandbox with a budget; not the immutable one, because templates modify lists that they create."""
+    """Jinja's sandbox with a budget; not the immutable one, because templates modify
+    lists that they create."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
-    def __init__(self, strftime: Callable[[str], str], marks: tuple[str, str] | None = None) -> None:
+    def __init__(
+        self, strftime: Callable[[str], str], marks: tuple[str, str] | None = None
+    ) -> None:
         """`marks` are texts to write before and after each `{% generation %}` block."""
         super().__init__(
             trim_blocks=True,
@@ -413,12 +486,39 @@ class TemplateSandbox(SandboxedEnvironment):
             return strftime(form)
 
         self.filters["tojson"] = _to_json
-        self.filters: dict[str, Any] = {name: charge_filter(name, function) for name, function in self.filters.items()}
+        self.filters: dict[str, Any] = {
+            name: charge_filter(name, function) for name, function in self.filters.items()
+        }
         # Those that `BudgetTransformer` adds to a template.
-        self.filters |= {"_steps": _steps, "_concat": _concat, "_charged": _charged, "_searched": _searched}
-        for name in ("==", "eq", "equalto", "!=", "ne", ">", "gt", "<", "lt", ">=", "ge", "<=", "le", "in"):
+        self.filters |= {
+            "_steps": _steps,
+            "_concat": _concat,
+            "_charged": _charged,
+            "_searched": _searched,
+        }
+        for name in (
+            "==",
+            "eq",
+            "equalto",
+            "!=",
+            "ne",
+            ">",
+            "gt",
+            "<",
+            "lt",
+            ">=",
+            "ge",
+            "<=",
+            "le",
+            "in",
+        ):
             self.tests[name] = charge_filter("sort", cast(Any, self.tests[name]))
-        self.globals |= {"raise_exception": refuse, "strftime_now": formatted, "dict": _Dict(), "namespace": _Namespace}
+        self.globals |= {
+            "raise_exception": refuse,
+            "strftime_now": formatted,
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
         del self.globals["lipsum"]  # random, and without bounds
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -434,14 +534,20 @@ class TemplateSandbox(SandboxedEnvironment):
         return self.template_class.from_code(self, code, self.make_globals(None))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Return an attribute or item as Jinja does; for messages, which are dicts, without an `AttributeError` first."""
+        """Return an attribute or item as Jinja does; for messages, which are dicts, without an
+        `AttributeError` first."""
         if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
             return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
         return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute; of these types, Jinja examines the name alone."""
-        return not attr.startswith("_") if type(obj) in _BY_NAME else super().is_safe_attribute(obj, attr, value)
+        """Return whether a template may read an attribute; of these types, Jinja
+        examines the name alone."""
+        return (
+            not attr.startswith("_")
+            if type(obj) in _BY_NAME
+            else super().is_safe_attribute(obj, attr, value)
+        )
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
@@ -451,7 +557,9 @@ class TemplateSandbox(SandboxedEnvironment):
         if operator == "*":
             size, other = bits(left), bits(right)
             product = size * other if size + other > _MAX_FREE_BITS else size + other
-            left_count, right_count = (max(value, 0) if isinstance(value, int) else 0 for value in (left, right))
+            left_count, right_count = (
+                max(value, 0) if isinstance(value, int) else 0 for value in (left, right)
+            )
             spend(length(left) * right_count + length(right) * left_count + product)
         elif operator == "**":
             spend(bits(left) * abs(right) if isinstance(right, int) else 1)
@@ -490,6 +598,12 @@ def _compiled(source: str) -> tuple[CodeType, int]:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

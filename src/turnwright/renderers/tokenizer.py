@@ -26,23 +26,31 @@ def _from_definition(definition: Definition) -> RustTokenizer:
     return RustTokenizer.from_str(orjson.dumps(definition).decode())
 
 
-def without_added_tokens(definition: Definition, keep: Sequence[Mapping[str, Any]]) -> RustTokenizer:
+def without_added_tokens(
+    definition: Definition, keep: Sequence[Mapping[str, Any]]
+) -> RustTokenizer:
     """Return the tokenizer with only the added tokens in `keep` and without a post-processor."""
     made = _from_definition({**definition, "added_tokens": list(keep), "post_processor": None})
     if all(made.token_to_id(row["content"]) == row["id"] for row in keep):
         return made
-    return without_added_tokens(definition, ())  # ids of added tokens are consecutive: without the others these would change
+    return without_added_tokens(
+        definition, ()
+    )  # ids of added tokens are consecutive: without the others these would change
 
 
 def without_prefix(definition: Definition, *, first_only: bool) -> dict[str, Any]:
-    """Return the definition without the word-start mark that texts gain: every mark, or only that of a prompt's beginning."""
+    """Return the definition without the word-start mark that texts gain: every mark, or only that
+    of a prompt's beginning."""
 
     def changed(part: Any) -> Any:
         if isinstance(part, list):
             return [changed(item) for item in part if first_only or not _prepends(item)]
         if not isinstance(part, dict):
             return part
-        part = {key: changed(value) if isinstance(value, (dict, list)) else value for key, value in part.items()}
+        part = {
+            key: changed(value) if isinstance(value, (dict, list)) else value
+            for key, value in part.items()
+        }
         if "prepend_scheme" in part and (not first_only or part["prepend_scheme"] == "first"):
             part |= {"prepend_scheme": "never"}
         if not first_only and part.get("add_prefix_space"):
@@ -52,7 +60,11 @@ def without_prefix(definition: Definition, *, first_only: bool) -> dict[str, Any
     normalizer = definition.get("normalizer")
     if not first_only and _prepends(normalizer):
         normalizer = None
-    return {**definition, "normalizer": changed(normalizer), "pre_tokenizer": changed(definition.get("pre_tokenizer"))}
+    return {
+        **definition,
+        "normalizer": changed(normalizer),
+        "pre_tokenizer": changed(definition.get("pre_tokenizer")),
+    }
 
 
 def _prepends(part: Any) -> bool:
@@ -60,18 +72,25 @@ def _prepends(part: Any) -> bool:
 
 
 def unknown_token_id(definition: Definition) -> int | None:
-    """Return the id of characters outside the vocabulary, if they have one; it carries no text and is not a control token."""
+    """Return the id of characters outside the vocabulary, if they have one; it carries no text and
+    is not a control token."""
     model = definition.get("model") or {}
     unknown = model.get("unk_id")
     if unknown is None and isinstance(model.get("vocab"), dict):
         unknown = model["vocab"].get(model.get("unk_token"))
     if unknown is None:
         return None
-    return unknown if unknown in without_added_tokens(definition, ()).encode(_RARE, add_special_tokens=False).ids else None
+    return (
+        unknown
+        if unknown
+        in without_added_tokens(definition, ()).encode(_RARE, add_special_tokens=False).ids
+        else None
+    )
 
 
 def is_plain_added_token(row: Mapping[str, Any], unknown: int | None) -> bool:
-    """Return whether an added token is vocabulary, not control: white space, digits, or the unknown token."""
+    """Return whether an added token is vocabulary, not control: white space,
+    digits, or the unknown token."""
     text = row["content"].replace("\u2581", " ")
     return row["id"] == unknown or (not row.get("special") and (text.isspace() or text.isdigit()))
 
@@ -87,29 +106,49 @@ def depends_on_preceding_token(definition: Definition) -> bool:
 class ByteLevelDecoder:
     """Bytes of each id, for byte-level and SentencePiece-like tokenizers."""
 
-    def __init__(self, table: Sequence[bytes], control: frozenset[int], *, space: bool, strict: bool) -> None:
+    def __init__(
+        self, table: Sequence[bytes], control: frozenset[int], *, space: bool, strict: bool
+    ) -> None:
         self._table = table
         self._control = control
         self._space = space
         self._strict = strict
 
     @classmethod
-    def of(cls, tokenizer: RustTokenizer, definition: Definition, control: frozenset[int]) -> ByteLevelDecoder | None:
-        """Return the decoder of a tokenizer; None for other kinds, which the library must decode."""
+    def of(
+        cls, tokenizer: RustTokenizer, definition: Definition, control: frozenset[int]
+    ) -> ByteLevelDecoder | None:
+        """Return the decoder of a tokenizer; None for other kinds, which
+        the library must decode."""
         parts = _flat(definition.get("decoder"), "decoders")
         names = [part.get("type") for part in parts]
         added = {row["content"] for row in definition.get("added_tokens") or []}
         if names == ["ByteLevel"]:
             alphabet = _byte_alphabet()
-            to_latin, known = str.maketrans({char: chr(byte) for char, byte in alphabet.items()}), frozenset(alphabet)
+            to_latin, known = (
+                str.maketrans({char: chr(byte) for char, byte in alphabet.items()}),
+                frozenset(alphabet),
+            )
 
             def bytes_of(token: str) -> bytes | None:
-                return token.translate(to_latin).encode("latin-1") if known.issuperset(token) else None
+                return (
+                    token.translate(to_latin).encode("latin-1") if known.issuperset(token) else None
+                )
 
             table = _table(tokenizer, added, bytes_of)
-            return cls(table, control, space=_adds_space(definition), strict=True) if table is not None else None
+            return (
+                cls(table, control, space=_adds_space(definition), strict=True)
+                if table is not None
+                else None
+            )
         mark = _word_start(parts)
-        if mark is None or not set(names) <= {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}:
+        if mark is None or not set(names) <= {
+            "Metaspace",
+            "Replace",
+            "ByteFallback",
+            "Fuse",
+            "Strip",
+        }:
             return None
         falls_back = "ByteFallback" in names
 
@@ -119,12 +158,17 @@ class ByteLevelDecoder:
             return token.replace(mark, " ").encode()
 
         table = _table(tokenizer, added, text_of)
-        return cls(table, control, space=_adds_space(definition), strict=False) if table is not None else None
+        return (
+            cls(table, control, space=_adds_space(definition), strict=False)
+            if table is not None
+            else None
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids that follow a control token; invalid UTF-8 becomes U+FFFD.
 
-        Raises `IndexError` for unknown ids of a byte-level tokenizer; other kinds skip them, as the library does.
+        Raises `IndexError` for unknown ids of a byte-level tokenizer; other kinds skip
+        them, as the library does.
         """
         table = self._table
         if self._strict and not self._space:
@@ -149,7 +193,9 @@ class ByteLevelDecoder:
 
 def _table(tokenizer: RustTokenizer, added: set[str], text_of: Any) -> list[bytes] | None:
     vocab = tokenizer.get_vocab(with_added_tokens=True)
-    table = [b""] * max(max(vocab.values(), default=-1) + 1, tokenizer.get_vocab_size(with_added_tokens=True))
+    table = [b""] * max(
+        max(vocab.values(), default=-1) + 1, tokenizer.get_vocab_size(with_added_tokens=True)
+    )
     for token, index in vocab.items():
         text = token.encode() if token in added else text_of(token)
         if text is None:
@@ -161,11 +207,14 @@ def _table(tokenizer: RustTokenizer, added: set[str], text_of: Any) -> list[byte
 def _adds_space(definition: Definition) -> bool:
     """Return whether a text after a control token gains a space, which decoding removes.
 
-    If only the beginning of a prompt gains one, none is removed: ids are decoded as ids after a control token.
+    If only the beginning of a prompt gains one, none is removed: ids are decoded as
+    ids after a control token.
     """
     normal = _flat(definition.get("normalizer"), "normalizers")
     cuts = _flat(definition.get("pre_tokenizer"), "pretokenizers")
-    always = any(part.get("prepend_scheme") == "always" or part.get("add_prefix_space") for part in cuts)
+    always = any(
+        part.get("prepend_scheme") == "always" or part.get("add_prefix_space") for part in cuts
+    )
     return always or any(map(_prepends, normal))
 
 
@@ -182,18 +231,24 @@ def _word_start(parts: Sequence[Mapping[str, Any]]) -> str | None:
 def _flat(part: Any, inner: str) -> list[Mapping[str, Any]]:
     if not part:
         return []
-    return [leaf for item in part[inner] for leaf in _flat(item, inner)] if part.get("type") == "Sequence" else [part]
+    return (
+        [leaf for item in part[inner] for leaf in _flat(item, inner)]
+        if part.get("type") == "Sequence"
+        else [part]
+    )
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for bytes: printable Latin-1 bytes keep theirs, the rest follow from 256."""
+    """Return GPT-2's printable characters for bytes: printable Latin-1 bytes keep theirs, the
+    rest follow from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 PrecedingToken = Literal["nothing", "control", "text"]
-"""What precedes a text: nothing (it begins a prompt), a control token, or other text that it continues."""
+"""What precedes a text: nothing (it begins a prompt), a control token, or other
+text that it continues."""
 
 
 class Tokenizer(Protocol):
@@ -224,7 +279,8 @@ class Tokenizer(Protocol):
         """Encode text between two control tokens, without the mark of a prompt's beginning."""
 
     def encode_after(self, text: str, before: str) -> list[int]:
-        """Encode a text that follows the control token `before`, with the ids that it has in the joint text."""
+        """Encode a text that follows the control token `before`, with the ids that it
+        has in the joint text."""
 
     @property
     def appends_exactly(self) -> bool:
@@ -235,7 +291,8 @@ class Tokenizer(Protocol):
         """Why `appends_exactly` is false; empty if it is true."""
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
-        """Encode a text, control tokens included; return (id, start, end) with character offsets."""
+        """Encode a text, control tokens included; return (id, start, end)
+        with character offsets."""
 
     def encode_plain(self, text: str, after: PrecedingToken = "nothing") -> list[int]:
         """Encode plain text, in which nothing is a control token."""
@@ -282,7 +339,10 @@ class ByteTokenizer:
                 rows.append((self.control[piece], at, at + len(piece)))
             else:
                 for offset, char in enumerate(piece):
-                    rows.extend((byte, at + offset, at + offset + 1) for byte in char.encode("utf-8", "replace"))
+                    rows.extend(
+                        (byte, at + offset, at + offset + 1)
+                        for byte in char.encode("utf-8", "replace")
+                    )
             at += len(piece)
         return rows
 
@@ -315,7 +375,10 @@ class HFTokenizer:
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self.fingerprint = _digest([text])
         words = ", ".join([row["content"] for row in control if row.get("single_word")][:3])
-        between = f"{words} match only between other words (single_word), which depends on the adjacent text"
+        between = (
+            f"{words} match only between other words (single_word), which depends on the "
+            "adjacent text"
+        )
         self.inexact_reason = between if words else ""
         self._control_ids = frozenset(self.control.values())
         self._split = control_pattern(self.control)
@@ -324,22 +387,34 @@ class HFTokenizer:
 
     @classmethod
     def load(cls, path: Path) -> HFTokenizer:
-        """Read a `tokenizer.json`. Raises `ModelError` if the file cannot be read as a tokenizer."""
+        """Read a `tokenizer.json`.
+
+        Raises `ModelError` if the file cannot be read as a tokenizer.
+        """
         try:
             return cls(RustTokenizer.from_file(str(path)))
         except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path}: not a tokenizer that the tokenizers library can read ({error})") from error
+            raise ModelError(
+                f"{path}: not a tokenizer that the tokenizers library can read ({error})"
+            ) from error
 
     def _plain(self, after: PrecedingToken) -> RustTokenizer:
         """Return the tokenizer without control tokens.
 
-        After a control token, text gets no mark of a prompt's beginning; after text that it continues, no word-start mark.
+        After a control token, text gets no mark of a prompt's beginning; after text that it
+        continues, no word-start mark.
         """
         if after not in self._plain_after:
             definition = self._definition
-            changed = definition if after == "nothing" else without_prefix(definition, first_only=after == "control")
+            changed = (
+                definition
+                if after == "nothing"
+                else without_prefix(definition, first_only=after == "control")
+            )
             same = after != "nothing" and changed == definition
-            self._plain_after[after] = self._plain("nothing") if same else without_added_tokens(changed, self._ordinary)
+            self._plain_after[after] = (
+                self._plain("nothing") if same else without_added_tokens(changed, self._ordinary)
+            )
         return self._plain_after[after]
 
     @cached_property
@@ -370,11 +445,14 @@ class HFTokenizer:
         return self._fast(self._tokenizer, text)
 
     def _by_words(self, words: CachedBPE, text: str) -> list[int] | None:
-        """Encode the text between control tokens by cached words; None if the library must encode it.
+        """Encode the text between control tokens by cached words; None if
+        the library must encode it.
 
         For a conversation of 128 messages this costs a quarter of encoding the complete text.
         """
-        if self._depends_on_preceding or not self.appends_exactly:  # then text next to a control token has other ids
+        if (
+            self._depends_on_preceding or not self.appends_exactly
+        ):  # then text next to a control token has other ids
             return words.encode(text)
         ids: list[int] = []
         for piece in self._split.split(text):
@@ -404,11 +482,15 @@ class HFTokenizer:
         try:
             return tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (UnicodeEncodeError, TypeError):  # a lone surrogate
-            return tokenizer.encode_batch_fast([replace_surrogates(text)], add_special_tokens=False)[0].ids
+            return tokenizer.encode_batch_fast(
+                [replace_surrogates(text)], add_special_tokens=False
+            )[0].ids
 
     def encode_with_offsets(self, text: str) -> list[tuple[int, int, int]]:
         encoding = self._tokenizer.encode(replace_surrogates(text), add_special_tokens=False)
-        return [(i, start, end) for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)]
+        return [
+            (i, start, end) for i, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
 
     def encode_plain(self, text: str, after: PrecedingToken = "nothing") -> list[int]:
         ids: list[int] = []
@@ -416,7 +498,9 @@ class HFTokenizer:
         while pieces:
             piece = pieces.pop()
             encoding = self._plain(after).encode(piece, add_special_tokens=False)
-            leak = next((i for i, token in enumerate(encoding.ids) if token in self._control_ids), None)
+            leak = next(
+                (i for i, token in enumerate(encoding.ids) if token in self._control_ids), None
+            )
             if leak is None:
                 ids.extend(encoding.ids)
                 after = "text"
@@ -447,7 +531,9 @@ def replace_surrogates(text: str) -> str:
 def control_pattern(control: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that splits a text at control tokens, longest first, and keeps them."""
     texts = sorted(control, key=len, reverse=True)
-    return re.compile("(" + "|".join(re.escape(text) for text in texts) + ")" if texts else r"((?!))")
+    return re.compile(
+        "(" + "|".join(re.escape(text) for text in texts) + ")" if texts else r"((?!))"
+    )
 
 
 def _digest(parts: Iterable[str]) -> str:

@@ -14,10 +14,11 @@ _MEDIA = {"image": _IMAGE, "video": VideoRef((_IMAGE,), (0.0,))}
 
 
 class TokenizerFace:
-    """Methods of `transformers.PreTrainedTokenizerFast` that loops of users call, over the renderer of the run.
+    """Methods of `transformers.PreTrainedTokenizerFast` that loops of users call, over
+    the renderer of the run.
 
-    Texts are encoded with the control tokens that they contain, and without a beginning-of-sequence id, as
-    `add_special_tokens=False` does; `apply_chat_template` writes what the template writes.
+    Texts are encoded with the control tokens that they contain, and without a beginning-of-sequence
+    id, as `add_special_tokens=False` does; `apply_chat_template` writes what the template writes.
     """
 
     def __init__(self, renderer: ChatRenderer) -> None:
@@ -50,7 +51,9 @@ class TokenizerFace:
         """Encode a text; control tokens in it become their ids."""
         return list(self._codec.encode(text))
 
-    def decode(self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+    def decode(
+        self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False, **_: Any
+    ) -> str:
         """Decode ids."""
         ids = [token_ids] if isinstance(token_ids, int) else [int(one) for one in token_ids]
         special = self._renderer.special_ids if skip_special_tokens else frozenset()
@@ -80,15 +83,20 @@ class TokenizerFace:
         return_dict: bool = False,
         **_: Any,
     ) -> Any:
-        """Render a conversation to ids, or with `tokenize=False` to text. Images become the template's placeholders.
+        """Render a conversation to ids, or with `tokenize=False` to text. Images become the
+        template's placeholders.
 
         Raises:
             UsageError: for several conversations at once.
         """
         if conversation and isinstance(conversation[0], (list, tuple)):
-            raise UsageError("apply_chat_template takes one conversation here; call it once for each")
+            raise UsageError(
+                "apply_chat_template takes one conversation here; call it once for each"
+            )
         messages = as_messages([_with_media(message) for message in conversation])
-        text = self._template.render(messages, tuple(tools or ()), generation_prompt=add_generation_prompt)
+        text = self._template.render(
+            messages, tuple(tools or ()), generation_prompt=add_generation_prompt
+        )
         if not tokenize:
             return text
         return self(text) if return_dict else self.encode(text)
@@ -130,11 +138,14 @@ class TokenizerFace:
 
 
 def _with_media(message: Any) -> Any:
-    """Return a message whose parts `{"type": "image"}`, with or without an image, are references: only places are rendered."""
+    """Return a message whose parts `{"type": "image"}`, with or without an image, are references:
+    only places are rendered."""
     if not isinstance(message, Mapping) or not isinstance(message.get("content"), (list, tuple)):
         return message
     parts = [
-        _MEDIA.get(str(part.get("type")).partition("_")[0], part) if isinstance(part, Mapping) else part
+        _MEDIA.get(str(part.get("type")).partition("_")[0], part)
+        if isinstance(part, Mapping)
+        else part
         for part in message["content"]
     ]
     return {**message, "content": parts}

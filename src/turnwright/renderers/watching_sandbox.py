@@ -27,25 +27,40 @@ _COMPARISONS: Mapping[str, Callable[[Any, Any], Any]] = {
 }
 
 _TEXT_SEARCHES = names_in(
-    "startswith endswith find rfind index rindex count split rsplit partition rpartition replace removeprefix removesuffix"
+    "startswith endswith find rfind index rindex count split rsplit partition rpartition replace "
+    "removeprefix removesuffix"
 )
-"""Text methods whose outcome is that of a text without the word they are given, if the text does not contain it."""
+"""Text methods whose outcome is that of a text without the word they are given, if the
+text does not contain it."""
 _TEXT_CHANGES = names_in("strip lstrip rstrip format join encode")
-"""Text methods that return the text, or one made of it, without a decision; `strip` only of white space."""
+"""Text methods that return the text, or one made of it, without a decision;
+`strip` only of white space."""
 _CASE_CHANGES = names_in("lower upper title capitalize casefold swapcase")
-_FILTERS = names_in("trim string tojson safe escape e forceescape default d indent join attr _concat _charged _searched")
+_FILTERS = names_in(
+    "trim string tojson safe escape e forceescape default d indent join attr _concat _charged "
+    "_searched"
+)
 """Filters that only change or pass on a text."""
 _LIST_SEARCHES = names_in("sort unique min max groupby sum")
 """Filters that compare the items of a list with each other."""
 _TYPE_TESTS = names_in(
-    "defined undefined none string mapping sequence iterable number integer float boolean callable true false filter test"
+    "defined undefined none string mapping sequence iterable number integer float boolean "
+    "callable true false filter test"
 )
 """Tests of a value's type: a placeholder has the type of the text in its place."""
-_EQUALITY_TESTS: Mapping[str, str] = {"==": "eq", "eq": "eq", "equalto": "eq", "!=": "ne", "ne": "ne", "in": "in"}
+_EQUALITY_TESTS: Mapping[str, str] = {
+    "==": "eq",
+    "eq": "eq",
+    "equalto": "eq",
+    "!=": "ne",
+    "ne": "ne",
+    "in": "in",
+}
 
 
 class _TextLength(int):
-    """Length of a text that holds a placeholder; whether it is 0 is known of other texts too, its value is not."""
+    """Length of a text that holds a placeholder; whether it is 0 is known of other texts
+    too, its value is not."""
 
 
 _OF_EMPTINESS = (("gt", 0), ("eq", 0), ("ne", 0), ("lteq", 0), ("gteq", 1), ("lt", 1))
@@ -53,8 +68,11 @@ _OF_EMPTINESS = (("gt", 0), ("eq", 0), ("ne", 0), ("lteq", 0), ("gteq", 1), ("lt
 
 
 def _compare(left: Any, right: Any, operator: str) -> Any:
-    """Compare two values as the template does, and record the comparison if it depends on a text."""
-    if isinstance(right, _TextLength) or (isinstance(left, _TextLength) and (operator, right) not in _OF_EMPTINESS):
+    """Compare two values as the template does, and record the comparison if
+    it depends on a text."""
+    if isinstance(right, _TextLength) or (
+        isinstance(left, _TextLength) and (operator, right) not in _OF_EMPTINESS
+    ):
         current_record().give_up("a length")
     # `in` looks at the keys of a mapping, which are names of fields.
     searched = list(right) if operator in ("in", "notin") and isinstance(right, Mapping) else right
@@ -63,7 +81,12 @@ def _compare(left: Any, right: Any, operator: str) -> Any:
     if (from_text or in_text) and not is_undefined:
         record = current_record()
         looks_for_word = operator in ("eq", "ne", "in", "notin")
-        if operator in ("in", "notin") and isinstance(searched, str) and not from_text and left in searched:
+        if (
+            operator in ("in", "notin")
+            and isinstance(searched, str)
+            and not from_text
+            and left in searched
+        ):
             pass  # the word is next to the text, so it is found whatever the text is
         elif looks_for_word and in_text and not from_text:
             record.add(left, searched, f"the comparison {operator}")
@@ -81,11 +104,14 @@ class _CompareTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        # a < b < c is a < b and b < c; templates have no side effects that evaluating b twice would repeat
+        # a < b < c is a < b and b < c; templates have no side effects that
+        # evaluating b twice would repeat
         left = node.expr
         joined: nodes.Expr | None = None
         for operand in node.ops:
-            step = nodes.Filter(left, "_compare", [operand.expr, nodes.Const(operand.op)], [], None, None)
+            step = nodes.Filter(
+                left, "_compare", [operand.expr, nodes.Const(operand.op)], [], None, None
+            )
             step.set_lineno(node.lineno)
             joined = step if joined is None else nodes.And(joined, step)
             joined.set_lineno(node.lineno)
@@ -96,7 +122,8 @@ class _CompareTransformer(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            # `_sliced` is no filter that only passes a text on, so a slice of a text counts as unprovable.
+            # `_sliced` is no filter that only passes a text on, so a slice of a
+            # text counts as unprovable.
             sliced = nodes.Filter(node.node, "_sliced", [], [], None, None)
             sliced.set_lineno(node.lineno)
             node.node = sliced
@@ -126,13 +153,17 @@ def _watched_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     return filtered
 
 
-def _watch_text_filter(name: str, value: str, rest: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _watch_text_filter(
+    name: str, value: str, rest: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     record = current_record()
     if name == "replace" and rest:
         record.add(rest[0], value, "the filter replace")
     elif name in _CASE_CHANGES:
         record.any_case = True
-    elif name not in _FILTERS or (name == "trim" and any(str(chars).strip() for chars in (*rest, *kwargs.values()))):
+    elif name not in _FILTERS or (
+        name == "trim" and any(str(chars).strip() for chars in (*rest, *kwargs.values()))
+    ):
         record.give_up(f"the filter {name}")
 
 
@@ -158,7 +189,10 @@ def _watch_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Record a call of a method of a text, or with one."""
     owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
     # Jinja adds the variables of the loop and the block around a call, for macros.
-    given = (*args, *(value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")))
+    given = (
+        *args,
+        *(value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars")),
+    )
     if isinstance(owner, str):
         if holds_placeholder(owner):
             _watch_text_method(name, owner, args, given)
@@ -183,7 +217,9 @@ def _watch_text_method(name: str, value: str, args: Sequence[Any], given: Sequen
         record.add(args[0], value, f"the method {name}")
     elif name in _CASE_CHANGES:
         record.any_case = True
-    elif name not in _TEXT_CHANGES or (name.endswith("strip") and any(str(chars).strip() for chars in given if chars)):
+    elif name not in _TEXT_CHANGES or (
+        name.endswith("strip") and any(str(chars).strip() for chars in given if chars)
+    ):
         record.give_up(f"the method {name}")
 
 
@@ -202,12 +238,18 @@ class _WatchingSandbox(TemplateSandbox):
         super().__init__(strftime)
         self.finalize = _watched_output
         self.filters["_sliced"] = lambda value: value
-        self.filters: dict[str, Any] = {name: _watched_filter(name, found) for name, found in self.filters.items()}
+        self.filters: dict[str, Any] = {
+            name: _watched_filter(name, found) for name, found in self.filters.items()
+        }
         self.filters["_compare"] = _compare
-        self.tests: dict[str, Any] = {name: _watched_test(name, found) for name, found in self.tests.items()}
+        self.tests: dict[str, Any] = {
+            name: _watched_test(name, found) for name, found in self.tests.items()
+        }
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return cast(nodes.Template, _CompareTransformer().visit(super()._parse(source, name, filename)))
+        return cast(
+            nodes.Template, _CompareTransformer().visit(super()._parse(source, name, filename))
+        )
 
     def template(self, source: str) -> jinja2.Template:
         code, self._text = _compiled_watching(source)

@@ -56,8 +56,9 @@ class Reply:
     """Sampled ids, the end token included."""
     logprobs: tuple[float | None, ...]
     finish: str
-    """`stop`, or `length` for a reply that was cut. With `limits.on_turn_length = "stop"` (the default), the conversation ends
-    with a reply that is cut at a limit of the run: reward it as it is."""
+    """`stop`, or `length` for a reply that was cut. With
+    `limits.on_turn_length = "stop"` (the default), the conversation ends with a reply
+    that is cut at a limit of the run: reward it as it is."""
     raw_text: str = ""
     """Decoded ids, control tokens and the end token included."""
 
@@ -122,7 +123,9 @@ class Model:
         self._deadline = deadline
         self._sampling = sampling
         self._turn_states: dict[int, _TurnState] = {}  # by turn
-        self._idle: dict[int, ConversationPath] = {}  # by turn: paths that end in its reply, not continued yet
+        self._idle: dict[
+            int, ConversationPath
+        ] = {}  # by turn: paths that end in its reply, not continued yet
         self._turns_by_text: defaultdict[str, list[int]] = defaultdict(list)
         self._indexed = 0  # turns in `_turns_by_text`
         self._children: defaultdict[int, list[int]] = defaultdict(list)  # spans by their parent
@@ -137,9 +140,13 @@ class Model:
         """The limit that the last call met, whose reply it cut or refused."""
 
     @overload
-    async def generate(self, messages: Messages | Sequence[int], *, n: None = None, **options: Unpack[_Options]) -> Reply: ...
+    async def generate(
+        self, messages: Messages | Sequence[int], *, n: None = None, **options: Unpack[_Options]
+    ) -> Reply: ...
     @overload
-    async def generate(self, messages: Messages | Sequence[int], *, n: int, **options: Unpack[_Options]) -> list[Reply]: ...
+    async def generate(
+        self, messages: Messages | Sequence[int], *, n: int, **options: Unpack[_Options]
+    ) -> list[Reply]: ...
     async def generate(
         self,
         messages: Messages | Sequence[int],
@@ -160,33 +167,42 @@ class Model:
     ) -> Reply | list[Reply]:
         """Sample a reply to a conversation, or to ids.
 
-        A conversation with unchanged earlier replies of this episode continues them with their sampled ids.
-        One with an edited history is rendered again and becomes a branch. Calls may run concurrently.
+        A conversation with unchanged earlier replies of this episode continues them with
+        their sampled ids. One with an edited history is rendered again and becomes a
+        branch. Calls may run concurrently.
 
         Args:
-            messages: the complete conversation (a string is one user message), or ids, which are used verbatim. Images may
-                have any form of `tw.Image`; an `Image` object is stored once, so use a new one after drawing on it.
+            messages: the complete conversation (a string is one user message), or ids, which are
+                used verbatim. Images may have any form of `tw.Image`; an `Image` object is stored
+                once, so use a new one after drawing on it.
             agent: name of the agent; agents do not share paths.
             tools: OpenAI schemas of the tools offered to the model.
             max_tokens: a lower limit than `limits.turn_tokens`.
             temperature, top_p, top_k, min_p: sampling parameters; None uses the run's.
-            stop: texts that end the reply, in place of the run's; the reply's text is cut after one, its ids are not.
+            stop: texts that end the reply, in place of the run's; the reply's text is cut
+                after one, its ids are not.
             stop_ids: ids that end the reply, besides the model's end tokens.
-            media: images of a prompt of ids, in the order of their placeholders: a placeholder as the template writes it, or
-                the ids that it expands to.
-            branch: why the conversation is not the last one continued, counted in `trajectory.branches`; by default `edited`
-                where it changes what follows a recorded prefix, and nothing else.
-            group: agents of an episode with the same group are compared with each other, by `Scores.agents`: several solvers of
-                what one proposer wrote. None compares an agent with itself in the other episodes of the task.
-            n: number of replies, sampled at once; returns a list. Each continues the prompt as a branch of its own.
+            media: images of a prompt of ids, in the order of their placeholders: a placeholder as
+                the template writes it, or the ids that it expands to.
+            branch: why the conversation is not the last one continued, counted in
+                `trajectory.branches`; by default `edited` where it changes what follows a recorded
+                prefix, and nothing else.
+            group: agents of an episode with the same group are compared with each other, by
+                `Scores.agents`: several solvers of what one proposer wrote. None compares an agent
+                with itself in the other episodes of the task.
+            n: number of replies, sampled at once; returns a list. Each continues the
+                prompt as a branch of its own.
 
         Raises:
-            LimitReached: when no token is left for a reply, or the conversation continues one that was cut at a limit (its
-                `finish` is `length`). Uncaught, it ends the episode without a reward.
+            LimitReached: when no token is left for a reply, or the conversation continues one
+                that was cut at a limit (its `finish` is `length`). Uncaught, it ends the
+                episode without a reward.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
-            MediaError: for an image that cannot be used, or placeholders that do not fit the images.
-            UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling parameters out of range,
-                `media` with messages, an agent in two groups, or a call after the function's return.
+            MediaError: for an image that cannot be used, or placeholders
+                that do not fit the images.
+            UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling
+                parameters out of range, `media` with messages, an agent in two groups, or a call
+                after the function's return.
         """
         if group is not None:
             groups = self._recorder.trajectory.agent_groups
@@ -196,7 +212,9 @@ class Model:
             agent=agent,
             tools=tools,
             max_tokens=max_tokens,
-            sampling=self._sampling_with(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p),
+            sampling=self._sampling_with(
+                temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p
+            ),
             stop=self._stop_text(stop) if stop else None,
             stop_ids=frozenset(stop_ids),
             media=media,
@@ -260,16 +278,24 @@ class Model:
 
         self._idle[path.turn] = path
         seed = derive_seed(path.seed, path.calls)
-        self._turn_states[path.turn] = _TurnState(path.tools, seed, path.history, tuple(path.replies))
+        self._turn_states[path.turn] = _TurnState(
+            path.tools, seed, path.history, tuple(path.replies)
+        )
         spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
         ids = tuple(i for span in spans for i in span.ids)
         logprobs = tuple(p for span in spans for p in span.logprobs or ())
-        return Reply(turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids)), path.turn
+        return Reply(
+            turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids)
+        ), path.turn
 
-    async def render(self, messages: Messages, replies: Mapping[int, Sequence[int]], tools: Tools = ()) -> list[int]:
-        """Return the prompt ids of a conversation whose assistant messages have given ids, by their index.
+    async def render(
+        self, messages: Messages, replies: Mapping[int, Sequence[int]], tools: Tools = ()
+    ) -> list[int]:
+        """Return the prompt ids of a conversation whose assistant messages have
+        given ids, by their index.
 
-        A last message of the assistant stays open: its ids end the prompt, and the next reply continues them.
+        A last message of the assistant stays open: its ids end the prompt, and the
+        next reply continues them.
         """
         prompt = await self._media_intake(messages)
         assert not isinstance(prompt, list)
@@ -277,20 +303,32 @@ class Model:
         known = [SampledReply(number, tuple(ids), -1) for number, ids in sorted(replies.items())]
         if opened is not None:
             prompt, known = prompt[:-1], known[:-1]
-        return [*self._recorder.prompts.render_conversation(prompt, known, tools).ids, *(opened or ())]
+        return [
+            *self._recorder.prompts.render_conversation(prompt, known, tools).ids,
+            *(opened or ()),
+        ]
 
     def weigh(self, reply: Reply, weights: float | Sequence[float]) -> None:
-        """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason `weighed`), 1 is the default.
+        """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason
+        `weighed`), 1 is the default.
 
         Raises:
-            UsageError: for a reply of another episode, another number of weights than of ids, or weights that are negative or
-                not finite. Only ids that the engine sampled have weights.
+            UsageError: for a reply of another episode, another number of weights than
+                of ids, or weights that are negative or not finite. Only ids that the
+                engine sampled have weights.
         """
         number = self._number_of(reply, "weigh")
         size = len(reply.ids)
-        found = tuple(map(float, weights)) if isinstance(weights, Iterable) else (float(weights),) * size
+        found = (
+            tuple(map(float, weights))
+            if isinstance(weights, Iterable)
+            else (float(weights),) * size
+        )
         if len(found) != size:
-            raise UsageError(f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for each id")
+            raise UsageError(
+                f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for "
+                "each id"
+            )
         if not all(math.isfinite(weight) and weight >= 0 for weight in found):
             raise UsageError("weigh: weights must be finite and at least 0")
         self._recorder.journal.weigh(number, found)
@@ -302,10 +340,13 @@ class Model:
             UsageError: for a reply of another episode.
         """
         number = self._number_of(reply, "note")
-        self._recorder.record_step(number, self._recorder.trajectory.turns[number].reward, info, 0.0)
+        self._recorder.record_step(
+            number, self._recorder.trajectory.turns[number].reward, info, 0.0
+        )
 
     def text_of(self, reply: Reply) -> str:
-        """Return the complete text of a reply, thinking and calls as written, without the end token."""
+        """Return the complete text of a reply, thinking and calls as written,
+        without the end token."""
         return reply_text(self._recorder.renderer, reply.ids)
 
     @property
@@ -320,7 +361,8 @@ class Model:
 
     @property
     def context(self) -> int | None:
-        """Maximum ids of prompt and reply in one request, by the limits and the engine; None where neither sets one."""
+        """Maximum ids of prompt and reply in one request, by the limits and the engine; None
+        where neither sets one."""
         return self._recorder.context
 
     @property
@@ -343,14 +385,18 @@ class Model:
         """The run's tokenizer and chat template, with the methods of a Hugging Face tokenizer."""
         renderer = self._recorder.renderer
         if not isinstance(renderer, ChatRenderer):
-            raise UsageError(f"model.tokenizer needs the built-in renderer, not {type(renderer).__name__}")
+            raise UsageError(
+                f"model.tokenizer needs the built-in renderer, not {type(renderer).__name__}"
+            )
         return TokenizerFace(renderer)
 
     def _number_of(self, reply: Reply, who: str) -> int:
         for number, turn in enumerate(self._recorder.trajectory.turns):
             if turn.reply is reply.message:
                 return number
-        raise UsageError(f"{who}: the reply is not of this episode; pass what model.generate returned")
+        raise UsageError(
+            f"{who}: the reply is not of this episode; pass what model.generate returned"
+        )
 
     async def close(self) -> None:
         """Cancel running calls and reject further ones; the agent function has returned."""
@@ -375,14 +421,18 @@ class Model:
         """Return a prompt of ids with the blocks of its images."""
         vision = vision_of(self._recorder.renderer)
         if not isinstance(prompt, list):
-            raise UsageError("media belongs to a prompt of ids; images of messages are parts of their content")
+            raise UsageError(
+                "media belongs to a prompt of ids; images of messages are parts of their content"
+            )
         if vision is None:
             raise MediaError("media: the model has no vision")
         stored = await self._media_intake([{"role": "user", "content": list(media)}])
         assert not isinstance(stored, list)
         found = media_of(stored)
         if len(found) != len(media):
-            raise MediaError(f"media: {len(media)} items, and {len(found)} images or videos among them")
+            raise MediaError(
+                f"media: {len(media)} items, and {len(found)} images or videos among them"
+            )
         return vision.place(prompt, found)
 
     def _stop_text(self, texts: Sequence[str]) -> StopText:
@@ -399,7 +449,10 @@ class Model:
         media: Sequence[MediaPlacement],
         branch: str | None,
     ) -> ConversationPath:
-        """Return the path to sample on: a continued one, or a new one. `media` are the blocks of a prompt of ids."""
+        """Return the path to sample on: a continued one, or a new one.
+
+        `media` are the blocks of a prompt of ids.
+        """
         if isinstance(messages_or_ids, list):
             return self._attach(agent, messages_or_ids, [], tools, media, branch)
         messages = list(messages_or_ids)
@@ -414,34 +467,51 @@ class Model:
         path = self._attach(agent, rendered.ids, messages, tools, rendered.media, branch)
         path.new_messages, path.history = tuple(messages), recorder.history
         starts = rendered.replies or (-1,) * len(replies)
-        path.replies = [reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)]
+        path.replies = [
+            reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)
+        ]
         return path
 
     def _check_open(self, turn: int) -> None:
-        """Raise `LimitReached` if a turn's reply broke a limit: the conversation that it ended cannot go on.
+        """Raise `LimitReached` if a turn's reply broke a limit: the conversation
+        that it ended cannot go on.
 
-        Other conversations of the episode may, so what is sampled does not depend on which of them was cut first.
+        Other conversations of the episode may, so what is sampled does not depend on
+        which of them was cut first.
         """
         limit = self._recorder.limits_met.get(turn)
         if limit is None:
             return
         remedy = ""
         if limit.reason == StopReason.TURN_LENGTH:
-            remedy = '; its finish is "length": end the episode there, or set limits.on_turn_length = "continue"'
-        raise LimitReached(limit.reason, f"the conversation ended with the reply of turn {turn}: {limit}{remedy}")
+            remedy = (
+                '; its finish is "length": end the episode there, or set '
+                'limits.on_turn_length = "continue"'
+            )
+        raise LimitReached(
+            limit.reason, f"the conversation ended with the reply of turn {turn}: {limit}{remedy}"
+        )
 
     def _replies(self, messages: Sequence[Message]) -> list[SampledReply]:
-        """Return the messages that were sampled in this episode, by identity, since equal texts may have different ids."""
+        """Return the messages that were sampled in this episode, by identity, since equal texts
+        may have different ids."""
         trajectory = self._recorder.trajectory
         own = {id(turn.message): turn for turn in trajectory.turns}
-        found = [(number, own[id(message)]) for number, message in enumerate(messages) if id(message) in own]
+        found = [
+            (number, own[id(message)])
+            for number, message in enumerate(messages)
+            if id(message) in own
+        ]
         return [
-            SampledReply(number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1)
+            SampledReply(
+                number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1
+            )
             for number, turn in found
         ]
 
     def _longest_known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
-        """Return the turn whose conversation is the longest prefix of `messages`, and its length; (-1, 0) for none."""
+        """Return the turn whose conversation is the longest prefix of `messages`, and its
+        length; (-1, 0) for none."""
         trajectory = self._recorder.trajectory
         for number in range(self._indexed, len(trajectory.turns)):
             self._turns_by_text[trajectory.turns[number].message.text].append(number)
@@ -452,18 +522,26 @@ class Model:
             # Identity decides: equal texts may have different ids.
             for number in sorted(known, key=lambda one: trajectory.turns[one].message is not last):
                 turn = trajectory.turns[number]
-                if turn.agent != agent or turn.message != last or self._tools(number) != list(tools):
+                if (
+                    turn.agent != agent
+                    or turn.message != last
+                    or self._tools(number) != list(tools)
+                ):
                     continue
                 path = self._idle.get(number)  # has its conversation at hand
                 appended = path is not None and path.history == "append"
-                if messages[:size] == (path.messages if path and appended else trajectory.conversation(number)):
+                if messages[:size] == (
+                    path.messages if path and appended else trajectory.conversation(number)
+                ):
                     return number, size
         return -1, 0
 
     def _tools(self, turn: int) -> list[Mapping[str, Any]]:
         return list(self._turn_states[turn].tools) if turn in self._turn_states else []
 
-    def _continue(self, number: int, new_messages: tuple[Message, ...], tools: Tools) -> ConversationPath:
+    def _continue(
+        self, number: int, new_messages: tuple[Message, ...], tools: Tools
+    ) -> ConversationPath:
         recorder, trajectory = self._recorder, self._recorder.trajectory
         turn = trajectory.turns[number]
         path = self._idle.pop(number, None)
@@ -471,7 +549,9 @@ class Model:
             leaf, messages = turn.spans[-1], trajectory.conversation(number)
             replies = tuple(self._replies(messages))
             # The state is missing if the reply broke a limit.
-            state = self._turn_states.get(number) or _TurnState(tools, number, recorder.history, replies)
+            state = self._turn_states.get(number) or _TurnState(
+                tools, number, recorder.history, replies
+            )
             seed = self._unique_seed(state.seed)
             placed = trajectory.media_placements(leaf)
             path = ConversationPath(
@@ -492,7 +572,8 @@ class Model:
         return path
 
     def _skip_shared(self, path: ConversationPath, rendered: Extend | Branch) -> Extend | Branch:
-        """Move a path along spans that another call recorded already; return what is left to append."""
+        """Move a path along spans that another call recorded already; return
+        what is left to append."""
         spans = self._recorder.trajectory.spans
         if isinstance(rendered, Branch):
             ids = [*path.ids[: rendered.keep], *rendered.ids]
@@ -504,14 +585,18 @@ class Model:
                 return rendered
             path.leaf, path.ids = known[-1][0], GrowingIds(ids[:shared])
             path.placed = [block for block in placed if block.end <= shared]
-            return rendered._replace(keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids)))
+            return rendered._replace(
+                keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids))
+            )
         shared = 0
         for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):
             path.follow(spans[leaf].ids[:used], placements_between(spans[leaf].media, 0, used))
             path.leaf = leaf
             shared += used
         media = placements_between(rendered.media, shared, len(rendered.ids))
-        return rendered._replace(ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media)
+        return rendered._replace(
+            ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media
+        )
 
     def _attach(
         self,
@@ -522,7 +607,8 @@ class Model:
         media: Sequence[MediaPlacement],
         branch: str | None,
     ) -> ConversationPath:
-        """Return a path for ids: recorded spans as far as they match, and a new span for the rest."""
+        """Return a path for ids: recorded spans as far as they match, and a
+        new span for the rest."""
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
@@ -540,39 +626,53 @@ class Model:
             if self._edits(leaf, shared, sampled):
                 branch, origin = branch or "edited", Origin.PROMPT
             new_media = placements_between(media, shared, len(ids))
-            trajectory.spans.append(Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent))
+            trajectory.spans.append(
+                Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent)
+            )
             leaf = len(trajectory.spans) - 1
         self._count_branch(branch)
-        return ConversationPath(trajectory, leaf, ids, messages, tools, agent, seed, placed=list(media))
+        return ConversationPath(
+            trajectory, leaf, ids, messages, tools, agent, seed, placed=list(media)
+        )
 
     def _count_branch(self, reason: str | None) -> None:
         if reason is not None:
             count_branch(self._recorder.trajectory, reason)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
-        """Return whether ids that diverge from the record at a position change a reply, or what follows one."""
+        """Return whether ids that diverge from the record at a position change a
+        reply, or what follows one."""
         spans = self._recorder.trajectory.spans
         if leaf >= 0 and position < spans[leaf].end:
             return sampled
-        return any(span.sampled and span.parent == leaf and span.start == position for span in spans)
+        return any(
+            span.sampled and span.parent == leaf and span.start == position for span in spans
+        )
 
     def _root_seed(self, agent: str, ids: list[int], media: Sequence[MediaPlacement]) -> int:
-        """Return the seed of a conversation: that of the episode for the first one, so that a function which asks what the loop
-        of an environment asks gets the same replies; for others one of their ids, whatever order they begin in."""
+        """Return the seed of a conversation: that of the episode for the first one, so that a
+        function which asks what the loop of an environment asks gets the same replies; for others
+        one of their ids, whatever order they begin in."""
         if not self._seed_uses:
             self._seed_uses[self._recorder.seed] += 1
             return self._recorder.seed
-        return self._unique_seed(derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media)))
+        return self._unique_seed(
+            derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media))
+        )
 
     def _unique_seed(self, seed: int) -> int:
         """Return a distinct seed for each of several paths that begin alike, by call order."""
         self._seed_uses[seed] += 1
         return derive_seed(seed, self._seed_uses[seed])
 
-    def _walk(self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[MediaPlacement]) -> list[tuple[int, int]]:
-        """Return the recorded spans that `ids` match after the end of `leaf`, as (span, matched ids).
+    def _walk(
+        self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[MediaPlacement]
+    ) -> list[tuple[int, int]]:
+        """Return the recorded spans that `ids` match after the end of
+        `leaf`, as (span, matched ids).
 
-        A span may match in part, followed by others that branch off there. Images match only completely, and by content.
+        A span may match in part, followed by others that branch off there. Images match only
+        completely, and by content.
         """
         spans = self._recorder.trajectory.spans
         ids = ids_with_media_keys(ids, media) if media else ids
@@ -591,7 +691,10 @@ class Model:
                 known = ids_with_media_keys(span.ids, span.media) if span.media else span.ids
                 pairs = enumerate(zip(known, ids[done : done + len(known)], strict=False))
                 used = next((n for n, (a, b) in pairs if a != b), min(len(known), len(ids) - done))
-                used = min((block.start for block in span.media if block.start < used < block.end), default=used)
+                used = min(
+                    (block.start for block in span.media if block.start < used < block.end),
+                    default=used,
+                )
                 if used > matched:
                     best, matched = number, used
             if best < 0:

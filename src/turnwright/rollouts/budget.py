@@ -8,10 +8,14 @@ from turnwright.types import StopReason
 
 
 class Budget:
-    """Tokens and turns that an episode has used of its limits, and tokens reserved by running calls."""
+    """Tokens and turns that an episode has used of its limits, and tokens
+    reserved by running calls."""
 
-    def __init__(self, limits: Limits, *, max_turns: int | None = None, context: int | None = None) -> None:
-        """`max_turns` of the environment and `context` of the engine apply in addition to the limits."""
+    def __init__(
+        self, limits: Limits, *, max_turns: int | None = None, context: int | None = None
+    ) -> None:
+        """`max_turns` of the environment and `context` of the engine apply in
+        addition to the limits."""
         self._limits = limits
         self._turns = limits.turns if max_turns is None else min(limits.turns, max_turns)
         self.context = min((c for c in (limits.context, context) if c is not None), default=None)
@@ -32,7 +36,8 @@ class Budget:
         self.used = self.rejected = 0
 
     def left(self, turns: int, context: int) -> tuple[int, StopReason | None]:
-        """Return the token budget of the next reply, after `turns` replies and `context` ids, and the limit that sets it."""
+        """Return the token budget of the next reply, after `turns` replies and `context` ids, and
+        the limit that sets it."""
         limits = self._limits
         if turns - self.rejected + self._running_calls >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
@@ -44,17 +49,23 @@ class Budget:
         if self.context is not None and self.context - context < budget:
             budget, cause = self.context - context, StopReason.CONTEXT
         if budget < 1:
-            raise LimitReached(cause, f"no token is left for a reply after {context} tokens of context")
+            raise LimitReached(
+                cause, f"no token is left for a reply after {context} tokens of context"
+            )
         return budget, cause
 
     def check_observation(self, turns: int, tokens: int) -> None:
-        """Raise `LimitReached` if so many observed tokens, after `turns` replies, are more than the episode has left."""
+        """Raise `LimitReached` if so many observed tokens, after `turns` replies, are more than
+        the episode has left."""
         limit = self._limits.episode_tokens
         if limit is None or self.used + self._reserved + tokens <= limit:
             return
         if turns - self.rejected + self._running_calls >= self._turns:
             raise LimitReached(StopReason.MAX_TURNS, f"the episode had all its {self._turns} turns")
-        raise LimitReached(StopReason.EPISODE_TOKENS, f"{tokens} observed tokens are over limits.episode_tokens = {limit}")
+        raise LimitReached(
+            StopReason.EPISODE_TOKENS,
+            f"{tokens} observed tokens are over limits.episode_tokens = {limit}",
+        )
 
     def reserve(self, tokens: int) -> None:
         """Reserve the tokens that a starting call may sample."""

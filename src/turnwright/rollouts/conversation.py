@@ -95,9 +95,13 @@ class ConversationPath:
         self.kept = saved.kept
         self.thinking = saved.thinking
 
-    def append(self, origin: Origin, ids: Sequence[int], media: Sequence[MediaPlacement] = ()) -> None:
+    def append(
+        self, origin: Origin, ids: Sequence[int], media: Sequence[MediaPlacement] = ()
+    ) -> None:
         """Append ids that were not sampled, as a span of the trajectory."""
-        self.add(Span(origin, tuple(ids), start=len(self.ids), media=tuple(media), agent=self.agent))
+        self.add(
+            Span(origin, tuple(ids), start=len(self.ids), media=tuple(media), agent=self.agent)
+        )
 
     def add(self, span: Span) -> int:
         """Append a span, which becomes the end of the path; return its index in the trajectory."""
@@ -115,7 +119,8 @@ class ConversationPath:
         self.ids.extend(ids)
 
     def branch(self, keep: int) -> None:
-        """Go back to the first `keep` ids; what follows becomes another branch of the trajectory."""
+        """Go back to the first `keep` ids; what follows becomes another
+        branch of the trajectory."""
         links = self.trajectory.chain(self.leaf)
         while links and self.trajectory.spans[links[-1][0]].start >= keep:
             links.pop()
@@ -124,7 +129,8 @@ class ConversationPath:
         self._truncate(keep)
 
     def leave(self, leaf: int, size: int) -> list[int]:
-        """Go back to an earlier end, after `size` ids; return the spans that were appended since."""
+        """Go back to an earlier end, after `size` ids; return the spans
+        that were appended since."""
         left: list[int] = []
         while self.leaf != leaf:
             left.append(self.leaf)
@@ -147,7 +153,8 @@ class ConversationPath:
         self.new_messages = ()
 
     def continue_last(self, message: Message, *, inserted: str, kept: int, thinking: bool) -> None:
-        """Let the next reply go on in the last message, now `message`, after text that was inserted.
+        """Let the next reply go on in the last message, now `message`,
+        after text that was inserted.
 
         `kept` is the number of ids of the last reply before that text, and `thinking` tells whether
         the message has an open thinking block there.

@@ -18,7 +18,8 @@ def count_branch(trajectory: Trajectory, reason: str) -> None:
 
 
 def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
-    """Count control texts by role, neutralized control texts, rendered media and their ids in the episode's metrics."""
+    """Count control texts by role, neutralized control texts, rendered media and their ids in
+    the episode's metrics."""
     if rendered.neutralised:
         add_counts(trajectory, "neutralised", by=rendered.neutralised)
     for role, count in rendered.control_text.items():

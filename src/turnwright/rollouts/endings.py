@@ -13,10 +13,16 @@ from turnwright.envs import Scores
 from turnwright.errors import EngineError, LimitReached, UsageError
 from turnwright.types import Failure, FailureKind, StopReason
 
-_STOPS = {"completed": StopReason.DONE, "truncated": StopReason.ENV_TRUNCATED, "aborted": StopReason.ABORTED}
+_STOPS = {
+    "completed": StopReason.DONE,
+    "truncated": StopReason.ENV_TRUNCATED,
+    "aborted": StopReason.ABORTED,
+}
 
 
-def stop_of_failure(failure: Failure, error: BaseException, phase: str, *, out_of_time: bool) -> StopReason:
+def stop_of_failure(
+    failure: Failure, error: BaseException, phase: str, *, out_of_time: bool
+) -> StopReason:
     """Return the end of an episode that an exception of a phase ended.
 
     `out_of_time` is whether the time of the whole episode is over, not that of one call.
@@ -33,7 +39,8 @@ def stop_of_failure(failure: Failure, error: BaseException, phase: str, *, out_o
 
 
 def stop_of_result(result: Any, limit: LimitReached | None) -> StopReason:
-    """Return the end of an agent function's episode: the limit that its last call met, else by what it returned.
+    """Return the end of an agent function's episode: the limit that its last call met,
+    else by what it returned.
 
     Raises:
         RuntimeError: for a status `failed`.
@@ -45,7 +52,9 @@ def stop_of_result(result: Any, limit: LimitReached | None) -> StopReason:
     if isinstance(status, StopReason) and not status.failed:
         return status
     if status not in _STOPS:
-        raise UsageError(f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'")
+        raise UsageError(
+            f"Scores(status={status!r:.80}): write {', '.join(map(repr, _STOPS))} or 'failed'"
+        )
     if limit is not None and status != "aborted":
         return StopReason(limit.reason)
     return _STOPS[status]

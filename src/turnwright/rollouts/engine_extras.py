@@ -1,4 +1,5 @@
-"""What an engine returns besides ids and logprobs: what an episode asks for, and what it has already."""
+"""What an engine returns besides ids and logprobs: what an episode asks for,
+and what it has already."""
 
 from __future__ import annotations
 
@@ -35,8 +36,11 @@ class EngineExtras:
         self._known_positions: dict[int, int] = {}
         """By span: number of first positions whose expert routes are known."""
 
-    def first_unknown(self, path: ConversationPath, reply_extras: Mapping[str, tuple[int, Any]]) -> int:
-        """Return the first position of a path with unknown routes; `reply_extras` are those of the reply's earlier calls."""
+    def first_unknown(
+        self, path: ConversationPath, reply_extras: Mapping[str, tuple[int, Any]]
+    ) -> int:
+        """Return the first position of a path with unknown routes; `reply_extras` are those of the
+        reply's earlier calls."""
         if ROUTES not in self.want:
             return 0
         if ROUTES in reply_extras:
@@ -50,8 +54,11 @@ class EngineExtras:
                 break
         return min(position, len(path.ids))
 
-    def add(self, reply_extras: dict[str, tuple[int, Any]], generation: Generation, asked_from: int) -> None:
-        """Merge the extras of one call into those of earlier calls of the same reply; known positions are dropped.
+    def add(
+        self, reply_extras: dict[str, tuple[int, Any]], generation: Generation, asked_from: int
+    ) -> None:
+        """Merge the extras of one call into those of earlier calls of the same reply;
+        known positions are dropped.
 
         `generation.extras` then holds the merged extras. Draft ids are counted in the metrics.
         """
@@ -67,7 +74,9 @@ class EngineExtras:
                 continue
             try:
                 reply_extras[name] = (
-                    (reply_extras[name][0], reply_extras[name][1].concat(new)) if name in reply_extras else (asked_from, new)
+                    (reply_extras[name][0], reply_extras[name][1].concat(new))
+                    if name in reply_extras
+                    else (asked_from, new)
                 )
             except ValueError as error:
                 raise BackendContractError(f"the engine returned {error} in one reply") from error
@@ -84,7 +93,9 @@ class EngineExtras:
         if ROUTES in turn.extras:
             start, routes = turn.extras[ROUTES]
             end = start + len(routes)
-            for index, used in self._trajectory.chain(turn.spans[-1] if turn.spans else turn.prompt):
+            for index, used in self._trajectory.chain(
+                turn.spans[-1] if turn.spans else turn.prompt
+            ):
                 known = min(used, end - self._trajectory.spans[index].start)
                 if known > self._known_positions.get(index, 0):
                     self._known_positions[index] = known

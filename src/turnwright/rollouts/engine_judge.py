@@ -16,7 +16,8 @@ from turnwright.types import Message, as_messages
 
 
 class EngineJudge:
-    """Judge that asks an engine, through the renderer of its model; equal questions get equal answers.
+    """Judge that asks an engine, through the renderer of its model; equal
+    questions get equal answers.
 
     Example::
 
@@ -24,12 +25,19 @@ class EngineJudge:
     """
 
     def __init__(
-        self, engine: Engine, *, renderer: Renderer | None = None, sampling: Sampling | None = None, max_tokens: int = 512
+        self,
+        engine: Engine,
+        *,
+        renderer: Renderer | None = None,
+        sampling: Sampling | None = None,
+        max_tokens: int = 512,
     ) -> None:
         """
         Args:
-            engine: samples the answer. A `ScriptedEngine` with a function receives the question as its messages.
-            renderer: renderer of the engine's model; by default the engine's own, else the built-in byte-level ChatML.
+            engine: samples the answer. A `ScriptedEngine` with a function receives the
+                question as its messages.
+            renderer: renderer of the engine's model; by default the engine's own, else the
+                built-in byte-level ChatML.
             sampling: sampling parameters; greedy by default.
             max_tokens: maximum number of tokens of an answer.
 
@@ -39,7 +47,11 @@ class EngineJudge:
         if max_tokens < 1:
             raise UsageError(f"EngineJudge: max_tokens must be at least 1, not {max_tokens}")
         self.engine = engine
-        self.renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None) or byte_renderer()
+        self.renderer = (
+            renderer
+            or (engine.renderer if isinstance(engine, HasRenderer) else None)
+            or byte_renderer()
+        )
         self._sampling = sampling or Sampling(temperature=0.0)
         self._max_tokens = max_tokens
         self._numbers = count()
@@ -54,11 +66,20 @@ class EngineJudge:
         """
         messages = media_as_text(as_messages(messages), strict=False)
         ids = self.renderer.open(messages).ids
-        budget = self._max_tokens if self.engine_context is None else min(self._max_tokens, self.engine_context - len(ids))
+        budget = (
+            self._max_tokens
+            if self.engine_context is None
+            else min(self._max_tokens, self.engine_context - len(ids))
+        )
         if budget < 1:
-            raise JudgeError("engine", f"the question has {len(ids)} tokens and the judge's context {self.engine_context}")
+            raise JudgeError(
+                "engine",
+                f"the question has {len(ids)} tokens and the judge's context {self.engine_context}",
+            )
         asked = json.dumps([message.to_dict() for message in messages], default=str)
-        seed = int.from_bytes(blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+        seed = int.from_bytes(
+            blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
         session = f"judge-{id(self)}-{next(self._numbers)}"
         request = Request(
             ids,

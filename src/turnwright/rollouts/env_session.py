@@ -16,7 +16,14 @@ import orjson
 
 from turnwright.config import EnvRules
 from turnwright.envs import Action, Env, InlineObservation, NewHistory, Step
-from turnwright.envs.env import NeedsDecoder, NeedsLimits, SupportsSnapshot, as_step, check_size, implements
+from turnwright.envs.env import (
+    NeedsDecoder,
+    NeedsLimits,
+    SupportsSnapshot,
+    as_step,
+    check_size,
+    implements,
+)
 from turnwright.envs.threads import AbandonableThreads
 from turnwright.envs.tool_env import ToolEnv
 from turnwright.envs.user_code import RemoteException, failure_of, is_awaitable, retryable
@@ -37,7 +44,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_S = 120.0
-"""Seconds for a process to start; processes of many episodes that start together wait for one another."""
+"""Seconds for a process to start; processes of many episodes that start together
+wait for one another."""
 
 
 async def _called(function: Callable[[], T]) -> T:
@@ -58,14 +66,17 @@ def _is_async(method: Callable[..., Any]) -> bool:
 
 
 class EnvSession:
-    """Environment of one episode, with the steps taken so far, so that it can recover from failures.
+    """Environment of one episode, with the steps taken so far, so that it
+    can recover from failures.
 
-    A failed step is retried after the environment is back in its last state. `restore` brings it there if the environment has
-    snapshots. Otherwise a fresh instance is reset with the same seed and takes the same actions; each observation is compared
-    with the first. If one differs, the episode starts over.
+    A failed step is retried after the environment is back in its last state. `restore` brings
+    it there if the environment has snapshots. Otherwise a fresh instance is reset with the same
+    seed and takes the same actions; each observation is compared with the first. If one
+    differs, the episode starts over.
 
-    In an environment with effects (`env.effects`), no step is repeated: the journal has the result of each and the state after
-    it, which a resumed episode reads; without a state to restore, the episode starts over.
+    In an environment with effects (`env.effects`), no step is repeated: the journal has the
+    result of each and the state after it, which a resumed episode reads; without a state to
+    restore, the episode starts over.
     """
 
     def __init__(
@@ -90,10 +101,13 @@ class EnvSession:
         self._deadline = deadline
         self._threads = threads
         self._seconds = recorder.limits.env_s
-        self.can_retry = rules.retries.turn > 0 or (rules.isolation == "process" and rules.retries.reward > 0)
+        self.can_retry = rules.retries.turn > 0 or (
+            rules.isolation == "process" and rules.retries.reward > 0
+        )
         """Whether the rules allow a step or a reward to be retried."""
         self.can_recover = self.can_retry or rules.effects
-        """Whether steps are kept, to be retried here or read from the journal by a resumed episode."""
+        """Whether steps are kept, to be retried here or read from the journal
+        by a resumed episode."""
         self._retries_left = rules.retries.episode
         self._examined: Env | None = None
         self._declared: SupportsSnapshot | None = None
@@ -117,8 +131,11 @@ class EnvSession:
             return self._deadline.wait(waiting, self._seconds)
         return self.call(self.env.step, action)
 
-    async def call(self, method: Callable[..., Any], *args: Any, seconds: float | None = None, **kwargs: Any) -> Any:
-        """Return the result of `method(*args)`, awaited if it is awaitable: on the loop if it is async, else in a thread."""
+    async def call(
+        self, method: Callable[..., Any], *args: Any, seconds: float | None = None, **kwargs: Any
+    ) -> Any:
+        """Return the result of `method(*args)`, awaited if it is awaitable: on the loop if it is
+        async, else in a thread."""
         seconds = self._seconds if seconds is None else seconds
         waiting: Awaitable[Any]
         if _is_async(method):
@@ -130,7 +147,8 @@ class EnvSession:
         return await self._deadline.wait(result, seconds) if is_awaitable(result) else result
 
     async def reset(self) -> tuple[tuple[Message, ...], Tools]:
-        """Construct and reset the environment; return the opening messages and the tools offered to the model."""
+        """Construct and reset the environment; return the opening messages and the tools
+        offered to the model."""
         self._discard()
         await self._close_quietly()
         self._recorder.enter_phase("reset")
@@ -144,10 +162,12 @@ class EnvSession:
         return self._opening[0], self.env.tools
 
     async def step(self, action: Action, turn: Turn) -> Step:
-        """Take one step, with retries where the environment fails and the rules allow it; one with effects only once.
+        """Take one step, with retries where the environment fails and the rules allow it;
+        one with effects only once.
 
-        A resumed episode reads a step with effects from the record. If the run was killed between the step and its entry, the
-        environment is in the state before it now, and the step is counted in `resume_steps_in_doubt`.
+        A resumed episode reads a step with effects from the record. If the run was killed between
+        the step and its entry, the environment is in the state before it now, and the step is
+        counted in `resume_steps_in_doubt`.
         """
         if not self.rules.effects:
             return await self._step(action, turn)
@@ -199,14 +219,17 @@ class EnvSession:
         if isinstance(step.observation, NewHistory):
             new = await self._store_media(step.observation.new, final)
             return step._replace(observation=step.observation.with_new(new))
-        return step._replace(observation=await self._store_media(as_messages(step.observation), final))
+        return step._replace(
+            observation=await self._store_media(as_messages(step.observation), final)
+        )
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
         """Wait as `Deadline.wait` does."""
         return await self._deadline.wait(awaitable, seconds)
 
     async def revive(self) -> None:
-        """Restore an environment whose process ended during its reward, for a retry; raise `ProcessDied` if it cannot be."""
+        """Restore an environment whose process ended during its reward, for a retry; raise
+        `ProcessDied` if it cannot be."""
         if self.process is None or not self.process.exited:
             return
         gone = ProcessDied("the environment's process ended when its reward was asked for")
@@ -221,7 +244,9 @@ class EnvSession:
         if env is None:
             return
         try:
-            if env.close != MethodType(Env.close, env):  # which does nothing, and a call in a thread takes 0.1 ms
+            if env.close != MethodType(
+                Env.close, env
+            ):  # which does nothing, and a call in a thread takes 0.1 ms
                 await self.call(env.close)
         finally:
             for name in env.abandoned if isinstance(env, ToolEnv) else ():  # calls of tools
@@ -230,10 +255,15 @@ class EnvSession:
 
     async def in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Run a long computation in a worker thread."""
-        return await self._deadline.wait(self._threads.call(function, *args, owner=self._recorder.session), self._seconds)
+        return await self._deadline.wait(
+            self._threads.call(function, *args, owner=self._recorder.session), self._seconds
+        )
 
-    async def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
-        """Store the media of messages, or describe them for a text-only model; images are decoded in a thread.
+    async def take_in(
+        self, messages: tuple[Message, ...], *, final: bool = False
+    ) -> tuple[Message, ...]:
+        """Store the media of messages, or describe them for a text-only model; images
+        are decoded in a thread.
 
         No model reads a `final` observation; its media do not count.
         """
@@ -244,7 +274,9 @@ class EnvSession:
             self._recorder.media_intake.count(messages)
         return messages
 
-    async def _store_media(self, messages: tuple[Message, ...], final: bool = False) -> tuple[Message, ...]:
+    async def _store_media(
+        self, messages: tuple[Message, ...], final: bool = False
+    ) -> tuple[Message, ...]:
         if not has_media(messages):
             return messages
         intake = self._recorder.media_intake
@@ -257,9 +289,13 @@ class EnvSession:
         recorder = self._recorder
         reset = getattr(self._make, "reset", None)
         on_loop = reset is not None and _is_async(reset)  # as an async class is
-        env = await self._deadline.wait(_called(self._make) if on_loop else self._threads.call(self._make), self._seconds)
+        env = await self._deadline.wait(
+            _called(self._make) if on_loop else self._threads.call(self._make), self._seconds
+        )
         if not isinstance(env, Env):
-            raise EnvError(f"the environment factory returned {type(env).__name__}, not a turnwright.Env")
+            raise EnvError(
+                f"the environment factory returned {type(env).__name__}, not a turnwright.Env"
+            )
         if self.rules.isolation == "process":
             from turnwright.envs.isolation.process_env import ProcessEnv  # few runs need it
 
@@ -274,7 +310,9 @@ class EnvSession:
         opening = await self.call(env.reset, self._task, seed=recorder.seed & 0x7FFFFFFF)
         check_size(opening, "reset")
         messages = self._task.messages if opening is None else as_messages(opening)
-        if self.can_retry:  # a later reset is compared with stored media: the environment may draw on the same canvas again
+        # a later reset is compared with stored media: the environment may draw
+        # on the same canvas again
+        if self.can_retry:
             messages = await self._store_media(messages)
         tools = list(env.tools)
         if self._opening is not None and self._opening != (messages, tools):
@@ -291,12 +329,17 @@ class EnvSession:
             self._state = await self.call(env.snapshot)
 
     async def _recover(self, error: Exception, tries: int) -> int:
-        """Restore the environment after a failure; return the number of tries so far, or raise the last failure."""
+        """Restore the environment after a failure; return the number of tries so far, or
+        raise the last failure."""
         recorder = self._recorder
         failures = recorder.trajectory.failures
         while True:
             failure = failure_of(error, recorder.phase, len(recorder.trajectory.turns) - 1)
-            left = tries <= self.rules.retries.turn and self._retries_left > 0 and not self._deadline.expired
+            left = (
+                tries <= self.rules.retries.turn
+                and self._retries_left > 0
+                and not self._deadline.expired
+            )
             if not left or not retryable(failure) or is_over(error):
                 raise error
             self._retries_left -= 1
@@ -315,7 +358,8 @@ class EnvSession:
                 return tries
 
     async def _state_row(self) -> dict[str, Any]:
-        """Return the environment's state for the journal; empty without snapshots, or if JSON would change the state."""
+        """Return the environment's state for the journal; empty without snapshots, or if JSON
+        would change the state."""
         self._state = None
         await self._snapshot()
         with suppress(Exception):  # comparing objects of user code
@@ -324,7 +368,8 @@ class EnvSession:
         return {}
 
     async def _resume_state(self) -> None:
-        """Restore the recorded state of an interrupted episode, and write the state that the episode begins in."""
+        """Restore the recorded state of an interrupted episode, and write the state that
+        the episode begins in."""
         recorded = self._recorder.resumed.state
         if recorded is None:
             self._recorder.journal.step(-1, await self._state_row())
@@ -333,11 +378,17 @@ class EnvSession:
             await self.call(self.env.restore, recorded["state"])
         except Exception as error:
             raise ResumeDiffers(f"the environment could not be restored: {words(error)}") from error
-        for number, row in self._recorder.resumed.steps.items():  # before its turns: each play has what it may go on from
+        for (
+            number,
+            row,
+        ) in (
+            self._recorder.resumed.steps.items()
+        ):  # before its turns: each play has what it may go on from
             self._recorder.journal.step(number, row)
 
     async def _restore(self, failure: Failure) -> str:
-        """Bring the environment into its state before the failed step; return `restored` or `replayed`."""
+        """Bring the environment into its state before the failed step; return
+        `restored` or `replayed`."""
         recorder = self._recorder
         state, self._state = self._state, None  # a failed restore is not retried; a replay follows
         gone = failure.kind == FailureKind.TIMEOUT or failure.type == ProcessDied.__name__
@@ -374,7 +425,9 @@ class EnvSession:
 def is_over(error: BaseException) -> bool:
     """Return whether a recorded failure, raised in a replay, ended the episode."""
     kind = type(error)
-    return issubclass(kind, RemoteException) and kind.over  # read from the class: attributes of the object may be user code
+    return (
+        issubclass(kind, RemoteException) and kind.over
+    )  # read from the class: attributes of the object may be user code
 
 
 def _step_digest(step: Step) -> Any:

@@ -1,4 +1,5 @@
-"""Episode loop of an environment: sample a reply, step the environment, append its observation; then the reward."""
+"""Episode loop of an environment: sample a reply, step the environment, append its
+observation; then the reward."""
 
 from __future__ import annotations
 
@@ -23,14 +24,24 @@ from turnwright.rollouts.recorder import Recorder
 from turnwright.rollouts.replies import reply_text
 from turnwright.rollouts.resume import RestartEpisode
 from turnwright.rollouts.timeouts import Deadline
-from turnwright.types import ContentPart, Message, Messages, RowReward, StopReason, Turn, as_messages, merge_texts
+from turnwright.types import (
+    ContentPart,
+    Message,
+    Messages,
+    RowReward,
+    StopReason,
+    Turn,
+    as_messages,
+    merge_texts,
+)
 
 THREAD_ENCODE_CHARS = 20_000
 """Text length in characters above which encoding runs in a worker thread: about 5 ms of a core."""
 
 
 async def run_episode(session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
-    """Play and record one episode of an environment, in as many attempts as its rules allow; `LimitReached` ends it."""
+    """Play and record one episode of an environment, in as many attempts as its rules allow;
+    `LimitReached` ends it."""
     while True:
         try:
             await _attempt(session, recorder, deadline)
@@ -47,8 +58,14 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     recorder.enter_phase("render")
     recorder.journal.observation = messages
     recorder.journal.observation = messages = await session.take_in(messages)
-    path = await session.in_thread(recorder.open, messages, tools) if _is_long(messages) else recorder.open(messages, tools)
-    resamples_left = max_resamples = rules.max_resamples_per_turn if rules.on_invalid == "resample" else 0
+    path = (
+        await session.in_thread(recorder.open, messages, tools)
+        if _is_long(messages)
+        else recorder.open(messages, tools)
+    )
+    resamples_left = max_resamples = (
+        rules.max_resamples_per_turn if rules.on_invalid == "resample" else 0
+    )
     while True:
         before = path.state if max_resamples else None
         turn = await recorder.generate(path, deadline)
@@ -58,10 +75,22 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         recorder.enter_phase("step", began)
         end = _end_text(recorder.renderer, path.ids[-1])  # type: ignore[arg-type]  # hashed by identity
         size = len(path.ids) - turn.context - bool(end)
-        action = Action(turn.reply.text, turn.reply, turn.finish == "length", size, partial(_raw_text, recorder, turn), end)
+        action = Action(
+            turn.reply.text,
+            turn.reply,
+            turn.finish == "length",
+            size,
+            partial(_raw_text, recorder, turn),
+            end,
+        )
         try:
-            # Most episodes have neither retries nor effects; they skip the coroutine of `EnvSession.step`.
-            step = as_step(await (session.step(action, turn) if session.can_recover else session.call_step(action)))
+            # Most episodes have neither retries nor effects; they skip the
+            # coroutine of `EnvSession.step`.
+            step = as_step(
+                await (
+                    session.step(action, turn) if session.can_recover else session.call_step(action)
+                )
+            )
         except InvalidAction as error:
             text = words(error)
             trajectory.metrics["invalid_actions"] = trajectory.metrics.get("invalid_actions", 0) + 1
@@ -69,7 +98,9 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
                 resamples_left -= 1
                 env_s = time.monotonic() - began
                 info = {"invalid_action": text, "asked_again": True}
-                recorder.reject(path, before, info, trained=rules.rejected_replies == "trained", env_s=env_s)
+                recorder.reject(
+                    path, before, info, trained=rules.rejected_replies == "trained", env_s=env_s
+                )
                 continue
             step = Step(text, info={"invalid_action": text})
         resamples_left = max_resamples
@@ -89,8 +120,13 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
         await _append_observation(step, path, recorder, session)
 
 
-async def _append_observation(step: Step, path: ConversationPath, recorder: Recorder, session: EnvSession) -> None:
-    """Append a step's observation to the path: inside the last reply, or as messages. Encode long text in a thread."""
+async def _append_observation(
+    step: Step, path: ConversationPath, recorder: Recorder, session: EnvSession
+) -> None:
+    """Append a step's observation to the path: inside the last reply, or as messages.
+
+    Encode long text in a thread.
+    """
     observation = step.observation
     if isinstance(observation, NewHistory):
         recorder.journal.observation = observation
@@ -122,7 +158,8 @@ async def _append_observation(step: Step, path: ConversationPath, recorder: Reco
 
 
 def to_inline(observation: Messages | InlineObservation | None) -> InlineObservation:
-    """Return an observation as content inside the model's message (`history = "inline"`), its messages on lines."""
+    """Return an observation as content inside the model's message (`history = "inline"`),
+    its messages on lines."""
     if isinstance(observation, InlineObservation):
         return observation
     messages = as_messages(observation)
@@ -130,8 +167,9 @@ def to_inline(observation: Messages | InlineObservation | None) -> InlineObserva
     for number, message in enumerate(messages):
         if message.role not in ("user", "tool"):
             raise EnvError(
-                f'a message of role {message.role!r} cannot be part of the reply (rollout.history = "inline"): return text, '
-                'or messages of role "user" or "tool"; or use rollout.history = "append"'
+                f"a message of role {message.role!r} cannot be part of the reply (rollout.history "
+                '= "inline"): return text, or messages of role "user" or "tool"; or use '
+                'rollout.history = "append"'
             )
         if number:
             parts.append("\n")
@@ -163,7 +201,8 @@ def _is_long(messages: Sequence[Message]) -> bool:
 
 
 async def compute_reward(session: EnvSession, recorder: Recorder) -> float | None:
-    """Return the reward of a finished episode: its steps' plus the environment's own; None if either is missing."""
+    """Return the reward of a finished episode: its steps' plus the environment's own; None
+    if either is missing."""
     recorder.enter_phase("reward", time.monotonic())
     if recorder.unrewarded:
         return None
@@ -184,7 +223,11 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
     functions: Sequence[Callable[..., Any]] = [type(env)] if isolated else ()
     if isinstance(env, ToolEnv):
         functions = env.functions if isolated else env.isolated_rewards
-    workers = await session.wait(reserve_worker(*functions), recorder.limits.wall_clock_s) if functions else []
+    workers = (
+        await session.wait(reserve_worker(*functions), recorder.limits.wall_clock_s)
+        if functions
+        else []
+    )
     with track_running() as names, use_worker(workers):
         try:
             if not isolated:
@@ -193,7 +236,9 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
                 value = await session.call(env.isolated_reward, trajectory, seconds=seconds)
             else:
                 name = f"{type(env).__name__}.reward"
-                value = await session.call(run_isolated, name, env.reward, trajectory, seconds=seconds)
+                value = await session.call(
+                    run_isolated, name, env.reward, trajectory, seconds=seconds
+                )
         except TimeoutError as late:
             raise TimeoutError(reward_timeout_message(names, words(late))) from None
     reward = reward_value(value, recorder, "the episode's reward")
@@ -202,13 +247,17 @@ async def _own_reward(session: EnvSession, recorder: Recorder) -> float | None:
 
 
 def reward_timeout_message(names: Sequence[str], message: str = "") -> str:
-    """Return the exception's own message, else one that names the rewards that missed their deadline."""
+    """Return the exception's own message, else one that names the rewards that
+    missed their deadline."""
     listed = ", ".join(map(repr, dict.fromkeys(names)))
     return message or (f"the reward {listed} did not answer by its deadline" if listed else "")
 
 
 def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
-    """Return a reward as a float (None stays None). For `Scores`, return the total and record its parts."""
+    """Return a reward as a float (None stays None).
+
+    For `Scores`, return the total and record its parts.
+    """
     if not isinstance(value, Scores):
         return as_number(value, what)
     trajectory = recorder.trajectory
@@ -219,7 +268,10 @@ def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
     trajectory.rewards |= scores.parts
     played = {turn.agent for turn in trajectory.turns}
     if unknown := sorted(scores.agents.keys() - played):
-        raise RewardError(f"{what}: agent {unknown[0]!r} has a reward and no turn; agents are {', '.join(sorted(played))}")
+        raise RewardError(
+            f"{what}: agent {unknown[0]!r} has a reward and no turn; agents are "
+            f"{', '.join(sorted(played))}"
+        )
     trajectory.agent_rewards |= scores.agents
     for name, number in scores.metrics.items():
         trajectory.metrics[name] = trajectory.metrics.get(name, 0) + number
@@ -231,8 +283,14 @@ def reward_value(value: Any, recorder: Recorder, what: str) -> float | None:
             recorder.record_step(index, (turn.reward or 0.0) + added, turn.info, turn.env_s)
     numbers = {id(turn.reply): number for number, turn in enumerate(trajectory.turns)}
     for row_reward, replies in scores.rows:
-        turns = [numbers.get(id(reply.message), -1) if isinstance(reply, Reply) else -1 for reply in replies]
+        turns = [
+            numbers.get(id(reply.message), -1) if isinstance(reply, Reply) else -1
+            for reply in replies
+        ]
         if min(turns, default=0) < 0:
-            raise RewardError(f"{what}: rows has a reply that is not of this episode; pass what model.generate returned")
+            raise RewardError(
+                f"{what}: rows has a reply that is not of this episode; pass what model.generate "
+                "returned"
+            )
         trajectory.row_rewards.append(RowReward(row_reward, tuple(sorted(turns))))
     return scores.total

@@ -26,8 +26,11 @@ NO_OBSERVATION: Any = object()
 class EpisodeJournal:
     """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
 
-    def __init__(self, journal: EventLog | None, trajectory: Trajectory, settings: str = "") -> None:
-        """`settings` is the name of the episode's settings in the journal; without a journal nothing is written."""
+    def __init__(
+        self, journal: EventLog | None, trajectory: Trajectory, settings: str = ""
+    ) -> None:
+        """`settings` is the name of the episode's settings in the journal; without a
+        journal nothing is written."""
         self._journal = journal
         self._trajectory = trajectory
         self._key = key_row(trajectory.key)
@@ -36,9 +39,11 @@ class EpisodeJournal:
         self._untrained: list[tuple[int, int, str]] = []
         self._weights: list[tuple[int, tuple[float, ...]]] = []
         self.observation: Any = NO_OBSERVATION
-        """Last observation as the environment returned it; written with the next turn, or with the last entry."""
+        """Last observation as the environment returned it; written with the next turn,
+        or with the last entry."""
         self.observation_changed = False
-        """Whether the messages of the next turn differ from it: it was truncated, or rewound the reply before it."""
+        """Whether the messages of the next turn differ from it: it was truncated, or
+        rewound the reply before it."""
         self.tools: Sequence[Any] = ()
         """Tools offered when the conversation was opened."""
         self._written_tools: Sequence[Any] = ()  # tools of this attempt that the journal has
@@ -87,7 +92,8 @@ class EpisodeJournal:
             self._weights.append((number, weights))
 
     def reward(self, whose: str, value: Any) -> None:
-        """Store a reward, the episode's `own` or its `group`'s, and its failures so far; written with the last entry."""
+        """Store a reward, the episode's `own` or its `group`'s, and its failures so far;
+        written with the last entry."""
         if self._journal is not None:
             failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
             self._scores[whose] = [_scores_row(value), failed]
@@ -105,15 +111,16 @@ class EpisodeJournal:
             await self._journal.durable()
 
     def step(self, turn: int, row: Mapping[str, Any]) -> None:
-        """Write the result of a step in an environment with effects, -1 for its reset, with the state after it."""
+        """Write the result of a step in an environment with effects, -1 for its reset,
+        with the state after it."""
         if self._journal is not None:
             self._journal.append({**row, "e": "step", "k": self._key, "n": turn})
 
     def turn(self, turn: Turn, tools: Sequence[Any], call: Mapping[str, Any]) -> None:
         """Write a turn with the tools of its prompt.
 
-        `call` has the number and seed of its first call, its drafted and accepted ids, and `resumed` if an earlier process
-        sampled it.
+        `call` has the number and seed of its first call, its drafted and accepted ids, and
+        `resumed` if an earlier process sampled it.
         """
         if self._journal is not None:
             event = self._entry("turn")
@@ -128,8 +135,16 @@ class EpisodeJournal:
     def failed_attempt(self) -> None:
         """Write the end of an attempt that failed for good."""
         if self._journal is not None:
-            self._journal.append({"answers": []} | self._entry("failed_attempt") | self._closing_fields())
-        self._steps, self._untrained, self._weights, self._written_tools, self._last_turn = [], [], [], (), None
+            self._journal.append(
+                {"answers": []} | self._entry("failed_attempt") | self._closing_fields()
+            )
+        self._steps, self._untrained, self._weights, self._written_tools, self._last_turn = (
+            [],
+            [],
+            [],
+            (),
+            None,
+        )
         self.observation, self.observation_changed, self.tools = NO_OBSERVATION, False, ()
 
     def close(self) -> None:
@@ -143,7 +158,11 @@ class EpisodeJournal:
     def _entry(self, name: str) -> dict[str, Any]:
         """Return an entry with what is new since the last one."""
         spans = self._trajectory.spans
-        entry: dict[str, Any] = {"e": name, "k": self._key, "spans": list(map(span_row, spans[self._written :]))}
+        entry: dict[str, Any] = {
+            "e": name,
+            "k": self._key,
+            "spans": list(map(span_row, spans[self._written :])),
+        }
         self._written = len(spans)
         if self._steps:
             entry["answers"], self._steps = self._steps, []
@@ -154,20 +173,39 @@ class EpisodeJournal:
         return entry
 
     def _closing_fields(self) -> dict[str, Any]:
-        """Return fields that no turn holds: an observation without a reply, tools without a turn, retries of the last step."""
-        fields = {} if self.observation is NO_OBSERVATION else {"said": observation_row(self.observation)}
+        """Return fields that no turn holds: an observation without a reply, tools without a turn,
+        retries of the last step."""
+        fields = (
+            {}
+            if self.observation is NO_OBSERVATION
+            else {"said": observation_row(self.observation)}
+        )
         if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
             fields["retries"] = self._last_turn.retries
-        return fields | self._tools_row(self.tools) if self.tools and self.tools is not self._written_tools else fields
+        return (
+            fields | self._tools_row(self.tools)
+            if self.tools and self.tools is not self._written_tools
+            else fields
+        )
 
     def _tools_row(self, tools: Sequence[Any]) -> dict[str, Any]:
         assert self._journal is not None
         previous, self._written_tools = self._written_tools, tools
-        return {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""} if tools or previous else {}
+        return (
+            {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""}
+            if tools or previous
+            else {}
+        )
 
 
 def _scores_row(value: Any) -> Any:
     if isinstance(value, Scores):
-        row = {"own": value.own, "turns": value.turns, "parts": value.parts, "metrics": value.metrics, "agents": value.agents}
+        row = {
+            "own": value.own,
+            "turns": value.turns,
+            "parts": value.parts,
+            "metrics": value.metrics,
+            "agents": value.agents,
+        }
         return {name: part for name, part in row.items() if part or name == "own"}
     return None if value is None else float(value)

@@ -1,5 +1,5 @@
-"""Garbage collection during rollouts: rare, because episodes have no reference cycles, but before those of user code fill the
-memory."""
+"""Garbage collection during rollouts: rare, because episodes have no reference cycles, but before
+those of user code fill the memory."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ _THRESHOLDS = _Thresholds()
 
 
 class GarbageWatch:
-    """Context in which young objects are collected when 250,000 are new, or when the process has grown by a quarter.
+    """Context in which young objects are collected when 250,000 are new, or when the
+    process has grown by a quarter.
 
-    Python collects them at every 700 allocations. This cost 8% of the rollout loop, since a collection visits every id of every
-    new record; the memory that cycles hold does not depend on their number.
+    Python collects them at every 700 allocations. This cost 8% of the rollout loop,
+    since a collection visits every id of every new record; the memory that cycles hold
+    does not depend on their number.
     """
 
     def __enter__(self) -> Self:
@@ -74,8 +76,11 @@ class GarbageWatch:
 
 
 def resident_bytes() -> int:
-    """Return the size of this process in memory; the peak, in units of the system, where there is no /proc."""
+    """Return the size of this process in memory; the peak, in units of the system,
+    where there is no /proc."""
     try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

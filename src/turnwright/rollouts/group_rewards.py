@@ -20,18 +20,25 @@ from turnwright.rollouts.timeouts import Deadline, Stop
 from turnwright.types import EpisodeKey, FailureKind, GroupKey, StopReason, Trajectory
 
 GroupReward = Callable[[Sequence[Trajectory]], Any]
-"""Takes the rewarded trajectories of a task; returns a number, `Scores` or None for each. Sync or async."""
+"""Takes the rewarded trajectories of a task; returns a number, `Scores` or None
+for each. Sync or async."""
 
 T = TypeVar("T")
 
 
 class GroupRewards:
-    """Holds finished episodes until their group is complete; only then are they closed in the journal."""
+    """Holds finished episodes until their group is complete; only then are they
+    closed in the journal."""
 
     def __init__(
-        self, keys: Sequence[EpisodeKey], threads: AbandonableThreads, seconds: float, stop: Stop | None = None
+        self,
+        keys: Sequence[EpisodeKey],
+        threads: AbandonableThreads,
+        seconds: float,
+        stop: Stop | None = None,
     ) -> None:
-        """`keys` are those of the episodes to be played that have a group reward, whose deadline is in `seconds`."""
+        """`keys` are those of the episodes to be played that have a group reward, whose
+        deadline is in `seconds`."""
         self._remaining = Counter(key.group for key in keys)
         self._finished: dict[GroupKey, list[Recorder]] = {}
         self._threads = threads
@@ -39,7 +46,8 @@ class GroupRewards:
         self._stop = stop
 
     async def episode_done(self, recorder: Recorder, reward: GroupReward | None) -> list[Recorder]:
-        """Add a finished episode; return the episodes to close: none before the last of a group, then all of them."""
+        """Add a finished episode; return the episodes to close: none before the last of a
+        group, then all of them."""
         if reward is None:
             return [recorder]
         group = recorder.trajectory.key.group
@@ -70,7 +78,11 @@ class GroupRewards:
             try:
                 added = reward_value(value, recorder, "the group's reward")
                 recorder.journal.reward("group", value)
-                trajectory.reward = None if added is None or trajectory.reward is None else trajectory.reward + added
+                trajectory.reward = (
+                    None
+                    if added is None or trajectory.reward is None
+                    else trajectory.reward + added
+                )
             except RewardError as error:
                 _fail(trajectory, error)
 
@@ -88,27 +100,40 @@ class GroupRewards:
             values = list(result)
         if len(values) != len(trajectories):
             raise RewardError(
-                f"the group's reward returned {result!r:.80} for {len(trajectories)} trajectories; return one value for each"
+                f"the group's reward returned {result!r:.80} for {len(trajectories)} trajectories; "
+                "return one value for each"
             )
         return values
 
-    async def _call(self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline) -> Any:
+    async def _call(
+        self, reward: GroupReward, trajectories: list[Trajectory], deadline: Deadline
+    ) -> Any:
         if iscoroutinefunction(reward):
             return await deadline.wait(reward(trajectories), self._seconds)
         result = await deadline.wait(self._threads.call(reward, trajectories), self._seconds)
         return await deadline.wait(result, self._seconds) if isawaitable(result) else result
 
 
-def complete_groups(keys: Sequence[EpisodeKey], recorded: Sequence[T | None], grouped: Sequence[bool]) -> list[T | None]:
-    """Return recorded episodes without those of incomplete groups, which have to be played again as a group."""
+def complete_groups(
+    keys: Sequence[EpisodeKey], recorded: Sequence[T | None], grouped: Sequence[bool]
+) -> list[T | None]:
+    """Return recorded episodes without those of incomplete groups, which have to be
+    played again as a group."""
     incomplete = {
-        key.group for key, value, is_grouped in zip(keys, recorded, grouped, strict=True) if is_grouped and value is None
+        key.group
+        for key, value, is_grouped in zip(keys, recorded, grouped, strict=True)
+        if is_grouped and value is None
     }
-    return [None if key.group in incomplete else value for key, value in zip(keys, recorded, strict=True)]
+    return [
+        None if key.group in incomplete else value
+        for key, value in zip(keys, recorded, strict=True)
+    ]
 
 
 def _fail(trajectory: Trajectory, error: Exception) -> None:
     failure = failure_of(error, "reward", len(trajectory.turns) - 1, trajectory.task.env)
     trajectory.error = trajectory.error or failure
     trajectory.reward = None
-    trajectory.stop = StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
+    trajectory.stop = (
+        StopReason.TIMEOUT if failure.kind == FailureKind.TIMEOUT else StopReason.REWARD_ERROR
+    )

@@ -1,14 +1,16 @@
 """Scheduler of asynchronous training: which groups enter, and which of them each step trains on.
 
-It needs neither a clock nor a tensor, so a simulation and a property test run the code of a training run. A bound on staleness
-is a promise about every group: one that enters at policy version `v` is trained at version `v + staleness` at the latest. Two
-rules keep it, for episodes of any length, without dropping one:
+It needs neither a clock nor a tensor, so a simulation and a property test run the code of a
+training run. A bound on staleness is a promise about every group: one that enters at policy version
+`v` is trained at version `v + staleness` at the latest. Two rules keep it, for episodes of any
+length, without dropping one:
 
-- Group `g` enters when `g // groups - version <= staleness`. So at version `n`, at most `groups * (staleness + 1)` groups that
-  entered are not trained yet.
-- A step takes the oldest complete groups, if every group that is left can still meet its deadline: at version `n`, at most
-  `groups * (d - n)` of the groups left have a deadline of `d` or earlier, for each `d` (earliest-deadline feasibility). Else it
-  waits. The oldest complete groups are those of the earliest deadlines, so no other batch is feasible when that one is not.
+- Group `g` enters when `g // groups - version <= staleness`. So at version `n`, at most
+  `groups * (staleness + 1)` groups that entered are not trained yet.
+- A step takes the oldest complete groups, if every group that is left can still meet its deadline:
+  at version `n`, at most `groups * (d - n)` of the groups left have a deadline of `d` or earlier,
+  for each `d` (earliest-deadline feasibility). Else it waits. The oldest complete groups are those
+  of the earliest deadlines, so no other batch is feasible when that one is not.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from turnwright.errors import UsageError
 class BatchScheduler:
     """Admits groups by number, from 0, and selects the batch of each step.
 
-    A caller loops over `admit` (when a place for an episode is free) and `complete`, and once per step over `take` and, after
-    the update, `advance`.
+    A caller loops over `admit` (when a place for an episode is free) and `complete`, and once per
+    step over `take` and, after the update, `advance`.
     """
 
     def __init__(self, groups: int, staleness: int, *, steps: int, refill: int = 0) -> None:
@@ -35,11 +37,14 @@ class BatchScheduler:
             refill: maximum replacements of a group.
 
         Raises:
-            UsageError: for a number of groups under 1, or a negative number of steps, staleness or refill.
+            UsageError: for a number of groups under 1, or a negative number of
+                steps, staleness or refill.
         """
         if groups < 1 or min(staleness, steps, refill) < 0:
             given = f"groups={groups}, staleness={staleness}, steps={steps}, refill={refill}"
-            raise UsageError(f"BatchScheduler({given}): groups must be at least 1, and the others at least 0")
+            raise UsageError(
+                f"BatchScheduler({given}): groups must be at least 1, and the others at least 0"
+            )
         self.groups, self.staleness, self.steps, self.refill = groups, staleness, steps, refill
         self.version = 0
         """Number of updates, which is the step that trains next."""
@@ -49,7 +54,8 @@ class BatchScheduler:
         self._taken = 0
         """Step after the last one whose batch was taken."""
         self._open: dict[int, int] = {}
-        """Policy version at the entry of each group that is in no batch yet, in the order of entry."""
+        """Policy version at the entry of each group that is in no batch
+        yet, in the order of entry."""
         self._complete: dict[int, None] = {}
         """Complete ones among them, in the order of completion."""
         self._carried: deque[int] = deque()
@@ -59,7 +65,8 @@ class BatchScheduler:
     def admit(self) -> int | None:
         """Return the next group to play, or None until the next `advance`.
 
-        After `restore` the unfinished groups of the earlier process come first, each at its own version or a later one.
+        After `restore` the unfinished groups of the earlier process come first, each at its
+        own version or a later one.
         """
         if self._carried:
             return self._carried.popleft() if self._open[self._carried[0]] <= self.version else None
@@ -84,7 +91,8 @@ class BatchScheduler:
             self._refills.pop(group, None)
 
     def replace(self, group: int, reason: str) -> bool:
-        """Count a replacement of a group by other episodes, which keep its deadline; False if it had all its replacements."""
+        """Count a replacement of a group by other episodes, which keep its deadline; False if it
+        had all its replacements."""
         if group not in self._open or self._refills[group] >= self.refill:
             return False
         self._refills[group] += 1
@@ -97,16 +105,24 @@ class BatchScheduler:
         A step that an earlier process trained has its batch `known`.
 
         Raises:
-            UsageError: when the batch of this version was taken already, or all steps were; for a `known` batch of another run.
+            UsageError: when the batch of this version was taken already, or all steps were; for a
+                `known` batch of another run.
         """
         if not self._taken <= self.version < self.steps:
-            taken = f"of step {self.version}" if self.version < self.steps else f"of the last of {self.steps} steps"
-            raise UsageError(f"BatchScheduler.take: the batch {taken} was taken already; call advance() after each update")
+            taken = (
+                f"of step {self.version}"
+                if self.version < self.steps
+                else f"of the last of {self.steps} steps"
+            )
+            raise UsageError(
+                f"BatchScheduler.take: the batch {taken} was taken already; call advance() after "
+                "each update"
+            )
         batch = self._select(self.version) if known is None else list(known)
         if unknown := [group for group in batch or () if group not in self._open]:
             raise UsageError(
-                f"BatchScheduler.take: groups {unknown} of step {self.version} did not enter or were trained before: the "
-                "journal is of another run or incomplete; start a new run"
+                f"BatchScheduler.take: groups {unknown} of step {self.version} did not enter or "
+                "were trained before: the journal is of another run or incomplete; start a new run"
             )
         if batch is None or not all(group in self._complete for group in batch):
             return None
@@ -125,9 +141,15 @@ class BatchScheduler:
     def _feasible(self, batch: Iterable[int], version: int) -> bool:
         """Whether the groups left after a batch can all be trained by their deadlines."""
         chosen = set(batch)
-        deadlines = [entry + self.staleness for group, entry in self._open.items() if group not in chosen]
-        # In the order of entry, deadlines ascend: the i-th group left is trained in step version + 1 + i // groups or earlier.
-        return all(version + 1 + number // self.groups <= deadline for number, deadline in enumerate(deadlines))
+        deadlines = [
+            entry + self.staleness for group, entry in self._open.items() if group not in chosen
+        ]
+        # In the order of entry, deadlines ascend: the i-th group left is trained in step version +
+        # 1 + i // groups or earlier.
+        return all(
+            version + 1 + number // self.groups <= deadline
+            for number, deadline in enumerate(deadlines)
+        )
 
     def advance(self) -> None:
         """Count an update.
@@ -136,14 +158,17 @@ class BatchScheduler:
             UsageError: when the batch of this version was not taken.
         """
         if self._taken != self.version + 1:
-            raise UsageError(f"BatchScheduler.advance: the batch of step {self.version} was not taken")
+            raise UsageError(
+                f"BatchScheduler.advance: the batch of step {self.version} was not taken"
+            )
         self.version += 1
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue the run of an earlier process before the step `state["version"]`.
 
-        `open` has the groups that entered and are in no batch of an earlier step, as pairs of group and policy version at its
-        entry. They enter again. Steps that the earlier process trained get their batch by `take(known)`.
+        `open` has the groups that entered and are in no batch of an earlier step, as pairs of group
+        and policy version at its entry. They enter again. Steps that the earlier process trained
+        get their batch by `take(known)`.
 
         Raises:
             UsageError: when the state contradicts itself.
@@ -155,6 +180,7 @@ class BatchScheduler:
         last = max(self._open, default=0)
         if last >= max(self._next, 1):
             raise UsageError(
-                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups and {len(self._open)} open groups are "
-                f"not all those up to {last}: the state is of another run, or rollout.groups changed"
+                f"BatchScheduler.restore: {self._taken} batches of {self.groups} groups and "
+                f"{len(self._open)} open groups are not all those up to {last}: the state is of "
+                "another run, or rollout.groups changed"
             )

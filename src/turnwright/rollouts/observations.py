@@ -20,18 +20,26 @@ Render = Callable[[tuple[Message, ...]], Extend | Branch]
 
 
 def truncate_messages(
-    renderer: Renderer, messages: tuple[Message, ...], render: Render, rendered: Extend | Branch, limit: int
+    renderer: Renderer,
+    messages: tuple[Message, ...],
+    render: Render,
+    rendered: Extend | Branch,
+    limit: int,
 ) -> tuple[tuple[Message, ...], Extend | Branch, int]:
-    """Truncate the longest texts so that messages render to at most `limit` ids; `rendered` is their current rendering.
+    """Truncate the longest texts so that messages render to at most `limit` ids; `rendered` is
+    their current rendering.
 
-    Ids that the template adds are never truncated; if they leave no budget for text, only the truncation markers remain.
-    Return the messages, their rendering, and the number of truncated text ids.
+    Ids that the template adds are never truncated; if they leave no budget for text,
+    only the truncation markers remain. Return the messages, their rendering, and the
+    number of truncated text ids.
     """
     texts = [renderer.encode(message.text) for message in messages]
     text_budget = limit - (size_of(renderer, messages, rendered) - sum(map(len, texts)))
     while True:
         share = _share([len(ids) for ids in texts], text_budget)
-        kept = tuple(_truncated(renderer, m, ids, share) for m, ids in zip(messages, texts, strict=True))
+        kept = tuple(
+            _truncated(renderer, m, ids, share) for m, ids in zip(messages, texts, strict=True)
+        )
         rendered = render(kept)
         over = size_of(renderer, kept, rendered) - limit
         if over <= 0 or share == 0:
@@ -40,7 +48,8 @@ def truncate_messages(
 
 
 def size_of(renderer: Renderer, messages: Sequence[Message], rendered: Extend | Branch) -> int:
-    """Return the size of an observation in ids: all appended ids, or only its texts where the history is rendered again."""
+    """Return the size of an observation in ids: all appended ids, or only its texts where the
+    history is rendered again."""
     if isinstance(rendered, Extend):
         return len(rendered.ids)
     return sum(len(renderer.encode(message.text)) for message in messages)
@@ -54,7 +63,8 @@ def _truncated(renderer: Renderer, message: Message, ids: Sequence[int], limit: 
 
 
 def _share(sizes: Sequence[int], budget: int) -> int:
-    """Return the largest share such that texts truncated to it have at most `budget` ids in total."""
+    """Return the largest share such that texts truncated to it have at most
+    `budget` ids in total."""
     left = max(0, budget)
     for number, size in enumerate(sorted(sizes)):
         share = left // (len(sizes) - number)
@@ -65,9 +75,11 @@ def _share(sizes: Sequence[int], budget: int) -> int:
 
 
 class MediaIntake:
-    """Stores images and videos of messages, or replaces them by alt text where the renderer has no vision processor.
+    """Stores images and videos of messages, or replaces them by alt text where the renderer
+    has no vision processor.
 
-    An instance of `of_episode` also counts them. The limits count images and videos together; None sets none.
+    An instance of `of_episode` also counts them. The limits count images and videos
+    together; None sets none.
     """
 
     def __init__(
@@ -87,15 +99,19 @@ class MediaIntake:
         self._count = 0
 
     def of_episode(self, *, blank: bool = False) -> MediaIntake:
-        """Return an intake with the same store and limits, and a count of its own; `blank` makes every image gray."""
-        return MediaIntake(self.store, self._renderer, self._max_per_observation, self._max_per_episode, blank)
+        """Return an intake with the same store and limits, and a count of its own; `blank`
+        makes every image gray."""
+        return MediaIntake(
+            self.store, self._renderer, self._max_per_observation, self._max_per_episode, blank
+        )
 
     def reset(self) -> None:
         """Reset the count for another attempt."""
         self._count = 0
 
     def take_in(self, messages: tuple[Message, ...], *, final: bool = False) -> tuple[Message, ...]:
-        """Return an observation as the model receives it. With a vision model this decodes images, so run it in a thread.
+        """Return an observation as the model receives it. With a vision model this decodes
+        images, so run it in a thread.
 
         With `final`, no model reads them, and an image without alt text becomes `[image]`.
         """
@@ -106,7 +122,10 @@ class MediaIntake:
             return media_as_text(messages, strict=not final)
         count = count_media(messages)
         if count > self._max_per_observation:
-            raise MediaError(f"{count} images in one observation; at most {self._max_per_observation} (limits.images)")
+            raise MediaError(
+                f"{count} images in one observation; at most {self._max_per_observation} "
+                "(limits.images)"
+            )
         return store_media(messages, self.store, blank=self._blank)
 
     def check(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
@@ -114,23 +133,31 @@ class MediaIntake:
         return store_media(messages, self.store, blank=self._blank)
 
     def count(self, messages: Sequence[Message]) -> None:
-        """Count the media of messages from `take_in`; raise `MediaError` above the episode's limit."""
+        """Count the media of messages from `take_in`; raise `MediaError`
+        above the episode's limit."""
         self._count += count_media(messages)
         if self._max_per_episode is not None and self._count > self._max_per_episode:
-            raise MediaError(f"{self._count} images in one episode; at most {self._max_per_episode} (limits.episode_images)")
+            raise MediaError(
+                f"{self._count} images in one episode; at most {self._max_per_episode} "
+                "(limits.episode_images)"
+            )
 
 
 class AgentMediaIntake:
-    """Stores media in the messages of an agent function: in a thread, and each `Image` or `Video` object once."""
+    """Stores media in the messages of an agent function: in a thread, and each `Image`
+    or `Video` object once."""
 
     def __init__(self, intake: MediaIntake, seconds: float) -> None:
         self._intake = intake
         self._seconds = seconds
         self._stored: dict[int, tuple[weakref.ref[Image | Video], ContentPart]] = {}
         self._without_media: tuple[Message, ...] = ()
-        """The last conversation without media; the next one mostly begins with the same objects, which are not read again."""
+        """The last conversation without media; the next one mostly begins with the same objects,
+        which are not read again."""
 
-    async def __call__(self, messages_or_ids: Messages | Sequence[int]) -> tuple[Message, ...] | list[int]:
+    async def __call__(
+        self, messages_or_ids: Messages | Sequence[int]
+    ) -> tuple[Message, ...] | list[int]:
         """Return messages as the model receives them; ids are returned unchanged."""
         single = isinstance(messages_or_ids, (str, Message, Mapping)) or is_media(messages_or_ids)
         items: list[Any] = [] if single else list(messages_or_ids)  # type: ignore[arg-type]
@@ -154,21 +181,36 @@ class AgentMediaIntake:
             seconds = self._seconds
             deadline = Deadline(seconds)
             try:
-                stored = iter(await deadline.wait(run_in_thread(intake.take_in, {"messages": raw}, "images"), seconds))
+                stored = iter(
+                    await deadline.wait(
+                        run_in_thread(intake.take_in, {"messages": raw}, "images"), seconds
+                    )
+                )
             finally:
                 deadline.close()
-            replaced = tuple(self._record(message, next(stored)) if message.has_raw_media else message for message in replaced)
+            replaced = tuple(
+                self._record(message, next(stored)) if message.has_raw_media else message
+                for message in replaced
+            )
         return intake.check(replaced)  # the store may lack foreign references
 
     def _replace_stored(self, message: Message) -> Message:
-        return replace(message, content=tuple(map(self._stored_part, message.content))) if message.has_raw_media else message
+        return (
+            replace(message, content=tuple(map(self._stored_part, message.content)))
+            if message.has_raw_media
+            else message
+        )
 
     def _stored_part(self, part: ContentPart) -> ContentPart:
         old, ref = self._stored.get(id(part), (None, part))
         return ref if old is not None and old() is part else part
 
     def _record(self, raw: Message, stored: Message) -> Message:
-        new = [(old, ref) for old, ref in zip(raw.content, stored.content, strict=True) if isinstance(old, (Image, Video))]
+        new = [
+            (old, ref)
+            for old, ref in zip(raw.content, stored.content, strict=True)
+            if isinstance(old, (Image, Video))
+        ]
         self._stored |= {id(old): (weakref.ref(old), ref) for old, ref in new}
         self._intake.count([replace(stored, content=tuple(ref for _, ref in new))])
         return stored
@@ -176,4 +218,6 @@ class AgentMediaIntake:
 
 def count_media(messages: Sequence[Message]) -> int:
     """Return the number of images and videos in messages."""
-    return sum(is_media(part) for m in messages if not isinstance(m.content, str) for part in m.content)
+    return sum(
+        is_media(part) for m in messages if not isinstance(m.content, str) for part in m.content
+    )

@@ -1,4 +1,5 @@
-"""Playing episodes again that something outside of them failed: a killed process, an outage, a missed deadline.
+"""Playing episodes again that something outside of them failed: a killed process, an
+outage, a missed deadline.
 
 Whatever plays the episodes of a run (demonstrations, gates, evaluations, training, on this machine
 or by workers) plays them through `play_again`, so that neither an outage nor the death of a child
@@ -29,7 +30,8 @@ default waits, 15 seconds.
 
 
 def may_pass(trajectory: Trajectory) -> bool:
-    """Return whether the environment, the engine or a deadline failed an episode, so that a retry may succeed."""
+    """Return whether the environment, the engine or a deadline failed an episode, so
+    that a retry may succeed."""
     error, stop = trajectory.error, trajectory.stop
     return stop is not None and stop.failed and error is not None and passing(error)
 
@@ -76,8 +78,8 @@ async def play_again(
         episodes: the episodes, of which `playing` is the first play.
         playing: the first play, which may have begun already.
         play: plays some of the episodes again.
-        max_retries: maximum repetitions of an episode that its environment, its engine or a deadline
-            failed. The death of a process counts apart, `MAX_DEATHS` for each episode.
+        max_retries: maximum repetitions of an episode that its environment, its engine or a
+            deadline failed. The death of a process counts apart, `MAX_DEATHS` for each episode.
         accepted: episodes whose failure is final, since the run went on without them.
         on_failed_play: receives each play that another one replaces.
     """
@@ -116,6 +118,8 @@ def _repeated(
     groups = {key.group for key in failed}
 
     def is_repeated(episode: EpisodeSpec) -> bool:
-        return episode.key in failed or (episode.group_reward is not None and episode.key.group in groups)
+        return episode.key in failed or (
+            episode.group_reward is not None and episode.key.group in groups
+        )
 
     return [number for number, episode in enumerate(episodes) if is_repeated(episode)]

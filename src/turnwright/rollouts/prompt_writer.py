@@ -31,9 +31,9 @@ from turnwright.types import (
 class PromptWriter:
     """Opens the conversations of an episode, and appends to them what is not sampled.
 
-    An observation follows a reply as messages (`append_observation`), inside the reply's own message
-    (`insert`), or in a conversation that it replaces (`rewrite`). Where a renderer cannot append,
-    the path branches off at an earlier position, and the reason is counted.
+    An observation follows a reply as messages (`append_observation`), inside the reply's own
+    message (`insert`), or in a conversation that it replaces (`rewrite`). Where a renderer cannot
+    append, the path branches off at an earlier position, and the reason is counted.
     """
 
     def __init__(
@@ -52,15 +52,21 @@ class PromptWriter:
         self._budget = budget
         self._journal = journal
 
-    def open(self, messages: Sequence[Message], tools: Tools, agent: str, seed: int) -> ConversationPath:
+    def open(
+        self, messages: Sequence[Message], tools: Tools, agent: str, seed: int
+    ) -> ConversationPath:
         """Start a conversation; `seed` is that of its calls."""
         self._journal.offer(tools)
         prompt = self.render_conversation(messages, (), tools)
-        path = ConversationPath(self._trajectory, -1, [], list(messages), tools, agent, seed, self._history)
+        path = ConversationPath(
+            self._trajectory, -1, [], list(messages), tools, agent, seed, self._history
+        )
         path.append(Origin.PROMPT, prompt.ids, prompt.media)
         return path
 
-    def render_conversation(self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools) -> Extend:
+    def render_conversation(
+        self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools
+    ) -> Extend:
         """Render the prompt of a conversation that extends no recorded path."""
         prompt = render_from_scratch(self._history, self._renderer, messages, replies, tools)
         count_rendered(self._trajectory, prompt)
@@ -75,25 +81,32 @@ class PromptWriter:
     def render_observation(
         self, path: ConversationPath, messages: tuple[Message, ...]
     ) -> tuple[Extend | Branch, tuple[Message, ...]]:
-        """Render an observation, truncated to the limit; a worker thread may, the path is unchanged."""
+        """Render an observation, truncated to the limit; a worker thread may,
+        the path is unchanged."""
         render = partial(render_next, path.history, self._renderer, path.conversation)
         messages, rendered = self._truncated(messages, render)
         return rendered, messages
 
-    def _truncated(self, messages: tuple[Message, ...], render: Render) -> tuple[tuple[Message, ...], Extend | Branch]:
+    def _truncated(
+        self, messages: tuple[Message, ...], render: Render
+    ) -> tuple[tuple[Message, ...], Extend | Branch]:
         """Return messages truncated to `limits.observation_tokens`, and what they render to."""
         rendered = render(messages)
         limit = self._limits.observation_tokens
         if limit is None or size_of(self._renderer, messages, rendered) <= limit:
             return messages, rendered
 
-        messages, rendered, cut = truncate_messages(self._renderer, messages, render, rendered, limit)
+        messages, rendered, cut = truncate_messages(
+            self._renderer, messages, render, rendered, limit
+        )
         if cut:
             self._journal.mark_changed()
             add_counts(self._trajectory, "observation_tokens_cut", by=cut)
         return messages, rendered
 
-    def append(self, path: ConversationPath, rendered: Extend | Branch, messages: tuple[Message, ...] = ()) -> None:
+    def append(
+        self, path: ConversationPath, rendered: Extend | Branch, messages: tuple[Message, ...] = ()
+    ) -> None:
         """Append rendered ids to a path, or branch off at an earlier position.
 
         Raises `LimitReached` for an observation over `limits.episode_tokens`, which is not
@@ -111,12 +124,16 @@ class PromptWriter:
             if starts is None:
                 ends = [reply.start + len(reply.ids) for reply in path.replies]
                 starts = tuple(
-                    reply.start if end <= rendered.keep else -1 for reply, end in zip(path.replies, ends, strict=True)
+                    reply.start if end <= rendered.keep else -1
+                    for reply, end in zip(path.replies, ends, strict=True)
                 )
         else:
             close = rendered.close
         if starts is not None:
-            path.replies = [reply._replace(start=start) for reply, start in zip(path.replies, starts, strict=True)]
+            path.replies = [
+                reply._replace(start=start)
+                for reply, start in zip(path.replies, starts, strict=True)
+            ]
 
         # What the template writes to close the reply has an origin of its own.
         ids, media = rendered.ids, rendered.media
@@ -199,13 +216,17 @@ class PromptWriter:
     # Observations that replace the conversation
 
     def rewrite(self, path: ConversationPath, history: NewHistory) -> None:
-        """Go on with another conversation, as a branch from where its ids part from those of the path.
+        """Go on with another conversation, as a branch from where its ids
+        part from those of the path.
 
         Raises `EnvError` for indices that the conversation does not have, for one that begins with
         a reply, and within a message of the model (`rollout.history = "inline"`).
         """
         if self._history == "inline":
-            raise EnvError('NewHistory needs messages; with rollout.history = "inline" the conversation is one message')
+            raise EnvError(
+                'NewHistory needs messages; with rollout.history = "inline" the conversation is '
+                "one message"
+            )
         history.check(len(path.messages))
 
         replies_by_message = {reply.message: reply for reply in path.replies}
@@ -214,7 +235,9 @@ class PromptWriter:
         for item in history.messages:
             if isinstance(item, int) and item in replies_by_message:
                 if not messages:
-                    raise EnvError("NewHistory begins with a reply; keep or write a message before it")
+                    raise EnvError(
+                        "NewHistory begins with a reply; keep or write a message before it"
+                    )
                 reply = replies_by_message[item]
                 replies.append(reply._replace(message=len(messages), start=-1))
             messages.append(path.messages[item] if isinstance(item, int) else item)

@@ -1,4 +1,5 @@
-"""Record of one episode: what is asked, sampled and observed, in the journal before anything can fail on it."""
+"""Record of one episode: what is asked, sampled and observed, in the journal before
+anything can fail on it."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ class Recorder:
         self._run_seed = seed
         self._sampling = settings.sampling
         self._distribution = distribution_of(self._sampling, frozenset(renderer.banned_ids))
-        self._budget = Budget(settings.limits, max_turns=settings.max_turns, context=settings.context)
+        self._budget = Budget(
+            settings.limits, max_turns=settings.max_turns, context=settings.context
+        )
         self._effects = settings.rules.effects
         self.context = self._budget.context
         """Maximum ids of prompt and reply; None where neither the limits nor the engine set one."""
@@ -109,9 +112,13 @@ class Recorder:
         trajectory.template = renderer.fingerprint
         self.journal = journal or EpisodeJournal(None, trajectory)
         self.journal.open()
-        self.prompts = PromptWriter(trajectory, renderer, settings.history, settings.limits, self._budget, self.journal)
+        self.prompts = PromptWriter(
+            trajectory, renderer, settings.history, settings.limits, self._budget, self.journal
+        )
         self.retries = Retries(settings.rules, trajectory, episode_seed(seed, trajectory.key))
-        self._sampler = ReplySampler(trajectory, engine, renderer, settings, self._budget, self.retries, place)
+        self._sampler = ReplySampler(
+            trajectory, engine, renderer, settings, self._budget, self.retries, place
+        )
         self._begin_attempt(trajectory.key)
 
         self.resumed = resumed or ResumedTurns()
@@ -121,7 +128,9 @@ class Recorder:
             if event["e"] == "failed_attempt":
                 self._begin_attempt(replace(self._key, attempt=self._key.attempt + 1))
         if self._effects and self.resumed.left and self.resumed.state is None:
-            self.restart_attempt(ResumeDiffers("its environment has effects, and no state of it was recorded"))
+            self.restart_attempt(
+                ResumeDiffers("its environment has effects, and no state of it was recorded")
+            )
 
     # The episode
 
@@ -139,7 +148,8 @@ class Recorder:
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """Phases with their starts, in order; consecutive equal phases are one. Empty unless kept."""
+        """Phases with their starts, in order; consecutive equal phases are
+        one. Empty unless kept."""
         merged: list[tuple[str, float]] = []
         for name, start in self._phases or ():
             if not merged or merged[-1][0] != name:
@@ -165,11 +175,14 @@ class Recorder:
         if max_turns is None:
             return
         if isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1:
-            raise EnvError(f"max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or None")
+            raise EnvError(
+                f"max_turns is {max_turns!r:.80}; it must be an integer of at least 1, or None"
+            )
         self._budget.limit_turns(max_turns)
 
     def set_on_turn_length(self, handling: OnTurnLength | None) -> None:
-        """Apply the handling of truncated replies that an environment sets, `Env.on_turn_length`."""
+        """Apply the handling of truncated replies that an environment sets,
+        `Env.on_turn_length`."""
         if handling not in (None, "stop", "continue"):
             raise EnvError(f'on_turn_length is {handling!r:.80}; write "stop", "continue" or None')
         if handling is not None:
@@ -180,11 +193,15 @@ class Recorder:
         special = self.renderer.special_ids
         return self.renderer.decode([i for i in ids if i not in special])
 
-    def open(self, messages: Sequence[Message], tools: Tools = (), agent: str = "main") -> ConversationPath:
+    def open(
+        self, messages: Sequence[Message], tools: Tools = (), agent: str = "main"
+    ) -> ConversationPath:
         """Start a conversation."""
         return self.prompts.open(messages, tools, agent, self.seed)
 
-    def record_step(self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float) -> None:
+    def record_step(
+        self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float
+    ) -> None:
         """Record the environment's reward and info for a turn, on the disk before the next turn."""
         record = self.trajectory.turns[turn]
         if info:
@@ -384,14 +401,19 @@ class Recorder:
         path.replied(number, turn.message, tuple(ids), start)
         return turn
 
-    def _limit_of(self, turn: Turn, reply: PathReply, cause: StopReason | None) -> LimitReached | None:
-        """Return the limit that a reply itself breaks; None if the conversation may go on after it."""
+    def _limit_of(
+        self, turn: Turn, reply: PathReply, cause: StopReason | None
+    ) -> LimitReached | None:
+        """Return the limit that a reply itself breaks; None if the
+        conversation may go on after it."""
         if not self.renderer.invalid_ids.isdisjoint(reply.ids):
             banned_ids = self.renderer.banned_ids
             banned = next((at for at, i in enumerate(reply.ids) if i in banned_ids), None)
             if banned is not None:
                 self.journal.mark_untrained(turn.spans, turn.context + banned, BANNED)
-            return LimitReached(StopReason.INVALID_TOKEN, "the reply contains a misplaced control token")
+            return LimitReached(
+                StopReason.INVALID_TOKEN, "the reply contains a misplaced control token"
+            )
 
         if reply.generation.finish != "length" or cause is None:
             return None

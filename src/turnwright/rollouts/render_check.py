@@ -16,7 +16,13 @@ from turnwright.records.run_dir import JsonLines, read_json_lines
 from turnwright.records.serialization import key_row
 from turnwright.renderers import Renderer
 from turnwright.renderers.chat_renderer import ChatRenderer
-from turnwright.renderers.full_render import CAUSES, BuiltConversation, OriginRun, RenderDifference, compare_with_render
+from turnwright.renderers.full_render import (
+    CAUSES,
+    BuiltConversation,
+    OriginRun,
+    RenderDifference,
+    compare_with_render,
+)
 from turnwright.rollouts.counts import add_counts
 from turnwright.rollouts.recorder import Recorder
 from turnwright.types import Trajectory
@@ -31,7 +37,8 @@ Sanity = Literal["strict", "ignore_strippable", "off", "disable"]
 
 
 class RenderCheck:
-    """Compares finished episodes, counts differences by cause, warns once, and stores the first report of each cause."""
+    """Compares finished episodes, counts differences by cause, warns once, and stores the first
+    report of each cause."""
 
     def __init__(
         self,
@@ -40,7 +47,8 @@ class RenderCheck:
         share: SanityShare = SHARE,
         directory: Path | None = None,
     ) -> None:
-        """Only a renderer with a chat template is checked; `directory` is the run's, for `sanity.jsonl`."""
+        """Only a renderer with a chat template is checked; `directory` is the
+        run's, for `sanity.jsonl`."""
         if level not in ("strict", "ignore_strippable", "off", "disable"):
             raise UsageError(f'sanity is "strict", "ignore_strippable" or "off", not {level!r}')
         why = sanity_share_error(share)
@@ -71,7 +79,9 @@ class RenderCheck:
             return
         trajectory = recorder.trajectory
         for turn in self._turns(trajectory):
-            built = built_conversation(trajectory, turn, recorder.tools_by_turn[turn], history=recorder.history)
+            built = built_conversation(
+                trajectory, turn, recorder.tools_by_turn[turn], history=recorder.history
+            )
             assert self._renderer is not None
             level: Any = self._level
             try:
@@ -95,19 +105,28 @@ class RenderCheck:
         if not self._warned and difference.cause not in _BY_DESIGN:
             self._warned = True
             key = trajectory.key
-            with suppress(UserWarning):  # the check never fails an episode, even if warnings are errors
+            with suppress(
+                UserWarning
+            ):  # the check never fails an episode, even if warnings are errors
                 warnings.warn(
-                    f"the ids of an episode differ from a full render of its conversation ({difference.cause}, "
-                    f"turn {difference.turn + 1} of {key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
+                    "the ids of an episode differ from a full render of its conversation "
+                    f"({difference.cause}, "
+                    f"turn {difference.turn + 1} of "
+                    f"{key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
                     f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
-                    "What was sampled is trained as it is, so nothing has to change here; a server of chats that renders the "
-                    "conversation again has other ids than the policy learned from. Other differences are only counted "
+                    "What was sampled is trained as it is, so nothing has to change here; a "
+                    "server of chats that renders the "
+                    "conversation again has other ids than the policy learned from. Other "
+                    "differences are only counted "
                     '(render_mismatch_*); sanity = "ignore_strippable" or "off" checks less.',
                     stacklevel=1,
                 )
         if difference.cause in self.reports:
             return
-        row = asdict(difference) | {"sentence": CAUSES[difference.cause], "key": key_row(trajectory.key)}
+        row = asdict(difference) | {
+            "sentence": CAUSES[difference.cause],
+            "key": key_row(trajectory.key),
+        }
         self.reports[difference.cause] = row
         if self._path is not None:
             lines = JsonLines(self._path)
@@ -116,11 +135,14 @@ class RenderCheck:
 
 
 def recorded_settings(level: Sanity, share: SanityShare) -> tuple[Sanity, str, float]:
-    """Return what the journal has of the settings: level, `turn` or `episode`, and the share of episodes as a number."""
+    """Return what the journal has of the settings: level, `turn` or `episode`, and the share of
+    episodes as a number."""
     return (level, "turn", 1.0) if share == "turns" else (level, "episode", share)
 
 
-def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append") -> BuiltConversation:
+def built_conversation(
+    trajectory: Trajectory, turn: int, tools: Any = (), *, history: Any = "append"
+) -> BuiltConversation:
     """Return a conversation of a trajectory, up to and including the reply of a turn.
 
     Messages that a policy of `history` dropped or an edit changed cannot be distinguished here.
@@ -137,6 +159,18 @@ def built_conversation(trajectory: Trajectory, turn: int, tools: Any = (), *, hi
     finish = {number: one.finish for number, one in enumerate(trajectory.turns)}
     neutralised = bool(trajectory.metrics.get("neutralised"))
     inline = history == "inline"
-    rewritten = history != "template" and (bool(trajectory.branches) or history not in ("append", "inline"))
+    rewritten = history != "template" and (
+        bool(trajectory.branches) or history not in ("append", "inline")
+    )
     placed = trajectory.media_placements(leaf)
-    return BuiltConversation(ids, pieces, trajectory.conversation(turn), tools, finish, neutralised, inline, rewritten, placed)
+    return BuiltConversation(
+        ids,
+        pieces,
+        trajectory.conversation(turn),
+        tools,
+        finish,
+        neutralised,
+        inline,
+        rewritten,
+        placed,
+    )

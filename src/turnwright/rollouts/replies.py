@@ -1,4 +1,5 @@
-"""Replies: sampled in as many calls as it takes, or taken from a record; their text, and their spans."""
+"""Replies: sampled in as many calls as it takes, or taken from a record; their
+text, and their spans."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from turnwright.rollouts.episode_settings import EpisodeSettings
 from turnwright.rollouts.resume import recorded_generation
 from turnwright.rollouts.retries import Retries
 from turnwright.rollouts.timeouts import Deadline, EpisodePlace
-from turnwright.types import ContentPart, Message, Origin, SamplingDistribution, Span, Trajectory, Turn
+from turnwright.types import (
+    ContentPart,
+    Message,
+    Origin,
+    SamplingDistribution,
+    Span,
+    Trajectory,
+    Turn,
+)
 
 _MAX_ABORTS = 100
 """Consecutive aborted calls without a new id, after which the engine counts as broken."""
@@ -130,7 +139,9 @@ class ReplySampler:
             accepted += generation.accepted
             if generation.ids:
                 start = len(path.ids)
-                sampled = reply_spans(generation, self._trajectory, start, path.agent, order.distribution)
+                sampled = reply_spans(
+                    generation, self._trajectory, start, path.agent, order.distribution
+                )
                 spans += [path.add(span) for span in sampled]
                 self._budget.used += len(generation.ids)
 
@@ -141,14 +152,18 @@ class ReplySampler:
                 break
             aborts = 0 if generation.ids else aborts + 1
             if aborts > _MAX_ABORTS:
-                raise EngineError(f"the engine aborted {aborts} calls in a row without sampling anything")
+                raise EngineError(
+                    f"the engine aborted {aborts} calls in a row without sampling anything"
+                )
 
         if isinstance(reply, Exception):
             raise reply
         generation.drafted, generation.accepted = drafted, accepted
         return PathReply(reply, ids, tuple(spans), generation, failed)
 
-    def repeat(self, path: ConversationPath, recorded: RecordedTurn, stop: StopText | None) -> PathReply:
+    def repeat(
+        self, path: ConversationPath, recorded: RecordedTurn, stop: StopText | None
+    ) -> PathReply:
         """Add the spans of a recorded turn to a path, as if its reply had just been sampled."""
         path.calls += 1
         self.calls = max(self.calls, recorded.call + 1)
@@ -164,7 +179,9 @@ class ReplySampler:
         message = read_reply(self._renderer, path, stop, ids)
         return PathReply(message, ids, tuple(spans), generation, recorded.tries)
 
-    def _request(self, path: ConversationPath, order: ReplyOrder, ids: Sequence[int], extras_from: int) -> Request:
+    def _request(
+        self, path: ConversationPath, order: ReplyOrder, ids: Sequence[int], extras_from: int
+    ) -> Request:
         """Return the request for the rest of a reply that has `ids`."""
         stop = order.stop
         return Request(
@@ -223,26 +240,36 @@ class ReplySampler:
 
 
 def reply_text(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> str:
-    """Decode all text of sampled ids, thinking and calls included, without the end token; `inside` as `reply_decoder`."""
-    return reply_decoder(renderer, inside)(ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids)
+    """Decode all text of sampled ids, thinking and calls included, without the end token;
+    `inside` as `reply_decoder`."""
+    return reply_decoder(renderer, inside)(
+        ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
+    )
 
 
 def reply_decoder(renderer: Renderer, inside: bool) -> Decode:
-    """Return a function that decodes sampled ids; with `inside`, they continue a message and keep a leading space."""
+    """Return a function that decodes sampled ids; with `inside`, they continue a message and
+    keep a leading space."""
     if not inside:
         return renderer.decode
-    before = renderer.encode("x")  # tokenizers with word-start marks drop the space that a text begins with
+    before = renderer.encode(
+        "x"
+    )  # tokenizers with word-start marks drop the space that a text begins with
     skip = len(renderer.decode(before))
     return lambda ids: renderer.decode([*before, *ids])[skip:]
 
 
-def read_reply(renderer: Renderer, path: ConversationPath, stop: StopText | None, ids: Sequence[int]) -> Message:
+def read_reply(
+    renderer: Renderer, path: ConversationPath, stop: StopText | None, ids: Sequence[int]
+) -> Message:
     """Parse a reply, its text cut after a stop text; the ids are unchanged."""
     inside = path.inserted is not None
     if stop is None and not inside:
         return renderer.parse(ids, path.tools)
     text = reply_text(renderer, ids, inside=inside)
-    return renderer.parse(ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None)
+    return renderer.parse(
+        ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None
+    )
 
 
 def grown_message(
@@ -266,8 +293,11 @@ def grown_message(
     return with_placed_media(replace(message, tool_calls=calls), renderer, path, start)
 
 
-def with_placed_media(message: Message, renderer: Renderer, path: ConversationPath, start: int) -> Message:
-    """Return a reply with the images and videos placed since position `start` in its content, in place of their text."""
+def with_placed_media(
+    message: Message, renderer: Renderer, path: ConversationPath, start: int
+) -> Message:
+    """Return a reply with the images and videos placed since position `start` in its content,
+    in place of their text."""
     placed = [block for block in path.placed if block.start >= start]
     if not placed or not isinstance(message.content, str) or renderer.vision is None:
         return message
@@ -281,34 +311,74 @@ def with_placed_media(message: Message, renderer: Renderer, path: ConversationPa
         first, end = block.start, block.end
         while first > after_last and path.ids[first - 1] in placeholders:
             first -= 1
-        while end < len(path.ids) and path.ids[end] in placeholders and end not in [other.start for other in placed]:
+        while (
+            end < len(path.ids)
+            and path.ids[end] in placeholders
+            and end not in [other.start for other in placed]
+        ):
             end += 1
         before, found, after = rest.partition(renderer.decode(path.ids[first:end]))
         if found:  # else it is in the reasoning, or cut by a stop text
             parts += [before, block.media]
             rest, after_last = after, end
-    return replace(message, content=tuple(part for part in (*parts, rest) if part != "")) if parts else message
+    return (
+        replace(message, content=tuple(part for part in (*parts, rest) if part != ""))
+        if parts
+        else message
+    )
 
 
 def reply_spans(
-    generation: Generation, trajectory: Trajectory, start: int, agent: str, sampling: SamplingDistribution | None = None
+    generation: Generation,
+    trajectory: Trajectory,
+    start: int,
+    agent: str,
+    sampling: SamplingDistribution | None = None,
 ) -> Sequence[Span]:
-    """Split a reply into spans of one policy version, all trained or all untrained, in order; the caller sets their parents.
+    """Split a reply into spans of one policy version, all trained or all untrained, in order; the
+    caller sets their parents.
 
-    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans; otherwise the reply is one span. Ids
-    without a logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`. `start` is the number
-    of ids before the reply on its path.
+    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans;
+    otherwise the reply is one span. Ids without a logprob are counted in the episode's
+    metrics, as `logprobs_masked` or `logprobs_recomputed`. `start` is the number of ids
+    before the reply on its path.
     """
     ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
     cache = generation.cache_version
-    incomplete = generation.missing_logprobs != "error" and None in logprobs  # `check_generation` refused others
+    incomplete = (
+        generation.missing_logprobs != "error" and None in logprobs
+    )  # `check_generation` refused others
     if not incomplete and not generation.later_versions:
-        return (Span(Origin.MODEL, ids, -1, start, logprobs, generation.version, (), agent, None, 0, sampling, cache),)
+        return (
+            Span(
+                Origin.MODEL,
+                ids,
+                -1,
+                start,
+                logprobs,
+                generation.version,
+                (),
+                agent,
+                None,
+                0,
+                sampling,
+                cache,
+            ),
+        )
     runs = _runs(generation, trajectory) if incomplete else ((0, len(ids), None),)
     spans = []
     for begin, end, untrained in runs:
         for first, last, version in _by_version(generation, begin, end):
-            span = Span(Origin.MODEL, ids[first:last], -1, start + first, logprobs[first:last], version, (), agent)
+            span = Span(
+                Origin.MODEL,
+                ids[first:last],
+                -1,
+                start + first,
+                logprobs[first:last],
+                version,
+                (),
+                agent,
+            )
             span.untrained, span.sampling, span.cache_version = untrained, sampling, cache
             spans.append(span)
     return spans

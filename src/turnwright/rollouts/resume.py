@@ -1,4 +1,5 @@
-"""Resuming an interrupted episode: the turns that the journal has answer its next play, then the engine goes on."""
+"""Resuming an interrupted episode: the turns that the journal has answer its next play,
+then the engine goes on."""
 
 from __future__ import annotations
 
@@ -49,10 +50,12 @@ class ResumeDiffers(RestartEpisode):
 
 
 class ResumedTurns:
-    """Turns of the last recorded attempt of an interrupted episode; none for an episode that is played for the first time.
+    """Turns of the last recorded attempt of an interrupted episode; none for an episode that is
+    played for the first time.
 
-    An environment's calls must be the recorded ones, in order. Calls of an agent function may be concurrent, and some were in
-    flight when the run was killed: each is answered by the recorded turn with its context and seed, others are sampled.
+    An environment's calls must be the recorded ones, in order. Calls of an agent function may be
+    concurrent, and some were in flight when the run was killed: each is answered by the recorded
+    turn with its context and seed, others are sampled.
     """
 
     def __init__(self, record: RecordedEpisode | None = None, *, in_order: bool = True) -> None:
@@ -68,7 +71,11 @@ class ResumedTurns:
         plays = [] if record is None else [record] if in_order else [record, *record.other_plays]
         for play in plays:
             known = {turn.seed for turn, _ in self.left}
-            self.left += [(turn, play.trajectory) for turn in play.attempts[-1].turns if turn.seed not in known]
+            self.left += [
+                (turn, play.trajectory)
+                for turn in play.attempts[-1].turns
+                if turn.seed not in known
+            ]
         self._waiting: set[int] = set()
 
     @property
@@ -86,29 +93,43 @@ class ResumedTurns:
         """Recorded results of steps in an environment with effects, by turn; -1 is the reset."""
         return self._attempt.steps
 
-    async def take(self, path: ConversationPath, distribution: SamplingDistribution, budget: int) -> RecordedTurn | None:
-        """Return the recorded turn that answers the next call of a path; None when the engine has to.
+    async def take(
+        self, path: ConversationPath, distribution: SamplingDistribution, budget: int
+    ) -> RecordedTurn | None:
+        """Return the recorded turn that answers the next call of a path;
+        None when the engine has to.
 
         Raises `ResumeDiffers` when an environment's call is not the recorded one.
         """
         context, seed = ids_with_media_keys(path.ids, path.placed), call_seed(path.seed, path.calls)
         for one in self.left:
             turn, trajectory = one
-            same = id(turn) not in self._waiting and turn.turn.agent == path.agent and turn.seed in (None, seed)
+            same = (
+                id(turn) not in self._waiting
+                and turn.turn.agent == path.agent
+                and turn.seed in (None, seed)
+            )
             same = same and _context(turn, trajectory) == context
             fits = sum(len(span.ids) for span in turn.sampled) <= budget
-            if same and fits and all(span.sampling in (None, distribution) for span in turn.sampled):
+            if (
+                same
+                and fits
+                and all(span.sampling in (None, distribution) for span in turn.sampled)
+            ):
                 self._waiting.add(id(turn))
                 await self._wait_for_earlier(turn)
                 self.left = [other for other in self.left if other[0] is not turn]
                 self.answered += 1
                 return turn
             if self._in_order:
-                raise ResumeDiffers(f"the context of turn {turn.number + 1} is not the recorded one")
+                raise ResumeDiffers(
+                    f"the context of turn {turn.number + 1} is not the recorded one"
+                )
         return None
 
     async def _wait_for_earlier(self, turn: RecordedTurn) -> None:
-        """Wait until the turns recorded before one have answered; the wait is bounded, since they may never be asked for."""
+        """Wait until the turns recorded before one have answered; the wait is bounded, since they
+        may never be asked for."""
         for _ in range(DELAY_CHECKS):
             if not self.left or self.left[0][0] is turn:
                 return
@@ -118,12 +139,17 @@ class ResumedTurns:
         """Raise `ResumeDiffers` if the step of a recorded turn had another reward."""
         turn = self._attempt.turns[number] if self.has(number) else None
         if turn is not None and turn.has_observation and turn.reward != reward:
-            raise ResumeDiffers(f"the reward of turn {number + 1} is {reward}, and {turn.reward} was recorded")
+            raise ResumeDiffers(
+                f"the reward of turn {number + 1} is {reward}, and {turn.reward} was recorded"
+            )
 
     def check_end(self) -> None:
-        """Raise `ResumeDiffers` if the episode has more recorded turns than it has now, at its end."""
+        """Raise `ResumeDiffers` if the episode has more recorded turns than
+        it has now, at its end."""
         if self.left:
-            raise ResumeDiffers(f"the episode ended before turn {self.left[0][0].number + 1}, which was recorded")
+            raise ResumeDiffers(
+                f"the episode ended before turn {self.left[0][0].number + 1}, which was recorded"
+            )
 
     def drop(self, trajectory: Trajectory) -> None:
         """Forget the record; count the turns that answered no call."""
@@ -141,11 +167,18 @@ def _context(recorded: RecordedTurn, trajectory: Trajectory) -> list[int]:
     return ids_with_media_keys(trajectory.path(turn.prompt)[: turn.context], placed)
 
 
-def recorded_generation(trajectory: Trajectory, recorded: RecordedTurn, ids: list[int]) -> Generation:
-    """Return the last generation of a recorded turn, and count in the metrics what sampling the turn counted."""
+def recorded_generation(
+    trajectory: Trajectory, recorded: RecordedTurn, ids: list[int]
+) -> Generation:
+    """Return the last generation of a recorded turn, and count in the metrics what
+    sampling the turn counted."""
     for span in recorded.sampled:
         if missing := (span.logprobs or ()).count(None):
-            add_counts(trajectory, "logprobs_masked" if span.untrained == NO_LOGPROB else "logprobs_recomputed", by=missing)
+            add_counts(
+                trajectory,
+                "logprobs_masked" if span.untrained == NO_LOGPROB else "logprobs_recomputed",
+                by=missing,
+            )
     drafted, accepted = recorded.drafts
     if drafted:
         add_counts(trajectory, "draft_ids", by=drafted)
@@ -153,7 +186,16 @@ def recorded_generation(trajectory: Trajectory, recorded: RecordedTurn, ids: lis
     if recorded.tries:
         add_counts(trajectory, "engine_retries", by=recorded.tries)
     finish: Any = recorded.turn.finish
-    return Generation(ids, (), finish, 0, recorded.turn.cached, recorded.turn.extras, drafted=drafted, accepted=accepted)
+    return Generation(
+        ids,
+        (),
+        finish,
+        0,
+        recorded.turn.cached,
+        recorded.turn.extras,
+        drafted=drafted,
+        accepted=accepted,
+    )
 
 
 def observation_row(observation: Any) -> Any:
@@ -168,21 +210,34 @@ def observation_row(observation: Any) -> Any:
     if isinstance(observation, NewHistory):
         if any(message.has_raw_media for message in observation.new):
             return None
-        return {"history": [item if isinstance(item, int) else message_row(item) for item in observation.messages]}
+        return {
+            "history": [
+                item if isinstance(item, int) else message_row(item)
+                for item in observation.messages
+            ]
+        }
     try:
         messages: tuple[Message, ...] = as_messages(observation)
     except (TypeError, ValueError):
         return None
-    return None if any(message.has_raw_media for message in messages) else [message_row(message) for message in messages]
+    return (
+        None
+        if any(message.has_raw_media for message in messages)
+        else [message_row(message) for message in messages]
+    )
 
 
 def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation | NewHistory:
     """Return the observation that `observation_row` wrote."""
     if isinstance(row, Mapping) and "history" in row:
-        return NewHistory([item if isinstance(item, int) else read_messages([item])[0] for item in row["history"]])
+        return NewHistory(
+            [item if isinstance(item, int) else read_messages([item])[0] for item in row["history"]]
+        )
     if isinstance(row, Mapping):
         (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
-        return InlineObservation(inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"])
+        return InlineObservation(
+            inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"]
+        )
     return read_messages(row or ())
 
 
@@ -194,4 +249,6 @@ def step_row(step: Step) -> dict[str, Any]:
 
 def read_step(row: Mapping[str, Any]) -> Step:
     """Return the step that `step_row` wrote."""
-    return as_step((read_observation(row["observation"]), *(row[name] for name in Step._fields[1:])))
+    return as_step(
+        (read_observation(row["observation"]), *(row[name] for name in Step._fields[1:]))
+    )

@@ -23,7 +23,8 @@ _RETRYABLE_KINDS = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, F
 
 
 def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
-    """Return the seconds to wait before try `tries`, from 1: doubled each time, with a jitter of 0.5 to 1.5."""
+    """Return the seconds to wait before try `tries`, from 1: doubled each time, with a
+    jitter of 0.5 to 1.5."""
     longest: float = min(LONGEST_WAIT_S, rules.retries.wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
 
@@ -38,8 +39,11 @@ class Retries:
         self._engine_left = rules.retries.episode
         self._rewards_left = rules.retries.reward
 
-    async def engine(self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int) -> tuple[T, int]:
-        """Retry a failed engine call with the same request, seed included; return its result and the number of tries."""
+    async def engine(
+        self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int
+    ) -> tuple[T, int]:
+        """Retry a failed engine call with the same request, seed included; return its result
+        and the number of tries."""
         tries = 0
         while True:
             tries += 1
@@ -54,8 +58,11 @@ class Retries:
             except (EngineError, TimeoutError) as retry_error:
                 error = retry_error
 
-    async def reward(self, call: Callable[[], Awaitable[T]], wait: Wait, trajectories: Sequence[Trajectory] = ()) -> T:
-        """Compute the reward of trajectories, by default this episode's own, with retries after failures and timeouts.
+    async def reward(
+        self, call: Callable[[], Awaitable[T]], wait: Wait, trajectories: Sequence[Trajectory] = ()
+    ) -> T:
+        """Compute the reward of trajectories, by default this episode's own, with retries
+        after failures and timeouts.
 
         An invalid value (NaN, outside its range) is final, and so is a bug in the reward's code.
         """
@@ -74,10 +81,14 @@ class Retries:
                     add_counts(trajectory, "reward_retries")
                 await self._pause(failure, tries, wait, trajectories)
 
-    async def _pause(self, failure: Failure, tries: int, wait: Wait, trajectories: Sequence[Trajectory]) -> None:
+    async def _pause(
+        self, failure: Failure, tries: int, wait: Wait, trajectories: Sequence[Trajectory]
+    ) -> None:
         indices = [(trajectory, len(trajectory.failures)) for trajectory in trajectories]
         for trajectory, _ in indices:
             trajectory.failures.append(failure)
-        await wait(asyncio.sleep(backoff_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S)
+        await wait(
+            asyncio.sleep(backoff_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S
+        )
         for trajectory, number in indices:
             trajectory.failures[number] = replace(failure, recovery="asked again")

@@ -85,23 +85,33 @@ class UserErrorCounter:
         if len(tasks) >= MAX_ERROR_TASKS:
             listed = ", ".join(tasks[:MAX_ERROR_TASKS])
             raise RepeatedUserError(self._message(error, f"in {len(tasks)} tasks ({listed})"))
-        if self._episodes <= FIRST_EPISODES and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES:
-            raise RepeatedUserError(self._message(error, f"in {len(failed_tasks)} of the first {self._episodes} episodes"))
+        if (
+            self._episodes <= FIRST_EPISODES
+            and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES
+        ):
+            raise RepeatedUserError(
+                self._message(
+                    error, f"in {len(failed_tasks)} of the first {self._episodes} episodes"
+                )
+            )
 
     def _message(self, error: Failure, where: str) -> str:
         place = f" at {error.place}" if error.place else ""
         return (
-            f"{error.type}{place} in {error.phase}, {where}: {error.message or 'without a message'}. It is a bug in the "
-            "code, which no retry fixes: see the tracebacks in trajectories.jsonl, fix it, then start a new run"
+            f"{error.type}{place} in {error.phase}, {where}: "
+            f"{error.message or 'without a message'}. It is a bug in the code, which no retry "
+            "fixes: see the tracebacks in trajectories.jsonl, fix it, then start a new run"
         )
 
 
 def parse_history(history: Any) -> History:
-    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`, `file.py:policy`, or an object."""
+    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`,
+    `file.py:policy`, or an object."""
     if not isinstance(history, str):
         if not callable(history):
             raise UsageError(
-                f"history is a mode, a policy's name or a function of (conversation, replies), not {history!r:.60}"
+                "history is a mode, a policy's name or a function of (conversation, replies), not "
+                f"{history!r:.60}"
             )
         policy: History = history
         return policy
@@ -111,13 +121,16 @@ def parse_history(history: Any) -> History:
         return history
     if history.startswith(HISTORY_OBJECT):
         raise ConfigError(
-            f"the run was started with the history policy {history.removeprefix(HISTORY_OBJECT)!r} as an object: resume it "
-            "with the same call of turnwright.train() and resume=True"
+            f"the run was started with the history policy {history.removeprefix(HISTORY_OBJECT)!r} "
+            "as an object: resume it with the same call of turnwright.train() and resume=True"
         )
     if ".py" in history:
         found = load_object(history)
         if not callable(found):
-            raise ConfigError(f"{history} is {type(found).__name__}; a history policy is a function of (conversation, replies)")
+            raise ConfigError(
+                f"{history} is {type(found).__name__}; a history policy is a function of "
+                "(conversation, replies)"
+            )
         loaded: History = found
         return loaded
     name, _, number = history.partition(":")
@@ -204,7 +217,9 @@ class Rollout:
 
         # Images, and what the engine can do.
         store = media or MediaStore(run.path / "media" if run is not None else None)
-        self.media_intake = MediaIntake(store, renderer, self.limits.images, self.limits.episode_images)
+        self.media_intake = MediaIntake(
+            store, renderer, self.limits.images, self.limits.episode_images
+        )
         vision = vision_of(renderer)
         self.pixels = pixels or (None if vision is None else PixelCache(vision, store))
         """Cache of preprocessed images, for engine and trainer; None for a text-only model."""
@@ -226,8 +241,10 @@ class Rollout:
 
         Args:
             episodes: episodes in any order.
-            extras: engine extras to request besides ids and logprobs; None uses the rollout's `want`.
-            min_version: oldest policy version that may sample; an older one breaks the engine's contract.
+            extras: engine extras to request besides ids and logprobs; None
+                uses the rollout's `want`.
+            min_version: oldest policy version that may sample; an older one
+                breaks the engine's contract.
             sampling: sampling parameters; None uses the rollout's.
             blank: whether every image becomes a gray one of its size.
 
@@ -237,11 +254,17 @@ class Rollout:
         Raises:
             TraceError: when the record cannot be written.
             UsageError: for an agent function where history is `inline`, or unknown extras.
-            RepeatedUserError: when the same bug in user code broke too many episodes and `stop_on_bugs` is set.
+            RepeatedUserError: when the same bug in user code broke too many episodes
+                and `stop_on_bugs` is set.
             TaskError: for a row whose `chat_template_kwargs` are not those of the renderer.
         """
         check_row_arguments((episode.task for episode in episodes), self.renderer)
-        given: dict[str, Any] = {"extras": extras, "min_version": min_version, "sampling": sampling, "blank": blank}
+        given: dict[str, Any] = {
+            "extras": extras,
+            "min_version": min_version,
+            "sampling": sampling,
+            "blank": blank,
+        }
         if self._stream is not None and self._stream.loop is asyncio.get_running_loop():
             return await self._stream.submit(episodes, **given)
         async with RolloutStream(self) as stream:
@@ -269,12 +292,19 @@ class Rollout:
         """Return the record of an interrupted episode that is about to be played, and forget it."""
         return self._interrupted.pop(key, None)
 
-    def finished_elsewhere(self, trajectories: Iterable[Trajectory], *, tools: int, resumed: int) -> None:
-        """Count episodes that were played elsewhere, and write their records; errors as of `count_error`.
+    def finished_elsewhere(
+        self, trajectories: Iterable[Trajectory], *, tools: int, resumed: int
+    ) -> None:
+        """Count episodes that were played elsewhere, and write their records;
+        errors as of `count_error`.
 
-        `tools` is the maximum number of tools offered in them, `resumed` the number of turns taken from records.
+        `tools` is the maximum number of tools offered in them, `resumed` the number of
+        turns taken from records.
         """
-        self.tools_offered, self.resumed_turns = max(self.tools_offered, tools), self.resumed_turns + resumed
+        self.tools_offered, self.resumed_turns = (
+            max(self.tools_offered, tools),
+            self.resumed_turns + resumed,
+        )
         for trajectory in trajectories:
             if self._records is not None:
                 self._records.append(trajectory_row(trajectory, self.renderer))
@@ -291,7 +321,8 @@ class Rollout:
         self.abandoned_calls += threads.names
 
     def count_error(self, trajectory: Trajectory) -> None:
-        """Count the error of a finished episode; raise `RepeatedUserError` when a bug occurred too often."""
+        """Count the error of a finished episode; raise `RepeatedUserError` when a
+        bug occurred too often."""
         if self._bugs is not None:
             self._bugs.record(trajectory)
 
@@ -301,17 +332,25 @@ class Rollout:
             self._recorded.pop(trajectory.key, None)
             self._interrupted.pop(trajectory.key, None)
 
-    async def within_prompt_limit(self, episodes: Sequence[EpisodeSpec]) -> tuple[set[str], list[str]]:
-        """Return the ids of tasks (one episode each) with opening prompts within `limits.prompt_tokens`, and the others'."""
+    async def within_prompt_limit(
+        self, episodes: Sequence[EpisodeSpec]
+    ) -> tuple[set[str], list[str]]:
+        """Return the ids of tasks (one episode each) with opening prompts within
+        `limits.prompt_tokens`, and the others'."""
         limit = self.limits.prompt_tokens
         if limit is None:
             return {episode.task.id for episode in episodes}, []
         sizes = await self.prompt_sizes(episodes)
-        fits = {e.task.id for e, size in zip(episodes, sizes, strict=True) if size is None or size <= limit}
+        fits = {
+            e.task.id
+            for e, size in zip(episodes, sizes, strict=True)
+            if size is None or size <= limit
+        }
         return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
 
     async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
-        """Return the number of ids of each opening prompt, tools included; None for agent functions and failing resets."""
+        """Return the number of ids of each opening prompt, tools included; None for agent
+        functions and failing resets."""
         threads, stop, in_processes = AbandonableThreads(), Stop(), ProcessEnvFactories()
 
         async def size(episode: EpisodeSpec) -> int | None:
@@ -357,7 +396,9 @@ class Rollout:
 
         try:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(each())  # a separate task, since user code may cancel the task it runs in
+                task = group.create_task(
+                    each()
+                )  # a separate task, since user code may cancel the task it runs in
                 try:
                     await asyncio.wait([task])
                 except BaseException:
@@ -369,7 +410,8 @@ class Rollout:
             threads.close()
 
     def pending(self) -> list[PendingEpisode]:
-        """Return the running episodes, longest in their phase first, without those that wait for a place.
+        """Return the running episodes, longest in their phase first, without
+        those that wait for a place.
 
         May be called from another thread.
         """
@@ -401,7 +443,9 @@ class Rollout:
             settings,
             seed=self.settings.seed,
             media_intake=self.media_intake,
-            journal=EpisodeJournal(self._journal, trajectory, self._settings_name(episode, settings)),
+            journal=EpisodeJournal(
+                self._journal, trajectory, self._settings_name(episode, settings)
+            ),
             place=place,
             resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
             keep_phases=self._on_episode is not None,
@@ -510,16 +554,22 @@ class Rollout:
 
     async def _close(self, session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
         recorder.enter_phase("close", time.monotonic())
-        deadline.extend(self.limits.env_s)  # closing has its own time, even after the episode's deadline
+        deadline.extend(
+            self.limits.env_s
+        )  # closing has its own time, even after the episode's deadline
         try:
             await session.close()
         except BaseException as error:
             if self._ends_rollout(error, deadline):
                 raise
-            if recorder.trajectory.error is None:  # the reward stays, and an earlier error takes precedence
+            if (
+                recorder.trajectory.error is None
+            ):  # the reward stays, and an earlier error takes precedence
                 recorder.trajectory.error = failure_of(error, "close")
 
-    async def _run_agent(self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
+    async def _run_agent(
+        self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline
+    ) -> None:
         trajectory = recorder.trajectory
         recorder.enter_phase("play")
         model = Model(recorder, sampling, deadline)
@@ -531,7 +581,9 @@ class Rollout:
                 trajectory.stop, reward = StopReason(limit.reason), None
             recorder.enter_phase("reward")
             if trajectory.stop is StopReason.ABORTED and isinstance(reward, Scores):
-                reward = Scores(None, metrics=reward.metrics)  # given up: what it earned until then is no reward
+                reward = Scores(
+                    None, metrics=reward.metrics
+                )  # given up: what it earned until then is no reward
             trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
         except BaseException as error:
             self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
@@ -545,14 +597,18 @@ class Rollout:
             raise TraceError(broken) from error
         return deadline.passes(error)
 
-    def _fail(self, recorder: Recorder, error: BaseException, deadline: Deadline, name: str) -> None:
-        """Record an exception as the episode's error; the episode has no reward then. `name` is that of an environment without
-        one in its task."""
+    def _fail(
+        self, recorder: Recorder, error: BaseException, deadline: Deadline, name: str
+    ) -> None:
+        """Record an exception as the episode's error; the episode has no reward then. `name` is
+        that of an environment without one in its task."""
         if self._ends_rollout(error, deadline):
             raise error
         deadline.clear()
         trajectory = recorder.trajectory
-        trajectory.error = failure_of(error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name)
+        trajectory.error = failure_of(
+            error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name
+        )
         trajectory.reward = None
         over = deadline.expired or is_over(error)
         trajectory.stop = stop_of_failure(trajectory.error, error, recorder.phase, out_of_time=over)
@@ -564,7 +620,8 @@ def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
-    """Return one line about tasks over `limits.prompt_tokens`; `listed` if left_out.json has all of them."""
+    """Return one line about tasks over `limits.prompt_tokens`; `listed` if
+    left_out.json has all of them."""
     examples = ", ".join(tasks[:5]) + (", ..." if len(tasks) > 5 else "")
     full_list = " (full list: left_out.json)" if listed else ""
     return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}{full_list}"

@@ -62,45 +62,65 @@ async def arollout(
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
     Args:
-        env: an `Env` class, another environment factory, an agent function `async def play(task, model) -> reward`, or what a
-            recipe names: a built-in environment, `file.py:Name`.
+        env: an `Env` class, another environment factory, an agent function
+            `async def play(task, model) -> reward`, or what a recipe names: a built-in
+            environment, `file.py:Name`.
         tasks: tasks to play.
         engine: engine that samples the replies.
         samples: episodes per task.
-        renderer: renderer of the engine's model; by default the engine's own, else the built-in byte-level ChatML.
-        limits: limits of every episode; tasks over `limits.prompt_tokens` are skipped, with a warning and a list in
-            `out`/left_out.json.
+        renderer: renderer of the engine's model; by default the engine's own, else the
+            built-in byte-level ChatML.
+        limits: limits of every episode; tasks over `limits.prompt_tokens` are skipped, with a
+            warning and a list in `out`/left_out.json.
         sampling: sampling parameters.
-        seed: seed of all randomness; the same seed gives the same episodes, in whatever order they run.
-        concurrency: maximum number of concurrent engine calls; an episode needs none while its environment works.
-        environments: maximum number of environments alive at once; None starts as many as keep the engine busy.
-        control_text: handling of control text in messages by the built-in renderer: `neutralise`, `reject` or `allow`; other
-            renderers have their own setting.
+        seed: seed of all randomness; the same seed gives the same episodes, in
+            whatever order they run.
+        concurrency: maximum number of concurrent engine calls; an episode needs none
+            while its environment works.
+        environments: maximum number of environments alive at once; None starts as many
+            as keep the engine busy.
+        control_text: handling of control text in messages by the built-in renderer: `neutralise`,
+            `reject` or `allow`; other renderers have their own setting.
         out: directory in which every turn is recorded before the next begins; None records nothing.
-        stop: texts that end a reply, besides the model's end tokens; its text is cut after one, its ids are not.
-        history: which earlier turns a prompt contains: `append`; `inline` (observations become part of the model's own
-            message); `template`; a policy (a function of the conversation and the indices of the model's replies), or a
-            policy by name (`drop_reasoning:2`, `file.py:policy`).
-        rules: handling of invalid actions and of environment failures: retries, asking again, process isolation.
-        sanity: comparison of finished episodes with a complete render (`strict`, `ignore_strippable`, `off`); the first
-            difference is a warning, all are counted in `trajectory.metrics`.
-        sanity_share: share of compared episodes, chosen by their keys; 1 compares all, `turns` each turn of all.
-        want: engine extras to request besides ids and logprobs: `routes`, the experts of every position (`Sample.routes`).
+        stop: texts that end a reply, besides the model's end tokens; its text is cut
+            after one, its ids are not.
+        history: which earlier turns a prompt contains: `append`; `inline` (observations become
+            part of the model's own message); `template`; a policy (a function of the
+            conversation and the indices of the model's replies), or a policy by name
+            (`drop_reasoning:2`, `file.py:policy`).
+        rules: handling of invalid actions and of environment failures: retries, asking
+            again, process isolation.
+        sanity: comparison of finished episodes with a complete render (`strict`,
+            `ignore_strippable`, `off`); the first difference is a warning, all are counted
+            in `trajectory.metrics`.
+        sanity_share: share of compared episodes, chosen by their keys; 1 compares all,
+            `turns` each turn of all.
+        want: engine extras to request besides ids and logprobs: `routes`, the experts of every
+            position (`Sample.routes`).
 
     Raises:
-        UsageError: when `env` is an instance or not a factory, `tasks` are not tasks, `control_text` is set for another
-            renderer, or the history is unknown; ConfigError for limits or rules out of range or without effect.
+        UsageError: when `env` is an instance or not a factory, `tasks` are not tasks,
+            `control_text` is set for another renderer, or the history is unknown; ConfigError for
+            limits or rules out of range or without effect.
         TraceError: when `out` cannot be written.
     """
     if not isinstance(engine, Engine):
-        what = f"the URL {engine!r:.100}" if isinstance(engine, str) else f"of type {type(engine).__name__}"
+        what = (
+            f"the URL {engine!r:.100}"
+            if isinstance(engine, str)
+            else f"of type {type(engine).__name__}"
+        )
         raise UsageError(
-            f"engine is {what}, but must be an object that samples: turnwright.engines.remote.VllmEngine(URL) or "
-            "SglangEngine(URL) for a server, turnwright.engines.local.LocalEngine.load(DIR) for a model directory"
+            f"engine is {what}, but must be an object that samples: "
+            "turnwright.engines.remote.VllmEngine(URL) or SglangEngine(URL) for a server, "
+            "turnwright.engines.local.LocalEngine.load(DIR) for a model directory"
         )
     renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
     if renderer is not None and control_text != "neutralise":
-        raise UsageError("control_text applies to the built-in renderer; pass it to load_renderer(path, control_text) instead")
+        raise UsageError(
+            "control_text applies to the built-in renderer; pass it to load_renderer(path, "
+            "control_text) instead"
+        )
     renderer = renderer or byte_renderer(control_text)
     run = RunDir(out, trajectories=False) if out is not None else None
     try:
@@ -143,12 +163,17 @@ rollout = _blocking(arollout, "rollout")
 """`arollout` for code without a running event loop, and for notebooks."""
 
 
-async def _within_prompt_limit(runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None) -> list[EpisodeSpec]:
-    """Return the episodes whose opening prompts are within `limits.prompt_tokens`; warn about skipped tasks."""
+async def _within_prompt_limit(
+    runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None
+) -> list[EpisodeSpec]:
+    """Return the episodes whose opening prompts are within `limits.prompt_tokens`;
+    warn about skipped tasks."""
     limit = runner.limits.prompt_tokens
     if limit is None:
         return rows
-    fits, skipped = await runner.within_prompt_limit(list({row.task.id: row for row in reversed(rows)}.values())[::-1])
+    fits, skipped = await runner.within_prompt_limit(
+        list({row.task.id: row for row in reversed(rows)}.values())[::-1]
+    )
     if run is not None:
         run.write_json("left_out.json", left_out(limit, skipped))
     if skipped:
@@ -186,7 +211,10 @@ def make_episode_specs(
     max_turns = getattr(env, "max_turns", None)
     for task in tasks:
         if not isinstance(task, Task):
-            raise UsageError(f"tasks must be turnwright.Task objects, not {type(task).__name__}: write Task({task!r:.60})")
+            raise UsageError(
+                f"tasks must be turnwright.Task objects, not {type(task).__name__}: write "
+                f"Task({task!r:.60})"
+            )
         for sample in range(counts[task.id], counts[task.id] + samples):
             key = EpisodeKey(phase, step, task.id, sample)
             rows.append(EpisodeSpec(task, key, make, play, max_turns, rules, group_reward))
@@ -261,9 +289,15 @@ def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
 def _factory_or_agent(env: Any) -> tuple[Callable[[], Env] | None, AgentFunction | None]:
     if isinstance(env, Env):
         name = type(env).__name__
-        raise UsageError(f"pass the environment as a factory, not an instance: episodes run concurrently; write env={name}")
+        raise UsageError(
+            "pass the environment as a factory, not an instance: episodes run concurrently; write "
+            f"env={name}"
+        )
     if not callable(env):
-        raise UsageError(f"env must be an Env class, an environment factory or an async function, not {type(env).__name__}")
+        raise UsageError(
+            "env must be an Env class, an environment factory or an async function, not "
+            f"{type(env).__name__}"
+        )
     if iscoroutinefunction(env) or iscoroutinefunction(type(env).__call__):
         return None, env
     return env, None

@@ -36,10 +36,14 @@ class EngineRequest(NamedTuple):
 
 
 class GroupPlayer(Protocol):
-    """Plays the groups of a stream elsewhere, such as on other machines. The stream has their retries and their results."""
+    """Plays the groups of a stream elsewhere, such as on other machines.
+
+    The stream has their retries and their results.
+    """
 
     def open(self, rollout: Any, gate: CallGate) -> AbstractAsyncContextManager[Any]:
-        """Return what keeps it open for a stream of a `Rollout`, whose engine calls take places of `gate`."""
+        """Return what keeps it open for a stream of a `Rollout`, whose engine calls
+        take places of `gate`."""
 
     async def play(
         self,
@@ -56,7 +60,10 @@ class GroupPlayer(Protocol):
         """
 
     def pending(self, now: float) -> list[PendingEpisode]:
-        """Return the running episodes; `now` is `time.monotonic()`. May be called from another thread."""
+        """Return the running episodes; `now` is `time.monotonic()`.
+
+        May be called from another thread.
+        """
 
 
 class EpisodePlayer(Protocol):
@@ -133,7 +140,9 @@ class RolloutStream:
         self._threads = AbandonableThreads(4 * settings.concurrency)
         self._stack = AsyncExitStack()
         self._stack.enter_context(GarbageWatch())
-        self._stack.enter_context(Watchdog(rollout.pending, lambda: rollout.finished, settings.watchdog_s))
+        self._stack.enter_context(
+            Watchdog(rollout.pending, lambda: rollout.finished, settings.watchdog_s)
+        )
         self._workers = ProcessPool()
         self._stack.push_async_callback(self._workers.close)
         if rollout.elsewhere is not None:
@@ -163,14 +172,18 @@ class RolloutStream:
         blank: bool = False,
         training: bool = False,
     ) -> asyncio.Task[list[Trajectory]]:
-        """Play episodes; siblings of a group belong in one submission. Arguments and errors as of `Rollout.play`.
+        """Play episodes; siblings of a group belong in one submission. Arguments and
+        errors as of `Rollout.play`.
 
-        Returns a task of the trajectories in the order of `episodes`; cancelling it ends its episodes. The calls of a
-        `training` submission can be held.
+        Returns a task of the trajectories in the order of `episodes`; cancelling it ends its
+        episodes. The calls of a `training` submission can be held.
         """
         rollout = self._rollout
         if rollout.history == "inline" and any(episode.play is not None for episode in episodes):
-            raise UsageError('history = "inline" is for environments: an agent function composes what follows a reply itself')
+            raise UsageError(
+                'history = "inline" is for environments: an agent function composes what follows '
+                "a reply itself"
+            )
         want = rollout.want if extras is None else parse_extras(extras)
         request = EngineRequest(want, min_version, sampling or rollout.settings.sampling, blank)
         announced = _Announced(self.gate, len(episodes) if training else 0)
@@ -181,18 +194,29 @@ class RolloutStream:
         return task
 
     async def _play(
-        self, episodes: Sequence[EpisodeSpec], request: EngineRequest, training: bool, announced: _Announced
+        self,
+        episodes: Sequence[EpisodeSpec],
+        request: EngineRequest,
+        training: bool,
+        announced: _Announced,
     ) -> list[Trajectory]:
         rollout = self._rollout
-        keys, grouped = [episode.key for episode in episodes], [episode.group_reward is not None for episode in episodes]
-        results: list[Trajectory | None] = complete_groups(keys, [rollout.recorded(key) for key in keys], grouped)
+        keys, grouped = (
+            [episode.key for episode in episodes],
+            [episode.group_reward is not None for episode in episodes],
+        )
+        results: list[Trajectory | None] = complete_groups(
+            keys, [rollout.recorded(key) for key in keys], grouped
+        )
         for found in filter(None, results):
             rollout.count_error(found)
         stop = Stop()
         missing = [number for number, found in enumerate(results) if found is None]
         announced.take_back(announced.episodes - len(missing) if training else 0)
         siblings = [keys[number] for number in missing if grouped[number]]
-        group_rewards = GroupRewards(siblings, self._threads, rollout.settings.limits.reward_s, stop)
+        group_rewards = GroupRewards(
+            siblings, self._threads, rollout.settings.limits.reward_s, stop
+        )
 
         async def play(number: int) -> None:
             place = EpisodePlace(self.gate, training, request.min_version)
@@ -217,7 +241,9 @@ class RolloutStream:
 
         starts: Iterable[Coroutine[Any, Any, None]] = map(play, missing)
         if rollout.elsewhere is not None:
-            starts = self._elsewhere(rollout.elsewhere, episodes, missing, results, request, training, announced)
+            starts = self._elsewhere(
+                rollout.elsewhere, episodes, missing, results, request, training, announced
+            )
         try:
             with use_pool(self._workers):
                 async with asyncio.TaskGroup() as group:
@@ -246,7 +272,8 @@ class RolloutStream:
         training: bool,
         announced: _Announced,
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield what has each group of the missing episodes played elsewhere, and sets its results."""
+        """Yield what has each group of the missing episodes played elsewhere,
+        and sets its results."""
 
         async def play(numbers: Sequence[int]) -> None:
             group = [episodes[number] for number in numbers]

@@ -1,7 +1,7 @@
 """What an episode waits for: deadlines, and places of engine calls.
 
-An episode has a place only during its calls, none while its environment works. Waiting calls enter by the age of their policy,
-then by their number of turns; a new episode starts when no call waits.
+An episode has a place only during its calls, none while its environment works. Waiting calls enter
+by the age of their policy, then by their number of turns; a new episode starts when no call waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 class Stop:
-    """Flag of an ending rollout. Only then does a cancellation of an episode's task count; others come from user code."""
+    """Flag of an ending rollout.
+
+    Only then does a cancellation of an episode's task count; others come from user code.
+    """
 
     asked = False
 
@@ -27,17 +30,31 @@ class Stop:
 class Deadline:
     """One timer for all waits of one task.
 
-    The timer is set once; if it fires before the current deadline, it is set again. A wait that ends in time costs two
-    assignments. (`asyncio.timeout` sets and removes a timer each time, which costs about 8 us a wait.)
+    The timer is set once; if it fires before the current deadline, it is set again. A wait that
+    ends in time costs two assignments. (`asyncio.timeout` sets and removes a timer each time, which
+    costs about 8 us a wait.)
     """
 
-    __slots__ = ("_at", "_fired", "_held", "_held_since", "_loop", "_outer", "_stop", "_task", "_timer", "end")
+    __slots__ = (
+        "_at",
+        "_fired",
+        "_held",
+        "_held_since",
+        "_loop",
+        "_outer",
+        "_stop",
+        "_task",
+        "_timer",
+        "end",
+    )
 
-    def __init__(self, wall_clock: float, stop: Stop | None = None, outer: Deadline | None = None) -> None:
+    def __init__(
+        self, wall_clock: float, stop: Stop | None = None, outer: Deadline | None = None
+    ) -> None:
         """Create the deadline of the running task: every wait ends `wall_clock` seconds from now.
 
-        `stop` is the flag of the rollout that owns the task. None for a task of user code, which that code may cancel. `outer`
-        is the deadline of the task that waits for this one.
+        `stop` is the flag of the rollout that owns the task. None for a task of user code, which
+        that code may cancel. `outer` is the deadline of the task that waits for this one.
         """
         task = asyncio.current_task()
         assert task is not None
@@ -47,15 +64,19 @@ class Deadline:
         self._timer: asyncio.TimerHandle | None = None
         self._at = 0.0  # 0: no wait is active
         self._outer = outer
-        self._held, self._held_since = 0, 0.0  # number of waits that do not count, and the start of the first
+        self._held, self._held_since = (
+            0,
+            0.0,
+        )  # number of waits that do not count, and the start of the first
         self._fired = False
         self.end = self._loop.time() + wall_clock
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
         """Wait for an awaitable for at most `seconds`.
 
-        Raises `TimeoutError` when it takes longer; it is cancelled then; `RuntimeError` when it cancels the task, exits the
-        process, or raises another `BaseException`, which would end other episodes too.
+        Raises `TimeoutError` when it takes longer; it is cancelled then; `RuntimeError`
+        when it cancels the task, exits the process, or raises another `BaseException`,
+        which would end other episodes too.
         """
         at = min(self._loop.time() + seconds, self.end)
         self._at = at
@@ -82,7 +103,8 @@ class Deadline:
                 self._task.uncancel()
 
     async def hold(self, awaitable: Awaitable[T]) -> T:
-        """Wait for an awaitable outside this deadline and the outer one: their ends move by the time it takes."""
+        """Wait for an awaitable outside this deadline and the outer one: their ends
+        move by the time it takes."""
         self._suspend()
         try:
             return await self.wait(awaitable, math.inf)
@@ -122,7 +144,8 @@ class Deadline:
         raise (TimeoutError() if fired else RuntimeError("it was cancelled from within")) from None
 
     def passes(self, error: BaseException) -> bool:
-        """Return whether an exception ends the rollout: Ctrl-C, its cancellation, a discarded coroutine."""
+        """Return whether an exception ends the rollout: Ctrl-C, its
+        cancellation, a discarded coroutine."""
         kind = type(error)
         if issubclass(kind, asyncio.CancelledError):
             return bool(self._task.cancelling()) if self._stop is None else self._stop.asked
@@ -178,13 +201,16 @@ class _Waiter(NamedTuple):
 
 
 class CallGate:
-    """Places of engine calls: limits concurrent calls, and holds those of training while something else needs the engine."""
+    """Places of engine calls: limits concurrent calls, and holds those of training while something
+    else needs the engine."""
 
     def __init__(self, places: int, episodes: int | None = None) -> None:
-        """Admit `places` concurrent calls, and start episodes while fewer are alive than `episodes`; None is unlimited."""
+        """Admit `places` concurrent calls, and start episodes while fewer are alive than
+        `episodes`; None is unlimited."""
         self._places, self._most = places, episodes
         self._ahead = places // 4
-        """Episodes that start while every place is taken, so that their environments are ready when one is free."""
+        """Episodes that start while every place is taken, so that their environments are
+        ready when one is free."""
         self.calls = 0
         """Calls in the engine."""
         self.starting = 0
@@ -218,7 +244,8 @@ class CallGate:
             changed()
 
     def announce(self, episodes: int) -> None:
-        """Count episodes of training that are about to wait for their start; a negative number takes them back."""
+        """Count episodes of training that are about to wait for their start; a negative
+        number takes them back."""
         self._announced += episodes
         if episodes < 0:
             self._admit()
@@ -230,7 +257,9 @@ class CallGate:
             await asyncio.shield(self._free_waiter)
 
     def _free(self) -> bool:
-        return not self._held and not self._announced and not self._starts[True] and self._may_start()
+        return (
+            not self._held and not self._announced and not self._starts[True] and self._may_start()
+        )
 
     async def hold(self) -> None:
         """Hold the calls of training, and wait until none of them is in the engine."""
@@ -249,7 +278,9 @@ class CallGate:
         self._admit()
 
     def _may_start(self) -> bool:
-        room = self.calls + self.starting < self._places + self._ahead and (self._most is None or self.alive < self._most)
+        room = self.calls + self.starting < self._places + self._ahead and (
+            self._most is None or self.alive < self._most
+        )
         return room and self._next(self._calls) is None
 
     def _wait(self, heap: list[_Waiter], version: int, turns: int) -> _Waiter:
@@ -259,12 +290,17 @@ class CallGate:
         return waiter
 
     def _next(self, heaps: dict[bool, list[_Waiter]]) -> tuple[_Waiter, bool] | None:
-        """Return the first waiter that is not held, and whether it is of training; drop cancelled ones."""
+        """Return the first waiter that is not held, and whether it is of
+        training; drop cancelled ones."""
         found: tuple[_Waiter, bool] | None = None
         for training, heap in heaps.items():
             while heap and heap[0].future.done():
                 heapq.heappop(heap)
-            if heap and not (training and self._held) and (found is None or heap[0][:3] < found[0][:3]):
+            if (
+                heap
+                and not (training and self._held)
+                and (found is None or heap[0][:3] < found[0][:3])
+            ):
                 found = heap[0], training
         return found
 
@@ -296,7 +332,13 @@ class CallGate:
         if self._idle is not None and not self.training_calls:
             self._idle.set_result(None)
             self._idle = None
-        if self._calls[True] or self._calls[False] or self._starts[True] or self._starts[False] or self._free_waiter:
+        if (
+            self._calls[True]
+            or self._calls[False]
+            or self._starts[True]
+            or self._starts[False]
+            or self._free_waiter
+        ):
             self._admit()
 
     def try_enter(self, training: bool) -> bool:
@@ -364,7 +406,8 @@ class EpisodePlace:
         return self._gate.try_enter(self._training)
 
     async def enter(self, turns: int, deadline: Deadline) -> None:
-        """Wait outside the deadline for the place of a call after `turns` turns; `try_enter` comes first."""
+        """Wait outside the deadline for the place of a call after `turns` turns;
+        `try_enter` comes first."""
         self.waiting += 1
         try:
             await deadline.hold(self._gate.enter(self._training, self._version, turns))

@@ -33,14 +33,22 @@ class PendingEpisode(NamedTuple):
 
 
 class Watchdog:
-    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that signal has another handler.
+    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that
+    signal has another handler.
 
-    Progress is an episode that finishes or enters another phase of a turn. After `seconds` without progress, and each time
-    after twice as long, it prints the pending episodes, and where the event loop is blocked if it is.
+    Progress is an episode that finishes or enters another phase of a turn. After `seconds` without
+    progress, and each time after twice as long, it prints the pending episodes, and where the event
+    loop is blocked if it is.
     """
 
-    def __init__(self, pending: Callable[[], list[PendingEpisode]], finished: Callable[[], int], seconds: float) -> None:
-        """Create the watchdog of the running event loop; `pending` returns the running episodes, oldest first."""
+    def __init__(
+        self,
+        pending: Callable[[], list[PendingEpisode]],
+        finished: Callable[[], int],
+        seconds: float,
+    ) -> None:
+        """Create the watchdog of the running event loop; `pending` returns the running
+        episodes, oldest first."""
         self._pending = pending
         self._finished = finished
         self._seconds = seconds
@@ -75,7 +83,10 @@ class Watchdog:
                 last_progress, interval = latest, self._seconds
             if now - last_progress >= interval:
                 interval *= 2
-                lines = [f"no progress for {now - last_progress:.0f} s; {describe_pending(rows)}", *self._blocked()]
+                lines = [
+                    f"no progress for {now - last_progress:.0f} s; {describe_pending(rows)}",
+                    *self._blocked(),
+                ]
                 if self._handles:
                     lines.append(f"(kill -USR1 {os.getpid()} shows stacks)")
                 _print(lines)
@@ -106,15 +117,26 @@ def describe_pending(rows: list[PendingEpisode]) -> str:
     """Describe pending episodes, the oldest individually."""
     if not rows:
         return "no episode is pending"
-    lines = [f"{len(rows)} episode{'s' if len(rows) > 1 else ''} pending, oldest first (episode, turn, phase, age):"]
-    lines += [f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s" for row in rows[:MAX_LISTED]]
+    lines = [
+        f"{len(rows)} episode{'s' if len(rows) > 1 else ''} pending, oldest first (episode, turn, "
+        "phase, age):"
+    ]
+    lines += [
+        f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s"
+        for row in rows[:MAX_LISTED]
+    ]
     if rest := Counter(row.phase for row in rows[MAX_LISTED:]):
-        lines.append("  and " + ", ".join(f"{count} in {phase}" for phase, count in rest.most_common()))
+        lines.append(
+            "  and " + ", ".join(f"{count} in {phase}" for phase, count in rest.most_common())
+        )
     return "\n".join(lines)
 
 
 def _stack(frame: FrameType | None) -> list[str]:
-    return [f"  {entry.filename}:{entry.lineno} in {entry.name}" for entry in traceback.extract_stack(frame, limit=12)]
+    return [
+        f"  {entry.filename}:{entry.lineno} in {entry.name}"
+        for entry in traceback.extract_stack(frame, limit=12)
+    ]
 
 
 def _awaiting(coroutine: Any) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Training: credit assignment, loss, optimizer, checkpoints and models. The package with the tensors."""
+"""Training: credit assignment, loss, optimizer, checkpoints and models.
+
+The package with the tensors.
+"""
 
 from typing import TYPE_CHECKING
 

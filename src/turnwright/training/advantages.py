@@ -1,4 +1,5 @@
-"""Credit of a step's sampled ids: returns, loss weights, advantages, and the account of every id. No tensors here."""
+"""Credit of a step's sampled ids: returns, loss weights, advantages, and the account of
+every id. No tensors here."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ from turnwright.types import Group, StopReason, Trajectory
 
 
 def overlong_penalty(trajectory: Trajectory, max_tokens: int, buffer: float) -> float:
-    """Compute DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) in points of reward, from 0 to -1.
+    """Compute DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) in points
+    of reward, from 0 to -1.
 
-    With n the trajectory's sampled tokens over all turns, and c = buffer * max_tokens (0 < buffer <= 1)::
+    With n the trajectory's sampled tokens over all turns, and c = buffer *
+    max_tokens (0 < buffer <= 1)::
 
         0                             n <= max_tokens - c
         (max_tokens - c - n) / c      max_tokens - c < n <= max_tokens
@@ -89,7 +92,8 @@ LossScale = Callable[[Trajectory], TokenWeights | None]
 
 
 def loss_scale(spec: str) -> LossScale | None:
-    """Resolve `train.loss_scale`, None if all sampled ids count alike; raise `ConfigError` for no function of a trajectory."""
+    """Resolve `train.loss_scale`, None if all sampled ids count alike; raise `ConfigError` for no
+    function of a trajectory."""
     if wrong := loss_scale_error(spec):
         raise ConfigError(f"train.loss_scale = {spec!r}: {wrong}")
     if spec == "default":
@@ -98,15 +102,20 @@ def loss_scale(spec: str) -> LossScale | None:
         return last_round
     function = load_object(spec)
     if not callable(function):
-        raise ConfigError(f"train.loss_scale = {spec!r}: is {type(function).__name__}, not a function of a trajectory")
+        raise ConfigError(
+            f"train.loss_scale = {spec!r}: is {type(function).__name__}, not a function of a "
+            "trajectory"
+        )
     if wrong := call_error(function, None):
-        raise ConfigError(f"train.loss_scale = {spec!r}: must take one argument, the trajectory ({wrong})")
+        raise ConfigError(
+            f"train.loss_scale = {spec!r}: must take one argument, the trajectory ({wrong})"
+        )
     return lambda trajectory: custom_weights(function, spec, trajectory)
 
 
 def last_round(trajectory: Trajectory) -> TokenWeights:
-    """Return weight 1 for each agent's replies after the last user message, 0 for earlier ones. A message that the environment
-    writes as the user counts; a tool result does not."""
+    """Return weight 1 for each agent's replies after the last user message, 0 for earlier ones. A
+    message that the environment writes as the user counts; a tool result does not."""
     last_replies: set[int] = set()
     last = {turn.agent: index for index, turn in enumerate(trajectory.turns)}
     for index in last.values():
@@ -117,16 +126,23 @@ def last_round(trajectory: Trajectory) -> TokenWeights:
                 break
     if not trajectory.turns:
         return TokenWeights({}, EARLIER_ROUND)
-    earlier = [i for i, span in enumerate(trajectory.spans) if span.sampled and i not in last_replies]
+    earlier = [
+        i for i, span in enumerate(trajectory.spans) if span.sampled and i not in last_replies
+    ]
     return TokenWeights({i: (0.0,) * len(trajectory.spans[i].ids) for i in earlier}, EARLIER_ROUND)
 
 
-def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory) -> TokenWeights:
-    """Call a custom loss scale; raise `UsageError` unless each turn gets a weight, or one per id, finite and not negative."""
+def custom_weights(
+    function: Callable[[Trajectory], Any], spec: str, trajectory: Trajectory
+) -> TokenWeights:
+    """Call a custom loss scale; raise `UsageError` unless each turn gets a weight, or one per id,
+    finite and not negative."""
 
     def refuse(why: str) -> UsageError:
         key = trajectory.key
-        return UsageError(f"train.loss_scale = {spec!r}, task {key.task!r}, sample {key.sample}: {why}")
+        return UsageError(
+            f"train.loss_scale = {spec!r}, task {key.task!r}, sample {key.sample}: {why}"
+        )
 
     try:
         found = list(function(trajectory))
@@ -139,9 +155,15 @@ def custom_weights(function: Callable[[Trajectory], Any], spec: str, trajectory:
         spans = [(index, len(trajectory.spans[index].ids)) for index in turn.spans]
         size = sum(length for _, length in spans)
         try:
-            numbers = [float(given)] * size if isinstance(given, int | float) else [float(value) for value in given]
+            numbers = (
+                [float(given)] * size
+                if isinstance(given, int | float)
+                else [float(value) for value in given]
+            )
         except (TypeError, ValueError):
-            raise refuse(f"turn {number + 1}: {given!r:.60} is neither a number nor numbers") from None
+            raise refuse(
+                f"turn {number + 1}: {given!r:.60} is neither a number nor numbers"
+            ) from None
         if len(numbers) != size:
             raise refuse(f"turn {number + 1}: {len(numbers)} weights for {size} sampled ids")
         if not all(math.isfinite(value) and value >= 0 for value in numbers):
@@ -260,7 +282,8 @@ class GroupMember:
     units: list[list[int]]
     """Spans of each unit, in order of time."""
     returns: list[float]
-    """Discounted rewards from a unit to the end; includes penalties unless they are kept per token."""
+    """Discounted rewards from a unit to the end; includes penalties unless
+    they are kept per token."""
     penalties: Penalties | None
     discount: float
     values: list[float] = field(default_factory=list)
@@ -304,7 +327,8 @@ class GroupMember:
         if by_row:
             rewards = [reward for _, reward in by_row]
         elif len(units) > 1:
-            # The last turn also gets what the episode's reward exceeds the sum of the turns' own by.
+            # The last turn also gets what the episode's reward exceeds the
+            # sum of the turns' own by.
             rewards = [turn.reward or 0.0 for turn in trajectory.turns]
             rewards[-1] += trajectory.reward - sum(rewards)
 
@@ -339,10 +363,14 @@ class GroupMember:
 
     def trainable_per_unit(self) -> list[int]:
         """Count the ids of each unit that carry loss."""
-        return [sum(trained_ids(self.trajectory, span, self.weights) for span in spans) for spans in self.units]
+        return [
+            sum(trained_ids(self.trajectory, span, self.weights) for span in spans)
+            for spans in self.units
+        ]
 
     def token_returns(self) -> Iterator[tuple[int, int, float]]:
-        """Yield (span, offset, return from that id on) of every sampled id, latest first, with per-token penalties."""
+        """Yield (span, offset, return from that id on) of every sampled id, latest first,
+        with per-token penalties."""
         later = 0.0
         for unit in reversed(range(len(self.units))):
             penalty = self.discount * later
@@ -361,7 +389,9 @@ class GroupMember:
             return None
         ids = self.trajectory.spans
         return {
-            span: (value,) * len(ids[span].ids) for value, spans in zip(self.values, self.units, strict=True) for span in spans
+            span: (value,) * len(ids[span].ids)
+            for value, spans in zip(self.values, self.units, strict=True)
+            for span in spans
         }
 
 
@@ -382,14 +412,17 @@ KeepGroup = Callable[[Sequence[Trajectory]], GroupChoice]
 
 
 def own_advantage(spec: str) -> OwnAdvantage:
-    """Load ``file.py:function(trajectories, returns)``, of the usable trajectories of a group and, for each, its returns from
-    every unit on (one, or one per turn with ``credit = "turn"``). It returns their advantages in the same form, or a number for
-    each trajectory. Raise `ConfigError` for something else; calls raise `UsageError` with what is wrong with the result."""
+    """Load ``file.py:function(trajectories, returns)``, of the usable trajectories of a group and,
+    for each, its returns from every unit on (one, or one per turn with ``credit = "turn"``). It
+    returns their advantages in the same form, or a number for each trajectory. Raise `ConfigError`
+    for something else; calls raise `UsageError` with what is wrong with the result."""
     function = _own_function(spec, "advantage", 2)
 
     def set_values(members: Sequence[GroupMember]) -> bool:
         def refuse(why: str) -> UsageError:
-            return UsageError(f"train.advantage = {spec!r}, task {members[0].trajectory.key.task!r}: {why}")
+            return UsageError(
+                f"train.advantage = {spec!r}, task {members[0].trajectory.key.task!r}: {why}"
+            )
 
         returns = [tuple(member.returns) for member in members]
         try:
@@ -400,11 +433,20 @@ def own_advantage(spec: str) -> OwnAdvantage:
             raise refuse(f"returned {len(found)} entries for {len(members)} trajectories")
         for number, (given, member) in enumerate(zip(found, members, strict=True)):
             try:
-                values = [float(one) for one in (given if isinstance(given, Sequence) else [given] * len(member.units))]
+                values = [
+                    float(one)
+                    for one in (
+                        given if isinstance(given, Sequence) else [given] * len(member.units)
+                    )
+                ]
             except (TypeError, ValueError):
-                raise refuse(f"entry {number}: {given!r:.60} is neither a number nor numbers") from None
+                raise refuse(
+                    f"entry {number}: {given!r:.60} is neither a number nor numbers"
+                ) from None
             if len(values) != len(member.units) or not all(map(math.isfinite, values)):
-                raise refuse(f"entry {number}: must be {len(member.units)} finite numbers, not {given!r:.60}")
+                raise refuse(
+                    f"entry {number}: must be {len(member.units)} finite numbers, not {given!r:.60}"
+                )
             member.values = values
         return any(value for member in members for value in member.values)
 
@@ -412,9 +454,10 @@ def own_advantage(spec: str) -> OwnAdvantage:
 
 
 def group_filter(spec: str) -> KeepGroup:
-    """Load ``file.py:function(trajectories) -> bool``, or a filter of an installed framework, such as slime's
-    ``function(args, samples, **kwargs)``; any may return slime's ``DynamicFilterOutput``. Raise `ConfigError` for something
-    else. Calls raise `UsageError` for an error in it and for another result."""
+    """Load ``file.py:function(trajectories) -> bool``, or a filter of an installed framework, such
+    as slime's ``function(args, samples, **kwargs)``; any may return slime's
+    ``DynamicFilterOutput``. Raise `ConfigError` for something else. Calls raise `UsageError` for an
+    error in it and for another result."""
     from turnwright.envs.foreign import adapt_group_filter
 
     function = adapt_group_filter(load_object(spec)) or _own_function(spec, "group_filter", 1)
@@ -427,15 +470,19 @@ def group_filter(spec: str) -> KeepGroup:
         except Exception as error:
             raise UsageError(f"{where}: raised {type(error).__name__}: {error}") from error
         if choice is None:
-            raise UsageError(f"{where}: returned {found!r:.60}; return True to train the group, False to leave it out")
+            raise UsageError(
+                f"{where}: returned {found!r:.60}; return True to train the group, False to leave "
+                "it out"
+            )
         return GroupChoice(*choice)
 
     return keep
 
 
 def read_choice(found: Any) -> tuple[bool, str] | None:
-    """Read a `DynamicFilterOutput`, whose `keep` may be a tensor, as whether the group is trained and the reason why not; None
-    for another object. No spare groups are sampled here, so a group that it keeps when there are too few is kept."""
+    """Read a `DynamicFilterOutput`, whose `keep` may be a tensor, as whether the group is trained
+    and the reason why not; None for another object. No spare groups are sampled here, so a group
+    that it keeps when there are too few is kept."""
     if not (hasattr(found, "keep") and hasattr(found, "reason")):
         return None
     keep = bool(found.keep) or bool(getattr(found, "keep_when_insufficient", False))
@@ -463,7 +510,8 @@ def discounted_returns(rewards: Sequence[float], discount: float) -> list[float]
 
 
 def trained_ids(trajectory: Trajectory, index: int, weights: TokenWeights | None = None) -> int:
-    """Count the ids of a span that can carry loss; the first id of a path cannot, nothing predicts it."""
+    """Count the ids of a span that can carry loss; the first id of a path
+    cannot, nothing predicts it."""
     span = trajectory.spans[index]
     first = 1 if span.start == 0 else 0
     given = None if weights is None else weights.by_span.get(index)
@@ -494,7 +542,8 @@ class Credit:
 
     @property
     def counted(self) -> bool:
-        """Whether it counts in the loss denominators; no signal is an advantage of 0, so it counts."""
+        """Whether it counts in the loss denominators; no signal is an
+        advantage of 0, so it counts."""
         return self.reason is None or self.reason == NO_SIGNAL
 
     def advantages_of(self, slots: Sequence[tuple[int, int]]) -> list[float]:
@@ -507,7 +556,8 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class StepCredits:
-    """Credits of one step, in canonical order, and the account of every sampled id (invariant 1)."""
+    """Credits of one step, in canonical order, and the account of every
+    sampled id (invariant 1)."""
 
     credits: tuple[Credit, ...]
     tokens: Counter[str] = field(default_factory=Counter)
@@ -535,34 +585,38 @@ def advantages(
 
         mean         G_ik - mean_j G_jk                       over the n of the group (Dr. GRPO, arXiv 2503.20783)
         std          (G_ik - mean_j G_jk) / (s + 1e-4)        s^2 = sum_jk (G_jk - mean_k)^2 / ((n - 1) K)
-                                                              (GRPO: DeepSeekMath, arXiv 2402.03300, section 4.1.2)
+                                                              (GRPO: DeepSeekMath, arXiv
+                                                              2402.03300, section 4.1.2)
         rloo         G_ik - mean_{j != i} G_jk                (RLOO, arXiv 2402.14740)
         running      G_ik - average                           over earlier episodes of the agent (RAE, arXiv 2506.24119);
                                                               `own` has it, see `baselines.py`
         batch        (G - mean) / (s + 1e-4)                  over all trained ids of the batch, s dividing by their number
         group_batch  the same of G_ik - mean_j G_jk           (REINFORCE++, arXiv 2501.03262)
 
-    K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample deviation (n - 1), as in TRL
-    and verl. The `rloo` baseline is independent of trajectory i, of its rewards and its end, so the policy gradient is unbiased
-    at every turn; with `mean` it is (n - 1) / n of that. A mean over only the siblings that reached turn k would be biased:
-    it would shrink the advantages of the few that did.
+    K is the group's largest number of units, 1 unless credit is by turn. `std` then is the sample
+    deviation (n - 1), as in TRL and verl. The `rloo` baseline is independent of trajectory i, of
+    its rewards and its end, so the policy gradient is unbiased at every turn; with `mean` it is (n
+    - 1) / n of that. A mean over only the siblings that reached turn k would be biased: it would
+    shrink the advantages of the few that did.
 
-    Where an agent function gave its rows rewards of their own, G_ir is the reward of row r of trajectory i, and the baseline is
-    made of the trajectories' means m_j over their rows: a trajectory with many rows weighs as much as one with few::
+    Where an agent function gave its rows rewards of their own, G_ir is the reward of row r of
+    trajectory i, and the baseline is made of the trajectories' means m_j over their rows: a
+    trajectory with many rows weighs as much as one with few::
 
         mean         G_ir - mean_j m_j
         std          (G_ir - mean_j m_j) / (s + 1e-4)         s^2 = sum_j mean_r (G_jr - mean_j m_j)^2 / (n - 1)
         rloo         G_ir - mean_{j != i} m_j
 
     Args:
-        groups: of any sizes; failed trajectories and those without a reward are excluded from the baseline.
+        groups: of any sizes; failed trajectories and those without a reward are
+            excluded from the baseline.
         settings: the formula, credit within a trajectory, and which groups and ids are left out; by
             default `std` of the full reward.
         penalty: what is subtracted from a trajectory's reward, per id.
 
-    Credits, one per trajectory, are sorted by key, independent of the order in which episodes finished. Raise `RewardError` for
-    a reward that is NaN or infinite.
-    """
+    Credits, one per trajectory, are sorted by key, independent of the order in which episodes
+    finished. Raise `RewardError` for a reward that is NaN or infinite.
+    """  # noqa: E501
     settings = settings or CreditSettings()
     own = None if settings.own is None else settings.own(groups)
 
@@ -570,7 +624,9 @@ def advantages(
     rejected: list[str] = []
     for group in groups:
         reasons = [exclusion_reason(trajectory) for trajectory in group.trajectories]
-        usable = [t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None]
+        usable = [
+            t for t, reason in zip(group.trajectories, reasons, strict=True) if reason is None
+        ]
 
         # Compare the usable trajectories of the group, unless the group is left out.
         dropped = _why_not_compared(reasons, settings)
@@ -665,12 +721,15 @@ def _credit(trajectory: Trajectory, reason: str | None, member: GroupMember | No
         mean = math.fsum(every) / max(len(every), 1)
     else:
         counts = member.trainable_per_unit()
-        mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(sum(counts), 1)
+        mean = math.fsum(v * n for v, n in zip(member.values, counts, strict=True)) / max(
+            sum(counts), 1
+        )
     return Credit(trajectory, mean, None, tokens, values, weights)
 
 
 def count_ids(credits: Sequence[Credit]) -> StepCredits:
-    """Count every sampled id under `trained` or the reason for its weight of 0; check their sum (invariant 1)."""
+    """Count every sampled id under `trained` or the reason for its weight of 0; check
+    their sum (invariant 1)."""
     tokens: Counter[str] = Counter()
     for credit in credits:
         if credit.reason is not None:
@@ -685,10 +744,14 @@ def count_ids(credits: Sequence[Credit]) -> StepCredits:
             if credit.weights is not None:
                 lacking = credit.weights.no_teacher.get(index, 0)
                 trainable = trained_ids(credit.trajectory, index) - lacking
-                tokens[credit.weights.reason] += trainable - trained_ids(credit.trajectory, index, credit.weights)
+                tokens[credit.weights.reason] += trainable - trained_ids(
+                    credit.trajectory, index, credit.weights
+                )
                 tokens[NO_TEACHER] += lacking
     sampled = sum(credit.trajectory.sampled_tokens for credit in credits)
-    assert sum(tokens.values()) == sampled, f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
+    assert sum(tokens.values()) == sampled, (
+        f"{sampled} ids were sampled, {sum(tokens.values())} are accounted for: {tokens}"
+    )
     return StepCredits(tuple(credits), +tokens, sampled)
 
 
@@ -699,7 +762,8 @@ def sort_key(trajectory: Trajectory) -> tuple[str, int, str, int, int]:
 
 
 def exclusion_reason(trajectory: Trajectory) -> str | None:
-    """Return why a trajectory cannot be trained on, or None; raise `RewardError` for a reward that is NaN or infinite."""
+    """Return why a trajectory cannot be trained on, or None; raise `RewardError` for a reward
+    that is NaN or infinite."""
     # An error while the environment was closed came after the reward, which remains valid.
     if trajectory.error is not None and trajectory.error.phase != "close":
         return FAILED
@@ -710,14 +774,16 @@ def exclusion_reason(trajectory: Trajectory) -> str | None:
     if not math.isfinite(trajectory.reward):
         key = trajectory.key
         raise RewardError(
-            f"the reward of task {key.task!r}, sample {key.sample} (step {key.metrics_step}) is {trajectory.reward}; "
-            "a reward is a finite number, or None if it could not be computed: check the reward function"
+            f"the reward of task {key.task!r}, sample {key.sample} (step {key.metrics_step}) is "
+            f"{trajectory.reward}; a reward is a finite number, or None if it could not be "
+            "computed: check the reward function"
         )
     return None
 
 
 def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
-    """Set the values of a group's members; return whether they differ by more than rounding of the summed reward components."""
+    """Set the values of a group's members; return whether they differ by more than rounding of the
+    summed reward components."""
     if any(member.trajectory.row_rewards for member in members):
         return _set_row_values(members, kind)
     n, longest = len(members), max(len(member.units) for member in members)
@@ -727,11 +793,15 @@ def set_group_values(members: Sequence[GroupMember], kind: str) -> bool:
         column = [member.return_from(unit) for member in members]
         total = math.fsum(column)
         mean = total / n
-        signal = signal or max(column) - min(column) > FLAT * max(1.0, abs(max(column)), abs(min(column)))
+        signal = signal or max(column) - min(column) > FLAT * max(
+            1.0, abs(max(column)), abs(min(column))
+        )
         squares += [(value - mean) ** 2 for value in column]
         for member, value in zip(members, column, strict=True):
             if unit < len(member.units):
-                member.values.append((value * n - total) / (n - 1) if kind == "rloo" and n > 1 else value - mean)
+                member.values.append(
+                    (value * n - total) / (n - 1) if kind == "rloo" and n > 1 else value - mean
+                )
     if kind == "std" and n > 1:
         std = math.sqrt(math.fsum(squares) / ((n - 1) * longest))
         for member in members:
@@ -748,7 +818,9 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
     for member, own in zip(members, means, strict=True):
         baseline = (total - own) / (n - 1) if kind == "rloo" and n > 1 else total / n
         member.values = [value - baseline for value in member.returns]
-        squares.append(math.fsum((value - total / n) ** 2 for value in member.returns) / len(member.returns))
+        squares.append(
+            math.fsum((value - total / n) ** 2 for value in member.returns) / len(member.returns)
+        )
     if kind == "std" and n > 1:
         std = math.sqrt(math.fsum(squares) / (n - 1))
         for member in members:
@@ -758,12 +830,15 @@ def _set_row_values(members: Sequence[GroupMember], kind: str) -> bool:
 
 
 def normalize_batch(members: Sequence[GroupMember]) -> bool:
-    """Set the values of a batch's members: standardized over trained ids; return whether they differ."""
+    """Set the values of a batch's members: standardized over trained ids;
+    return whether they differ."""
     rows: list[tuple[float, int]] = []
     for member in members:
         if member.penalties is not None:
             member.token_values = {
-                span: [0.0] * len(member.trajectory.spans[span].ids) for unit in member.units for span in unit
+                span: [0.0] * len(member.trajectory.spans[span].ids)
+                for unit in member.units
+                for span in unit
             }
             for span, offset, value in member.token_returns():
                 member.token_values[span][offset] = value

@@ -14,10 +14,12 @@ RUNNING_DECAY = 0.95
 
 
 class RunningBaselines:
-    """Averages of the rewards of each agent in each environment over the episodes trained on (RAE, arXiv 2506.24119).
+    """Averages of the rewards of each agent in each environment over the episodes trained on
+    (RAE, arXiv 2506.24119).
 
-    An advantage is the return less the average before the step, of the first step less the mean of that step. So agents with
-    unequal chances are not compared with each other, and no group of several episodes is needed.
+    An advantage is the return less the average before the step, of the first step less the mean of
+    that step. So agents with unequal chances are not compared with each other, and no group of
+    several episodes is needed.
     """
 
     def __init__(self) -> None:
@@ -41,7 +43,9 @@ class RunningBaselines:
         for trajectory in sorted((t for group in groups for t in group.trajectories), key=sort_key):
             if exclusion_reason(trajectory) is None:
                 role, reward = _role(trajectory), trajectory.reward or 0.0
-                self._averages[role] = RUNNING_DECAY * self._averages[role] + (1 - RUNNING_DECAY) * reward
+                self._averages[role] = (
+                    RUNNING_DECAY * self._averages[role] + (1 - RUNNING_DECAY) * reward
+                )
 
     def _means(self, groups: Sequence[Group]) -> dict[tuple[str, str], float]:
         rewards: dict[tuple[str, str], list[float]] = {}

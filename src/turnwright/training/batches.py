@@ -1,8 +1,9 @@
-"""What each step trains on, by `schedule.mode`: whole batches, sampled before the step or while the last one trains; or groups,
-sampled all the time.
+"""What each step trains on, by `schedule.mode`: whole batches, sampled before the step or while the
+last one trains; or groups, sampled all the time.
 
-Whole batches are replaced where they have no signal in rounds, after all groups ended. So which tasks are played does not
-depend on the order in which groups finish, and equal runs give equal bits. A stream replaces each group when it ends.
+Whole batches are replaced where they have no signal in rounds, after all groups ended. So which
+tasks are played does not depend on the order in which groups finish, and equal runs give equal
+bits. A stream replaces each group when it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from turnwright.errors import ConfigError
 from turnwright.rollouts import group_by_task
 from turnwright.rollouts.group_scheduler import BatchScheduler
 from turnwright.rollouts.timeouts import CallGate
-from turnwright.training.task_plan import Refilling, TaskChoice, TaskPlan, play_with_dynamic_sampling
+from turnwright.training.task_plan import (
+    Refilling,
+    TaskChoice,
+    TaskPlan,
+    play_with_dynamic_sampling,
+)
 from turnwright.types import Trajectory
 
 T = TypeVar("T")
@@ -43,7 +49,8 @@ class Batches(Protocol):
         """Wait until weights may change and a checkpoint may be written."""
 
     async def next(self, step: int) -> Batch:
-        """Return the batch of a step, after the weights of that step's policy were sent to the engine."""
+        """Return the batch of a step, after the weights of that step's policy
+        were sent to the engine."""
 
     async def close(self) -> None:
         """End what runs in the background."""
@@ -52,11 +59,19 @@ class Batches(Protocol):
 class StepBatches:
     """Samples a step's batch as a whole, so that weights change between batches only.
 
-    The batch is sampled before its step. With `ahead_until`, that of the next step is sampled while one trains, by the policy
-    before it.
+    The batch is sampled before its step. With `ahead_until`, that of the next step is sampled while
+    one trains, by the policy before it.
     """
 
-    def __init__(self, plan: TaskPlan, policies: Refilling, play: Play, progress: Progress, *, ahead_until: int = 0) -> None:
+    def __init__(
+        self,
+        plan: TaskPlan,
+        policies: Refilling,
+        play: Play,
+        progress: Progress,
+        *,
+        ahead_until: int = 0,
+    ) -> None:
         """`ahead_until` is the number of steps of a run that samples the next batch ahead."""
         self._plan, self._policies, self._play, self._progress = plan, policies, play, progress
         self._ahead_until = ahead_until
@@ -73,7 +88,9 @@ class StepBatches:
         self._plan.observe(step, found.trajectories)
 
         following = step + 1
-        self._following = asyncio.create_task(self._sample(following)) if following < self._ahead_until else None
+        self._following = (
+            asyncio.create_task(self._sample(following)) if following < self._ahead_until else None
+        )
         return found
 
     async def _sample(self, step: int) -> Batch:
@@ -120,13 +137,18 @@ class StreamRecord:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the scheduler before a step: what was admitted and not trained."""
-        trained = {group for number, groups in self.batches.items() if number < step for group in groups}
-        left = [(group, version) for group, version in self.admitted.items() if group not in trained]
+        trained = {
+            group for number, groups in self.batches.items() if number < step for group in groups
+        }
+        left = [
+            (group, version) for group, version in self.admitted.items() if group not in trained
+        ]
         return {"version": step, "open": left}
 
 
 class StreamBatches:
-    """Samples groups all the time, whatever weights the engine has by then; a step takes those that the scheduler selects."""
+    """Samples groups all the time, whatever weights the engine has by then; a step takes those that
+    the scheduler selects."""
 
     def __init__(
         self,
@@ -140,7 +162,13 @@ class StreamBatches:
         recorded: StreamRecord,
     ) -> None:
         """`record` writes an event of the journal; `recorded` is what an earlier process wrote."""
-        self._scheduler, self._plan, self._policies, self._play, self._progress = scheduler, plan, policies, play, progress
+        self._scheduler, self._plan, self._policies, self._play, self._progress = (
+            scheduler,
+            plan,
+            policies,
+            play,
+            progress,
+        )
         self._gate, self._record, self._recorded = gate, record, recorded
         self._changed = asyncio.Event()
         self._found: dict[int, list[Trajectory]] = {}
@@ -160,9 +188,15 @@ class StreamBatches:
         self._changed.set()
         groups: list[int] = await self._progress(self._take(step))
         if step not in self._recorded.batches:
-            keys = sorted({(t.key.step, t.key.task) for group in groups for t in self._found[group]})
+            keys = sorted(
+                {(t.key.step, t.key.task) for group in groups for t in self._found[group]}
+            )
             self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
-        self._used = {number: used for number, used in self._used.items() if number >= step - self._scheduler.staleness}
+        self._used = {
+            number: used
+            for number, used in self._used.items()
+            if number >= step - self._scheduler.staleness
+        }
         found = [trajectory for group in groups for trajectory in self._found.pop(group)]
         self._plan.observe(step, found)
         return Batch(found, sum(self._refilled.pop(group, 0) for group in groups))
@@ -195,26 +229,34 @@ class StreamBatches:
                     await self._changed.wait()
                     continue
                 if group not in self._recorded.admitted:
-                    self._record({"e": "admitted", "group": group, "version": self._scheduler.version})
+                    self._record(
+                        {"e": "admitted", "group": group, "version": self._scheduler.version}
+                    )
                 self._start(group)
         except Exception as error:
             self._fail(error)
 
     def _wants_more(self) -> bool:
-        """Whether the next batch is not complete yet; groups that enter earlier than needed only age until they are trained."""
-        return not self._scheduler.ready or any(step >= self._scheduler.version for step in self._recorded.batches)
+        """Whether the next batch is not complete yet; groups that enter earlier than needed only
+        age until they are trained."""
+        return not self._scheduler.ready or any(
+            step >= self._scheduler.version for step in self._recorded.batches
+        )
 
     def _start(self, group: int) -> None:
         step, index = divmod(group, self._scheduler.groups)
         if step not in self._used:
             self._used[step] = self._plan.step(step)
         choice = self._used[step][index]
-        # Submitted here and now: the next group is admitted only when the episodes of this one have started.
+        # Submitted here and now: the next group is admitted only when the episodes of
+        # this one have started.
         task = asyncio.create_task(self._finish(group, step, choice, self._play([choice], step)))
         self._running[group] = task
         task.add_done_callback(lambda _: self._running.pop(group, None))
 
-    async def _finish(self, group: int, step: int, choice: TaskChoice, playing: Awaitable[list[Trajectory]]) -> None:
+    async def _finish(
+        self, group: int, step: int, choice: TaskChoice, playing: Awaitable[list[Trajectory]]
+    ) -> None:
         """Await a group; while it has no signal, play another task in its place."""
         try:
             found: list[Trajectory] = []
@@ -236,7 +278,8 @@ class StreamBatches:
             self._fail(error)
 
     def _replacement(self, group: int, step: int, choice: TaskChoice) -> TaskChoice | None:
-        """Return a task in place of one whose rewards are all equal; None when `train.refill` or the tasks are used up."""
+        """Return a task in place of one whose rewards are all equal; None when `train.refill` or
+        the tasks are used up."""
         used, turn = self._used[step], self._refilled.get(group, 0)
         known = self._recorded.replaced.get(group, [])
         if turn < len(known):
@@ -257,7 +300,8 @@ class StreamBatches:
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """Run work in a thread and wait for its end, even when cancelled: it must not continue while a run is being closed."""
+    """Run work in a thread and wait for its end, even when cancelled: it must not continue
+    while a run is being closed."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
@@ -267,11 +311,14 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 
 def groups_per_step(plan: TaskPlan, steps: int) -> int:
-    """Return the number of groups of each step; raise `ConfigError` when it differs between steps."""
+    """Return the number of groups of each step; raise `ConfigError` when it
+    differs between steps."""
     sizes = plan.sizes(steps)
     if len(sizes) > 1:
         raise ConfigError(
-            f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, because an environment has fewer '
-            "tasks than its share of rollout.groups; give it more tasks, or lower rollout.groups or its weight"
+            f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, '
+            "because an environment has fewer "
+            "tasks than its share of rollout.groups; give it more tasks, or lower rollout.groups "
+            "or its weight"
         )
     return sizes.pop() if sizes else 1

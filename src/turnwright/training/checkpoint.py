@@ -46,10 +46,11 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and chat template of `source`.
+    """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and
+    chat template of `source`.
 
-    A checkpoint is written under a hidden name, flushed to disk, then renamed. So any visible checkpoint is complete, even
-    after a kill or on a full disk.
+    A checkpoint is written under a hidden name, flushed to disk, then renamed. So any visible
+    checkpoint is complete, even after a kill or on a full disk.
     """
 
     def __init__(self, root: str | Path, source: str | Path, *, keep: int = 2) -> None:
@@ -61,46 +62,77 @@ class Checkpoints:
         """Return complete checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
-        found = [read_checkpoint(path) for path in self.root.iterdir() if not path.name.startswith(".")]
-        return sorted((checkpoint for checkpoint in found if checkpoint), key=lambda checkpoint: checkpoint.serial)
+        found = [
+            read_checkpoint(path) for path in self.root.iterdir() if not path.name.startswith(".")
+        ]
+        return sorted(
+            (checkpoint for checkpoint in found if checkpoint),
+            key=lambda checkpoint: checkpoint.serial,
+        )
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint."""
         return max(self.all(), key=lambda checkpoint: checkpoint.serial, default=None)
 
     def newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint to resume from; raise `TraceError`, which names the one before, when it is damaged."""
+        """Return the newest checkpoint to resume from; raise `TraceError`, which names the one
+        before, when it is damaged."""
         good = self.all()[::-1]
-        named = (path for path in self.root.iterdir() if _NAME.fullmatch(path.name)) if self.root.is_dir() else ()
-        damaged = {path: f"its {STATE_FILE} cannot be read" for path in named if read_checkpoint(path) is None}
+        named = (
+            (path for path in self.root.iterdir() if _NAME.fullmatch(path.name))
+            if self.root.is_dir()
+            else ()
+        )
+        damaged = {
+            path: f"its {STATE_FILE} cannot be read"
+            for path in named
+            if read_checkpoint(path) is None
+        }
         if good and (reason := _damage(good[0].path)):
             damaged[good[0].path] = reason
             good = good[1:]
         for path, reason in damaged.items():
             before = next((one.path for one in good if not _damage(one.path)), None)
-            offer = f"{before.name} is intact" if before else "there is no other, so the run restarts from its journal"
+            offer = (
+                f"{before.name} is intact"
+                if before
+                else "there is no other, so the run restarts from its journal"
+            )
             raise TraceError(
                 f"checkpoint {path} is damaged: {reason}. Restore it from a copy, or move it away "
-                f"(mv {path} {self.root.parent / path.name}.damaged) and resume with --resume: {offer}, and later steps are "
-                "trained again on the journal's episodes"
+                f"(mv {path} {self.root.parent / path.name}.damaged) and resume with --resume: "
+                f"{offer}, and later steps are trained again on the journal's episodes"
             )
         return good[0] if good else None
 
-    def save(self, name: str, trainer: Trainer | Policies, cursor: Mapping[str, Any], template: str | None = None) -> Path:
-        """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond the last `keep`, except the
-        best. Each policy with a name has a directory of that name in it. `template` replaces the model directory's.
+    def save(
+        self,
+        name: str,
+        trainer: Trainer | Policies,
+        cursor: Mapping[str, Any],
+        template: str | None = None,
+    ) -> Path:
+        """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond
+        the last `keep`, except the best. Each policy with a name has a directory of that name in
+        it. `template` replaces the model directory's.
 
         Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise ValueError(f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}")
+            raise ValueError(
+                f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}"
+            )
         draft = self.root / f".{name}.writing"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self.remove_partial()
             draft.mkdir()
             newest = self.latest()
-            state = {"format": FORMAT, "serial": newest.serial + 1 if newest else 0, "cursor": dict(cursor)}
+            state = {
+                "format": FORMAT,
+                "serial": newest.serial + 1 if newest else 0,
+                "cursor": dict(cursor),
+            }
             self._write(draft, trainer, state, template)
             final = self._publish(draft, name)
         except (OSError, SafetensorError) as error:
@@ -119,25 +151,31 @@ class Checkpoints:
         return (name, score) if read_checkpoint(self.root / name) is not None else None
 
     def policy(self) -> Checkpoint | None:
-        """Return the checkpoint to play: the newest, or the best where the run ended with a worse policy; raise as `newest`."""
+        """Return the checkpoint to play: the newest, or the best where the run ended with a worse
+        policy; raise as `newest`."""
         best = self.best()
         if best is not None and files.read_json(self.root / BEST_FILE).get("rolled_back"):
             return read_checkpoint(self.root / best[0])
         return self.newest()
 
     def mark_best(self, name: str, score: float, *, rolled_back: bool = False) -> None:
-        """Mark a checkpoint as the best, so that it is kept, and with `rolled_back` as the policy of the run.
+        """Mark a checkpoint as the best, so that it is kept, and with `rolled_back`
+        as the policy of the run.
 
         Raises `TraceError` when the mark cannot be written.
         """
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
-            draft.write_text(json.dumps({"name": name, "score": score, "rolled_back": rolled_back}) + "\n", encoding="utf-8")
+            draft.write_text(
+                json.dumps({"name": name, "score": score, "rolled_back": rolled_back}) + "\n",
+                encoding="utf-8",
+            )
             flush(draft)
             os.replace(draft, self.root / BEST_FILE)
         except OSError as error:
             raise TraceError(
-                f"{self.root / BEST_FILE}: cannot be written ({error.strerror}); free space, then resume with --resume"
+                f"{self.root / BEST_FILE}: cannot be written ({error.strerror}); free space, then "
+                "resume with --resume"
             ) from error
         self._drop_old()
 
@@ -157,15 +195,30 @@ class Checkpoints:
             for path in self.root.glob(f".*.{kind}"):
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, draft: Path, trainer: Trainer | Policies, state: Mapping[str, Any], template: str | None) -> None:
-        for name, one, source in [("", trainer, None)] if isinstance(trainer, Trainer) else trainer.saved_parts():
+    def _write(
+        self,
+        draft: Path,
+        trainer: Trainer | Policies,
+        state: Mapping[str, Any],
+        template: str | None,
+    ) -> None:
+        for name, one, source in (
+            [("", trainer, None)] if isinstance(trainer, Trainer) else trainer.saved_parts()
+        ):
             (draft / name).mkdir(exist_ok=True)
             save_model(one, source or self.source, draft / name, template)
             one.save(draft / name)
-        checksums = {str(path.relative_to(draft)): _checksum(path) for path in sorted(draft.rglob("*")) if path.is_file()}
+        checksums = {
+            str(path.relative_to(draft)): _checksum(path)
+            for path in sorted(draft.rglob("*"))
+            if path.is_file()
+        }
         sealed = dict(state) | {"files": checksums}
-        (draft / STATE_FILE).write_text(json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8")
-        # safetensors creates files that only the owner can read; give them the user's default permissions.
+        (draft / STATE_FILE).write_text(
+            json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8"
+        )
+        # safetensors creates files that only the owner can read; give them the
+        # user's default permissions.
         rights = (draft / STATE_FILE).stat().st_mode & 0o777
         for path in draft.rglob("*"):
             if path.is_file():
@@ -188,8 +241,9 @@ class Checkpoints:
         good = self.latest()
         remains = f"the last good one, {good.path}, remains" if good else "there is no earlier one"
         return TraceError(
-            f"checkpoint {self.root / name} could not be written: {what}; {remains}. Free space (checkpoint.keep = {self.keep} "
-            "are kept, and one more while saving), then resume with --resume"
+            f"checkpoint {self.root / name} could not be written: {what}; {remains}. Free space "
+            f"(checkpoint.keep = {self.keep} are kept, and one more while saving), then resume "
+            "with --resume"
         )
 
 
@@ -237,7 +291,11 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
 def policies_of(path: Path) -> list[str]:
     """Return the names of the policies in a checkpoint; empty if it is the model of one."""
     models = ("config.json", ADAPTER_FILE)
-    return sorted(one.name for one in path.iterdir() if one.is_dir() and any((one / name).is_file() for name in models))
+    return sorted(
+        one.name
+        for one in path.iterdir()
+        if one.is_dir() and any((one / name).is_file() for name in models)
+    )
 
 
 def last_checkpoint(path: Path) -> Path:
@@ -248,12 +306,15 @@ def last_checkpoint(path: Path) -> Path:
 
     latest = Checkpoints(path / "checkpoints", path).policy()
     if latest is None:
-        raise ModelError(f"{path}: the run has no checkpoint yet; train it further with --resume {path}")
+        raise ModelError(
+            f"{path}: the run has no checkpoint yet; train it further with --resume {path}"
+        )
     return latest.path
 
 
 def model_of(path: Path) -> Path:
-    """Return the model directory of a checkpoint or a run; raise `ModelError` if it holds several policies."""
+    """Return the model directory of a checkpoint or a run; raise `ModelError` if it
+    holds several policies."""
     last = last_checkpoint(path)
     if several := policies_of(last):
         names = ", ".join(str(last / name) for name in several)
@@ -261,11 +322,16 @@ def model_of(path: Path) -> Path:
     return last
 
 
-def save_model(trainer: Trainer, source: Path, directory: Path, template: str | None = None) -> None:
-    """Write a model, or its LoRA in peft's layout, as a directory with tokenizer and (by default) template of `source`."""
+def save_model(
+    trainer: Trainer, source: Path, directory: Path, template: str | None = None
+) -> None:
+    """Write a model, or its LoRA in peft's layout, as a directory with tokenizer and (by default)
+    template of `source`."""
     with silence_transformers():
         trainer.save_weights(directory, source)
-    if template is not None:  # transformers, and so every server, prefers this file to other places of a template
+    if (
+        template is not None
+    ):  # transformers, and so every server, prefers this file to other places of a template
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     left_out = {"chat_template.json"} if template is not None else set()
     if trainer.adapter is not None:
@@ -291,21 +357,30 @@ def flush(path: Path) -> None:
 
 
 _REMEDY = {
-    "template": "restore the chat template (model.template, model.template_args, or the model directory's own)",
+    "template": "restore the chat template (model.template, model.template_args, or the model "
+    "directory's own)",
     "tokenizer": "restore the tokenizer (tokenizer.json of the model directory)",
-    "settings": "restore the settings (stop ids of generation_config.json; another version of Turnwright may have others)",
+    "settings": "restore the settings (stop ids of generation_config.json; another version of "
+    "Turnwright may have others)",
 }
 
 
 def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
-    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check a resumed run's; raise
-    `ConfigError` with those that differ and the remedy, `TraceError` when the file cannot be read or written."""
-    now = {"hash": renderer.fingerprint, "origin": renderer.template.origin, **renderer.fingerprints}
+    """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check
+    a resumed run's; raise `ConfigError` with those that differ and the remedy, `TraceError` when
+    the file cannot be read or written."""
+    now = {
+        "hash": renderer.fingerprint,
+        "origin": renderer.template.origin,
+        **renderer.fingerprints,
+    }
     path = run.path / "config.json"
     try:
         row: dict[str, Any] = files.read_json(path) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise TraceError(f"{path}: cannot be read ({error}); restore it or start a new run") from error
+        raise TraceError(
+            f"{path}: cannot be read ({error}); restore it or start a new run"
+        ) from error
     was = row.get("template")
     if not resumed or not isinstance(was, dict):  # a run that was killed early has none
         run.write_json("config.json", row | {"template": now})
@@ -315,7 +390,9 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
     changed = [name for name in _REMEDY if was.get(name) != now[name]]
     names = " and ".join("chat template" if name == "template" else name for name in changed)
     raise ConfigError(
-        f"--resume {run.given_path}: the run was started with another {names or 'renderer'} "
-        f"(hash {was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled now; "
-        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwright that started it'}, or start a new run"
+        f"--resume {run.given_path}: the run was started with another {names or 'renderer'} (hash "
+        f"{was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled "
+        "now; "
+        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwright that started it'}, "  # noqa: E501
+        "or start a new run"
     )

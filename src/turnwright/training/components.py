@@ -85,14 +85,18 @@ def build_components(
     on_note: Callable[[str], None] | None = None,
     placer: ServerPlacer | None = None,
 ) -> RunComponents:
-    """Load the policies of a run, from checkpoint `weights` if it is resumed, and start the other `ranks`.
+    """Load the policies of a run, from checkpoint `weights` if it is resumed, and
+    start the other `ranks`.
 
-    Each policy is as it would be alone: with a model, a trainer and an engine of its own. Frozen weights of equal
-    origin are one copy in memory, and servers are shared.
+    Each policy is as it would be alone: with a model, a trainer and an engine of its own. Frozen
+    weights of equal origin are one copy in memory, and servers are shared.
     """
     ranks = ranks or Ranks()
     if ranks.size > 1 and config.policy:
-        raise ConfigError("[[policy]]: several policies are trained by one process; start the run without torchrun")
+        raise ConfigError(
+            "[[policy]]: several policies are trained by one process; start the run without "
+            "torchrun"
+        )
     ranks.broadcast((config, source, weights))
     renderer = renderer_of(source, config.model, config.rollout.control_text)
     loaded = _load_policies(config, source, weights, renderer, on_note)
@@ -108,7 +112,8 @@ def build_components(
     else:
         expected = expected_logprobs if ranks.size > 1 else None
         engines = {
-            name: make_engine(config, source, one.model, renderer, run, expected, placer) for name, one in loaded.items()
+            name: make_engine(config, source, one.model, renderer, run, expected, placer)
+            for name, one in loaded.items()
         }
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
@@ -128,13 +133,19 @@ def build_components(
         adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
         trained.append(Policy(policy.name, trainer, engine, adapter_alone, origin))
 
-    past = {policy.name: _past(config, policy, trained, run) for policy in config.policies if policy.past}
+    past = {
+        policy.name: _past(config, policy, trained, run)
+        for policy in config.policies
+        if policy.past
+    }
     engines |= {name: one.engine for name, one in past.items()}
     return RunComponents(
         source=source,
         renderer=renderer,
         engine=_router(config, engines),
-        policies=Policies(trained, AgentPolicies({policy.name: policy.plays for policy in config.policies})),
+        policies=Policies(
+            trained, AgentPolicies({policy.name: policy.plays for policy in config.policies})
+        ),
         media=media,
         pixels=pixels,
         past=list(past.values()),
@@ -142,7 +153,11 @@ def build_components(
 
 
 def _load_policies(
-    config: RunConfig, source: Path, weights: Path | None, renderer: ChatRenderer, on_note: Callable[[str], None] | None
+    config: RunConfig,
+    source: Path,
+    weights: Path | None,
+    renderer: ChatRenderer,
+    on_note: Callable[[str], None] | None,
 ) -> dict[str, LoadedPolicy]:
     """Load the models of the policies that have weights in this process."""
     loaded: dict[str, LoadedPolicy] = {}
@@ -153,17 +168,22 @@ def _load_policies(
         origin = source
         if policy.path is not None:
             origin = Path(policy.path)
-            _check_same_renderer(policy, renderer, renderer_of(origin, own.model, own.rollout.control_text))
+            _check_same_renderer(
+                policy, renderer, renderer_of(origin, own.model, own.rollout.control_text)
+            )
         saved = weights / policy.name if weights is not None and policy.learns else None
         model = load_model(initial_model(own, origin, saved), model_config(own), renderer, on_note)
-        if own.quant.train and own.engine.kind != "local":  # a server's logprobs are compared with the trainer's
+        if (
+            own.quant.train and own.engine.kind != "local"
+        ):  # a server's logprobs are compared with the trainer's
             quantize_for_training(model, own.quant)
         loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
     return loaded
 
 
 def _router(config: RunConfig, engines: Mapping[str, Engine]) -> Engine:
-    """Return an engine for all agents: with `[[policy]]` each plays with the engine of its policy."""
+    """Return an engine for all agents: with `[[policy]]` each plays with the
+    engine of its policy."""
     if not config.policy:
         return engines[""]
     return PolicyEngine(
@@ -181,7 +201,8 @@ def _policy_engines(
     run: Path,
     placer: ServerPlacer | None,
 ) -> dict[str, Engine]:
-    """Build the engine of each of several policies that has weights; those that are not trained play in this process."""
+    """Build the engine of each of several policies that has weights; those that are not trained
+    play in this process."""
     engines = _adapters_in_this_process(config, loaded, renderer)
     served: dict[str, nn.Module] = {}
     for policy in config.policy:
@@ -192,7 +213,10 @@ def _policy_engines(
             if not policy.learns or config.engine.kind == "local":
                 engines[policy.name] = make_local_engine(own, model, renderer)
             elif origin != source:
-                raise ConfigError(f"policy {policy.name}: servers share adapters of the run's model; leave its path out")
+                raise ConfigError(
+                    f"policy {policy.name}: servers share adapters of the run's model; leave its "
+                    "path out"
+                )
             else:
                 served[policy.name] = model
     if served:
@@ -205,8 +229,8 @@ def _policy_engines(
 def _adapters_in_this_process(
     config: RunConfig, loaded: Mapping[str, LoadedPolicy], renderer: ChatRenderer
 ) -> dict[str, Engine]:
-    """Build one engine for the policies of this process that are a model or LoRA adapters of it, if there are several and
-    `engine.adapters` allows it."""
+    """Build one engine for the policies of this process that are a model or LoRA adapters of it, if
+    there are several and `engine.adapters` allows it."""
     mode = config.engine.adapters
     learns = {policy.name for policy in config.policy if policy.learns}
     by_origin: dict[Path, list[str]] = {}
@@ -226,7 +250,9 @@ def _adapters_in_this_process(
         except EngineError as error:
             if mode == "rows":
                 raise ConfigError(f'engine.adapters = "rows": {error}') from None
-            _log.warning("policies %s: an engine each, in place of one for all: %s", ", ".join(names), error)
+            _log.warning(
+                "policies %s: an engine each, in place of one for all: %s", ", ".join(names), error
+            )
             continue
         numbers = {name: number for number, name in enumerate(adapted, 1)}
         engines |= {name: shared.adapter(numbers.get(name, 0)) for name in names}
@@ -234,11 +260,16 @@ def _adapters_in_this_process(
 
 
 def _check_same_renderer(policy: PolicyConfig, run: ChatRenderer, own: ChatRenderer) -> None:
-    differs = [name for name in ("tokenizer", "template") if run.fingerprints[name] != own.fingerprints[name]]
+    differs = [
+        name
+        for name in ("tokenizer", "template")
+        if run.fingerprints[name] != own.fingerprints[name]
+    ]
     if differs:
         raise ConfigError(
-            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those of the run's model, and all "
-            "policies read and write the same ids; use a model of the same family, or serve it and set policy.urls"
+            f"policy {policy.name}: the {' and '.join(differs)} of {policy.path} differ from those "
+            "of the run's model, and all policies read and write the same ids; use a model of the "
+            "same family, or serve it and set policy.urls"
         )
 
 
@@ -250,7 +281,9 @@ def _share_frozen(model: nn.Module, other: nn.Module) -> None:
             parameter.data = shared[name].data
 
 
-def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path) -> PastPolicy:
+def _past(
+    config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path
+) -> PastPolicy:
     of = next(one for one in trained if one.name == policy.past["of"])
     lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
 
@@ -259,20 +292,30 @@ def _past(config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], ru
         return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
 
     assert of.source is not None
-    given = {"every": policy.past.get("every", 10), "keep": policy.past.get("keep", 5), "lag": lag, "seed": config.seed}
+    given = {
+        "every": policy.past.get("every", 10),
+        "keep": policy.past.get("keep", 5),
+        "lag": lag,
+        "seed": config.seed,
+    }
     return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
 
 
-def make_eval_policies(config: RunConfig, source: Path, placer: ServerPlacer | None = None) -> tuple[Engine, ChatRenderer]:
+def make_eval_policies(
+    config: RunConfig, source: Path, placer: ServerPlacer | None = None
+) -> tuple[Engine, ChatRenderer]:
     """Build the engine of a run's policies for evaluation only, and their renderer.
 
-    A trained policy plays from its directory in checkpoint `source`, or starts from `source` if that is one model; earlier
-    versions of a policy are not kept with a checkpoint, so it plays itself.
+    A trained policy plays from its directory in checkpoint `source`, or starts from
+    `source` if that is one model; earlier versions of a policy are not kept with a
+    checkpoint, so it plays itself.
     """
     names = policies_of(source) if config.policy else []
     made_here = source.parent.parent / "model"
     base = made_here if names and made_here.is_dir() else config.model.directory or source
-    renderer = renderer_of(source / names[0] if names else source, config.model, config.rollout.control_text)
+    renderer = renderer_of(
+        source / names[0] if names else source, config.model, config.rollout.control_text
+    )
     engines: dict[str, Engine] = {}
     for policy in config.policies:
         own = source / policy.name if names else source

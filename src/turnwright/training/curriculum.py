@@ -1,8 +1,10 @@
-"""Which tasks each step trains on: in passes over all of them, or by samplers that observe finished groups.
+"""Which tasks each step trains on: in passes over all of them, or by samplers that
+observe finished groups.
 
-The draw of step k depends on the groups of steps under k - lag alone, observed in the order of steps; `lag` is 0, or with
-`schedule.mode = "async"` the staleness, since step k is admitted when that many steps before it are not trained. A resumed
-run restores the state of its checkpoint and observes the steps that it trains again from the journal, so it draws the same.
+The draw of step k depends on the groups of steps under k - lag alone, observed in the order of
+steps; `lag` is 0, or with `schedule.mode = "async"` the staleness, since step k is admitted when
+that many steps before it are not trained. A resumed run restores the state of its checkpoint and
+observes the steps that it trains again from the journal, so it draws the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FLOOR = 0.1
 
 
 def split(weights: Sequence[float], total: int, rng: random.Random | None = None) -> list[int]:
-    """Split `total` into integers proportional to weights; the remainder goes to the largest fractions, or by lot."""
+    """Split `total` into integers proportional to weights; the remainder goes to the largest
+    fractions, or by lot."""
     exact = [weight * total / sum(weights) for weight in weights]
     shares = [int(value) for value in exact]
     fractions = [value - share for value, share in zip(exact, shares, strict=True)]
@@ -49,7 +52,8 @@ def split_of_step(weights: Sequence[float], groups: int, seed: int, number: int)
 
 
 def in_passes(size: int, start: int, count: int, seed: int, index: int) -> Iterator[int]:
-    """Yield `count` distinct places of `size`, from draw `start` on; each pass over environment `index` is reshuffled."""
+    """Yield `count` distinct places of `size`, from draw `start` on; each pass over environment
+    `index` is reshuffled."""
     order: list[int] = []
     last = -1
     seen: set[int] = set()
@@ -75,7 +79,8 @@ class Lane:
         self.start = 0
         """Tasks that the environment's shares of earlier steps came to."""
         self.taken: Counter[str] = Counter()
-        """Tasks drawn of each key, which are taken in order, so that none comes twice before all of the key came."""
+        """Tasks drawn of each key, which are taken in order, so that none comes twice
+        before all of the key came."""
         self.signal = (0.0, 0.0)
         """Faded sums of 4 p (1 - p) and of groups."""
         self.by_key: dict[str, list[str]] = {}
@@ -86,8 +91,8 @@ class Lane:
         for task in tasks:
             if self.key is not None and self.key not in task.info:
                 raise ConfigError(
-                    f"env.key = {self.key!r}: task {task.id} of {self.name} has no such entry in info; it has "
-                    f"{', '.join(map(repr, task.info)) or 'none'}"
+                    f"env.key = {self.key!r}: task {task.id} of {self.name} has no such entry in "
+                    f"info; it has {', '.join(map(repr, task.info)) or 'none'}"
                 )
             key = task.id if self.key is None else str(task.info[self.key])
             self.by_key.setdefault(key, []).append(task.id)
@@ -103,7 +108,8 @@ class Lane:
             place = user_location(error)
             what = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                f"{self._where}: {what}{place and f' ({place})'}; correct it, then resume with --resume"
+                f"{self._where}: {what}{place and f' ({place})'}; correct it, then resume with "
+                "--resume"
             ) from error
 
     def draw(self, share: int, seed: int, step: int, index: int) -> list[str]:
@@ -115,10 +121,17 @@ class Lane:
         keys = list(self.by_key)
         weights = self.guarded(lambda: checked_weights(sampler.weights(keys), len(keys)))
         total = sum(weights) or 1.0
-        chance = {key: (1 - FLOOR) * w / total + FLOOR / len(keys) for key, w in zip(keys, weights, strict=True)}
+        chance = {
+            key: (1 - FLOOR) * w / total + FLOOR / len(keys)
+            for key, w in zip(keys, weights, strict=True)
+        }
         rng = random.Random(derive_seed(seed, "curriculum", step, index))
-        # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the largest of log(u) / weight.
-        races = {id: math.log(1.0 - rng.random()) * len(self.by_key[key]) / chance[key] for id, key in self.key_of.items()}
+        # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the
+        # largest of log(u) / weight.
+        races = {
+            id: math.log(1.0 - rng.random()) * len(self.by_key[key]) / chance[key]
+            for id, key in self.key_of.items()
+        }
         drawn = []
         for id in sorted(ids, key=races.__getitem__, reverse=True)[:count]:
             of_key = self.by_key[key := self.key_of[id]]
@@ -131,7 +144,9 @@ class Lane:
         if (sampler := self.sampler) is not None:
             self.guarded(lambda: sampler.observe(self.key_of[id], rate))
         signal, groups = self.signal
-        keep = 1 - (1 - FADE) / 8  # over an environment, many more groups come than over one of its keys
+        keep = (
+            1 - (1 - FADE) / 8
+        )  # over an environment, many more groups come than over one of its keys
         self.signal = (keep * signal + 4 * rate * (1 - rate), keep * groups + 1)
 
     def factor(self) -> float:
@@ -141,7 +156,11 @@ class Lane:
     def state(self) -> dict[str, Any]:
         """Return the state as JSON."""
         sampler = self.sampler
-        own = None if sampler is None else self.guarded(lambda: json.loads(json.dumps(sampler.state(), allow_nan=False)))
+        own = (
+            None
+            if sampler is None
+            else self.guarded(lambda: json.loads(json.dumps(sampler.state(), allow_nan=False)))
+        )
         taken = {key: count for key, count in self.taken.items() if count}
         return {"start": self.start, "taken": taken, "signal": list(self.signal), "sampler": own}
 
@@ -161,9 +180,17 @@ class Curriculum:
     """Draws of all steps of a run."""
 
     def __init__(self, config: RunConfig, env_specs: Sequence[EnvSpec]) -> None:
-        envs = config.env or [EnvConfig()] * len(env_specs)  # given as objects, which have no sampler of their own
-        self._lanes = [Lane(env, spec.name, spec.weight) for env, spec in zip(envs, env_specs, strict=True)]
-        self._groups, self._seed, self._success = config.rollout.groups, config.seed, config.eval.success
+        envs = config.env or [EnvConfig()] * len(
+            env_specs
+        )  # given as objects, which have no sampler of their own
+        self._lanes = [
+            Lane(env, spec.name, spec.weight) for env, spec in zip(envs, env_specs, strict=True)
+        ]
+        self._groups, self._seed, self._success = (
+            config.rollout.groups,
+            config.seed,
+            config.eval.success,
+        )
         self._floor = config.rollout.adapt
         self._lag = config.schedule.staleness if config.schedule.mode == "async" else 0
         self._observed = 0
@@ -177,7 +204,8 @@ class Curriculum:
         return None if plain else cls(config, env_specs)
 
     def begin(self, lanes: Sequence[Sequence[Task]], state: Any, step: int) -> None:
-        """Take each environment's tasks and the state of a checkpoint after `step` steps, which is not read at step 0.
+        """Take each environment's tasks and the state of a checkpoint after `step` steps,
+        which is not read at step 0.
 
         Raises:
             TraceError: when the state is not of this run.
@@ -190,18 +218,24 @@ class Curriculum:
             return
         try:
             self._observed = _natural(state["observed"])
-            self._drawn = {_natural(int(number)): list(map(str, ids)) for number, ids in state["drawn"].items()}
+            self._drawn = {
+                _natural(int(number)): list(map(str, ids)) for number, ids in state["drawn"].items()
+            }
             for lane, one in zip(self._lanes, state["lanes"], strict=True):
                 lane.load(one)
             known = {id for lane in self._lanes for id in lane.key_of}
             missing = [id for ids in self._drawn.values() for id in ids if id not in known]
             if missing or self._observed != step or self._observed + self._lag not in self._drawn:
-                raise ValueError(f"no task {missing[0]!r}" if missing else f"{self._observed} steps were observed")
+                raise ValueError(
+                    f"no task {missing[0]!r}"
+                    if missing
+                    else f"{self._observed} steps were observed"
+                )
         except Exception as error:
             what = " ".join(f"{type(error).__name__}: {error}".split())
             raise TraceError(
-                f"the checkpoint of step {step} has no state of this curriculum ({what}): resume with the samplers and tasks "
-                "that the run began with, or start a new run"
+                f"the checkpoint of step {step} has no state of this curriculum ({what}): resume "
+                "with the samplers and tasks that the run began with, or start a new run"
             ) from error
 
     def step(self, number: int) -> list[str]:
@@ -209,8 +243,8 @@ class Curriculum:
         return self._drawn[number]
 
     def observe(self, step: int, groups: Sequence[Group]) -> dict[str, Any]:
-        """Observe the groups that a step trains on and those that they replaced, once each, and return metrics; draw the step
-        that depends on them."""
+        """Observe the groups that a step trains on and those that they replaced, once each, and
+        return metrics; draw the step that depends on them."""
         assert step == self._observed, (step, self._observed)
         self._observed += 1
         rates: dict[str, list[float]] = {lane.name: [] for lane in self._lanes}
@@ -223,18 +257,28 @@ class Curriculum:
                 rates[lane.name].append(rate)
         self._draw(self._observed + self._lag)
         # Groups of older nominal steps than these are trained.
-        self._drawn = {number: ids for number, ids in self._drawn.items() if number >= self._observed - self._lag}
+        self._drawn = {
+            number: ids
+            for number, ids in self._drawn.items()
+            if number >= self._observed - self._lag
+        }
         weights = self._weights()
         found: dict[str, dict[str, float]] = {}
         for lane, weight in zip(self._lanes, weights, strict=True):
             passed = rates[lane.name]
-            found[lane.name] = {"share": weight / sum(weights)} | ({"pass_rate": sum(passed) / len(passed)} if passed else {})
+            found[lane.name] = {"share": weight / sum(weights)} | (
+                {"pass_rate": sum(passed) / len(passed)} if passed else {}
+            )
         return found
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
         drawn = {str(number): ids for number, ids in self._drawn.items()}
-        return {"observed": self._observed, "drawn": drawn, "lanes": [lane.state() for lane in self._lanes]}
+        return {
+            "observed": self._observed,
+            "drawn": drawn,
+            "lanes": [lane.state() for lane in self._lanes],
+        }
 
     @property
     def adapts(self) -> bool:
@@ -253,7 +297,10 @@ class Curriculum:
 
     def _draw(self, step: int) -> None:
         shares = split_of_step(self._weights(), self._groups, self._seed, step)
-        drawn = [lane.draw(share, self._seed, step, i) for i, (lane, share) in enumerate(zip(self._lanes, shares, strict=True))]
+        drawn = [
+            lane.draw(share, self._seed, step, i)
+            for i, (lane, share) in enumerate(zip(self._lanes, shares, strict=True))
+        ]
         self._drawn[step] = [id for ids in drawn for id in ids]
 
 

@@ -1,12 +1,14 @@
 """Ranks under torchrun and FSDP2 sharding.
 
-Rank 0 is the run: it plays every episode, keeps the journal, evaluates and writes checkpoints. The other ranks hold their
-shards of the model and repeat the calls of rank 0's trainer. One process writes the run directory and orders the steps, so a
-killed run resumes as with a single process. Engines on their own devices do the generation.
+Rank 0 is the run: it plays every episode, keeps the journal, evaluates and writes checkpoints. The
+other ranks hold their shards of the model and repeat the calls of rank 0's trainer. One process
+writes the run directory and orders the steps, so a killed run resumes as with a single process.
+Engines on their own devices do the generation.
 
-Every rank gets every trajectory (ids and numbers, some kilobytes each) and computes the same advantages and denominators.
-Forward passes are distributed, balanced by positions. Sharded layers gather weights and reduce gradients collectively, so all
-ranks must run equally many passes: a rank with fewer repeats one with weight 0.
+Every rank gets every trajectory (ids and numbers, some kilobytes each) and computes the same
+advantages and denominators. Forward passes are distributed, balanced by positions. Sharded layers
+gather weights and reduce gradients collectively, so all ranks must run equally many passes: a rank
+with fewer repeats one with weight 0.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from turnwright.training.forward.forward import ForwardPass, TokenStats
 from turnwright.training.forward.ranks import Ranks
 
 _TIMEOUT = timedelta(days=30)
-"""Time that ranks wait for rank 0, which may play episodes for hours; torchrun ends them with it."""
+"""Time that ranks wait for rank 0, which may play episodes for hours;
+torchrun ends them with it."""
 
 
 class ProcessRanks(Ranks):
@@ -45,12 +48,13 @@ class ProcessRanks(Ranks):
                 dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             self._messages: Any = dist.new_group(backend="gloo", timeout=_TIMEOUT)
-            """Group of rank 0's messages, separate from that of tensors, which has a shorter timeout."""
+            """Group of rank 0's messages, separate from that of tensors, which
+            has a shorter timeout."""
         except (RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"{world_size()} processes must train together (WORLD_SIZE) but cannot connect: {reason}; "
-                "start them with torchrun --nproc-per-node N -m turnwright train ..."
+                f"{world_size()} processes must train together (WORLD_SIZE) but cannot connect: "
+                f"{reason}; start them with torchrun --nproc-per-node N -m turnwright train ..."
             ) from error
         self._inside = False
         """Whether rank 0 is inside of a call that all ranks make."""
@@ -58,13 +62,16 @@ class ProcessRanks(Ranks):
     # Messages.
 
     def broadcast(self, message: Any) -> None:
-        """Send a message to all other ranks, from rank 0. Raises `UsageError` when it cannot be pickled."""
+        """Send a message to all other ranks, from rank 0.
+
+        Raises `UsageError` when it cannot be pickled.
+        """
         try:
             pickle.dumps(message)
         except Exception as error:  # whatever an object's own code raises
             raise UsageError(
-                f"the training data cannot be sent to {self.size - 1} other ranks ({type(error).__name__}: {error}): use only "
-                "plain values in tasks and their info"
+                f"the training data cannot be sent to {self.size - 1} other ranks "
+                f"({type(error).__name__}: {error}): use only plain values in tasks and their info"
             ) from error
         dist.broadcast_object_list([message], src=0, group=self._messages)
 
@@ -76,7 +83,9 @@ class ProcessRanks(Ranks):
             self.leave()
         return message[0]
 
-    def call_together(self, method: Callable[..., Any], trainer: Any, *args: Any, **named: Any) -> Any:
+    def call_together(
+        self, method: Callable[..., Any], trainer: Any, *args: Any, **named: Any
+    ) -> Any:
         """Call a method of a trainer on all ranks; rank 0 broadcasts the call first."""
         if self._inside or self.rank:  # part of a call that was broadcast
             return method(trainer, *args, **named)
@@ -93,7 +102,8 @@ class ProcessRanks(Ranks):
         return found
 
     def stop_workers(self) -> None:
-        """End the other ranks, from rank 0; during a call they cannot receive it, and end with rank 0."""
+        """End the other ranks, from rank 0; during a call they cannot receive
+        it, and end with rank 0."""
         if self.rank == 0 and not self._inside:
             with suppress(RuntimeError):
                 self.broadcast(None)
@@ -102,8 +112,9 @@ class ProcessRanks(Ranks):
     def leave(self) -> None:
         """Synchronize all ranks, then destroy the group before Python exits.
 
-        Otherwise torch's threads still use the group at process exit and may abort the process on a busy machine (`terminate
-        called without an active exception`, in most runs of torch 2.13.0 there).
+        Otherwise torch's threads still use the group at process exit and may abort the
+        process on a busy machine (`terminate called without an active exception`, in most
+        runs of torch 2.13.0 there).
         """
         with suppress(RuntimeError):
             dist.barrier(group=self._messages)
@@ -120,7 +131,9 @@ class ProcessRanks(Ranks):
 
     def gather(self, tensors: list[Tensor]) -> list[Tensor]:
         found: list[list[Tensor]] = [[] for _ in range(self.size)]
-        dist.all_gather_object(found, [tensor.detach().cpu() for tensor in tensors], group=self._messages)
+        dist.all_gather_object(
+            found, [tensor.detach().cpu() for tensor in tensors], group=self._messages
+        )
         return [tensor for row in found for tensor in row]
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -131,7 +144,9 @@ class ProcessRanks(Ranks):
 
     # Work.
 
-    def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., TokenStats], Callable[..., Tensor]]:
+    def shard(
+        self, model: nn.Module, forward: ForwardPass
+    ) -> tuple[Callable[..., TokenStats], Callable[..., Tensor]]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -139,28 +154,36 @@ class ProcessRanks(Ranks):
         mesh = init_device_mesh(next(model.parameters()).device.type, (self.size,))
         for layer in layers(model):
             fully_shard(layer, mesh=mesh)
-        # Reshard after the forward pass: a gathered copy from a pass without gradient would be stale after an update.
+        # Reshard after the forward pass: a gathered copy from a pass without gradient would be
+        # stale after an update.
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Gradients are summed, not averaged: denominators are those of the full step already.
+                # Gradients are summed, not averaged: denominators are those of
+                # the full step already.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.12: for a rank whose passes have no image
+        if hasattr(
+            model, "set_reduce_scatter_unused_params"
+        ):  # torch 2.12: for a rank whose passes have no image
             model.set_reduce_scatter_unused_params(True)
         if forward.head is None:  # it calls the model itself
             return forward.stats, forward.full_logprobs
 
         def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
             found = forward.stats(*args, **named)
-            return found.logprobs_m.clone(), found.entropy_m  # no view: an in-place operation would lose its hooks
+            return (
+                found.logprobs_m.clone(),
+                found.entropy_m,
+            )  # no view: an in-place operation would lose its hooks
 
         inside = as_forward(model, "turnwright_stats", run)
         full_logprobs = as_forward(model, "turnwright_full_logprobs", forward.full_logprobs)
         return lambda *args, **named: TokenStats(*inside(*args, **named)), full_logprobs
 
     def limit(self, micro_tokens: int, positions: int) -> int:
-        """Return the maximum positions of a pass, so that each rank gets about two passes if there are enough positions."""
+        """Return the maximum positions of a pass, so that each rank gets about two passes if there
+        are enough positions."""
         return max(1, min(micro_tokens, -(-positions // (2 * self.size))))
 
     def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
@@ -173,7 +196,8 @@ class ProcessRanks(Ranks):
 
 
 def balance_costs(costs: Sequence[int], size: int) -> list[list[int]]:
-    """Return each rank's work, sorted: the most expensive first to the least loaded (Graham 1969: at most 4/3 of the best)."""
+    """Return each rank's work, sorted: the most expensive first to the least loaded (Graham 1969:
+    at most 4/3 of the best)."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -189,10 +213,13 @@ def _end_group() -> None:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder's repeated layers: the largest list of modules of one class, preferably of `_no_split_modules`."""
+    """Return the decoder's repeated layers: the largest list of modules of one class,
+    preferably of `_no_split_modules`."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     lists: list[nn.ModuleList] = [
-        m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(child) for child in m}) == 1
+        m
+        for m in model.modules()
+        if isinstance(m, nn.ModuleList) and len({type(child) for child in m}) == 1
     ]
     named = [m for m in lists if type(m[0]).__name__ in kinds] or lists
     found = max(named, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
@@ -200,7 +227,8 @@ def layers(model: nn.Module) -> list[nn.Module]:
 
 
 def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function as a forward method of a sharded model, so that the parts it uses are gathered."""
+    """Register a function as a forward method of a sharded model, so that the parts
+    it uses are gathered."""
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     setattr(model, name, function)
@@ -210,7 +238,8 @@ def as_forward(model: nn.Module, name: str, function: Callable[..., Any]) -> Cal
 
 
 def shard_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Copy a full tensor to the dtype and device of another; to this rank's shard if the other is sharded."""
+    """Copy a full tensor to the dtype and device of another; to this rank's shard if
+    the other is sharded."""
     made = tensor.to(other.device, other.dtype)
     if not is_sharded(other):
         return made.clone() if made is tensor else made

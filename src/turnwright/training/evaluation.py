@@ -61,7 +61,9 @@ class EvalResult:
         if self.images:
             row["images"] = self.images
         if len(self.by_env) > 1:
-            row["by_env"] = {name: {"n": n, "success": won / n} for name, (n, won) in self.by_env.items()}
+            row["by_env"] = {
+                name: {"n": n, "success": won / n} for name, (n, won) in self.by_env.items()
+            }
         return row
 
 
@@ -82,7 +84,9 @@ def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Eva
         turns=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
         reward=sum(rewards) / len(rewards) if rewards else None,
         failed=len(trajectories) - len(rewards),
-        counts=tuple((len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()),
+        counts=tuple(
+            (len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()
+        ),
         stops=dict(Counter(str(t.stop) for t in trajectories)),
         by_env=by_env,
         differing=1.0 - max(Counter(rewards).values()) / len(rewards) if rewards else 0.0,
@@ -101,7 +105,8 @@ async def play_evaluation(
     blind: bool = False,
     play: Callable[..., Awaitable[list[Trajectory]]] | None = None,
 ) -> list[Trajectory]:
-    """Play tasks for an evaluation. Its `name` is part of every episode's key, so of its seed; `blind` replaces images by
-    uniform grey, the control for what the policy uses from the pixels."""
+    """Play tasks for an evaluation. Its `name` is part of every episode's key, so of
+    its seed; `blind` replaces images by uniform grey, the control for what the policy
+    uses from the pixels."""
     episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
     return await (play or rollout.play)(episodes, sampling=sampling, blank=blind)

@@ -1,4 +1,5 @@
-"""The loss of a step: token losses, KL estimators, importance correction, and the objective that `[train]` defines."""
+"""The loss of a step: token losses, KL estimators, importance correction, and the objective
+that `[train]` defines."""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ from turnwright.types import Trajectory
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """M sampled tokens of one forward pass, the input of an algorithm. Tensors have shape (M,), logprobs are in nats."""
+    """M sampled tokens of one forward pass, the input of an algorithm.
+
+    Tensors have shape (M,), logprobs are in nats.
+    """
 
     logp: Tensor
     """Log-probabilities under the trained policy; the only tensor with a gradient."""
@@ -29,8 +33,8 @@ class TokenBatch:
     """Log-probabilities under the policy in the ratio's denominator."""
     advantage: Tensor
     sequence: Tensor
-    """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the log of the trajectory's
-    ratio, per token. Scored before this pass, without gradient."""
+    """Mean of ``logp - old`` over all tokens of the token's trajectory, across rows and passes: the
+    log of the trajectory's ratio, per token. Scored before this pass, without gradient."""
     clip_low: float
     clip_high: float
     clip_cap: float | None = None
@@ -67,7 +71,8 @@ class Algorithm:
     kl_estimator: KLEstimator = "k3"
     kl_in: KLPlace = "loss"
     sequence: bool = False
-    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each update but the first."""
+    """Whether it uses `TokenBatch.sequence`, which costs a scored pass before each
+    update but the first."""
     overlong: bool = False
     """Whether trajectories near the maximum length lose reward."""
     refill: int = 0
@@ -104,7 +109,10 @@ def clipped(tokens: TokenBatch, ratio: Tensor | None = None) -> TokenLoss:
     value, stopped = torch.minimum(free, bounded), bounded < free
     if tokens.clip_cap is not None:
         capped = (tokens.advantage < 0) & (ratio > tokens.clip_cap)
-        value, stopped = torch.where(capped, tokens.clip_cap * tokens.advantage, value), stopped | capped
+        value, stopped = (
+            torch.where(capped, tokens.clip_cap * tokens.advantage, value),
+            stopped | capped,
+        )
     return TokenLoss(-value, ratio.detach(), stopped.detach())
 
 
@@ -132,26 +140,37 @@ class Correction:
             return None
         low, high = BOUNDS[config.correction]
         low = low if config.correction_low is None else config.correction_low
-        return cls(config.correction, low, high if config.correction_high is None else config.correction_high)
+        return cls(
+            config.correction,
+            low,
+            high if config.correction_high is None else config.correction_high,
+        )
 
     def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
-        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before the step's first update and the
-        engine's (none missing), with r_t the ratio of their probabilities; `trajectory_n` are indices from 0.
+        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before the
+        step's first update and the engine's (none missing), with r_t the ratio of their
+        probabilities; `trajectory_n` are indices from 0.
 
-        - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL framework secretly brings you
-          off-policy RL training", 2025). With `old_logprobs = "trainer"` the policy loss is then decoupled PPO of stale tokens
-          (arXiv 2505.24298; Hilton et al., arXiv 2110.00641) with a truncated weight: ``c_t * -min(u_t A, clip(u_t) A)``, where
-          ``u_t = policy / proximal`` and ``c_t = min(proximal / behavior, high)``; the proximal policy is the trainer's before
-          the step's first update, the behavior policy that of the engine when it sampled the token;
-        - `sequence_mis`: ``R = prod_t r_t`` over the trajectory if in [low, high], else 0 (masked importance sampling; Liu et
-          al., "When speed kills stability", 2025);
-        - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low, high], else 0 (same source): a
-          filter, not a weight, for trajectories too long for the product to be meaningful;
-        - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3, arXiv 2512.16144, eq. 1).
+        - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL
+          framework secretly brings you off-policy RL training", 2025). With
+          `old_logprobs = "trainer"` the policy loss is then decoupled PPO of stale tokens (arXiv
+          2505.24298; Hilton et al., arXiv 2110.00641) with a truncated weight:
+          ``c_t * -min(u_t A, clip(u_t) A)``, where ``u_t = policy / proximal`` and
+          ``c_t = min(proximal / behavior, high)``; the proximal policy is the trainer's before the
+          step's first update, the behavior policy that of the engine when it sampled the token;
+        - `sequence_mis`: ``R = prod_t r_t`` over the trajectory if in [low, high], else 0 (masked
+          importance sampling; Liu et al., "When speed kills stability", 2025);
+        - `sequence_mis_mean`: 1 if the geometric mean of r_t over the trajectory is in [low,
+          high], else 0 (same source): a filter, not a weight, for trajectories too long for the
+          product to be meaningful;
+        - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3,
+          arXiv 2512.16144, eq. 1).
         """
         log_ratio_n = trainer_n - engine_n
         if self.kind in ("sequence_mis", "sequence_mis_mean"):
-            log_ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean")
+            log_ratio_n = per_trajectory(
+                log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean"
+            )
         ratio_n = log_ratio_n.exp()
         if self.kind == "tis":
             return ratio_n.clamp(max=self.high)
@@ -164,15 +183,21 @@ def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Ten
     size = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
     total = values_n.new_zeros(size).index_add_(0, trajectory_n, values_n)
     if mean:
-        total /= values_n.new_zeros(size).index_add_(0, trajectory_n, torch.ones_like(values_n)).clamp(min=1.0)
+        total /= (
+            values_n.new_zeros(size)
+            .index_add_(0, trajectory_n, torch.ones_like(values_n))
+            .clamp(min=1.0)
+        )
     return total[trajectory_n]
 
 
 def k1(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) by ``log(policy / reference)``; unbiased, single values may be negative.
+    """Estimate KL(policy || reference) by ``log(policy / reference)``; unbiased,
+    single values may be negative.
 
-    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy gradient is that of the KL. In a loss,
-    its gradient is ``grad logp``, whose mean is 0, so it constrains nothing.
+    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy
+    gradient is that of the KL. In a loss, its gradient is ``grad logp``, whose mean is 0,
+    so it constrains nothing.
     """
     return logp_m - reference_m
 
@@ -180,17 +205,19 @@ def k1(logp_m: Tensor, reference_m: Tensor) -> Tensor:
 def k2(logp_m: Tensor, reference_m: Tensor) -> Tensor:
     """Estimate the KL by ``log(policy / reference)^2 / 2``: never negative, biased as a value.
 
-    Same source. In a loss, its gradient is ``log(policy / reference) * grad logp``, whose mean over tokens of the policy is
-    the gradient of KL(policy || reference).
+    Same source. In a loss, its gradient is ``log(policy / reference) * grad logp``, whose mean over
+    tokens of the policy is the gradient of KL(policy || reference).
     """
     return 0.5 * (logp_m - reference_m) ** 2
 
 
 def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) by ``r - 1 - log r``, r = reference / policy; unbiased and never negative.
+    """Estimate KL(policy || reference) by ``r - 1 - log r``, r = reference / policy;
+    unbiased and never negative.
 
-    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its gradient is ``(1 - r) * grad logp``, whose mean over
-    tokens of the policy is the gradient of KL(reference || policy).
+    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its gradient is
+    ``(1 - r) * grad logp``, whose mean over tokens of the policy is the gradient of
+    KL(reference || policy).
     """
     log_ratio = reference_m - logp_m
     return torch.expm1(log_ratio) - log_ratio
@@ -211,7 +238,8 @@ class PolicyTerms:
 
 
 def effective_sample_share(weights_n: Tensor) -> float:
-    """Compute the effective sample size of importance weights per token: ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
+    """Compute the effective sample size of importance weights per token:
+    ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
     squares = (weights_n**2).sum()
     return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
 
@@ -220,8 +248,9 @@ def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
     """Measure the difference of engine and trainer logprobs, over tokens that have both.
 
     Returns:
-        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats; `mismatch_kl`, an estimate of
-        KL(engine || trainer) per token; `importance_ess`, the effective sample share of importance weights trainer / engine.
+        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in
+        nats; `mismatch_kl`, an estimate of KL(engine || trainer) per token;
+        `importance_ess`, the effective sample share of importance weights trainer / engine.
         Empty if the engine returned no logprobs.
     """
     both = torch.isfinite(engine_n)
@@ -252,7 +281,8 @@ class Objective:
 
     @property
     def penalizes_reward(self) -> bool:
-        """Whether KL is subtracted from the reward, so that trajectories must be scored before they are compared."""
+        """Whether KL is subtracted from the reward, so that trajectories must be scored
+        before they are compared."""
         return bool(self.config.kl) and self.settings.kl_in == "reward"
 
     def penalties(
@@ -274,11 +304,11 @@ class Objective:
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
     def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
-        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0 (before the `first` update)
-        or unused.
+        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0
+        (before the `first` update) or unused.
 
-        A trajectory's tokens may be in several rows and passes. So the complete batch is scored under the current policy,
-        unless it was scored already and nothing was updated since.
+        A trajectory's tokens may be in several rows and passes. So the complete batch is scored
+        under the current policy, unless it was scored already and nothing was updated since.
         """
         if not self.settings.algorithm.sequence:
             return None
@@ -346,7 +376,9 @@ class Objective:
         return PolicyTerms(loss, token_loss.ratio, token_loss.clipped)
 
 
-def _with_teachers(advantage_m: Tensor, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor) -> Tensor:
+def _with_teachers(
+    advantage_m: Tensor, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor
+) -> Tensor:
     """Return advantages with what the teachers that score sampled ids add to them."""
     for scores in batch.teachers:
         if scores.targets is None:
@@ -367,17 +399,22 @@ def _weighted_divergence(batch: TrainingBatch, stats: TokenStats) -> Tensor | No
 
 
 def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) -> Tensor:
-    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64, with the difference bounded and 0 without
-    an answer. Its mean over ids of the policy, times ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher)
-    per id (on-policy distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
+    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64, with the
+    difference bounded and 0 without an answer. Its mean over ids of the policy, times
+    ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher) per id (on-policy
+    distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
     teacher, bound = scores.teacher, scores.teacher.bound
     return teacher.weight * scores.gap(index_k, policy_k).clamp(-bound, bound).nan_to_num(0.0)
 
 
-def check_logprobs(batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer") -> None:
-    """Raise `ConfigError` unless the engine returned every logprob, which recipe key `key` needs if not set to `other`."""
+def check_logprobs(
+    batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer"
+) -> None:
+    """Raise `ConfigError` unless the engine returned every logprob, which recipe key `key`
+    needs if not set to `other`."""
     missing = int(torch.isnan(batch.engine_n).sum())
     if missing:
         raise ConfigError(
-            f"{key} needs a logprob for every sampled id; {missing} of {batch.size} have none: set it to {other!r}"
+            f"{key} needs a logprob for every sampled id; {missing} of {batch.size} have none: set "
+            f"it to {other!r}"
         )

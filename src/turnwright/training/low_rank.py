@@ -21,16 +21,25 @@ class LowRank:
 
 
 def low_rank_of(layer: Any) -> LowRank | None:
-    """Return the adapter's matrices of a layer; None for a layer without one, or whose adapter is switched off."""
+    """Return the adapter's matrices of a layer; None for a layer without one, or whose
+    adapter is switched off."""
     halves = getattr(layer, "lora_A", None)
     if halves is None or layer.disable_adapters:
         return None
-    return LowRank(halves[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight, float(layer.scaling[ADAPTER_NAME]))
+    return LowRank(
+        halves[ADAPTER_NAME].weight,
+        layer.lora_B[ADAPTER_NAME].weight,
+        float(layer.scaling[ADAPTER_NAME]),
+    )
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether an adapter of a model drops inputs in training."""
-    drops = (module.lora_dropout[ADAPTER_NAME] for module in model.modules() if low_rank_of(module) is not None)
+    drops = (
+        module.lora_dropout[ADAPTER_NAME]
+        for module in model.modules()
+        if low_rank_of(module) is not None
+    )
     return any(isinstance(drop, nn.Dropout) and drop.p > 0 for drop in drops)
 
 

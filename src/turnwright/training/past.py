@@ -1,4 +1,5 @@
-"""Earlier versions of a trained policy as opponents: kept in the run directory, and played by engines of their own."""
+"""Earlier versions of a trained policy as opponents: kept in the run directory, and played by
+engines of their own."""
 
 from __future__ import annotations
 
@@ -28,19 +29,23 @@ class PastPolicy:
         lag: int,
         seed: int,
     ) -> None:
-        """`source` is the model directory of the policy, `load` makes an engine of a version's directory and number; the others
-        are those of `PastVersions`."""
+        """`source` is the model directory of the policy, `load` makes an engine of a version's
+        directory and number; the others are those of `PastVersions`."""
         self._of, self._directory, self._source, self._make = of, directory, source, load
         self._warmed = 0
-        self.engine = PastVersions(self._load, of.engine, every=every, keep=keep, lag=lag, seed=seed)
+        self.engine = PastVersions(
+            self._load, of.engine, every=every, keep=keep, lag=lag, seed=seed
+        )
 
     def begin(self, warmed: int) -> None:
-        """Play versions from here on, the current policy before; `warmed` is the number of updates before the first step."""
+        """Play versions from here on, the current policy before; `warmed` is the number of updates
+        before the first step."""
         self._warmed = warmed
         self.engine.begin()
 
     def save(self, step: int, template: str | None) -> None:
-        """Write the version of a step if it is one to keep and is not there; a kill leaves nothing partial under its name."""
+        """Write the version of a step if it is one to keep and is not there; a kill leaves nothing
+        partial under its name."""
         final = self._path(step)
         if step % self.engine.every or final.exists():
             return
@@ -54,9 +59,11 @@ class PastPolicy:
         flush(self._directory)
 
     def prune(self, checkpoints: Collection[int]) -> None:
-        """Remove versions that nothing can ask for: no group in flight, and no resume from a checkpoint of one of these steps.
+        """Remove versions that nothing can ask for: no group in flight, and no resume from a
+        checkpoint of one of these steps.
 
-        A run that is resumed from a checkpoint writes the versions of its step and later ones itself.
+        A run that is resumed from a checkpoint writes the versions of its
+        step and later ones itself.
         """
         for partial in self._directory.glob(".*.dropped"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -65,7 +72,9 @@ class PastPolicy:
             if not (number := path.name.removeprefix("step-")).isdecimal():
                 continue
             step = int(number)
-            if step <= max(checkpoints) and not any(oldest(one) <= step <= one for one in checkpoints):
+            if step <= max(checkpoints) and not any(
+                oldest(one) <= step <= one for one in checkpoints
+            ):
                 remove_directory(path)
 
     def _path(self, step: int) -> Path:

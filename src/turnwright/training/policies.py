@@ -1,4 +1,5 @@
-"""The trained policies of a run, and what each of them is trained on: the spans of its own agents, and their rewards."""
+"""The trained policies of a run, and what each of them is trained on: the spans of its own
+agents, and their rewards."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ AgentFits = Callable[[str], bool]
 
 @dataclass(slots=True)
 class AgentView(Trajectory):
-    """Part of a trajectory: the spans and turns of some of its agents, with their reward. Agents share no spans, so it is a
-    trajectory of its own."""
+    """Part of a trajectory: the spans and turns of some of its agents, with their reward. Agents
+    share no spans, so it is a trajectory of its own."""
 
     numbers: tuple[int, ...] = ()
     """Indices of its spans in the trajectory."""
@@ -41,12 +42,16 @@ class AgentView(Trajectory):
 
 
 def view_of(trajectory: Trajectory, fits: AgentFits, agent: str = "") -> Trajectory | None:
-    """Return the part of a trajectory that belongs to the fitting agents; itself if that is all, and None if they sampled
-    nothing in an episode that did not fail. With the name of one `agent`, the reward is that agent's."""
+    """Return the part of a trajectory that belongs to the fitting agents; itself if that is all,
+    and None if they sampled nothing in an episode that did not fail. With the name of one `agent`,
+    the reward is that agent's."""
     numbers = [number for number, span in enumerate(trajectory.spans) if fits(span.agent)]
     if len(numbers) == len(trajectory.spans) and not agent:
         return trajectory
-    if not any(trajectory.spans[number].sampled for number in numbers) and exclusion_reason(trajectory) != FAILED:
+    if (
+        not any(trajectory.spans[number].sampled for number in numbers)
+        and exclusion_reason(trajectory) != FAILED
+    ):
         return None
     spans = {old: new for new, old in enumerate(numbers)} | {-1: -1}
     turns = [number for number, turn in enumerate(trajectory.turns) if fits(turn.agent)]
@@ -54,7 +59,8 @@ def view_of(trajectory: Trajectory, fits: AgentFits, agent: str = "") -> Traject
     rows = [
         RowReward(row.reward, own)
         for row in trajectory.row_rewards
-        if (own := tuple(turn_at[number] for number in row.turns if number in turn_at)) or not row.turns
+        if (own := tuple(turn_at[number] for number in row.turns if number in turn_at))
+        or not row.turns
     ]
     reward = trajectory.reward
     if trajectory.row_rewards and reward is not None:
@@ -62,9 +68,17 @@ def view_of(trajectory: Trajectory, fits: AgentFits, agent: str = "") -> Traject
     if agent and reward is not None:
         reward = trajectory.agent_rewards.get(agent, reward)
     own_parts = {
-        "spans": [replace(span, parent=spans[span.parent]) for span in map(trajectory.spans.__getitem__, numbers)],
+        "spans": [
+            replace(span, parent=spans[span.parent])
+            for span in map(trajectory.spans.__getitem__, numbers)
+        ],
         "turns": [
-            replace(turn, prompt=spans[turn.prompt], spans=tuple(spans[i] for i in turn.spans), parent=turn_at[turn.parent])
+            replace(
+                turn,
+                prompt=spans[turn.prompt],
+                spans=tuple(spans[i] for i in turn.spans),
+                parent=turn_at[turn.parent],
+            )
             for turn in map(trajectory.turns.__getitem__, turns)
         ],
         "failed_turns": [],  # their spans are untrained roots, which need no turn
@@ -87,9 +101,10 @@ def agents_of(trajectory: Trajectory) -> list[str]:
 def comparable(groups: Sequence[Group], fits: AgentFits, *, by_agent: bool = False) -> list[Group]:
     """Return groups of what is compared of a policy's agents.
 
-    An episode whose agents have rewards or groups of their own is compared agent by agent: with the same agent in the other
-    episodes of the task, or within the episode with the agents of its group (`Model.generate(group=...)`); `by_agent` does so
-    for all. Otherwise all agents of the policy are one trajectory, with the episode's reward.
+    An episode whose agents have rewards or groups of their own is compared agent by agent: with the
+    same agent in the other episodes of the task, or within the episode with the agents of its group
+    (`Model.generate(group=...)`); `by_agent` does so for all. Otherwise all agents of the policy
+    are one trajectory, with the episode's reward.
     """
     found: list[Group] = []
     for group in groups:
@@ -104,7 +119,11 @@ def comparable(groups: Sequence[Group], fits: AgentFits, *, by_agent: bool = Fal
             for agent in agents:
                 if (view := view_of(t, agent.__eq__, agent)) is not None:
                     named = t.agent_groups.get(agent)
-                    parts[("", agent) if named is None else (named, str(t.key.sample), str(t.key.attempt))].append(view)
+                    parts[
+                        ("", agent)
+                        if named is None
+                        else (named, str(t.key.sample), str(t.key.attempt))
+                    ].append(view)
         found += [Group(group.task, parts[name]) for name in sorted(parts)]
     return found
 
@@ -130,7 +149,8 @@ class Policy:
         return self.trainer.weights(copy=not isinstance(self.engine, SharesMemory))
 
     async def send(self, version: int) -> None:
-        """Send the weights to the engine; raise `SyncError` unless the fingerprint that it returns is theirs."""
+        """Send the weights to the engine; raise `SyncError` unless the fingerprint that
+        it returns is theirs."""
         self.trainer.release_gradients()  # room for the engine's copy and its cache
         merged = self.trainer.adapter is not None and not self.adapter_alone
         at_once = not merged or not isinstance(self.engine, SharesMemory)
@@ -139,15 +159,16 @@ class Policy:
         if arrived != fingerprint(weights) or self.engine.version != version:
             whose = f" for policy {self.name}" if self.name else ""
             raise SyncError(
-                f"the engine holds other weights than the trainer sent{whose} (policy {version}, the engine reports "
-                f"{self.engine.version}): it would sample from a policy that is not being trained"
+                f"the engine holds other weights than the trainer sent{whose} (policy {version}, "
+                f"the engine reports {self.engine.version}): it would sample from a policy that is "
+                "not being trained"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class MadeAnew:
-    """Weights that are made one at a time, each time that they are iterated over: adapters are merged, and no copy of all
-    merged weights is kept."""
+    """Weights that are made one at a time, each time that they are iterated over: adapters are
+    merged, and no copy of all merged weights is kept."""
 
     make: Callable[[], Weights]
 
@@ -156,7 +177,10 @@ class MadeAnew:
 
 
 class Policies:
-    """The trained policies of a run, at least one. A step trains each on its own agents' part of the episodes."""
+    """The trained policies of a run, at least one.
+
+    A step trains each on its own agents' part of the episodes.
+    """
 
     def __init__(self, trained: Sequence[Policy], agents: AgentPolicies) -> None:
         """`agents` maps agents to policies, those that are not trained too."""
@@ -167,8 +191,8 @@ class Policies:
         return iter(self.trained)
 
     def check_agents(self, env_specs: Sequence[EnvSpec]) -> None:
-        """Raise `ConfigError` if no policy plays an agent that is known before anything is played: `main` of an environment,
-        and those of a play function's attribute `agents`."""
+        """Raise `ConfigError` if no policy plays an agent that is known before anything is played:
+        `main` of an environment, and those of a play function's attribute `agents`."""
         for spec in env_specs:
             default = ("main",) if spec.agent_function is None else ()
             for agent in getattr(spec.agent_function, "agents", default):
@@ -178,13 +202,18 @@ class Policies:
                     raise ConfigError(f"{spec.name}: {error}; name it in policy.agents") from None
 
     def saved_parts(self) -> Iterator[tuple[str, Trainer, Path | None]]:
-        """Yield the directory of each policy in a checkpoint, its trainer, and the model directory that it started from."""
+        """Yield the directory of each policy in a checkpoint, its trainer, and the model directory
+        that it started from."""
         yield from ((policy.name, policy.trainer, policy.source) for policy in self.trained)
 
     @property
     def notes(self) -> list[str]:
         """Notes on the settings of all policies, each once."""
-        return list(dict.fromkeys(note for policy in self.trained for note in policy.trainer.objective.settings.notes))
+        return list(
+            dict.fromkeys(
+                note for policy in self.trained for note in policy.trainer.objective.settings.notes
+            )
+        )
 
     def reference(self) -> None:
         """Keep the current weights of each policy as the reference of its KL term."""
@@ -198,7 +227,9 @@ class Policies:
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, Any]:
         """Train each policy one step on demonstrations; metrics as of `step`."""
-        return merged_metrics({policy.name: policy.trainer.supervised(trajectories, lr=lr) for policy in self.trained})
+        return merged_metrics(
+            {policy.name: policy.trainer.supervised(trajectories, lr=lr) for policy in self.trained}
+        )
 
     @property
     def refill(self) -> int:
@@ -206,7 +237,8 @@ class Policies:
         return self.trained[0].trainer.objective.settings.refill
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """Return task ids of the groups that dynamic sampling replaces: those without signal for every policy."""
+        """Return task ids of the groups that dynamic sampling replaces: those without
+        signal for every policy."""
         tied = {group.task.id for group in groups}
         for policy in self.trained:
             parts = self._parts(policy, groups)
@@ -217,25 +249,34 @@ class Policies:
     def step(
         self, trajectories: Sequence[Trajectory], *, step: int, steps: int, version: int | None
     ) -> tuple[dict[str, Any], list[Credit], list[TrainingBatch]]:
-        """Train every policy that sampled something on a step's episodes; arguments and errors are those of `Trainer.step`.
+        """Train every policy that sampled something on a step's episodes; arguments and errors are
+        those of `Trainer.step`.
 
-        Returns metrics of all policies together, and the credits and batches of all. Counts are summed, a maximum is of all,
-        others are means; `policy/NAME/` precedes a policy's own, unless it has no name. A policy that sampled nothing sits the
-        step out, unless it is the only one.
+        Returns metrics of all policies together, and the credits and batches of all. Counts
+        are summed, a maximum is of all, others are means; `policy/NAME/` precedes a
+        policy's own, unless it has no name. A policy that sampled nothing sits the step
+        out, unless it is the only one.
         """
         groups = group_by_task(trajectories)
         made: dict[str, StepResult] = {}
         for policy in self.trained:
             parts = self._parts(policy, groups)
-            sampled = any(span.sampled for part in parts for t in part.trajectories for span in t.spans)
+            sampled = any(
+                span.sampled for part in parts for t in part.trajectories for span in t.spans
+            )
             if sampled or len(self.trained) == 1:
-                made[policy.name] = policy.trainer.step(parts, step=step, steps=steps, version=version)
+                made[policy.name] = policy.trainer.step(
+                    parts, step=step, steps=steps, version=version
+                )
         credits = [credit for result in made.values() for credit in result.token_records[0]]
         batches = [batch for result in made.values() for batch in result.token_records[1]]
         metrics = merged_metrics({name: result.metrics for name, result in made.items()})
         names = {policy.name for policy in self.trained}
         frozen = sum(
-            len(span.ids) for t in trajectories for span in t.spans if span.sampled and self._agents.of(span.agent) not in names
+            len(span.ids)
+            for t in trajectories
+            for span in t.spans
+            if span.sampled and self._agents.of(span.agent) not in names
         )
         metrics["tokens_sampled"] = metrics.get("tokens_sampled", 0.0) + frozen
         return metrics | ({f"tokens_{FROZEN}": float(frozen)} if frozen else {}), credits, batches
@@ -247,7 +288,8 @@ class Policies:
         return comparable(groups, fits, by_agent=policy.trainer.credit_settings.by_agent)
 
     def state(self) -> dict[str, Any]:
-        """Return the running baselines of the policies as JSON, for a checkpoint; empty if there are none."""
+        """Return the running baselines of the policies as JSON, for a checkpoint;
+        empty if there are none."""
         found = {policy.name: policy.trainer.baselines.state() for policy in self.trained}
         return {"baselines": found} if any(found.values()) else {}
 
@@ -258,7 +300,8 @@ class Policies:
 
 
 def merged_metrics(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metrics of all policies together, and each one's under `policy/NAME/` if it has a name."""
+    """Return metrics of all policies together, and each one's under
+    `policy/NAME/` if it has a name."""
     values: dict[str, list[float]] = defaultdict(list)
     for metrics in by_policy.values():
         for name, value in metrics.items():
@@ -275,5 +318,9 @@ def merged_metrics(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]
             found[name] = sum(given) / len(given)
 
     named = {policy: metrics for policy, metrics in by_policy.items() if policy}
-    own = {f"policy/{policy}/{name}": value for policy, metrics in named.items() for name, value in metrics.items()}
+    own = {
+        f"policy/{policy}/{name}": value
+        for policy, metrics in named.items()
+        for name, value in metrics.items()
+    }
     return found | own

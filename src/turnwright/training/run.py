@@ -1,8 +1,9 @@
 """A training run from recipe to summary, resumable after a kill.
 
-The last checkpoint holds weights and optimizer state; the journal holds every finished episode. A resumed run repeats the
-steps since the checkpoint on the journal's episodes. A sampled id depends on names (run, step, task, sample, turn,
-position), not on order, so interrupted episodes come out the same.
+The last checkpoint holds weights and optimizer state; the journal holds every finished episode.
+A resumed run repeats the steps since the checkpoint on the journal's episodes. A sampled id
+depends on names (run, step, task, sample, turn, position), not on order, so interrupted
+episodes come out the same.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ from turnwright.training.components import build_components
 from turnwright.training.curriculum import Curriculum
 from turnwright.training.evaluation import EvalResult, play_evaluation, summarize
 from turnwright.training.forward.ranks import Ranks
-from turnwright.training.metrics import no_signal_reason, step_row, success_figures, summary_of, write_token_records
+from turnwright.training.metrics import (
+    no_signal_reason,
+    step_row,
+    success_figures,
+    summary_of,
+    write_token_records,
+)
 from turnwright.training.run_record import RunRecord
 from turnwright.training.setup import (
     model_directory,
@@ -75,8 +82,8 @@ if TYPE_CHECKING:
     from turnwright.engines.remote.placed import ServerPlacer
 
 HEAP_STEPS = 8
-"""Warm-up steps after which the freed memory of a large model goes back to the system. At each step it would cost as much
-as the step."""
+"""Warm-up steps after which the freed memory of a large model goes back to the system. At each step
+it would cost as much as the step."""
 RECENT = 20
 """Last warm-up steps, whose mean loss `warmup.gate_loss` bounds."""
 STOP_STEPS = 5
@@ -106,11 +113,13 @@ class TrainingRun:
         workers: Callable[[Path], GroupPlayer] | None = None,
         placer: ServerPlacer | None = None,
     ) -> None:
-        """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume (`resumed` if in another process).
+        """Load all components as rank 0 of `ranks`; start in a fresh directory, else resume
+        (`resumed` if in another process).
 
-        `began` has `time.time()` and `time.process_time()` at the start of this process' share; None means now. `extended` has
-        the numbers of steps that the run had before it was resumed with more. `workers` returns what plays the groups
-        elsewhere, for the directory of tokenizer and template; `placer` starts the servers elsewhere.
+        `began` has `time.time()` and `time.process_time()` at the start of this process' share;
+        None means now. `extended` has the numbers of steps that the run had before it was resumed
+        with more. `workers` returns what plays the groups elsewhere, for the directory of tokenizer
+        and template; `placer` starts the servers elsewhere.
         """
         self.config, self.env_specs = config, list(env_specs)
         self.run = run
@@ -134,9 +143,13 @@ class TrainingRun:
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
-        self.cursor: dict[str, Any] = dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
+        self.cursor: dict[str, Any] = (
+            dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
+        )
         weights = latest.path if latest else None
-        self.parts = build_components(config, source, run.path, weights, ranks, on_note=watch.note, placer=placer)
+        self.parts = build_components(
+            config, source, run.path, weights, ranks, on_note=watch.note, placer=placer
+        )
         self.policies = self.parts.policies
         """Policies that are trained."""
         self.policies.restore(self.cursor)
@@ -156,7 +169,9 @@ class TrainingRun:
             covered=self.cursor["step"] if self.cursor["phase"] == "reinforce" else 0,
             asynchronous=config.schedule.mode == "async",
         )
-        recorded = self.record.episodes(self.plan.by_id.get, self.parts.renderer, self.cursor.get("journal"), watch.note)
+        recorded = self.record.episodes(
+            self.plan.by_id.get, self.parts.renderer, self.cursor.get("journal"), watch.note
+        )
         if resumed:
             self.record.resume()
         self.rollout = Rollout(
@@ -172,7 +187,8 @@ class TrainingRun:
         )
 
     async def play(self) -> dict[str, Any]:
-        """Run to the end and return the content of summary.json; after a `TurnwrightError`, the run can be resumed."""
+        """Run to the end and return the content of summary.json; after a `TurnwrightError`,
+        the run can be resumed."""
         for note in self.policies.notes:
             self.watch.note(note)
         for note in self.plan.notes(self.config):
@@ -215,8 +231,14 @@ class TrainingRun:
         known |= {"failed_plays": failed} if (failed := self.record.all_failed_plays) else {}
         resumed_turns = self.record.resumed_turns + self.rollout.resumed_turns
         known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
-        summary = summary_of(self.config, success_figures(before, after, self.env_specs), self.record.resumes, known)
-        rows = [row for row in read_json_lines(self.run.path / "metrics.jsonl") if row.get("phase") == "train"]
+        summary = summary_of(
+            self.config, success_figures(before, after, self.env_specs), self.record.resumes, known
+        )
+        rows = [
+            row
+            for row in read_json_lines(self.run.path / "metrics.jsonl")
+            if row.get("phase") == "train"
+        ]
         if reason := no_signal_reason(rows):
             self.watch.note(reason)
         self.run.write_json("summary.json", summary)
@@ -224,11 +246,15 @@ class TrainingRun:
         return summary
 
     async def _apply_prompt_limit(self) -> None:
-        check_row_arguments((choice.task for choice in (*self.plan.train, *self.plan.held_out)), self.parts.renderer)
+        check_row_arguments(
+            (choice.task for choice in (*self.plan.train, *self.plan.held_out)), self.parts.renderer
+        )
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return
-        store = self.rollout.media_intake.store  # a second store would separate the engine from the images of the run
+        store = (
+            self.rollout.media_intake.store
+        )  # a second store would separate the engine from the images of the run
         rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
@@ -236,7 +262,9 @@ class TrainingRun:
             media=store,
         )
         choices = [*self.plan.train, *self.plan.held_out]
-        fits, out = await rollout.within_prompt_limit([choice.episodes("prompt", 0, 1)[0] for choice in choices])
+        fits, out = await rollout.within_prompt_limit(
+            [choice.episodes("prompt", 0, 1)[0] for choice in choices]
+        )
         self.plan.restrict_to(fits)
         self.run.write_json("left_out.json", left_out(limit, out))
         if out:
@@ -247,7 +275,12 @@ class TrainingRun:
         self.watch.waiting("checkpoint")
         torch_settings.keep()
         self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
-        state = self.cursor | self.plan.state() | self.policies.state() | {"journal": self.run.journal.mark()}
+        state = (
+            self.cursor
+            | self.plan.state()
+            | self.policies.state()
+            | {"journal": self.run.journal.mark()}
+        )
         self.checkpoints.save(name, self.policies, state, self._template)
         for past in self.parts.past:
             past.prune([checkpoint.step for checkpoint in self.checkpoints.all()])
@@ -255,13 +288,20 @@ class TrainingRun:
 
     def _keep_past(self, step: int) -> None:
         """Keep the weights of a step that later episodes may play against."""
-        for past in self.parts.past if step >= self.cursor["step"] else ():  # a resumed run has the earlier ones
+        for past in (
+            self.parts.past if step >= self.cursor["step"] else ()
+        ):  # a resumed run has the earlier ones
             past.save(step, self._template)
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
-        """Keep the checkpoint of an evaluated policy if none scored higher; of equals, the later."""
+        """Keep the checkpoint of an evaluated policy if none scored higher;
+        of equals, the later."""
         best, name = self.checkpoints.best(), f"step-{step:05d}" if step else "warmed"
-        if not self.config.checkpoint.keep_best or "sampled" not in scores or not (step or self.cursor["warmed"]):
+        if (
+            not self.config.checkpoint.keep_best
+            or "sampled" not in scores
+            or not (step or self.cursor["warmed"])
+        ):
             return
         success = scores["sampled"].success
         if success is not None and (best is None or success >= best[1]):
@@ -270,18 +310,22 @@ class TrainingRun:
             self.checkpoints.mark_best(name, success)
 
     def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
-        """Make the best checkpoint the policy of the run where the last one is worse by more than chance; return its name."""
+        """Make the best checkpoint the policy of the run where the last one is worse by more than
+        chance; return its name."""
         best, last = self.checkpoints.best(), after.get("sampled")
         if best is None or last is None or last.success is None:
             return ""
         name, score = best
         if score <= last.ci[1]:
-            self.checkpoints.mark_best(name, score)  # an extended run may have made good what it had broken
+            self.checkpoints.mark_best(
+                name, score
+            )  # an extended run may have made good what it had broken
             return ""
         self.checkpoints.mark_best(name, score, rolled_back=True)
         self.watch.note(
-            f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of checkpoint {name} in {score:.0%}: "
-            f"the run keeps {name} for eval, rollout and serve; lower train.lr, or set train.gradient_signal_steps"
+            f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of "
+            f"checkpoint {name} in {score:.0%}: the run keeps {name} for eval, rollout and serve; "
+            "lower train.lr, or set train.gradient_signal_steps"
         )
         return name
 
@@ -298,12 +342,17 @@ class TrainingRun:
         note = self.watch.note
         demos = await self._demonstrate()
         self._note_unseen_images()
-        failed_plays = self.record.failed_plays("demonstrate", 0)  # in the first row, for they are played before it
+        failed_plays = self.record.failed_plays(
+            "demonstrate", 0
+        )  # in the first row, for they are played before it
         rewards = [t.reward for t in demos if t.reward is not None]
         demo_reward = sum(rewards) / len(rewards) if rewards else None
         gate = Gate.of(config, demos)
         if gate.demo_success is not None:
-            note(f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's goal is {gate.success:.0%}")
+            note(
+                f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's "
+                f"goal is {gate.success:.0%}"
+            )
         if cut := cut_note(config, demos):
             note(cut)
 
@@ -312,10 +361,16 @@ class TrainingRun:
         await release_engine_memory(self.parts.engine, config)
         while step < self._round_ends[-1]:
             end = planned_steps(self._round_ends, step)
-            figures = self.policies.supervised(sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, end))
+            figures = self.policies.supervised(
+                sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, end)
+            )
             losses.append(figures["loss"])
             step += 1
-            self.record.row({"phase": "warmup", "step": step, "demo_reward": demo_reward} | figures | failed_plays)
+            self.record.row(
+                {"phase": "warmup", "step": step, "demo_reward": demo_reward}
+                | figures
+                | failed_plays
+            )
             failed_plays = {}
             self.watch.progress(step, figures)
             if step % HEAP_STEPS == 0:
@@ -331,7 +386,8 @@ class TrainingRun:
             if not missing:
                 break
             if step == end:
-                # A user who asked for more steps than this round has gets them whatever the loss does.
+                # A user who asked for more steps than this round has gets them
+                # whatever the loss does.
                 asked_for_more = step < warmup.steps
                 if not asked_for_more and not self._another_round(step, losses, played):
                     break
@@ -347,7 +403,9 @@ class TrainingRun:
         self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
 
-    def _another_round(self, step: int, losses: Sequence[float], played: Sequence[Trajectory]) -> bool:
+    def _another_round(
+        self, step: int, losses: Sequence[float], played: Sequence[Trajectory]
+    ) -> bool:
         """Return whether a warm-up that missed its gate at the end of a round goes on."""
         is_last = step == self._round_ends[-1]
         has_rewards = any(trajectory.reward is not None for trajectory in played)
@@ -361,46 +419,53 @@ class TrainingRun:
         played: Sequence[Trajectory],
         step: int,
     ) -> None:
-        """Note that reinforcement begins below the gate; raise `TurnwrightError` where it would have nothing to build on."""
+        """Note that reinforcement begins below the gate; raise `TurnwrightError` where it would
+        have nothing to build on."""
         run, warmup = self.run.given_path, self.config.warmup
         result = summarize(played, self.config.eval.success)
         if result.success is None:
             raise TurnwrightError(
-                f"the warm-up ended after {step} steps without meeting its gate, since {missing}: training longer changes "
-                "nothing. Find out why the environment or its reward function returned None for each of them (episodes are in "
+                f"the warm-up ended after {step} steps without meeting its gate, since {missing}: "
+                "training longer changes nothing. Find out why the environment or its reward "
+                "function returned None for each of them (episodes are in "
                 f"{run / 'trajectories.jsonl'}), mend it, and resume with --resume {run}"
             )
 
         longer = f"--resume {run} --warmup.steps {step + warmup.steps}"
         if gate.demo_success is None or result.differing < SIGNAL:
             raise TurnwrightError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}. Reinforcement would have nothing "
-                f"to build on: resume with {longer} if the loss still falls, or with --resume {run} --warmup.gate-success X "
-                "if the demonstrations allow no more, or start a new run with more warmup.demos"
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}. "
+                f"Reinforcement would have nothing to build on: resume with {longer} if the loss "
+                f"still falls, or with --resume {run} --warmup.gate-success X if the "
+                "demonstrations allow no more, or start a new run with more warmup.demos"
             )
 
         chance = await self._success_in_other_tasks(played)
         reads = chance is None or exceeds(result, chance)
         if chance is not None and not reads and await self._demonstrations_read(demos):
             raise TurnwrightError(
-                f"the warm-up ended after {step} steps without meeting its gate: {missing}, and the same replies succeed in "
-                f"{chance.success:.0%} of other tasks, so what a task shows is not used yet. Reinforcement would learn from "
-                f"luck: resume with {longer} if the loss still falls, or with --resume {run} --warmup.gate-success "
-                f"{result.success:.2g} to begin it all the same; else a larger model or plainer observations"
+                f"the warm-up ended after {step} steps without meeting its gate: {missing}, and "
+                f"the same replies succeed in {chance.success:.0%} of other tasks, so what a task "
+                f"shows is not used yet. Reinforcement would learn from luck: resume with {longer} "
+                f"if the loss still falls, or with --resume {run} --warmup.gate-success "
+                f"{result.success:.2g} to begin it all the same; else a larger model or plainer "
+                "observations"
             )
         self.watch.note(
-            f"warm-up ended below its goal ({missing}); training goes on, since {result.differing:.0%} of rewards differ"
+            f"warm-up ended below its goal ({missing}); training goes on, since "
+            f"{result.differing:.0%} of rewards differ"
         )
 
     async def _demonstrations_read(self, demos: Sequence[Trajectory]) -> bool:
-        """Return whether demonstrations succeed more often than their replies do in other tasks: what pays there depends on
-        the task."""
+        """Return whether demonstrations succeed more often than their replies do in other tasks:
+        what pays there depends on the task."""
         some = demos[: self.config.warmup.gate_tasks]
         chance = await self._success_in_other_tasks(some)
         return chance is not None and exceeds(summarize(some, self.config.eval.success), chance)
 
     async def _success_in_other_tasks(self, played: Sequence[Trajectory]) -> EvalResult | None:
-        """Return the success of replies in other tasks than their own; None if that cannot be known."""
+        """Return the success of replies in other tasks than their own; None if
+        that cannot be known."""
 
         def make_rollout(engine: ScriptedEngine) -> Rollout:
             return Rollout(
@@ -423,7 +488,8 @@ class TrainingRun:
         return await success_in_other_tasks(by_id, played, make_rollout, self.config.eval.success)
 
     async def _demonstrate(self) -> list[Trajectory]:
-        """Play the demonstrations as the other episodes of a run; one that failed for good stays left out after a resume."""
+        """Play the demonstrations as the other episodes of a run; one that failed for good stays
+        left out after a resume."""
         played: list[Trajectory] = []
 
         async def play(rollout: Rollout, episodes: Sequence[EpisodeSpec]) -> list[Trajectory]:
@@ -447,7 +513,8 @@ class TrainingRun:
         return demos
 
     async def _check_gate(self, gate: Gate, step: int, loss: float) -> tuple[str, list[Trajectory]]:
-        """Play some training tasks; return the unmet gate conditions, empty when the gate is met twice, and the last plays."""
+        """Play some training tasks; return the unmet gate conditions, empty when the gate is met
+        twice, and the last plays."""
         await self._sync(step)
         missing, trajectories = "", list[Trajectory]()
         for name in ("gate", "gate-again"):
@@ -456,10 +523,14 @@ class TrainingRun:
             episodes = self.config.warmup.gate_tasks
             tasks = self.plan.preview(episodes)
             samples = math.ceil(episodes / len(tasks))
-            trajectories = await self._play_scored(tasks, name, step, samples, sampling_of(self.config.rollout))
+            trajectories = await self._play_scored(
+                tasks, name, step, samples, sampling_of(self.config.rollout)
+            )
             result = summarize(trajectories, self.config.eval.success)
             missing = gate.unmet(result, loss)
-            row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(self.measured)
+            row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(
+                self.measured
+            )
             row |= {"name": "again"} if name == "gate-again" else {}
             self.record.row(row | result.row() | self.record.failed_plays(name, step))
         return missing, trajectories
@@ -499,14 +570,21 @@ class TrainingRun:
         goal, patience = self.config.train.stop_success, self.config.train.patience
 
         def last(n: int) -> list[tuple[float, float]]:
-            return [self.record.steps.get(step, (0.0, math.nan)) for step in range(steps - n + 1, steps + 1)]
+            return [
+                self.record.steps.get(step, (0.0, math.nan))
+                for step in range(steps - n + 1, steps + 1)
+            ]
 
-        if goal is not None and steps >= STOP_STEPS and sum(success for success, _ in last(STOP_STEPS)) / STOP_STEPS >= goal:
+        if (
+            goal is not None
+            and steps >= STOP_STEPS
+            and sum(success for success, _ in last(STOP_STEPS)) / STOP_STEPS >= goal
+        ):
             return "train.stop_success", f"train.stop_success = {goal:g} is reached"
         if patience is not None and all(lr == 0 for _, lr in last(patience)):
             return "train.patience", (
-                f"for {patience} steps (train.patience) gradients agreed by no more than chance, so the policy did not change; "
-                "more or larger groups (rollout) show weaker signals"
+                f"for {patience} steps (train.patience) gradients agreed by no more than chance, "
+                "so the policy did not change; more or larger groups (rollout) show weaker signals"
             )
         return None
 
@@ -517,7 +595,9 @@ class TrainingRun:
         progress = partial(self._with_progress, episodes=rollout.groups * rollout.group_size)
         if schedule.mode != "async":
             ahead_until = steps if schedule.mode == "one_step_off" else 0
-            return StepBatches(plan, policies, self._play_accepted, progress, ahead_until=ahead_until)
+            return StepBatches(
+                plan, policies, self._play_accepted, progress, ahead_until=ahead_until
+            )
         scheduler = BatchScheduler(
             groups_per_step(plan, steps),
             schedule.staleness,
@@ -527,7 +607,9 @@ class TrainingRun:
         record = self.record.stream
         scheduler.restore(record.state(first))
         journal, gate = self.run.journal, self._stream.gate
-        return StreamBatches(scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record)
+        return StreamBatches(
+            scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record
+        )
 
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""
@@ -556,7 +638,9 @@ class TrainingRun:
         await release_engine_memory(self.parts.engine, config)
         return_large_heap(self.parts.engine)
         self.watch.waiting("optimizer step")
-        row = await self._train(trajectories, step, rollout_s) | {"tools_offered": self.rollout.tools_offered}
+        row = await self._train(trajectories, step, rollout_s) | {
+            "tools_offered": self.rollout.tools_offered
+        }
         return_large_heap(self.parts.engine)
         row |= {"groups_refilled": refilled} if self.policies.refill else {}
         row |= self.record.failed_plays("train", step) | self.plan.figures
@@ -564,8 +648,11 @@ class TrainingRun:
         self.watch.progress(step + 1, row)
         self.rollout.drop_recorded(trajectories)
 
-    async def _train(self, trajectories: Sequence[Trajectory], step: int, rollout_s: float) -> dict[str, Any]:
-        """Train on a step's episodes and return its metrics row; no tensor of the step stays referenced."""
+    async def _train(
+        self, trajectories: Sequence[Trajectory], step: int, rollout_s: float
+    ) -> dict[str, Any]:
+        """Train on a step's episodes and return its metrics row; no tensor of the
+        step stays referenced."""
         mode = self.config.schedule.mode
         version = None if mode == "sync" else self._version
         steps = planned_steps(self._train_steps, step)
@@ -581,17 +668,24 @@ class TrainingRun:
         self._report_codes(step, metrics)
         if step not in self.record.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
-        row = {"phase": "train", "step": step + 1} | step_row(trajectories, metrics, rollout_s, self.config.eval.success)
+        row = {"phase": "train", "step": step + 1} | step_row(
+            trajectories, metrics, rollout_s, self.config.eval.success
+        )
         return row | write_token_records(self.run.path, step, credits, batches)
 
     def _report_codes(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the first step whose update changed no code of the quantized weights."""
-        if self._codes_reported or metrics.get("codes_changed") != 0 or not metrics["optimizer_steps"]:
+        if (
+            self._codes_reported
+            or metrics.get("codes_changed") != 0
+            or not metrics["optimizer_steps"]
+        ):
             return
         self._codes_reported = True
         self.watch.note(
-            f"step {step + 1} changed no code of the quantized weights: its update is below their rounding step, and only "
-            "their scales and other weights changed; if most steps do so (codes_changed in metrics.jsonl), raise train.lr"
+            f"step {step + 1} changed no code of the quantized weights: its update is below their "
+            "rounding step, and only their scales and other weights changed; if most steps do so "
+            "(codes_changed in metrics.jsonl), raise train.lr"
         )
 
     async def _play_accepted(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
@@ -601,10 +695,15 @@ class TrainingRun:
         return found
 
     def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> Awaitable[list[Trajectory]]:
-        """Submit the groups of a nominal step now; the engine's policy may get newer while they are played."""
+        """Submit the groups of a nominal step now; the engine's policy may get newer
+        while they are played."""
         size = self.plan.group_size(step, self.config.rollout.group_size)
-        episodes = [episode for choice in choices for episode in choice.episodes("train", step, size)]
-        extras = [ROUTES] if self.config.train.routing_replay == "replay" else []  # evaluations need none
+        episodes = [
+            episode for choice in choices for episode in choice.episodes("train", step, size)
+        ]
+        extras = (
+            [ROUTES] if self.config.train.routing_replay == "replay" else []
+        )  # evaluations need none
         return self._play_with_retries(episodes, extras=extras, training=True)
 
     def _play_with_retries(
@@ -616,8 +715,14 @@ class TrainingRun:
         blank: bool = False,
         training: bool = False,
     ) -> Awaitable[list[Trajectory]]:
-        """Submit episodes now; retry those that the environment, the engine or a deadline failed."""
-        given: dict[str, Any] = {"extras": extras, "min_version": self._version, "sampling": sampling, "blank": blank}
+        """Submit episodes now; retry those that the environment, the engine
+        or a deadline failed."""
+        given: dict[str, Any] = {
+            "extras": extras,
+            "min_version": self._version,
+            "sampling": sampling,
+            "blank": blank,
+        }
 
         def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
             return self._stream.submit(these, training=training, **given)
@@ -645,7 +750,8 @@ class TrainingRun:
         self.record.accept(found)
 
     async def _sync(self, version: int) -> None:
-        """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and its samples show them."""
+        """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and
+        its samples show them."""
         await self._send_weights(version)
         await self._probe(version)
         self.watch.waiting("")
@@ -661,11 +767,15 @@ class TrainingRun:
         for policy in self.policies:
             probe = policy.trainer.take_probe()
             if probe is not None and policy.trainer.config.max_mismatch is None:
-                await probe.ask(policy.engine, version, policy.trainer.banned_ids, self.config.limits.generate_s)
+                await probe.ask(
+                    policy.engine, version, policy.trainer.banned_ids, self.config.limits.generate_s
+                )
 
     # Evaluation
 
-    async def _evaluate(self, name: str, step: int, *, greedy: bool = True) -> dict[str, EvalResult]:
+    async def _evaluate(
+        self, name: str, step: int, *, greedy: bool = True
+    ) -> dict[str, EvalResult]:
         config = self.config.eval
         self._keep_past(step)
         if not self.plan.held_out:
@@ -685,7 +795,9 @@ class TrainingRun:
             phase, blind = f"eval-{name}-{mode}", mode == "blind"
             if blind:  # known only now: a pass over the others would be "3/2"
                 self.watch.phase("evaluate blind", 1, "passes")
-            trajectories = await self._play_scored(self.plan.held_out, phase, step, samples, sampling, blind)
+            trajectories = await self._play_scored(
+                self.plan.held_out, phase, step, samples, sampling, blind
+            )
             found = scores[mode] = summarize(trajectories, self.config.eval.success)
             row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
             self.record.row(row | found.row() | self.record.failed_plays(phase, step))
@@ -697,7 +809,13 @@ class TrainingRun:
         return scores
 
     async def _play_scored(
-        self, choices: Sequence[TaskChoice], phase: str, step: int, samples: int, sampling: Sampling, blind: bool = False
+        self,
+        choices: Sequence[TaskChoice],
+        phase: str,
+        step: int,
+        samples: int,
+        sampling: Sampling,
+        blind: bool = False,
     ) -> list[Trajectory]:
         """Play tasks for an evaluation, and keep what was measured of them."""
         work = play_evaluation(
@@ -717,13 +835,18 @@ class TrainingRun:
         return trajectories
 
     def _note_unseen_images(self) -> None:
-        """Note once that the model reads the alternative texts of images, where it has no vision."""
+        """Note once that the model reads the alternative texts of images,
+        where it has no vision."""
         if self.rollout.media_intake.store.has_unseen and not self._unseen_noted:
             self._unseen_noted = True
-            how = "set model.vision = true" if self.config.model.path is None else "take a model with vision"
+            how = (
+                "set model.vision = true"
+                if self.config.model.path is None
+                else "take a model with vision"
+            )
             self.watch.note(
-                f"warning: the environment shows images, and the model has no vision: it reads their alt texts; {how} to "
-                "train one that sees them"
+                "warning: the environment shows images, and the model has no vision: it reads "
+                f"their alt texts; {how} to train one that sees them"
             )
 
     async def _with_progress(self, work: Any, episodes: int) -> Any:
@@ -732,9 +855,13 @@ class TrainingRun:
         start = self.rollout.finished
         try:
             while not (await asyncio.wait({task}, timeout=1.0))[0]:
-                self.watch.waiting(f"{self.rollout.finished - start}/{episodes} episodes; {self._pending()}")
+                self.watch.waiting(
+                    f"{self.rollout.finished - start}/{episodes} episodes; {self._pending()}"
+                )
         finally:
-            if not task.done():  # interrupted: no episode may continue while the engine is being closed
+            if (
+                not task.done()
+            ):  # interrupted: no episode may continue while the engine is being closed
                 task.cancel()
                 await asyncio.wait({task})
         self.watch.waiting("")
@@ -743,7 +870,9 @@ class TrainingRun:
 
     def _pending(self) -> str:
         running = self.rollout.pending()
-        pending = ", ".join(f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common())
+        pending = ", ".join(
+            f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common()
+        )
         if running:
             session, turn, name, seconds, _ = running[0]
             pending += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"

@@ -1,4 +1,5 @@
-"""What the files of a run record of it: metrics rows, and the episodes of the journal that a resumed run takes again."""
+"""What the files of a run record of it: metrics rows, and the episodes of the journal that a
+resumed run takes again."""
 
 from __future__ import annotations
 
@@ -22,23 +23,27 @@ from turnwright.types import EpisodeKey, Task, Trajectory
 class RunRecord:
     """What a run recorded so far, in earlier processes and in this one."""
 
-    def __init__(self, run: RunDir, began: tuple[float, float], *, covered: int, asynchronous: bool) -> None:
-        """Read the metrics rows. `began`: `time.time()` and `time.process_time()` at the start of this process' share;
-        `covered`: steps of reinforcement that the last checkpoint covers."""
+    def __init__(
+        self, run: RunDir, began: tuple[float, float], *, covered: int, asynchronous: bool
+    ) -> None:
+        """Read the metrics rows. `began`: `time.time()` and `time.process_time()` at the start of
+        this process' share; `covered`: steps of reinforcement that the last checkpoint covers."""
         self.run = run
         self._began, self._covered, self._asynchronous = began, covered, asynchronous
         self._rows: set[tuple[Any, ...]] = set()
         self._spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
         self.steps: dict[int, tuple[float, float]] = {}
-        """Success of the episodes and effective learning rate of each step so far, steps counted from 1."""
+        """Success of the episodes and effective learning rate of each step so far,
+        steps counted from 1."""
         for row in read_json_lines(run.path / "metrics.jsonl"):
             self._note(row)
             self._spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
         self.trained: set[int] = set()
         """Steps that the journal records as trained."""
         self.accepted: set[EpisodeKey] = set()
-        """Episodes whose failure is final although a retry might have succeeded: a step continued without them."""
+        """Episodes whose failure is final although a retry might have succeeded: a step
+        continued without them."""
         self._failed_plays: Counter[tuple[str, int]] = Counter()
         """Failed plays that were retried, by phase and step."""
         self._failed_tokens: Counter[tuple[str, int]] = Counter()
@@ -71,7 +76,9 @@ class RunRecord:
 
     def times(self) -> tuple[float, float]:
         """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
-        return self._spent[0] + time.time() - self._began[0], self._spent[1] + time.process_time() - self._began[1]
+        return self._spent[0] + time.time() - self._began[0], self._spent[
+            1
+        ] + time.process_time() - self._began[1]
 
     def resume(self) -> None:
         """Record that another process continues the run."""
@@ -90,7 +97,10 @@ class RunRecord:
         """Return the metrics of plays that failed and were retried; empty if there were none."""
         if not self._failed_plays[phase, step]:
             return {}
-        return {"failed_plays": self._failed_plays[phase, step], "failed_play_tokens": self._failed_tokens[phase, step]}
+        return {
+            "failed_plays": self._failed_plays[phase, step],
+            "failed_play_tokens": self._failed_tokens[phase, step],
+        }
 
     @property
     def all_failed_plays(self) -> int:
@@ -113,47 +123,65 @@ class RunRecord:
         mark: Sequence[int] | None,
         note: Callable[[str], None],
     ) -> dict[EpisodeKey, Trajectory]:
-        """Return the journal's episodes that the checkpoint does not cover; write their missing records, and fill
-        `interrupted`.
+        """Return the journal's episodes that the checkpoint does not cover; write their missing
+        records, and fill `interrupted`.
 
-        `tasks` finds a task by its id; `mark` is the checkpoint's place in the journal. Raises `TraceError` for a journal that
-        is damaged or missing.
+        `tasks` finds a task by its id; `mark` is the checkpoint's place in the journal. Raises
+        `TraceError` for a journal that is damaged or missing.
         """
         checks = Checks((mark[0], mark[1]) if mark else None)
         found: dict[EpisodeKey, Trajectory] = {}
         interrupted = InterruptedEpisodes()
         try:
-            found = rebuild_trajectories(self._events(checks, interrupted), tasks, self.count_failed_play)
+            found = rebuild_trajectories(
+                self._events(checks, interrupted), tasks, self.count_failed_play
+            )
             self.interrupted |= {
                 key: record
                 for key, record in interrupted.episodes(tasks).items()
                 if key.phase != "train" or self._is_ahead(key)
             }
-            check_fingerprints(renderer.fingerprint, found.values(), f"the journal of {self.run.given_path}")
+            check_fingerprints(
+                renderer.fingerprint, found.values(), f"the journal of {self.run.given_path}"
+            )
         except TraceError as error:
             checks.damage.append(str(error))
         if not found and any(row[0] in ("gate", "eval", "train") for row in self._rows):
             checks.damage.append(
-                f"{self.run.given_path / 'journal.jsonl'}: empty or missing, but metrics.jsonl records episodes"
+                f"{self.run.given_path / 'journal.jsonl'}: empty or missing, but metrics.jsonl "
+                "records episodes"
             )
         if checks.damage:
             raise TraceError(
-                f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, or start a new run"
+                f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, "
+                "or start a new run"
             )
         found = {k: t for k, t in found.items() if k.phase != "train" or self._is_ahead(k)}
         written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
             written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
         for key, trajectory in found.items():
-            if written.get((key.phase, key.step, key.task, key.sample, key.attempt)) != trajectory.wall_s:
+            if (
+                written.get((key.phase, key.step, key.task, key.sample, key.attempt))
+                != trajectory.wall_s
+            ):
                 self.run.trajectories.append(trajectory_row(trajectory, renderer))
-        final = {key for key in found if key in self.accepted or (key.phase == "train" and self._is_trained(key))}
-        retried = [key for key, trajectory in found.items() if may_pass(trajectory) and key not in final]
+        final = {
+            key
+            for key in found
+            if key in self.accepted or (key.phase == "train" and self._is_trained(key))
+        }
+        retried = [
+            key for key, trajectory in found.items() if may_pass(trajectory) and key not in final
+        ]
         for key in retried:
             self.count_failed_play(found.pop(key))
             self.interrupted.pop(key, None)  # a failed play is repeated from the start
         if retried:
-            note(f"retrying {len(retried)} episodes that failed in the environment, the engine or at a deadline")
+            note(
+                f"retrying {len(retried)} episodes that failed in the environment, the engine or "
+                "at a deadline"
+            )
         return found
 
     def _is_ahead(self, key: EpisodeKey) -> bool:
@@ -169,7 +197,8 @@ class RunRecord:
         return key.step in self.trained
 
     def _events(self, checks: Checks, interrupted: InterruptedEpisodes) -> Iterator[dict[str, Any]]:
-        """Yield the journal's events; record those that belong to no episode, and the turns of interrupted ones."""
+        """Yield the journal's events; record those that belong to no episode, and the
+        turns of interrupted ones."""
         for event in self.run.events(checks):
             interrupted.read(event)
             self.resumed_turns += event["e"] == "turn" and "resumed" in event

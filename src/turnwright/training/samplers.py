@@ -1,4 +1,5 @@
-"""Samplers of training tasks: how likely each is drawn, by the pass rates of its finished groups."""
+"""Samplers of training tasks: how likely each is drawn, by the pass rates
+of its finished groups."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ from turnwright.errors import ConfigError
 FADE = 0.5
 """Share of a statistic that an observation of the same key keeps."""
 PRIOR = 0.1
-"""Groups at a pass rate of a half that every estimate begins with, so that an unseen key is as likely as the best."""
+"""Groups at a pass rate of a half that every estimate begins with, so that an unseen key is
+as likely as the best."""
 POOLS = {"normal": 0.8, "solved": 0.1, "unsolved": 0.1}
 """Share of the draws from each pool."""
 
 
 class TaskSampler(Protocol):
-    """Chooses tasks of one environment. A key is the id of a task, or the value of `env.key` in its info."""
+    """Chooses tasks of one environment.
+
+    A key is the id of a task, or the value of `env.key` in its info.
+    """
 
     def observe(self, key: str, pass_rate: float) -> None:
         """Take the share of a finished group's episodes that succeeded."""
@@ -57,15 +62,19 @@ class Rates:
 
     def load(self, state: Mapping[str, Any]) -> None:
         for key, pair in state.items():
-            numbers = isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, float) for one in pair)
+            numbers = (
+                isinstance(pair, list)
+                and len(pair) == 2
+                and all(isinstance(one, float) for one in pair)
+            )
             if not numbers or not all(0.0 <= one <= 1.0 / (1.0 - FADE) for one in pair):
                 raise ValueError(f"the statistics of {key!r} are {pair!r}")
         self.of = {key: (first, second) for key, (first, second) in state.items()}
 
 
 class Window(Rates):
-    """Pass rates near a half: ``(4 p (1 - p)) ** 2``, after the learnability p (1 - p) of arXiv 2408.15099; the square makes
-    tasks that are never solved a thirtieth as likely as the best."""
+    """Pass rates near a half: ``(4 p (1 - p)) ** 2``, after the learnability p (1 - p) of arXiv
+    2408.15099; the square makes tasks that are never solved a thirtieth as likely as the best."""
 
     def weight(self, first: float, second: float) -> float:
         """Return 1 at a half, and for an unseen key."""
@@ -74,7 +83,8 @@ class Window(Rates):
 
 
 class Progress(Rates):
-    """Pass rates that change: |fast mean - slow mean|, both from 0 (teacher-student curriculum learning, arXiv 1707.00183)."""
+    """Pass rates that change: |fast mean - slow mean|, both from 0 (teacher-student curriculum
+    learning, arXiv 1707.00183)."""
 
     def observe(self, key: str, pass_rate: float) -> None:
         """Move the fast mean by a half and the slow one by a tenth."""
@@ -87,7 +97,8 @@ class Progress(Rates):
 
 
 class Pools(Rates):
-    """Three pools by the latest pass rate, each with its share of the draws (as prime-rl's pools of easy, normal and hard)."""
+    """Three pools by the latest pass rate, each with its share of the draws (as prime-rl's pools of
+    easy, normal and hard)."""
 
     def observe(self, key: str, pass_rate: float) -> None:
         """Keep the latest pass rate."""
@@ -96,7 +107,9 @@ class Pools(Rates):
     def weights(self, keys: Sequence[str]) -> list[float]:
         """Split the share of a pool between its keys; an unseen key is normal."""
         names = {0.0: "unsolved", 1.0: "solved"}
-        pools = [names.get(self.of[key][0], "normal") if key in self.of else "normal" for key in keys]
+        pools = [
+            names.get(self.of[key][0], "normal") if key in self.of else "normal" for key in keys
+        ]
         sizes = Counter(pools)
         return [POOLS[pool] / sizes[pool] for pool in pools]
 
@@ -111,20 +124,27 @@ def make_sampler(name: str) -> TaskSampler | None:
     if name in BUILT_IN:
         return BUILT_IN[name]()
     cls = load_object(name)
-    missing = [method for method in ("observe", "weights", "state", "load") if not hasattr(cls, method)]
+    missing = [
+        method for method in ("observe", "weights", "state", "load") if not hasattr(cls, method)
+    ]
     if missing or not callable(cls):
-        raise ConfigError(f"env.sampler = {name!r}: no sampler; it needs the methods {', '.join(missing) or 'of a class'}")
+        raise ConfigError(
+            f"env.sampler = {name!r}: no sampler; it needs the methods "
+            f"{', '.join(missing) or 'of a class'}"
+        )
     try:
         sampler: TaskSampler = cls()
     except Exception as error:
         raise ConfigError(
-            f"env.sampler = {name!r}: cannot be made without arguments ({type(error).__name__}: {error})"
+            f"env.sampler = {name!r}: cannot be made without arguments ({type(error).__name__}: "
+            f"{error})"
         ) from error
     return sampler
 
 
 def checked_weights(values: Sequence[float], count: int) -> list[float]:
-    """Return weights as floats; raise ValueError when they are not one finite number of at least 0 for each key."""
+    """Return weights as floats; raise ValueError when they are not one finite number of at
+    least 0 for each key."""
     found = [float(value) for value in values]
     if len(found) != count:
         raise ValueError(f"weights() returned {len(found)} numbers for {count} keys")

@@ -1,5 +1,5 @@
-"""Log-probabilities of given ids and of the most likely ids, as `turnwright serve` answers them and teachers in this process
-keep them."""
+"""Log-probabilities of given ids and of the most likely ids, as `turnwright serve` answers them and
+teachers in this process keep them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from torch import Tensor
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.renderers.vision import PixelCache
 from turnwright.training.forward.batch import TrainingRow, padded
-from turnwright.training.forward.forward import ForwardPass, LogitDistribution, OutputHead, target_stats
+from turnwright.training.forward.forward import (
+    ForwardPass,
+    LogitDistribution,
+    OutputHead,
+    target_stats,
+)
 from turnwright.training.forward.support import SamplingSupport
 from turnwright.types.media import placements_between
 
@@ -33,7 +38,10 @@ def score_ids(forward: ForwardPass, request: ScoreRequest, pixels: PixelCache | 
         tops: list[dict[int, float]] = []
         if request.top:
             best = top_logprobs(features_md, head, micro.targets_m, law, None, request.top)
-            tops = [dict(zip(*pair, strict=True)) for pair in zip(*(part.tolist() for part in best), strict=True)]
+            tops = [
+                dict(zip(*pair, strict=True))
+                for pair in zip(*(part.tolist() for part in best), strict=True)
+            ]
     return IdScores(found.logprobs_m.tolist(), tops)
 
 
@@ -45,10 +53,12 @@ def top_logprobs(
     support: SamplingSupport | None,
     top: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the most likely ids at each of M targets, (M, k), and their log-probabilities, from a few rows of logits at a
-    time; k is `top` or all ids."""
+    """Return the most likely ids at each of M targets, (M, k), and their log-probabilities, from a
+    few rows of logits at a time; k is `top` or all ids."""
     parts = []
-    for index_k in torch.arange(len(targets_m), device=targets_m.device).split(max(1, TOP_LOGITS // head.vocabulary)):
+    for index_k in torch.arange(len(targets_m), device=targets_m.device).split(
+        max(1, TOP_LOGITS // head.vocabulary)
+    ):
         logits = head.logits(features_md[index_k])
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         part = None if support is None else support.take(index_k)

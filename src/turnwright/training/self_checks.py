@@ -1,8 +1,9 @@
 """End-to-end checks of learning and vision.
 
-`check_vision` tests whether a model's answers depend on its images, at the first turn and at later ones. A model can stop using
-images without any error: dropped pixel values after the first turn, placeholders that do not match, or a tower whose output is
-unused. The check plays a short conversation with an image per turn. It then replaces the image of one turn by a grey one of its
+`check_vision` tests whether a model's answers depend on its images, at the first turn and at later
+ones. A model can stop using images without any error: dropped pixel values after the first turn,
+placeholders that do not match, or a tower whose output is unused. The check plays a short
+conversation with an image per turn. It then replaces the image of one turn by a grey one of its
 size, with all ids unchanged, and scores that turn's answer again.
 """
 
@@ -18,7 +19,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from turnwright.config import EvalConfig, Limits, ModelConfig, ResolvedConfig, RolloutConfig, RunConfig, TrainConfig
+from turnwright.config import (
+    EvalConfig,
+    Limits,
+    ModelConfig,
+    ResolvedConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
 from turnwright.config.dump import to_json_dict
 from turnwright.engines.local import LocalEngine
 from turnwright.envs import Action, Env, Step
@@ -42,7 +51,8 @@ REPLY_TOKENS = 12
 SIDE = 64
 """Side length of the images in pixels."""
 MARGIN = 10.0
-"""Minimum change of an answer that depends on its image, as a multiple of the engine-trainer difference."""
+"""Minimum change of an answer that depends on its image, as a multiple of the
+engine-trainer difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +92,17 @@ class RandomImagesEnv(Env):
     def _image(self) -> Message:
         import numpy as np
 
-        blocks = np.random.default_rng(self._rng.getrandbits(32)).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        blocks = np.random.default_rng(self._rng.getrandbits(32)).integers(
+            0, 256, (4, 4, 3), dtype=np.uint8
+        )
         picture = blocks.repeat(SIDE // 4, axis=0).repeat(SIDE // 4, axis=1)
         return Message("user", (Image(picture), "What does it show?"))
 
 
 def check_vision(directory: str | Path) -> VisionCheck:
-    """Check a vision-language model directory in the local engine and in the trainer; raise `ModelError` when it cannot be
-    used, or its model has no vision, `EngineError` when the local engine cannot run it."""
+    """Check a vision-language model directory in the local engine and in the trainer; raise
+    `ModelError` when it cannot be used, or its model has no vision, `EngineError` when the local
+    engine cannot run it."""
     source = Path(directory)
     module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
     if renderer.vision is None:
@@ -103,24 +116,38 @@ def check_vision(directory: str | Path) -> VisionCheck:
 
     async def play() -> list[Trajectory]:
         try:
-            return await rollout.play(make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0))
+            return await rollout.play(
+                make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0)
+            )
         finally:
             await engine.close()
 
     played = [one for one in asyncio.run(play()) if len(one.turns) >= max(TURNS)]
     if not played:
-        raise ModelError(f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced control token")
+        raise ModelError(
+            f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced "
+            "control token"
+        )
     scored = trainer.logprobs(played)
     gaps: list[float] = []
     moved = dict.fromkeys(TURNS, 0.0)
     for one, rows in zip(played, scored, strict=True):
-        sampled = [float(p) for span in one.spans if span.sampled for p in span.logprobs or () if p is not None]
+        sampled = [
+            float(p)
+            for span in one.spans
+            if span.sampled
+            for p in span.logprobs or ()
+            if p is not None
+        ]
         gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
         sizes = [sum(len(one.spans[index].ids) for index in turn.spans) for turn in one.turns]
         for number in TURNS:
             (blind,) = trainer.logprobs([_without(one, number - 1, store)])
             low, high = sum(sizes[: number - 1]), sum(sizes[:number])  # the ids of the turn's reply
-            moved[number] = max(moved[number], *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)))
+            moved[number] = max(
+                moved[number],
+                *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)),
+            )
     return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
 
@@ -129,12 +156,15 @@ def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
     rows: list[tuple[bool | None, str]] = [
         (
             found.agrees,
-            f"engine and trainer agree on log-probabilities with images: {found.disagreement:.1e} nats at most "
-            f"(allowed {found.bound:.0e})",
+            f"engine and trainer agree on log-probabilities with images: {found.disagreement:.1e} "
+            f"nats at most (allowed {found.bound:.0e})",
         )
     ]
     for turn, moved in found.moved.items():
-        text = f"turn {turn}: a grey image instead of its own changes the answer by up to {moved:.2g} nats"
+        text = (
+            f"turn {turn}: a grey image instead of its own changes the answer by up to "
+            f"{moved:.2g} nats"
+        )
         ok = found.depends_on_image(turn)
         rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
     return rows
@@ -207,12 +237,22 @@ class LearningResult:
     @property
     def text(self) -> str:
         """The result in one line."""
-        text = f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps ({self.seconds:.0f} s)"
-        return text if self.ok else f"{text}, which is not significant: {self.errors:.1f} standard errors"
+        text = (
+            f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps "
+            f"({self.seconds:.0f} s)"
+        )
+        return (
+            text
+            if self.ok
+            else f"{text}, which is not significant: {self.errors:.1f} standard errors"
+        )
 
 
-def check_learning(algorithms: Sequence[str], *, model: Path | None = None) -> Iterator[LearningResult]:
-    """Train on a toy reward with each algorithm, from the same weights (a tiny random model by default), as in any run."""
+def check_learning(
+    algorithms: Sequence[str], *, model: Path | None = None
+) -> Iterator[LearningResult]:
+    """Train on a toy reward with each algorithm, from the same weights (a tiny random model by
+    default), as in any run."""
     for name in algorithms:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -227,16 +267,27 @@ def _train(name: str, model: Path | None, out: Path) -> list[float]:
         rollout=RolloutConfig(groups=4, group_size=8, sanity="off"),
         limits=Limits(turns=2, turn_tokens=TURN_TOKENS, on_turn_length="continue"),
         train=TrainConfig(
-            algorithm=name, steps=STEPS, lr=1e-2 if model is None else 1e-5, schedule="constant", overlong_tokens=1000
+            algorithm=name,
+            steps=STEPS,
+            lr=1e-2 if model is None else 1e-5,
+            schedule="constant",
+            overlong_tokens=1000,
         ),
         eval=EvalConfig(tasks=0, greedy=False),
     )
-    tasks = [Task(f"Say something long about {thing}.", id=thing) for thing in ("rivers", "trees", "towns", "tea")]
+    tasks = [
+        Task(f"Say something long about {thing}.", id=thing)
+        for thing in ("rivers", "trees", "towns", "tea")
+    ]
     env_spec = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
     with RunDir(out) as run:
         run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
         run_sync(TrainingRun(config, [env_spec], run, NullListener()).play())
-    return [row["reward"] for row in read_json_lines(out / "metrics.jsonl") if row.get("phase") == "train"]
+    return [
+        row["reward"]
+        for row in read_json_lines(out / "metrics.jsonl")
+        if row.get("phase") == "train"
+    ]
 
 
 def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResult:

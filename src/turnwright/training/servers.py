@@ -1,4 +1,5 @@
-"""Servers of a run: connected or started, with what sends them weights and proves that they arrived."""
+"""Servers of a run: connected or started, with what sends them weights and
+proves that they arrived."""
 
 from __future__ import annotations
 
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from turnwright.engines.remote.replica import LogprobFunction
 
 TOLERANCE = {torch.float32: 1e-3}
-"""Bound on |logprob of server - of trainer| by dtype, nats; correct servers in float32 are within 1e-5."""
+"""Bound on |logprob of server - of trainer| by dtype, nats; correct servers in
+float32 are within 1e-5."""
 ROUGH = 0.5
 """The same bound for bfloat16 and float16, where rounding alone reaches 0.2."""
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Head sizes supported by vLLM 0.32.0's CPU attention (`CPUAttentionBackend.get_supported_head_sizes`)."""
+"""Head sizes supported by vLLM 0.32.0's CPU attention
+(`CPUAttentionBackend.get_supported_head_sizes`)."""
 FirstUpdate = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -60,9 +63,11 @@ class ServedModel:
     first: FirstUpdate | None = None
     """Returns the weights that servers get before their first call, where no run updates them."""
     adapter: Callable[[], dict[str, Any]] | None = None
-    """Returns adapter_config.json where updates are those of a LoRA adapter of `source`; None sends whole weights."""
+    """Returns adapter_config.json where updates are those of a LoRA adapter of `source`;
+    None sends whole weights."""
     expected_logprobs: LogprobFunction | None = None
-    """Computes the scores that servers must have, in place of `model`, of which each of several ranks may have a part."""
+    """Computes the scores that servers must have, in place of `model`, of which each of several
+    ranks may have a part."""
     placer: ServerPlacer | None = None
     """Starts the servers elsewhere; None starts them on this machine."""
     policy: str = ""
@@ -103,20 +108,24 @@ class ServedModel:
 
 
 def ray_placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer | None:
-    """Return what starts the engine's servers on the Ray cluster, or None when they are elsewhere."""
+    """Return what starts the engine's servers on the Ray cluster, or None
+    when they are elsewhere."""
     if not config.engines_on_ray:
         return None
 
     try:
         engines = plugins.load("transports", "ray")
     except ImportError as error:
-        raise ConfigError(f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'") from None
+        raise ConfigError(
+            f"scale.ray needs Ray ({error.name} is missing): pip install 'turnwright[ray]'"
+        ) from None
     placer: ServerPlacer = engines(config.scale, note=note)
     return placer
 
 
 def make_fleet(served: ServedModel) -> Fleet:
-    """Connect to the servers of `[engine]`, or prepare their start, on this machine or elsewhere."""
+    """Connect to the servers of `[engine]`, or prepare their start, on this
+    machine or elsewhere."""
     engine = served.config.engine
     if engine.attached:
         return _attached_fleet(served)
@@ -142,20 +151,26 @@ def _attached_fleet(served: ServedModel) -> Fleet:
 
 
 def _managed_fleet(served: ServedModel, home: Path) -> Fleet:
-    """Prepare servers on this machine, which the first update starts, or use those of another policy."""
+    """Prepare servers on this machine, which the first update starts, or use
+    those of another policy."""
     engine = served.config.engine
     if not (home / engine.kind).is_dir():
         raise ConfigError(
             f"{home / engine.kind}: no environment for {engine.kind}; create it with "
-            f"`{how_to_install(engine.kind, gpu=served.on_gpu)}`, set engine.install_dir, or set engine.urls to running "
-            "servers"
+            f"`{how_to_install(engine.kind, gpu=served.on_gpu)}`, set engine.install_dir, or set "
+            "engine.urls to running servers"
         )
     if isinstance(served.beside, ManagedFleet):
         started = served.beside.started
     else:
         names = (f"{engine.kind}-{number}.log" for number in range(engine.servers))
-        started = [ServerProcess(engine.kind, home, served.logs / name, **_start_options(served)) for name in names]
-    clients = make_clients(engine, [server.url for server in started], served.renderer, served.context)
+        started = [
+            ServerProcess(engine.kind, home, served.logs / name, **_start_options(served))
+            for name in names
+        ]
+    clients = make_clients(
+        engine, [server.url for server in started], served.renderer, served.context
+    )
     return ManagedFleet(
         clients,
         started,
@@ -264,22 +279,29 @@ def make_adapter_engines(
     expected_logprobs: Mapping[str, LogprobFunction] | None = None,
     placer: ServerPlacer | None = None,
 ) -> dict[str, Fleet]:
-    """Build one engine per policy over the same servers, each with an adapter of its own: a policy's update leaves the calls
-    and caches of the others alone.
+    """Build one engine per policy over the same servers, each with an adapter of its own: a
+    policy's update leaves the calls and caches of the others alone.
 
     Args:
-        models: by policy; each has its own adapter of the model of `source`, now or before its first update.
+        models: by policy; each has its own adapter of the model of `source`, now or
+            before its first update.
         expected_logprobs: by policy, in place of those of its model.
 
-    Servers of the run start with the first update of any policy, and end when the first policy's engine is closed.
+    Servers of the run start with the first update of any policy, and end when the first
+    policy's engine is closed.
 
     Raises:
         ConfigError: for `[engine]` settings that do not fit adapters of several policies.
     """
     if config.engine.update != "lora":
-        raise ConfigError('several policies share servers as adapters only: set engine.update = "lora"')
+        raise ConfigError(
+            'several policies share servers as adapters only: set engine.update = "lora"'
+        )
     if config.engine.tree and len(models) > 1:
-        raise ConfigError("engine.tree sends the weights of one policy; set engine.weights to a directory that all servers see")
+        raise ConfigError(
+            "engine.tree sends the weights of one policy; set engine.weights to a directory that "
+            "all servers see"
+        )
     fleets: dict[str, Fleet] = {}
     for name, model in models.items():
         fleets[name] = make_checked_fleet(
@@ -301,14 +323,16 @@ def make_adapter_engines(
 
 
 def make_checked_fleet(served: ServedModel) -> Fleet:
-    """Make a fleet for a run; raise `ConfigError` where its servers are of a kind that its settings exclude."""
+    """Make a fleet for a run; raise `ConfigError` where its servers are of a kind that
+    its settings exclude."""
     fleet = make_fleet(served)
     _check_kinds(served.config, {member.engine.kind for member in fleet.members})
     return fleet
 
 
 def adapter_config(model: nn.Module) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the adapter_config.json of a model, which gets its adapter later."""
+    """Return a function that returns the adapter_config.json of a model, which
+    gets its adapter later."""
     return cache(lambda: Adapter(model).peft_config())
 
 
@@ -321,11 +345,16 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     }
     what, fit = required.get(engine.update, ("", kinds))
     if others := sorted(set(kinds) - set(fit)):
-        raise ConfigError(f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at engine.urls')
+        raise ConfigError(
+            f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at '
+            "engine.urls"
+        )
     key = rollout.truncated_by
     if config.train.steps and "SGLang" in kinds and key:
         value = getattr(rollout, key)
-        raise ConfigError(f"rollout.{key} = {value}: {SGLANG_TRUNCATES} (SGLang answers at engine.urls)")
+        raise ConfigError(
+            f"rollout.{key} = {value}: {SGLANG_TRUNCATES} (SGLang answers at engine.urls)"
+        )
 
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
@@ -338,24 +367,40 @@ def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     )
 
 
-def make_clients(engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None) -> list[RemoteEngine]:
-    """Create a client for each URL, of the kind that `[engine]` names or that the server reports; raise `ConfigError` without
-    the extra `servers` or the API key."""
+def make_clients(
+    engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None
+) -> list[RemoteEngine]:
+    """Create a client for each URL, of the kind that `[engine]` names or that the server reports;
+    raise `ConfigError` without the extra `servers` or the API key."""
     return [run_sync(_make_client(engine, url, renderer, context)) for url in urls]
 
 
-async def _make_client(engine: EngineConfig, url: str, renderer: Any, context: int | None) -> RemoteEngine:
-    options: dict[str, Any] = {"renderer": renderer, "key_env": engine.key_env, "most": engine.concurrency}
+async def _make_client(
+    engine: EngineConfig, url: str, renderer: Any, context: int | None
+) -> RemoteEngine:
+    options: dict[str, Any] = {
+        "renderer": renderer,
+        "key_env": engine.key_env,
+        "most": engine.concurrency,
+    }
     options |= {"in_flight": engine.in_flight}
     if engine.kind == "chat":
         if engine.model is None:
             raise ConfigError("a chat endpoint needs the name of its model; set engine.model")
         return ChatEngine(url, engine.model, context=context, **options)
     kind = await kind_of(url, key_env=engine.key_env) if engine.kind == "auto" else engine.kind
-    return KINDS[kind](url, model=engine.model, context=context, missing_logprobs=engine.missing_logprobs, **options)
+    return KINDS[kind](
+        url,
+        model=engine.model,
+        context=context,
+        missing_logprobs=engine.missing_logprobs,
+        **options,
+    )
 
 
-def _listed_in_file(engine: EngineConfig, renderer: Any, context: int | None) -> ListedServers | None:
+def _listed_in_file(
+    engine: EngineConfig, renderer: Any, context: int | None
+) -> ListedServers | None:
     """Return the servers of `engine.urls_file`; None without one."""
     if engine.urls_file is None:
         return None
@@ -375,7 +420,9 @@ def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:
     try:
         tree = plugins.load("transports", "tree")
     except ImportError as error:
-        raise ConfigError(f"engine.tree needs {error.name}: pip install 'turnwright[serve]'") from None
+        raise ConfigError(
+            f"engine.tree needs {error.name}: pip install 'turnwright[serve]'"
+        ) from None
     return tree(engine.group_host or host, **options)
 
 
@@ -384,7 +431,9 @@ def _weight_directories(served: ServedModel) -> Any:
     engine, quant = served.config.engine, served.config.quant
     place = Path(engine.weights or served.directory / "weights") / served.policy
     if quant.packed and served.weight.dtype == torch.float32:
-        raise ConfigError('quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"')
+        raise ConfigError(
+            'quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"'
+        )
     if served.adapter is not None:
         return AdapterDirectories(place, served.adapter)
     if engine.kind == "llamacpp":
@@ -394,12 +443,15 @@ def _weight_directories(served: ServedModel) -> Any:
 
 
 def _check_heads(shape: Any) -> None:
-    """Check the head size; vLLM 0.32 on a CPU starts with any and fails at the first call with an unsupported one."""
+    """Check the head size; vLLM 0.32 on a CPU starts with any and fails at the first call
+    with an unsupported one."""
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     if width not in CPU_HEADS:
         raise ConfigError(
-            f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this model has {width}: for a "
-            "tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 --model.kv-heads 2), or set "
+            f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this "
+            f"model has {width}: for a "
+            "tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 "
+            "--model.kv-heads 2), or set "
             'engine.kind = "sglang"'
         )
 
@@ -409,18 +461,23 @@ def _check_split(shape: Any, gpus: int) -> None:
     heads = int(shape.num_attention_heads)
     if heads % gpus:
         raise ConfigError(
-            f"scale.ray_engine_gpus = {gpus}: the model has {heads} attention heads, which cannot be split over {gpus} GPUs; "
-            "choose a divisor"
+            f"scale.ray_engine_gpus = {gpus}: the model has {heads} attention heads, which cannot "
+            f"be split over {gpus} GPUs; choose a divisor"
         )
 
 
-def _expected_scores(config: RunConfig, model: nn.Module, of_ranks: LogprobFunction | None) -> LogprobFunction:
-    """Return what computes the scores that servers must have; `of_ranks` does where each of several ranks has a part of the
-    model."""
+def _expected_scores(
+    config: RunConfig, model: nn.Module, of_ranks: LogprobFunction | None
+) -> LogprobFunction:
+    """Return what computes the scores that servers must have; `of_ranks` does where each of several
+    ranks has a part of the model."""
     if config.engine.kind != "llamacpp":
         return of_ranks or score_with_model(model)
     if of_ranks is not None:
-        raise ConfigError('engine.kind = "llamacpp" is for a trainer of one process; use "vllm" or "sglang" with several')
+        raise ConfigError(
+            'engine.kind = "llamacpp" is for a trainer of one process; use "vllm" or "sglang" '
+            "with several"
+        )
     return likeliest_with_model(model)
 
 
@@ -436,7 +493,8 @@ def score_with_model(model: nn.Module) -> LogprobFunction:
 
 
 def likeliest_with_model(model: nn.Module) -> LogprobFunction:
-    """Return a function that computes the likeliest next ids and their logprobs as `LlamaCppEngine.score` returns them."""
+    """Return a function that computes the likeliest next ids and their logprobs as
+    `LlamaCppEngine.score` returns them."""
 
     def score(ids: Sequence[int]) -> list[float]:
         top = _next_logprobs(model, ids)[-1].topk(LIKELIEST)
@@ -447,7 +505,8 @@ def likeliest_with_model(model: nn.Module) -> LogprobFunction:
 
 
 def _next_logprobs(model: nn.Module, ids: Sequence[int]) -> torch.Tensor:
-    """Return the model's log-probabilities (T, vocabulary) after each of T ids, at temperature 1 with nothing banned."""
+    """Return the model's log-probabilities (T, vocabulary) after each of T ids, at temperature
+    1 with nothing banned."""
     ids_bt = torch.tensor([list(ids)], device=next(model.parameters()).device)
     with torch.no_grad():
         logits_tv: torch.Tensor = model(input_ids=ids_bt, use_cache=False).logits[0]

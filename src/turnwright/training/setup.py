@@ -83,15 +83,19 @@ def make_engine(
     expected_logprobs: LogprobFunction | None = None,
     placer: ServerPlacer | None = None,
 ) -> SupportsWeightUpdate:
-    """Build the engine of `[engine]`; servers managed by the run start with the first update. They read config and tokenizer of
-    `source`; the logprobs of `model`, or `expected_logprobs`, of known ids prove that weights arrived."""
+    """Build the engine of `[engine]`; servers managed by the run start with the first update. They
+    read config and tokenizer of `source`; the logprobs of `model`, or `expected_logprobs`, of known
+    ids prove that weights arrived."""
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
     if config.engine.kind not in ENGINES:
         engine = _installed_engine(config, model, renderer)
         if not isinstance(engine, SupportsWeightUpdate):
             kind = type(engine).__name__
-            raise ConfigError(f"engine.kind = {config.engine.kind!r}: {kind} takes no weights; use it for `turnwright eval`")
+            raise ConfigError(
+                f"engine.kind = {config.engine.kind!r}: {kind} takes no weights; use it for "
+                "`turnwright eval`"
+            )
         return engine
     from turnwright.training.servers import ServedModel, adapter_config, make_checked_fleet
 
@@ -115,9 +119,11 @@ def _installed_engine(config: RunConfig, model: nn.Module, renderer: ChatRendere
 
 
 async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
-    """Free the memory of an engine that shares the trainer's device; the next weight update wakes it.
+    """Free the memory of an engine that shares the trainer's device; the
+    next weight update wakes it.
 
-    In the process of a synchronous trainer an engine gives its keys and values back: the update drops them in any case.
+    In the process of a synchronous trainer an engine gives its keys and values back: the
+    update drops them in any case.
     """
     if (config.engine.colocate or config.schedule.hold) and isinstance(engine, SupportsSleep):
         await engine.sleep()
@@ -126,21 +132,29 @@ async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
 
 
 def make_eval_engine(
-    config: RunConfig, source: Path, model: nn.Module, renderer: ChatRenderer, placer: ServerPlacer | None = None
+    config: RunConfig,
+    source: Path,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    placer: ServerPlacer | None = None,
 ) -> Engine:
-    """Build the engine for evaluation only; servers that take weights get the model's before the first call."""
+    """Build the engine for evaluation only; servers that take weights get the model's
+    before the first call."""
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
     if config.engine.kind not in ENGINES:
         return _installed_engine(config, model, renderer)
     from turnwright.training.servers import ServedModel, connect_fixed_servers, make_fleet
 
-    if config.engine.kind == "chat" or (config.engine.kind == "llamacpp" and config.engine.attached):
+    if config.engine.kind == "chat" or (
+        config.engine.kind == "llamacpp" and config.engine.attached
+    ):
         return connect_fixed_servers(config, renderer)
     quant = config.quant
     if quant.kind == "fp8" and quant.activations and not quant.packed:
         raise ConfigError(
-            f"{source} was trained with fp8 activations, which servers do not round; play it with engine.kind = "
+            f"{source} was trained with fp8 activations, which servers do not round; play it with "
+            "engine.kind = "
             '"local", or in full precision with --quant.kind none'
         )
     model = quantize_for_sampling(model, quant)
@@ -172,17 +186,30 @@ def make_eval_engine(
 
 
 def make_local_engine(
-    config: RunConfig, model: nn.Module, renderer: ChatRenderer, adapters: Sequence[AdapterShape] = ()
+    config: RunConfig,
+    model: nn.Module,
+    renderer: ChatRenderer,
+    adapters: Sequence[AdapterShape] = (),
 ) -> LocalEngine:
-    """Build the engine of this process with copies of a model's weights, and with `adapters` of several policies."""
+    """Build the engine of this process with copies of a model's weights, and with
+    `adapters` of several policies."""
     model = quantize_for_sampling(model, config.quant)
-    options: dict[str, Any] = {"context": config.limits.context, "speculate": config.engine.speculate, "adapters": adapters}
+    options: dict[str, Any] = {
+        "context": config.limits.context,
+        "speculate": config.engine.speculate,
+        "adapters": adapters,
+    }
     engine = LocalEngine(model, renderer=renderer, **options)
     return_freed_memory()  # of the copy whose weights are packed now
     wanted = config.rollout.groups * config.rollout.group_size
     if engine.slots < min(wanted, MAX_SLOTS):
-        text = "local engine: its memory has room for %d sequences of %d ids, and %d episodes are played at a time; set %s"
-        _log.warning(text, engine.slots, engine.context, wanted, "limits.context to the length of an episode")
+        text = (
+            "local engine: its memory has room for %d sequences of %d ids, and %d episodes "
+            "are played at a time; set %s"
+        )
+        _log.warning(
+            text, engine.slots, engine.context, wanted, "limits.context to the length of an episode"
+        )
     return engine
 
 
@@ -191,8 +218,8 @@ TEXTS = 500
 
 
 def dataset_texts(config: RunConfig, template: ChatTemplate) -> list[str]:
-    """Return conversations with tools of the warm-up's dataset: no task has their schemas and calls, which would be read and
-    written byte by byte."""
+    """Return conversations with tools of the warm-up's dataset: no task has their schemas and
+    calls, which would be read and written byte by byte."""
     if config.warmup.dataset is None:
         return []
     found: list[str] = []
@@ -205,8 +232,8 @@ def dataset_texts(config: RunConfig, template: ChatTemplate) -> list[str]:
 
 
 def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
-    """Return the initial model's directory: the recipe's, or one created once in the run directory: a tiny model, or the base
-    of the recipe's LoRA adapter with the adapter merged in."""
+    """Return the initial model's directory: the recipe's, or one created once in the run directory:
+    a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in."""
     named = config.model.directory
     if named is not None and base_model_of(named) is None:
         return named
@@ -215,12 +242,18 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
         draft = run / ".model.writing"
         shutil.rmtree(draft, ignore_errors=True)
         if named is None:
-            template = ChatTemplate(find_source(config.model.template or tiny_template(config.model))[0])
+            template = ChatTemplate(
+                find_source(config.model.template or tiny_template(config.model))[0]
+            )
 
             def render(tools: Tools) -> str:
                 return template.try_render([Message("user", "")], tools) or ""
 
-            texts = [text for env_spec in env_specs for text in env_spec.texts(TEXTS, config.seed, render)]
+            texts = [
+                text
+                for env_spec in env_specs
+                for text in env_spec.texts(TEXTS, config.seed, render)
+            ]
             texts += dataset_texts(config, template)
             torch_settings.keep()
             create_tiny_model(config.model, texts, draft, seed=config.seed)
@@ -233,24 +266,33 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
 
 
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
-    """Run a rank other than 0, which must be able to read the run's images, until rank 0 ends the run."""
+    """Run a rank other than 0, which must be able to read the run's images,
+    until rank 0 ends the run."""
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
         model, renderer = load_initial(config, source, weights)
-        pixels = None if renderer.vision is None else PixelCache(renderer.vision, MediaStore(run / "media"))
+        pixels = (
+            None
+            if renderer.vision is None
+            else PixelCache(renderer.vision, MediaStore(run / "media"))
+        )
         return make_trainer(config, model, renderer, weights, ranks, pixels)
 
     follow_rank_zero(ranks, begin)
 
 
-def load_initial(config: RunConfig, source: Path, weights: Path | None) -> tuple[nn.Module, ChatRenderer]:
-    """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and its renderer."""
+def load_initial(
+    config: RunConfig, source: Path, weights: Path | None
+) -> tuple[nn.Module, ChatRenderer]:
+    """Load the model of a run, as it is in checkpoint `weights` unless that holds an
+    adapter, and its renderer."""
     settings, initial = model_config(config), initial_model(config, source, weights)
     return load_model_and_renderer(source, initial, settings, config.rollout.control_text)
 
 
 def initial_model(config: RunConfig, source: Path, weights: Path | None) -> Path:
-    """Return the directory of the model that a run starts with, from checkpoint `weights` or from `source`."""
+    """Return the directory of the model that a run starts with, from checkpoint
+    `weights` or from `source`."""
     # LoRA checkpoints are adapters of the run's initial model.
     return weights if weights is not None and not config.lora.rank else source
 
@@ -258,14 +300,17 @@ def initial_model(config: RunConfig, source: Path, weights: Path | None) -> Path
 def model_config(config: RunConfig) -> ModelConfig:
     """Return `[model]` with the precision that the rest of the recipe needs.
 
-    Servers compute in their own way, and a grid of weights and sharded weights are computed in float32.
-    Raises `ConfigError` for `mixed` with `[quant]` or with several ranks.
+    Servers compute in their own way, and a grid of weights and sharded weights are computed in
+    float32. Raises `ConfigError` for `mixed` with `[quant]` or with several ranks.
     """
     model = config.model
     quantized, several = config.quant.kind != "none", world_size() > 1
     if model.dtype == "mixed" and (quantized or several):
         what = "[quant]" if quantized else "several ranks"
-        raise ConfigError(f'model.dtype = "mixed" does not go with {what}, which multiply in float32; set it to "float32"')
+        raise ConfigError(
+            f'model.dtype = "mixed" does not go with {what}, which multiply in float32; set it to '
+            '"float32"'
+        )
     by_default = model.dtype == "auto" and (quantized or several or config.engine.kind != "local")
     if by_default and device_and_dtype(model)[1] == torch.float32:
         return replace(model, dtype="float32")
@@ -281,7 +326,8 @@ def make_trainer(
     pixels: PixelCache | None,
     on_note: Callable[[str], None] | None = None,
 ) -> Trainer:
-    """Build the trainer of a model, with the adapter of `[lora]`: a new one, or that of checkpoint `weights`."""
+    """Build the trainer of a model, with the adapter of `[lora]`: a new one, or that of
+    checkpoint `weights`."""
     if config.lora.rank:
         if weights is None:
             add_lora(model, config.lora, seed=config.seed)
@@ -313,7 +359,8 @@ def make_trainer(
 
 
 def resolved_train_config(config: RunConfig) -> TrainConfig:
-    """Return the recipe's `[train]` with `overlong_tokens` set; by default the tokens that an episode's limits allow."""
+    """Return the recipe's `[train]` with `overlong_tokens` set; by default the tokens that an
+    episode's limits allow."""
     train, limits = config.train, config.limits
     chosen = BUILT_IN.get(train.algorithm)
     if train.overlong_tokens is not None or chosen is None or not chosen.overlong:
@@ -337,12 +384,17 @@ def load_model_and_renderer(
 
 
 def load_model(
-    weights: Path, config: ModelConfig, renderer: ChatRenderer, on_note: Callable[[str], None] | None = None
+    weights: Path,
+    config: ModelConfig,
+    renderer: ChatRenderer,
+    on_note: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """Load a model whose ids a renderer makes; `on_note` is told how a large model multiplies on a CPU, and why.
+    """Load a model whose ids a renderer makes; `on_note` is told how a large model
+    multiplies on a CPU, and why.
 
-    Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a multiple of 128). Such ids have no
-    text, so the renderer bans them: never sampled and excluded from the trainer's softmax.
+    Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a
+    multiple of 128). Such ids have no text, so the renderer bans them: never sampled and excluded
+    from the trainer's softmax.
     """
     device, dtype = device_and_dtype(config)
     model, meta = load(weights, device, dtype)

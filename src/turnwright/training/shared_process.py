@@ -22,13 +22,17 @@ from turnwright.envs.user_code import is_interrupt, user_line, user_location
 from turnwright.errors import TraceError, TurnwrightError
 from turnwright.records import ProgressListener, RunDir
 
-REMEDY = 'code that changes its process belongs in one of its own: isolation = "process" in its [[env]]'
+REMEDY = (
+    'code that changes its process belongs in one of its own: isolation = "process" in its [[env]]'
+)
 
 
 class SharedProcess:
     """Watches what code of environments does to the process of a run."""
 
-    def __init__(self, env_specs: Sequence[EnvSpec], run: RunDir, watch: ProgressListener, torch_threads: int) -> None:
+    def __init__(
+        self, env_specs: Sequence[EnvSpec], run: RunDir, watch: ProgressListener, torch_threads: int
+    ) -> None:
         self._run = run
         self._torch_threads = torch_threads
         self._watch = watch
@@ -53,7 +57,9 @@ class SharedProcess:
         except (KeyboardInterrupt, SystemExit) as error:
             if is_interrupt(error):
                 raise
-            raise self._failure(f"raised {type(error).__name__} outside of its calls", error) from error
+            raise self._failure(
+                f"raised {type(error).__name__} outside of its calls", error
+            ) from error
         except (OSError, ValueError, TraceError) as error:
             if not self._lost_files():
                 raise
@@ -68,8 +74,8 @@ class SharedProcess:
         if changed not in self._noted:
             self._noted.add(changed)
             self._watch.note(
-                f"code of {self._environments} set torch's default {changed} for all of the process; "
-                f"it is set back before each computation: {REMEDY}"
+                f"code of {self._environments} set torch's default {changed} for all of the "
+                f"process; it is set back before each computation: {REMEDY}"
             )
 
     def _note_threads(self) -> None:
@@ -94,7 +100,9 @@ class SharedProcess:
         place = user_location(error)
         at = f" ({place})" if place else ""
         resume = f"turnwright train --resume {self._run.given_path}"
-        return TurnwrightError(f"code of {self._environments} {what}{at}; {REMEDY}. Then resume with: {resume}")
+        return TurnwrightError(
+            f"code of {self._environments} {what}{at}; {REMEDY}. Then resume with: {resume}"
+        )
 
 
 def threads_left(before: set[threading.Thread]) -> list[threading.Thread]:

@@ -21,8 +21,11 @@ from turnwright.training.curriculum import Curriculum, in_passes, split, split_o
 from turnwright.types import EpisodeKey, Group, Task, Trajectory
 
 
-def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float) -> None:
-    """Raise `TurnwrightError` when a larger share of episodes failed: the run would train on an arbitrary rest."""
+def check_failures(
+    trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float
+) -> None:
+    """Raise `TurnwrightError` when a larger share of episodes failed: the run would train
+    on an arbitrary rest."""
     failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
     if len(failed) <= max_share * len(trajectories):
         return
@@ -33,8 +36,15 @@ def check_failures(trajectories: Sequence[Trajectory], where: str, run: Path | N
     remedy = "Fix the cause and retry"
     if run is not None:
         remedy = f"Tracebacks are in {run / 'trajectories.jsonl'}; fix the cause, then "
-        remedy += f"resume with --resume {run}, which retries them" if any(map(may_pass, failed)) else "start a new run"
-    raise TurnwrightError(f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){first}. {remedy}")
+        remedy += (
+            f"resume with --resume {run}, which retries them"
+            if any(map(may_pass, failed))
+            else "start a new run"
+        )
+    raise TurnwrightError(
+        f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){first}. "
+        f"{remedy}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +56,9 @@ class TaskChoice:
 
     def episode(self, phase: str, step: int, sample: int) -> EpisodeSpec:
         """Specify one episode."""
-        return EpisodeSpec.of(self.env_spec, self.task, EpisodeKey(phase, step, self.task.id, sample))
+        return EpisodeSpec.of(
+            self.env_spec, self.task, EpisodeKey(phase, step, self.task.id, sample)
+        )
 
     def episodes(self, phase: str, step: int, samples: int) -> list[EpisodeSpec]:
         """Specify `samples` episodes."""
@@ -67,9 +79,10 @@ class TaskPlan:
         overlap: bool = False,
         curriculum: Curriculum | None = None,
     ) -> None:
-        """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all environments by their weights; raise
-        `TaskError` when one has no training tasks, or a task is on both sides. Several `steps` are those of a run that was
-        extended: its tasks come first, in their order. With `overlap`, tasks to evaluate on are trained too, last of all.
+        """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all
+        environments by their weights; raise `TaskError` when one has no training tasks, or a task
+        is on both sides. Several `steps` are those of a run that was extended: its tasks come
+        first, in their order. With `overlap`, tasks to evaluate on are trained too, last of all.
         """
         *earlier, steps = [steps] if isinstance(steps, int) else steps
         self._seed = seed
@@ -82,27 +95,43 @@ class TaskPlan:
         self.held_out: list[TaskChoice] = []
         self._lanes: list[list[TaskChoice]] = []
         for env_spec, share in zip(env_specs, shares, strict=True):
-            # Enough for the full run, so a generated source never repeats a task; a finite one returns what it has.
+            # Enough for the full run, so a generated source never repeats a task; a finite
+            # one returns what it has.
             count = steps * groups or groups
             if overlap:
-                train, held = env_spec.tasks("train", count, seed), env_spec.tasks("eval", share, seed) if share else []
+                train, held = (
+                    env_spec.tasks("train", count, seed),
+                    env_spec.tasks("eval", share, seed) if share else [],
+                )
                 train, held = [*train, *held], held or train[:share]
             elif share:
                 train, held = env_spec.train_and_eval_tasks(count, share, seed)
             else:
                 train, held = env_spec.tasks("train", groups, seed), []
-            first = [task for total in earlier for task in env_spec.tasks("train", total * groups or groups, seed)]
+            first = [
+                task
+                for total in earlier
+                for task in env_spec.tasks("train", total * groups or groups, seed)
+            ]
             train = list({task.id: task for task in (*first, *train)}.values())
             if not train:
-                raise TaskError(f"{env_spec.name} has no training tasks; give its tasks hook or file at least one")
+                raise TaskError(
+                    f"{env_spec.name} has no training tasks; give its tasks hook or file at least "
+                    "one"
+                )
             if len(env_specs) > 1:
                 # Two environments may share task ids, but an episode's key holds only the id.
-                train, held = ([replace(t, id=f"{env_spec.name}/{t.id}") for t in tasks] for tasks in (train, held))
+                train, held = (
+                    [replace(t, id=f"{env_spec.name}/{t.id}") for t in tasks]
+                    for tasks in (train, held)
+                )
             self._lanes.append([TaskChoice(env_spec, task) for task in train])
             self.train.extend(self._lanes[-1])
             self.held_out.extend(TaskChoice(env_spec, task) for task in held)
         if len(env_specs) > 1 and not overlap:
-            check_disjoint([choice.task for choice in self.train], [choice.task for choice in self.held_out])
+            check_disjoint(
+                [choice.task for choice in self.train], [choice.task for choice in self.held_out]
+            )
         self.by_id = {choice.task.id: choice.task for choice in (*self.train, *self.held_out)}
         self.figures: dict[str, Any] = {}
         """Metrics of the step observed last."""
@@ -113,23 +142,40 @@ class TaskPlan:
         groups, size, held = config.rollout.groups, config.rollout.group_size, len(self.held_out)
         if len(self.train) < groups:
             episodes = self.group_size(0, size)
-            yield f"{len(self.train)} training tasks for {groups} groups: each is played {episodes} times a step, not {size}"
+            yield (
+                f"{len(self.train)} training tasks for {groups} groups: each is played "
+                f"{episodes} times a step, not {size}"
+            )
         samples = eval_samples(held, config.eval.tasks, config.eval.samples)
         if held and samples > config.eval.samples:
-            yield f"{held} held-out tasks where eval.tasks = {config.eval.tasks}: each is played {samples} times"
+            yield (
+                f"{held} held-out tasks where eval.tasks = {config.eval.tasks}: each is played "
+                f"{samples} times"
+            )
         if self._overlap:
-            yield 'eval.overlap = "allowed": tasks of the evaluation are trained too, so it measures memory as well as skill'
+            yield (
+                'eval.overlap = "allowed": tasks of the evaluation are trained too, so it '
+                "measures memory as well as skill"
+            )
 
     def preview(self, count: int) -> list[TaskChoice]:
-        """Return up to `count` training tasks in proportion to the environments' weights, the same ones each time."""
+        """Return up to `count` training tasks in proportion to the environments' weights,
+        the same ones each time."""
         total = sum(self._weights)
-        limit = min(len(lane) * total / weight for lane, weight in zip(self._lanes, self._weights, strict=True))
+        limit = min(
+            len(lane) * total / weight
+            for lane, weight in zip(self._lanes, self._weights, strict=True)
+        )
         shares = split(self._weights, max(len(self._lanes), min(count, int(limit))))
-        return [choice for lane, share in zip(self._lanes, shares, strict=True) for choice in lane[:share]]
+        return [
+            choice
+            for lane, share in zip(self._lanes, shares, strict=True)
+            for choice in lane[:share]
+        ]
 
     def demonstrated(self, env_spec: EnvSpec, count: int) -> list[TaskChoice]:
-        """Return `count` training tasks of an environment for demonstrations, or all of a finite source; how many steps the
-        run has does not change them."""
+        """Return `count` training tasks of an environment for demonstrations, or all of a finite
+        source; how many steps the run has does not change them."""
         lane = next(lane for lane in self._lanes if lane[0].env_spec is env_spec)
         if self._restricted:
             return lane
@@ -140,18 +186,29 @@ class TaskPlan:
         return [TaskChoice(env_spec, task) for task in tasks if task.id not in held_out] or lane
 
     def restrict_to(self, fits: set[str]) -> None:
-        """Drop every task whose id is not in `fits`. Raises `TaskError` when an environment has no training task left."""
+        """Drop every task whose id is not in `fits`.
+
+        Raises `TaskError` when an environment has no training task left.
+        """
         self._restricted = True
-        self._lanes = [[choice for choice in lane if choice.task.id in fits] for lane in self._lanes]
+        self._lanes = [
+            [choice for choice in lane if choice.task.id in fits] for lane in self._lanes
+        ]
         if not all(self._lanes):
-            raise TaskError("no training task of an environment has a first prompt within limits.prompt_tokens; raise it")
+            raise TaskError(
+                "no training task of an environment has a first prompt within "
+                "limits.prompt_tokens; raise it"
+            )
         self.train = [choice for lane in self._lanes for choice in lane]
         self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
 
     def begin(self, state: Any, step: int) -> None:
-        """Begin or continue the curriculum, if there is one, with the state of a checkpoint; raise as `Curriculum.begin`."""
+        """Begin or continue the curriculum, if there is one, with the state of a checkpoint; raise
+        as `Curriculum.begin`."""
         if self._curriculum is not None:
-            self._curriculum.begin([[choice.task for choice in lane] for lane in self._lanes], state, step)
+            self._curriculum.begin(
+                [[choice.task for choice in lane] for lane in self._lanes], state, step
+            )
 
     def observe(self, step: int, found: Sequence[Trajectory]) -> None:
         """Observe all groups of a step, once, before any later step is drawn."""
@@ -172,16 +229,19 @@ class TaskPlan:
         """Return the number of tasks of one step."""
         if self._curriculum is not None and (drawn := self._curriculum.size(number)) is not None:
             return drawn
-        return sum(min(share, len(lane)) for share, lane in zip(self._draw_shares(number), self._lanes, strict=True))
+        return sum(
+            min(share, len(lane))
+            for share, lane in zip(self._draw_shares(number), self._lanes, strict=True)
+        )
 
     def group_size(self, number: int, size: int) -> int:
-        """Return the episodes of each task of a step: `size`, or more where there are fewer tasks than groups, so that the step
-        has as many episodes."""
+        """Return the episodes of each task of a step: `size`, or more where there are fewer tasks
+        than groups, so that the step has as many episodes."""
         return math.ceil(size * self._groups / max(self.size(number), 1))
 
     def step(self, number: int) -> list[TaskChoice]:
-        """Return the distinct tasks of one step by environment weight; without a curriculum, a finite source is reshuffled for
-        each pass."""
+        """Return the distinct tasks of one step by environment weight; without a curriculum, a
+        finite source is reshuffled for each pass."""
         if self._curriculum is not None:
             choices = {choice.task.id: choice for choice in self.train}
             return [choices[id] for id in self._curriculum.step(number)]
@@ -192,12 +252,16 @@ class TaskPlan:
             if len(self._lanes) > 1:
                 start = sum(self._draw_shares(earlier)[index] for earlier in range(number))
             count = min(shares[index], len(lane))
-            chosen.extend(lane[place] for place in in_passes(len(lane), start, count, self._seed, index))
+            chosen.extend(
+                lane[place] for place in in_passes(len(lane), start, count, self._seed, index)
+            )
         return chosen
 
-    def refill(self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]) -> list[TaskChoice]:
-        """Return replacements of zero-variance tasks from the same environments, none used in the step yet, in its refill
-        `turn` (from 1); fewer if an environment has no more."""
+    def refill(
+        self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]
+    ) -> list[TaskChoice]:
+        """Return replacements of zero-variance tasks from the same environments, none used in the
+        step yet, in its refill `turn` (from 1); fewer if an environment has no more."""
         used_ids = {choice.task.id for choice in used}
         found: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
@@ -216,21 +280,27 @@ FEWEST_EPISODES = 64
 
 
 def eval_samples(tasks: int, asked: int, samples: int) -> int:
-    """Return how often each of so many held-out tasks is played where `asked` were to be played `samples` times."""
+    """Return how often each of so many held-out tasks is played where `asked` were to be
+    played `samples` times."""
     return max(samples, math.ceil(min(FEWEST_EPISODES, asked * samples) / max(tasks, 1)))
 
 
 def planned_steps(totals: Sequence[int], step: int) -> int:
-    """Return how many steps the run had when it came to `step` (from 0), of its totals before and after each extension."""
+    """Return how many steps the run had when it came to `step` (from 0), of its totals before and
+    after each extension."""
     return min((total for total in totals if total > step), default=totals[-1])
 
 
 def make_env_specs(config: RunConfig) -> list[EnvSpec]:
-    """Resolve the environments of a recipe. Raises `ConfigError` when one cannot be found, or there is none."""
+    """Resolve the environments of a recipe.
+
+    Raises `ConfigError` when one cannot be found, or there is none.
+    """
     if not config.env and config.rollout.function is None:
         raise ConfigError(
-            "the recipe names no environment: it needs [[env]] with use = a built-in name or file.py:Name; resume a run that "
-            "turnwright.train() started from objects with the same call and resume=True"
+            "the recipe names no environment: it needs [[env]] with use = a built-in name or "
+            "file.py:Name; resume a run that turnwright.train() started from objects with the "
+            "same call and resume=True"
         )
     if not config.env:
         return [resolve_env("", play=config.rollout.function)]
@@ -238,17 +308,20 @@ def make_env_specs(config: RunConfig) -> list[EnvSpec]:
 
 
 def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> RunConfig:
-    """Return the configuration with the steps of `train.data_epochs` passes over all training tasks, rounded up; raise
-    `ConfigError` when an environment makes tasks without end."""
+    """Return the configuration with the steps of `train.data_epochs` passes over all training
+    tasks, rounded up; raise `ConfigError` when an environment makes tasks without end."""
     counts = [len(env_spec.tasks("train", 0, config.seed)) for env_spec in env_specs]
     if 0 in counts:
         raise ConfigError(
-            f"train.data_epochs = {config.train.data_epochs:g}: {env_specs[counts.index(0)].name} has no finite list of "
-            "training tasks; set train.steps instead"
+            f"train.data_epochs = {config.train.data_epochs:g}: {env_specs[counts.index(0)].name} "
+            "has no finite list of training tasks; set train.steps instead"
         )
     steps = math.ceil((config.train.data_epochs or 0.0) * sum(counts) / config.rollout.groups)
     if config.train.lr_warmup_steps >= steps:
-        raise ConfigError(f"train.lr_warmup_steps = {config.train.lr_warmup_steps}: must be under the {steps} steps of the run")
+        raise ConfigError(
+            f"train.lr_warmup_steps = {config.train.lr_warmup_steps}: must be under the {steps} "
+            "steps of the run"
+        )
     return replace(config, train=replace(config.train, steps=steps))
 
 
@@ -264,20 +337,25 @@ class Refilling(Protocol):
 
 
 async def play_with_dynamic_sampling(
-    plan: TaskPlan, policies: Refilling, step: int, play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]]
+    plan: TaskPlan,
+    policies: Refilling,
+    step: int,
+    play: Callable[[Sequence[TaskChoice]], Awaitable[Sequence[Trajectory]]],
 ) -> tuple[list[Trajectory], int]:
-    """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2) and count
-    those.
+    """Play a step's episodes; replace zero-variance groups (dynamic sampling: DAPO, arXiv
+    2503.14476, section 3.2) and count those.
 
-    It refills at most `train.refill` times, while an environment has unused tasks. The tasks follow from the seed and from what
-    was played, so a resumed run chooses the same ones.
+    It refills at most `train.refill` times, while an environment has unused tasks. The tasks follow
+    from the seed and from what was played, so a resumed run chooses the same ones.
     """
     latest = plan.step(step)
     used = list(latest)
     found = list(await play(latest))
     for turn in range(1, policies.refill + 1):
         flat = policies.tied_groups(group_by_task(found))
-        latest = plan.refill(step, turn, used, [choice for choice in latest if choice.task.id in flat])
+        latest = plan.refill(
+            step, turn, used, [choice for choice in latest if choice.task.id in flat]
+        )
         if not latest:
             break
         used += latest

@@ -28,7 +28,8 @@ from turnwright.training.task_plan import TaskPlan
 from turnwright.types import EpisodeKey, Message, StopReason, Task, Trajectory
 
 LONGEST = 1 << 20
-"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over the context are skipped."""
+"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over
+the context are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,9 @@ class ConversationEngine(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         """Return the next reply of the request's conversation."""
-        return await ScriptedEngine(self.lines[request.session], renderer=self.renderer).generate(request)
+        return await ScriptedEngine(self.lines[request.session], renderer=self.renderer).generate(
+            request
+        )
 
 
 async def conversations(
@@ -84,11 +87,12 @@ async def conversations(
     media: MediaStore | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span; skip those over the run's limits.
+    """Convert a dataset's conversations to trajectories, each assistant reply a sampled span; skip
+    those over the run's limits.
 
-    `path` is a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of `datasets.save_to_disk`; each row has
-    `messages` and optionally `tools`. `limit` 0 means all. Raise `TaskError` when the file cannot be read, a row is no
-    conversation, or none is left.
+    `path` is a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of
+    `datasets.save_to_disk`; each row has `messages` and optionally `tools`. `limit` 0 means all.
+    Raise `TaskError` when the file cannot be read, a row is no conversation, or none is left.
     """
     episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
@@ -108,7 +112,10 @@ async def conversations(
         replies = tuple(with_thinking_apart(renderer, reply) for reply in conversation.replies)
         conversation = replace(conversation, replies=replies)
         try:
-            texts = [encode_as_sampled(renderer, conversation, number) for number in range(len(conversation.replies))]
+            texts = [
+                encode_as_sampled(renderer, conversation, number)
+                for number in range(len(conversation.replies))
+            ]
         except TemplateError:
             texts = [None]
         if any(text is None for text in texts):
@@ -116,28 +123,44 @@ async def conversations(
             continue
         key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
         task = Task(conversation.opening, id=key.task)
-        episodes.append(EpisodeSpec(task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)))
+        episodes.append(
+            EpisodeSpec(
+                task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)
+            )
+        )
         lines[key.session] = [text for text in texts if text is not None]
     turns = max((len(texts) for texts in lines.values()), default=1)
     own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
     rollout = Rollout(
-        ConversationEngine(lines), renderer, RolloutSettings(limits=own, history=history, sanity="off"), media=media
+        ConversationEngine(lines),
+        renderer,
+        RolloutSettings(limits=own, history=history, sanity="off"),
+        media=media,
     )
     played = await rollout.play(episodes)
     found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
     for trajectory in played:
         if trajectory.stop is not StopReason.DONE:
-            skipped["over the context" if trajectory.stop is StopReason.CONTEXT else f"ended as {trajectory.stop}"] += 1
+            skipped[
+                "over the context"
+                if trajectory.stop is StopReason.CONTEXT
+                else f"ended as {trajectory.stop}"
+            ] += 1
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
     if not found:
-        raise TaskError(f"{path}: none of {total} conversations is usable ({reasons or 'the file is empty'})")
+        raise TaskError(
+            f"{path}: none of {total} conversations is usable ({reasons or 'the file is empty'})"
+        )
     if skipped:
         note(f"skipped {sum(skipped.values())} of {total} conversations in {path.name}: {reasons}")
     return found
 
 
-def read_conversation(row: Any, where: str, images: ImageSource | None = None) -> DatasetConversation | str:
-    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError` when it is no conversation."""
+def read_conversation(
+    row: Any, where: str, images: ImageSource | None = None
+) -> DatasetConversation | str:
+    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError`
+    when it is no conversation."""
     given, schemas = read_messages(row, where, images)
     places = [number for number, message in enumerate(given) if message.role == "assistant"]
     if not places:
@@ -145,12 +168,19 @@ def read_conversation(row: Any, where: str, images: ImageSource | None = None) -
     if places[0] == 0:
         return "starting with an assistant message"
     answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
-    return DatasetConversation(given[: places[0]], tuple(given[place] for place in places), answers, schemas)
+    return DatasetConversation(
+        given[: places[0]], tuple(given[place] for place in places), answers, schemas
+    )
 
 
 def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
-    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift write it into the content."""
-    if reply.reasoning is not None or not isinstance(reply.content, str) or "</" not in reply.content:
+    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift
+    write it into the content."""
+    if (
+        reply.reasoning is not None
+        or not isinstance(reply.content, str)
+        or "</" not in reply.content
+    ):
         return reply
     parsed = renderer.parse(renderer.encode_reply(reply.content))
     if not parsed.reasoning or parsed.tool_calls or parsed.calls_in_thinking:
@@ -158,15 +188,20 @@ def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
     return replace(reply, content=parsed.text, reasoning=parsed.reasoning)
 
 
-def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation, number: int) -> str | None:
-    """Return the text that a model samples for a reply; None if the renderer does not parse the reply from it. Plain text is
-    used as it is. Tool calls and reasoning are rendered by the chat template, after all earlier messages."""
+def encode_as_sampled(
+    renderer: ChatRenderer, conversation: DatasetConversation, number: int
+) -> str | None:
+    """Return the text that a model samples for a reply; None if the renderer does not parse the
+    reply from it. Plain text is used as it is. Tool calls and reasoning are rendered by the chat
+    template, after all earlier messages."""
     reply, text = conversation.replies[number], conversation.replies[number].text
     if reply.media:
         return None
     if reply.tool_calls or reply.reasoning:
         before = [*conversation.opening]
-        for earlier, answer in zip(conversation.replies[:number], conversation.answers, strict=False):
+        for earlier, answer in zip(
+            conversation.replies[:number], conversation.answers, strict=False
+        ):
             before += [earlier, *answer]
         template = renderer.template
         prompt = template.render(before, conversation.tools, generation_prompt=True)
@@ -191,26 +226,33 @@ def encode_as_sampled(renderer: ChatRenderer, conversation: DatasetConversation,
 
 
 NO_PLAYER = (
-    "warmup.demos = {demos}, but {names} has no demonstrator or solver to play demonstrations; give it one "
-    "(demonstrator(messages, rng) -> reply, also an argument of tool_env), or start from a trained model (model.path) with "
-    "warmup.demos = 0"
+    "warmup.demos = {demos}, but {names} has no demonstrator or solver to play "
+    "demonstrations; give it one (demonstrator(messages, rng) -> reply, also an argument of "
+    "tool_env), or start from a trained model (model.path) with warmup.demos = 0"
 )
 NO_START = (
-    "a new model without demonstrations (warmup.demos = 0, no warmup.dataset) replies at random, so reinforcement finds no "
-    "success to build on: give the environment a demonstrator and set warmup.demos = 4000, or start from a trained model "
-    "(model.path)"
+    "a new model without demonstrations (warmup.demos = 0, no warmup.dataset) replies at random, "
+    "so reinforcement finds no success to build on: give the environment a demonstrator and set "
+    "warmup.demos = 4000, or start from a trained model (model.path)"
 )
 
 
 def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
-    """Return why a run may have nothing to learn from, as known before it starts. Raise `ConfigError` when
-    demonstrations are asked for and no environment can play them."""
+    """Return why a run may have nothing to learn from, as known before it starts. Raise
+    `ConfigError` when demonstrations are asked for and no environment can play them."""
     warmup = config.warmup
-    playing = any((one.demonstrator or one.solver) is not None and one.factory is not None for one in env_specs)
+    playing = any(
+        (one.demonstrator or one.solver) is not None and one.factory is not None
+        for one in env_specs
+    )
     if warmup.demos and warmup.dataset is None and not playing:
-        raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs)))
+        raise ConfigError(
+            NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs))
+        )
     fresh = config.model.path is None and not warmup.demos and warmup.dataset is None
-    tools = [(one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)]
+    tools = [
+        (one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)
+    ]
     unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.needs_rewards_of_calls]
     return [*unpaid, *([NO_START] if fresh and config.train.steps else [])]
 
@@ -225,17 +267,28 @@ async def demonstrations(
     note: Callable[[str], None] = lambda _: None,
     play: Callable[[Rollout, Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]] = Rollout.play,
 ) -> list[Trajectory]:
-    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the training loop.
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations,
+    through the training loop.
 
     `note` receives a line about failed demonstrations, which are left out; `play` plays episodes of
-    a rollout. Raise `ConfigError` when no environment has a demonstrator or solver, `TurnwrightError`
-    when most demonstrations fail.
+    a rollout. Raise `ConfigError` when no environment has a demonstrator or solver,
+    `TurnwrightError` when most demonstrations fail.
     """
     if config.warmup.dataset is not None:
         path, limit = Path(config.warmup.dataset), config.warmup.demos
-        return await conversations(path, renderer, limits=config.limits, history=history, limit=limit, media=media, note=note)
+        return await conversations(
+            path,
+            renderer,
+            limits=config.limits,
+            history=history,
+            limit=limit,
+            media=media,
+            note=note,
+        )
     speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
-    usable = [one for one in env_specs if speakers[one.name] is not None and one.factory is not None]
+    usable = [
+        one for one in env_specs if speakers[one.name] is not None and one.factory is not None
+    ]
     if not usable:
         raise ConfigError(NO_PLAYER.format(demos=config.warmup.demos, names=", ".join(speakers)))
     found: list[Trajectory] = []
@@ -244,7 +297,9 @@ async def demonstrations(
         speaker = speakers[env_spec.name]
         assert speaker is not None
         count = max(1, round(config.warmup.demos * env_spec.weight / total))
-        in_env = replace(env_spec, agent_function=None)  # a play function may start a program for each
+        in_env = replace(
+            env_spec, agent_function=None
+        )  # a play function may start a program for each
         own = [replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)]
         rollout = Rollout(
             ScriptedEngine(speaker),
@@ -260,9 +315,15 @@ async def demonstrations(
             media=media,
         )
         # With fewer tasks than demonstrations, tasks repeat with another sample number.
-        episodes = [own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)]
+        episodes = [
+            own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)
+        ]
         found.extend(await play(rollout, episodes))
-    good = [trajectory for trajectory in found if trajectory.stop is not None and not trajectory.stop.failed]
+    good = [
+        trajectory
+        for trajectory in found
+        if trajectory.stop is not None and not trajectory.stop.failed
+    ]
     if len(good) < len(found):
         error = next(t.error for t in found if t.error is not None)
         failed = f"{len(found) - len(good)} of {len(found)} demonstrations failed"
@@ -293,11 +354,18 @@ def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
         return ""
     key = LIMIT_KEYS[reason]
     limit = f"limits.{key} = {getattr(config.limits, key)}"
-    if reason is StopReason.MAX_TURNS and max(len(t.turns) for t in demos if t.stop is reason) < config.limits.turns:
+    if (
+        reason is StopReason.MAX_TURNS
+        and max(len(t.turns) for t in demos if t.stop is reason) < config.limits.turns
+    ):
         limit = "the environment's max_turns"
-    return f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what they show has no end"
+    return (
+        f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what "
+        "they show has no end"
+    )
 
 
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
-    """Draw the demonstrations of one step uniformly (buckets by length would favor middle lengths)."""
+    """Draw the demonstrations of one step uniformly (buckets by length would
+    favor middle lengths)."""
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)

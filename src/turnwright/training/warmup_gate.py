@@ -1,4 +1,5 @@
-"""When a warm-up ends: the gate, further rounds while the loss falls, and whether the policy reads its task."""
+"""When a warm-up ends: the gate, further rounds while the loss falls, and whether the
+policy reads its task."""
 
 from __future__ import annotations
 
@@ -15,15 +16,18 @@ from turnwright.training.task_plan import TaskChoice
 from turnwright.types import Origin, Trajectory
 
 GATE_SHARE = 0.75
-"""Share of the demonstrations' success that the warm-up must reach by default; 0.9 was too strict for one of six tasks."""
+"""Share of the demonstrations' success that the warm-up must reach by default; 0.9 was too strict
+for one of six tasks."""
 NO_DEMONSTRATOR = 0.15
 """Gate of a warm-up on conversations, whose success is unknown."""
 SIGNAL = 0.02
-"""Share of episodes whose reward differs from the most common one from which on reinforcement has something to learn from."""
+"""Share of episodes whose reward differs from the most common one from which on reinforcement has
+something to learn from."""
 
 
 def learning_rate(peak: float, step: int, steps: int) -> float:
-    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at `steps`."""
+    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth
+    of the peak at `steps`."""
     rise = min(1.0, (step + 1) / 10)
     fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
     return peak * rise * fall
@@ -44,7 +48,8 @@ FALL = 0.01
 
 
 def still_falls(losses: Sequence[float]) -> bool:
-    """Return whether the losses of a round fell, by two standard errors and a hundredth, from its middle to its end."""
+    """Return whether the losses of a round fell, by two standard errors and a hundredth, from
+    its middle to its end."""
     length = max(len(losses) // 10, 1)
     end, middle = losses[-length:], losses[len(losses) // 2 - length :][:length]
     if not middle:
@@ -73,8 +78,14 @@ class Gate:
         """Return the gate of a run, relative to its demonstrations unless the recipe sets it."""
         warmup = config.warmup
         rewards = [t.reward for t in demos if t.reward is not None]
-        if warmup.gate_success is not None or not rewards:  # conversations of a dataset have no rewards
-            return cls(NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success, warmup.gate_loss, None)
+        if (
+            warmup.gate_success is not None or not rewards
+        ):  # conversations of a dataset have no rewards
+            return cls(
+                NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success,
+                warmup.gate_loss,
+                None,
+            )
         success = sum(reward >= config.eval.success for reward in rewards) / len(rewards)
         return cls(GATE_SHARE * success, warmup.gate_loss, success)
 
@@ -84,7 +95,11 @@ class Gate:
         if score.success is None:
             missing.append(f"no episode had a reward, all {score.failed} were None")
         elif score.success < self.success:
-            of = "" if self.demo_success is None else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
+            of = (
+                ""
+                if self.demo_success is None
+                else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
+            )
             missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
         elif self.demo_success == 0 and score.differing < SIGNAL:
             missing.append("no demonstration succeeds, and the rewards of the policy do not differ")
@@ -94,7 +109,8 @@ class Gate:
 
 
 class RecordedReplies(ScriptedEngine):
-    """Engine that replays the ids of replies, by session; it repeats the last one where an episode asks for more."""
+    """Engine that replays the ids of replies, by session; it repeats the last one where an
+    episode asks for more."""
 
     def __init__(self, replies: Mapping[str, Sequence[Sequence[int]]]) -> None:
         super().__init__([])
@@ -120,8 +136,8 @@ async def success_in_other_tasks(
 ) -> EvalResult | None:
     """Return the success of a policy's replies in tasks other than their own.
 
-    Replies of a policy that does not read its task succeed as often there. None if there are no such
-    tasks, or if an agent function plays them, whose conversations may be other ones.
+    Replies of a policy that does not read its task succeed as often there. None if there are no
+    such tasks, or if an agent function plays them, whose conversations may be other ones.
 
     Args:
         choices: tasks by their ids, those of the trajectories among them.

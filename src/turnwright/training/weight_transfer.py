@@ -1,8 +1,8 @@
 """Weights that reach servers without a disk: packed here, sent over a process group or in requests
 (`engine.update = "group"` and `"tensors"`).
 
-Every update begins in `turnwright.training.policies.Policy.send`; by default servers read a directory.
-The other end is SGLang, vLLM with a plugin (`turnwright.engines.remote.vllm_plugin`), or
+Every update begins in `turnwright.training.policies.Policy.send`; by default servers read a
+directory. The other end is SGLang, vLLM with a plugin (`turnwright.engines.remote.vllm_plugin`), or
 `turnwright serve` (`turnwright_serve.weight_receiver`).
 
 A process group connects the trainer (rank 0) with the ranks of one server and carries the weights
@@ -48,10 +48,11 @@ Rows = list[tuple[str, torch.Tensor]]
 class GroupWeightPacker:
     """Splits new weights into buckets and sends them to servers over process groups.
 
-    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that come back. They reach this
-    process under `host`; None uses its address on the route to each server. `seconds` is the deadline to connect, or to send a
-    bucket, of `bucket` bytes or a tensor. `device` is rank 0's with `nccl`; the sending threads have no current device.
-    `source` is the model directory, if servers were started from one with an added output matrix
+    A copy stays in this process's memory (not the GPU's) until the next policy, for servers that
+    come back. They reach this process under `host`; None uses its address on the route to each
+    server. `seconds` is the deadline to connect, or to send a bucket, of `bucket` bytes or a
+    tensor. `device` is rank 0's with `nccl`; the sending threads have no current device. `source`
+    is the model directory, if servers were started from one with an added output matrix
     (`ModelDirectories(untie=True)`).
     """
 
@@ -69,15 +70,20 @@ class GroupWeightPacker:
         self.source = source
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[GroupWeights, str]:
-        """Split weights into buckets in their own order; return them and the fingerprint of the given weights."""
+    def pack(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> tuple[GroupWeights, str]:
+        """Split weights into buckets in their own order; return them and the
+        fingerprint of the given weights."""
         rows, digest = clone_weights(weights, self.source)
         return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
 
 
-def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | None) -> tuple[Rows, str]:
-    """Copy weights to this process's memory; return them and their fingerprint. Then `source` adds the output matrix of a
-    tied model, without a part in the fingerprint."""
+def clone_weights(
+    weights: Iterable[tuple[str, torch.Tensor]], source: Path | None
+) -> tuple[Rows, str]:
+    """Copy weights to this process's memory; return them and their fingerprint. Then `source` adds
+    the output matrix of a tied model, without a part in the fingerprint."""
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
     digest = fingerprint(rows.items())
     if source is not None:
@@ -86,7 +92,8 @@ def clone_weights(weights: Iterable[tuple[str, torch.Tensor]], source: Path | No
 
 
 def split_buckets(rows: Rows, max_bytes: int) -> list[Rows]:
-    """Split weights, in their own order, into buckets of at most `max_bytes` or of a single tensor."""
+    """Split weights, in their own order, into buckets of at most
+    `max_bytes` or of a single tensor."""
     buckets: list[Rows] = []
     size = max_bytes
     for name, tensor in rows:
@@ -127,15 +134,24 @@ class GroupWeights:
 class GroupConnection:
     """Process group of this process and one server's ranks."""
 
-    def __init__(self, rows: Sequence[Rows], url: str, ranks: int, packer: GroupWeightPacker) -> None:
+    def __init__(
+        self, rows: Sequence[Rows], url: str, ranks: int, packer: GroupWeightPacker
+    ) -> None:
         self.name = f"turnwright-{uuid4().hex}"
         self.backend, self.world = packer.backend, ranks + 1
-        self._url, self._rows, self._seconds, self._device = url, rows, packer.seconds, packer.device
+        self._url, self._rows, self._seconds, self._device = (
+            url,
+            rows,
+            packer.seconds,
+            packer.device,
+        )
         try:
             self.address = packer.host or _address_towards(url)
             listening = socket.create_server(("" if packer.host else self.address, 0))
         except OSError as error:
-            raise SyncError(f"no address for a process group with {url} ({error}); set engine.group_host") from error
+            raise SyncError(
+                f"no address for a process group with {url} ({error}); set engine.group_host"
+            ) from error
         self.port = int(listening.getsockname()[1])
         self._store: Any = dist.TCPStore(
             self.address,
@@ -152,7 +168,10 @@ class GroupConnection:
         """Wait for the server's ranks."""
         store = self._store
         self._group = await self._step(
-            "to connect", lambda: join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
+            "to connect",
+            lambda: join_process_group(
+                store, self.name, 0, self.world, self.backend, self._seconds
+            ),
         )
 
     async def send(self, index: int) -> None:
@@ -160,7 +179,9 @@ class GroupConnection:
         group, rows = self._group, self._rows[index]
         await self._step(
             f"to send bucket {index + 1} of {len(self._rows)}",
-            lambda: broadcast(group, [tensor.to(self._device) for _, tensor in rows], self._seconds),
+            lambda: broadcast(
+                group, [tensor.to(self._device) for _, tensor in rows], self._seconds
+            ),
         )
 
     def close(self) -> None:
@@ -178,16 +199,23 @@ class GroupConnection:
             ) from error
 
 
-def join_process_group(store: Any, name: str, rank: int, world: int, backend: str, seconds: float) -> Any:
-    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and vLLM; raise `RuntimeError`
-    when not all ranks join in time, `ValueError` for a backend that torch lacks."""
+def join_process_group(
+    store: Any, name: str, rank: int, world: int, backend: str, seconds: float
+) -> Any:
+    """Create a standalone process group, as `torch.distributed` would under this name in
+    SGLang and vLLM; raise `RuntimeError` when not all ranks join in time, `ValueError` for
+    a backend that torch lacks."""
     device = "cuda" if backend == "nccl" else "cpu"
-    store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    store = dist.PrefixStore(
+        f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+    )
     limit = timedelta(seconds=seconds)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world, limit)
     if backend != "nccl" or not dist.is_nccl_available():
-        raise ValueError(f"this build of torch has no {backend!r}; weights are sent by gloo or nccl")
+        raise ValueError(
+            f"this build of torch has no {backend!r}; weights are sent by gloo or nccl"
+        )
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
     with _raise_on_timeout():
@@ -196,7 +224,8 @@ def join_process_group(store: Any, name: str, rank: int, world: int, backend: st
 
 @contextmanager
 def _raise_on_timeout() -> Iterator[None]:
-    """Make groups created inside raise after a deadline; by default torch would end the process, and the run with it."""
+    """Make groups created inside raise after a deadline; by default torch would end the
+    process, and the run with it."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -209,7 +238,8 @@ def _raise_on_timeout() -> Iterator[None]:
 
 
 def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> None:
-    """Send tensors from rank 0, or receive them in place, in order; raise `RuntimeError` when late, or another rank is gone."""
+    """Send tensors from rank 0, or receive them in place, in order; raise `RuntimeError` when late,
+    or another rank is gone."""
     end = time.monotonic() + seconds
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -242,7 +272,8 @@ async def run_detached(work: Callable[[], T]) -> T:
 
 
 def release_groups(*held: Any) -> None:
-    """Release groups and stores in a thread, since a group's destructor waits for its running operations."""
+    """Release groups and stores in a thread, since a group's destructor waits for
+    its running operations."""
     present = [one for one in held if one is not None]
     if present:
         threading.Thread(target=present.clear, name="turnwright-group-end", daemon=True).start()
@@ -258,18 +289,25 @@ def _address_towards(url: str) -> str:
 
 
 MAX_BODY_BYTES = 64 * 2**20
-"""Bytes of weights per request; base64 adds a third, and a server of many ranks gets them for each."""
+"""Bytes of weights per request; base64 adds a third, and a server of many
+ranks gets them for each."""
 OPENS = ("torch.storage", "_load_from_bytes")
 
 
 class RequestWeightPacker:
-    """Splits new weights into bodies of at most `max_bytes` or a tensor; see `GroupWeightPacker` for the copy and `source`."""
+    """Splits new weights into bodies of at most `max_bytes` or a tensor; see `GroupWeightPacker`
+    for the copy and `source`."""
 
-    def __init__(self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None) -> None:
+    def __init__(
+        self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None
+    ) -> None:
         self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
 
-    def pack(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> tuple[RequestWeights, str]:
-        """Split weights into requests in their own order; return them and the fingerprint of the given weights."""
+    def pack(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> tuple[RequestWeights, str]:
+        """Split weights into requests in their own order; return them and the fingerprint
+        of the given weights."""
         rows, digest = clone_weights(weights, self.source)
         return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
 
@@ -307,14 +345,18 @@ class _Saved:
 
 
 def encode_tensors(rows: Rows) -> str:
-    """Encode named tensors by value in base64, as SGLang's `/update_weights_from_tensor` reads them."""
+    """Encode named tensors by value in base64, as SGLang's
+    `/update_weights_from_tensor` reads them."""
     file = BytesIO()
     torch.save(rows, file)
     return b64encode(pickle.dumps(_Saved(file.getvalue()), protocol=4)).decode()
 
 
 def decode_tensors(text: str) -> Rows:
-    """Decode the result of `encode_tensors` without executing pickled code. Raises `SyncError` for anything else."""
+    """Decode the result of `encode_tensors` without executing pickled code.
+
+    Raises `SyncError` for anything else.
+    """
     try:
         rows = _Reader(BytesIO(b64decode(text, validate=True))).load()
     except Exception as error:  # untrusted input can raise anything in the unpickler
@@ -325,7 +367,12 @@ def decode_tensors(text: str) -> Rows:
 
 
 def _is_named(row: Any) -> bool:
-    return isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) and isinstance(row[1], torch.Tensor)
+    return (
+        isinstance(row, tuple)
+        and len(row) == 2
+        and isinstance(row[0], str)
+        and isinstance(row[1], torch.Tensor)
+    )
 
 
 class _Reader(pickle.Unpickler):

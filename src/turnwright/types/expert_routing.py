@@ -1,4 +1,5 @@
-"""Expert routes of mixture-of-experts models: as engines report them, by span, and as rows for training."""
+"""Expert routes of mixture-of-experts models: as engines report them, by span, and
+as rows for training."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ ROUTES = "routes"
 class ExpertRoutes:
     """Experts chosen by routers: unsigned integers [positions, layers, k] as little-endian bytes.
 
-    `numpy.asarray(routes)` returns an array without a copy. A server that reports no shape has one layer of layers * k
-    numbers.
+    `numpy.asarray(routes)` returns an array without a copy. A server that reports no shape has one
+    layer of layers * k numbers.
     """
 
     data: bytes
@@ -29,9 +30,14 @@ class ExpertRoutes:
     """Bytes of a number: 1, or 2 for more than 256 experts."""
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.k) < 1 or self.width not in (1, 2) or len(self.data) % self.bytes_per_position:
+        if (
+            min(self.layers, self.k) < 1
+            or self.width not in (1, 2)
+            or len(self.data) % self.bytes_per_position
+        ):
             raise ValueError(
-                f"{len(self.data)} bytes do not fit routes of {self.layers} layers by {self.k} experts of {self.width} bytes"
+                f"{len(self.data)} bytes do not fit routes of {self.layers} layers by {self.k} "
+                f"experts of {self.width} bytes"
             )
 
     @classmethod
@@ -46,20 +52,32 @@ class ExpertRoutes:
         kind = getattr(getattr(array, "dtype", None), "kind", "")
         if len(shape) != 3 or kind not in ("i", "u"):
             found = f"{kind or type(array).__name__} {shape}"
-            raise ValueError(f"routes must be integers of shape [positions, layers, k], not {found}")
+            raise ValueError(
+                f"routes must be integers of shape [positions, layers, k], not {found}"
+            )
         low, high = (int(array.min()), int(array.max())) if shape[0] else (0, 0)
         if low < 0 or high > 65535:
-            raise ValueError(f"routes must be expert indices from 0 to 65535, not {low if low < 0 else high}")
+            raise ValueError(
+                f"routes must be expert indices from 0 to 65535, not {low if low < 0 else high}"
+            )
         width = 1 if high < 256 else 2
         return cls(array.astype(f"<u{width}").tobytes(), shape[1], shape[2], width)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
-        """Return routes of little-endian integers of `size` bytes, narrowed to the smallest width that holds them.
+        """Return routes of little-endian integers of `size` bytes, narrowed to the
+        smallest width that holds them.
 
         Raises `ValueError` when they are over 65535, negative, or end inside a position.
         """
-        width = next((n for n in (1, 2) if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))), 0)
+        width = next(
+            (
+                n
+                for n in (1, 2)
+                if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))
+            ),
+            0,
+        )
         if not width:
             raise ValueError("routes contain a number that is negative or over 65535")
         if width == size:
@@ -98,8 +116,12 @@ class ExpertRoutes:
         Raises `ValueError` when the layers or the experts per token differ.
         """
         if (self.layers, self.k) != (more.layers, more.k):
-            raise ValueError(f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}")
-        first, second = (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
+            raise ValueError(
+                f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}"
+            )
+        first, second = (
+            (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
+        )
         return ExpertRoutes(first.data + second.data, self.layers, self.k, first.width)
 
     def as_uint16(self) -> ExpertRoutes:

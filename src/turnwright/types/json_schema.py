@@ -1,8 +1,9 @@
 """JSON schemas of tools in one form, with their references resolved within the schema.
 
-Authors write many dialects: OpenAPI's `nullable`, Gemini's upper-case types, Python's type names, the tuples of draft 7,
-the nulls that Parquet adds. `read_schema` converts a copy to the keywords of draft 2020-12. Checks and the types of bare
-text use the copy; the model reads what the author wrote.
+Authors write many dialects: OpenAPI's `nullable`, Gemini's upper-case types, Python's type
+names, the tuples of draft 7, the nulls that Parquet adds. `read_schema` converts a copy to
+the keywords of draft 2020-12. Checks and the types of bare text use the copy; the model
+reads what the author wrote.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _TYPE_NAMES: Mapping[str, str] = {
     "dict": "object",
     "none": "null",
 }
-"""Names of types, in small letters: JSON Schema's own, and Python's and Java's, which data sets have."""
+"""Names of types, in small letters: JSON Schema's own, and Python's and Java's,
+which data sets have."""
 _ANY_TYPE = frozenset({"any", "type_unspecified"})
 
 _SCHEMA_KEYWORDS = frozenset(
@@ -49,7 +51,9 @@ _SCHEMA_KEYWORDS = frozenset(
     }
 )
 _LIST_KEYWORDS = frozenset({*IN_PLACE_LISTS, "prefixItems"})
-_MAP_KEYWORDS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_MAP_KEYWORDS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
 _DATA_KEYWORDS = frozenset({"const", "default", "enum", "examples", "example"})
 """Keywords that hold values, in which nothing is a schema."""
 ANNOTATIONS = frozenset(
@@ -82,12 +86,16 @@ _OUTSIDE_NULLABLE = frozenset(
         "default",
     }
 )
-"""Keywords that stay beside the two alternatives of a nullable schema: what others refer to, and texts."""
+"""Keywords that stay beside the two alternatives of a nullable schema: what
+others refer to, and texts."""
 
 _NOTHING: Mapping[str, Any] = {"not": {}}
 """Schema that allows no value."""
 _MAX_DEPTH = 100
-"""Nesting of a schema. Those of real servers have under 30 levels; the validator recurses four calls per level."""
+"""Nesting of a schema.
+
+Those of real servers have under 30 levels; the validator recurses four calls per level.
+"""
 _MAX_JUDGMENTS = 10_000
 """Schemas that judge one value. References to references double it with each line of a schema."""
 
@@ -110,7 +118,10 @@ class ObjectKeys:
     """Whether there are no keys but these."""
 
     def schemas_of(self, key: str, matches: Callable[[str, str], bool]) -> list[Any]:
-        """Return the schemas of a key; empty if it is unknown. `matches` takes a pattern and a key."""
+        """Return the schemas of a key; empty if it is unknown.
+
+        `matches` takes a pattern and a key.
+        """
         schemas = list(self.named.get(key, ()))
         schemas += [schema for pattern, schema in self.patterns if matches(pattern, key)]
         return schemas or list(self.others) or ([] if self.closed else [True])
@@ -136,7 +147,9 @@ class ResolvedSchema:
             if keyword in node:
                 yield node[keyword]
         for keyword in ("dependentSchemas", "dependencies"):
-            yield from (inner for inner in (node.get(keyword) or {}).values() if not isinstance(inner, list))
+            yield from (
+                inner for inner in (node.get(keyword) or {}).values() if not isinstance(inner, list)
+            )
 
     def members(self, nodes: Iterable[Any]) -> list[Any]:
         """Return all schemas that may judge a value of one of these, each once."""
@@ -161,7 +174,9 @@ class ResolvedSchema:
         allowed = _with_integers(type_names(node)) or JSON_TYPES
         choices = [node["const"]] if "const" in node else node.get("enum")
         if isinstance(choices, list):
-            allowed &= frozenset().union(*(_with_integers([json_type(choice)]) for choice in choices))
+            allowed &= frozenset().union(
+                *(_with_integers([json_type(choice)]) for choice in choices)
+            )
         if (target := self._targets.get(id(node))) is not None:
             allowed &= self.types(target)
         for member in node.get("allOf") or ():
@@ -195,16 +210,23 @@ class ResolvedSchema:
                 if member.get(keyword, False) is not False:
                     others.append(member[keyword])
             for keyword in ("anyOf", "oneOf"):
-                free_alternative = free_alternative or any(map(self._allows_any_object, member.get(keyword) or ()))
+                free_alternative = free_alternative or any(
+                    map(self._allows_any_object, member.get(keyword) or ())
+                )
 
         return ObjectKeys(named, patterns, others, closed=not free_alternative)
 
     def _allows_any_object(self, node: Any) -> bool:
-        """Whether an alternative is any object, as in a union of an object's schema with a free one."""
+        """Whether an alternative is any object, as in a union of an object's
+        schema with a free one."""
         members = self.members([node])
-        is_object = any(isinstance(member, Mapping) and "object" in type_names(member) for member in members)
+        is_object = any(
+            isinstance(member, Mapping) and "object" in type_names(member) for member in members
+        )
         about_keys = ("properties", "patternProperties", "additionalProperties", "required")
-        return is_object and not any(keyword in member for member in members for keyword in about_keys)
+        return is_object and not any(
+            keyword in member for member in members for keyword in about_keys
+        )
 
     def items(self, nodes: Iterable[Any], index: int) -> list[Any]:
         """Return the schemas of an item of a list, over all alternatives."""
@@ -245,7 +267,8 @@ def _with_integers(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_plain(schema: Any) -> bool:
-    """Whether a schema names one type in JSON Schema's own words and nothing in it can change that."""
+    """Whether a schema names one type in JSON Schema's own words and
+    nothing in it can change that."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -253,10 +276,11 @@ def is_plain(schema: Any) -> bool:
 
 
 def read_schema(schema: Any) -> ResolvedSchema:
-    """Convert a schema to the one form and resolve its references, within itself only: nothing is fetched.
+    """Convert a schema to the one form and resolve its references, within itself
+    only: nothing is fetched.
 
-    Raises `SchemaFault` for a type that does not exist, a reference to nothing, to another document or to itself, and a
-    schema that is nested, or refers, too much to be checked.
+    Raises `SchemaFault` for a type that does not exist, a reference to nothing, to another document
+    or to itself, and a schema that is nested, or refers, too much to be checked.
     """
     reader = _Reader(schema)
     root = reader.read(schema, "", "", 0)
@@ -272,7 +296,9 @@ class _Reader:
 
     def __init__(self, schema: Any) -> None:
         dialect = str(schema.get("$schema")) if isinstance(schema, Mapping) else ""
-        self.old_draft = any(f"draft-0{number}" in dialect for number in (3, 4, 6, 7)) or "2019-09" in dialect
+        self.old_draft = (
+            any(f"draft-0{number}" in dialect for number in (3, 4, 6, 7)) or "2019-09" in dialect
+        )
         self.boolean_limits = "draft-03" in dialect or "draft-04" in dialect
         self.nodes: list[Any] = []
         self.references: list[tuple[Mapping[str, Any], str, str, str]] = []
@@ -282,17 +308,25 @@ class _Reader:
     def read(self, schema: Any, base: str, where: str, depth: int) -> Any:
         """Convert one schema and those in it."""
         if isinstance(schema, bool):
-            return schema or dict(_NOTHING)  # `jsonschema` loses the place of an error of the schema `false`
+            return schema or dict(
+                _NOTHING
+            )  # `jsonschema` loses the place of an error of the schema `false`
         if not isinstance(schema, Mapping):
             raise SchemaFault(f"{where or 'the schema'} is {type(schema).__name__}, no JSON schema")
         if depth > _MAX_DEPTH:
             raise SchemaFault(f"its schema is nested over {_MAX_DEPTH} levels deep")
 
-        given = {key: value for key, value in schema.items() if value is not None or key in ("const", "default")}
+        given = {
+            key: value
+            for key, value in schema.items()
+            if value is not None or key in ("const", "default")
+        }
         if "const" in given and given["const"] is None and given.get("type", "null") != "null":
             del given["const"]  # a null of Parquet, since the type excludes it
         address = given.get("id" if self.boolean_limits else "$id")
-        own_address = isinstance(address, str) and not address.startswith("#")  # draft 7 wrote an anchor so
+        own_address = isinstance(address, str) and not address.startswith(
+            "#"
+        )  # draft 7 wrote an anchor so
         if own_address:
             base = urljoin(base, address)
 
@@ -313,17 +347,24 @@ class _Reader:
         """Convert the value of a keyword."""
         if keyword in _DATA_KEYWORDS:
             return list(value) if keyword == "enum" and isinstance(value, (list, tuple)) else value
-        if keyword in _SCHEMA_KEYWORDS or (keyword == "items" and not isinstance(value, (list, tuple))):
+        if keyword in _SCHEMA_KEYWORDS or (
+            keyword == "items" and not isinstance(value, (list, tuple))
+        ):
             return value if value is False else self.read(value, base, where, depth)
         if keyword in _LIST_KEYWORDS or keyword == "items":
             if not isinstance(value, (list, tuple)) or not value:
                 raise SchemaFault(f"{where} is no list of schemas")
-            return [self.read(inner, base, f"{where}/{index}", depth) for index, inner in enumerate(value)]
+            return [
+                self.read(inner, base, f"{where}/{index}", depth)
+                for index, inner in enumerate(value)
+            ]
         if keyword in _MAP_KEYWORDS or keyword == "dependencies":
             if not isinstance(value, Mapping):
                 raise SchemaFault(f"{where} is no object of schemas")
             return {
-                key: list(inner) if isinstance(inner, (list, tuple)) else self.read(inner, base, f"{where}/{key}", depth)
+                key: list(inner)
+                if isinstance(inner, (list, tuple))
+                else self.read(inner, base, f"{where}/{key}", depth)
                 for key, inner in value.items()
                 if inner is not None
             }
@@ -332,7 +373,8 @@ class _Reader:
         return value
 
     def _read_unknown(self, value: Any, base: str, where: str, depth: int) -> Any:
-        """Convert what may hold schemas, such as OpenAPI's `components`, since references may point into it."""
+        """Convert what may hold schemas, such as OpenAPI's `components`, since
+        references may point into it."""
         nodes, references, resources = len(self.nodes), len(self.references), dict(self.resources)
         try:
             return self.read(value, base, where, depth)
@@ -348,7 +390,10 @@ class _Reader:
         if not isinstance(node.get("required", []), (list, tuple)):
             del node["required"]  # draft 3 wrote it, as a boolean, into the schema of the argument
         if not self.boolean_limits:
-            for limit, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            for limit, exclusive in (
+                ("minimum", "exclusiveMinimum"),
+                ("maximum", "exclusiveMaximum"),
+            ):
                 # OpenAPI 3.0 has a boolean beside the limit
                 if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and limit in node:
                     node[exclusive] = node.pop(limit)
@@ -366,7 +411,9 @@ class _Reader:
                 del node["type"]
                 return
             if lower not in _TYPE_NAMES:
-                raise SchemaFault(f"{where}/type is {name!r}; the types are {', '.join(sorted(JSON_TYPES))}")
+                raise SchemaFault(
+                    f"{where}/type is {name!r}; the types are {', '.join(sorted(JSON_TYPES))}"
+                )
             if _TYPE_NAMES[lower] not in types:
                 types.append(_TYPE_NAMES[lower])
         node["type"] = types[0] if len(types) == 1 else types
@@ -389,7 +436,9 @@ class _Reader:
     def target(self, reference: str, base: str, root: Any, where: str) -> Any:
         """Return the schema that a reference means."""
         address, fragment = urldefrag(urljoin(base, reference))
-        if reference.startswith("#"):  # `urljoin` loses the fragment of an address that is no URL, such as urn:a
+        if reference.startswith(
+            "#"
+        ):  # `urljoin` loses the fragment of an address that is no URL, such as urn:a
             address, fragment = urldefrag(base)[0], reference[1:]
         fragment = unquote(fragment)
         if (named := self.resources.get(f"{address}#{fragment}")) is not None and fragment:
@@ -397,29 +446,42 @@ class _Reader:
         node = self.resources.get(address, root if not address else None)
         if node is None:
             raise SchemaFault(
-                f"{where or '/'} refers to {reference!r:.100}, which is not in the schema; nothing is fetched, so write it"
-                " under $defs"
+                f"{where or '/'} refers to {reference!r:.100}, which is not in the schema; nothing "
+                "is fetched, so write it under $defs"
             )
         if fragment and not fragment.startswith("/"):
-            raise SchemaFault(f"{where or '/'} refers to {reference!r:.100}, which the schema does not have")
+            raise SchemaFault(
+                f"{where or '/'} refers to {reference!r:.100}, which the schema does not have"
+            )
         for part in fragment.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             node = _child(node, part)
             if not isinstance(node, (Mapping, list, bool)):
-                raise SchemaFault(f"{where or '/'} refers to {reference!r:.100}, which the schema does not have")
+                raise SchemaFault(
+                    f"{where or '/'} refers to {reference!r:.100}, which the schema does not have"
+                )
         if isinstance(node, list):
-            raise SchemaFault(f"{where or '/'} refers to {reference!r:.100}, which is a list, no schema")
+            raise SchemaFault(
+                f"{where or '/'} refers to {reference!r:.100}, which is a list, no schema"
+            )
         return node
 
 
 def _child(node: Any, part: str) -> Any:
     if isinstance(node, Mapping):
         return node.get(part)
-    return node[int(part)] if isinstance(node, list) and part.isdecimal() and int(part) < len(node) else None
+    return (
+        node[int(part)]
+        if isinstance(node, list) and part.isdecimal() and int(part) < len(node)
+        else None
+    )
 
 
 def _nullable(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema that also allows null. Others that judge the same value would refuse it, so they become alternatives."""
+    """Return a schema that also allows null.
+
+    Others that judge the same value would refuse it, so they become alternatives.
+    """
     types = type_names(node)
     judged_elsewhere = (*IN_PLACE_LISTS, *_REFERENCES, "enum", "const", "not", "if")
     if types and not any(keyword in node for keyword in judged_elsewhere):
@@ -440,15 +502,21 @@ def _check_judgments(resolved: ResolvedSchema, nodes: Iterable[Any]) -> None:
         if id(node) in counts:
             return counts[id(node)]
         if id(node) in waiting_for:
-            raise SchemaFault("it has a reference that leads back to itself without an argument between them")
+            raise SchemaFault(
+                "it has a reference that leads back to itself without an argument between them"
+            )
         if depth > 2 * _MAX_DEPTH:
-            raise SchemaFault(f"its references lead over {2 * _MAX_DEPTH} steps to other references")
+            raise SchemaFault(
+                f"its references lead over {2 * _MAX_DEPTH} steps to other references"
+            )
         waiting_for.add(id(node))
         inner = [*resolved.in_place(node), *([node["not"]] if "not" in node else ())]
         total = 1 + sum(count(member, depth + 1) for member in inner)
         waiting_for.discard(id(node))
         if total > _MAX_JUDGMENTS:
-            raise SchemaFault(f"over {_MAX_JUDGMENTS} of its schemas judge one value; it refers too often")
+            raise SchemaFault(
+                f"over {_MAX_JUDGMENTS} of its schemas judge one value; it refers too often"
+            )
         counts[id(node)] = total
         return total
 

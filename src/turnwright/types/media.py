@@ -17,13 +17,15 @@ class ImageRef:
     """An image, identified by the SHA-256 of its pixels, which the media store holds once."""
 
     sha256: str
-    """Hash of the size and the 8-bit RGB pixels, row by row, so that one picture in two files is one image."""
+    """Hash of the size and the 8-bit RGB pixels, row by row, so that one picture in
+    two files is one image."""
     width: int = 0
     """Pixels, 0 if unknown."""
     height: int = 0
     """Pixels, 0 if unknown."""
     max_pixels: int = 0
-    """Number of pixels to which the image is scaled down for the model; 0 keeps its size. Part of equality."""
+    """Number of pixels to which the image is scaled down for the model; 0 keeps its
+    size. Part of equality."""
     alt: str | None = field(default=None, compare=False)
     """Text for a text-only model."""
 
@@ -34,7 +36,12 @@ class ImageRef:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reference as a content part, without empty fields."""
-        row: dict[str, Any] = {"type": "image", "image": self.sha256, "width": self.width, "height": self.height}
+        row: dict[str, Any] = {
+            "type": "image",
+            "image": self.sha256,
+            "width": self.width,
+            "height": self.height,
+        }
         if self.max_pixels:
             row["max_pixels"] = self.max_pixels
         return row if self.alt is None else row | {"alt": self.alt}
@@ -59,7 +66,11 @@ class VideoRef:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the reference as a content part."""
-        row = {"type": "video", "frames": [frame.to_dict() for frame in self.frames], "times": list(self.times)}
+        row = {
+            "type": "video",
+            "frames": [frame.to_dict() for frame in self.frames],
+            "times": list(self.times),
+        }
         return row if self.alt is None else row | {"alt": self.alt}
 
 
@@ -77,15 +88,18 @@ class Image:
     """
 
     value: Any
-    """A PIL image; a numpy array [height, width], [height, width, 3] or [height, width, 4] of uint8; the bytes of an image
-    file; a data URI; or a `pathlib.Path` to an image file.
+    """A PIL image; a numpy array [height, width], [height, width, 3] or [height, width, 4] of
+    uint8; the bytes of an image file; a data URI; or a `pathlib.Path` to an image file.
     """
     alt: str | None = None
     """Text for a text-only model, which cannot play the episode without it."""
     max_pixels: int = 0
     """Number of pixels to which the image is scaled down for the model; 0 keeps its size."""
     name: str = ""
-    """Name in task ids; by default a hash of the content, or a path as given. Datasets set their path."""
+    """Name in task ids; by default a hash of the content, or a path as given.
+
+    Datasets set their path.
+    """
 
     def to_dict(self) -> dict[str, Any]:
         """Return a content part that names the image, for records and task ids."""
@@ -96,7 +110,9 @@ class Image:
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, Image) and self.max_pixels == other.max_pixels and media_label(self) == media_label(other)
+            isinstance(other, Image)
+            and self.max_pixels == other.max_pixels
+            and media_label(self) == media_label(other)
         )
 
     def __hash__(self) -> int:
@@ -108,7 +124,8 @@ class Video:
     """A raw video: its frames and their times."""
 
     frames: Sequence[Any]
-    """Images of one size, each in a form that `Image` accepts; or one array [frames, height, width, 3]."""
+    """Images of one size, each in a form that `Image` accepts; or one array
+    [frames, height, width, 3]."""
     fps: float | None = None
     """Frames per second; set this or `times`."""
     times: Sequence[float] | None = None
@@ -118,8 +135,13 @@ class Video:
 
     def to_dict(self) -> dict[str, Any]:
         """Return a content part that names the video, for records and task ids."""
-        row: dict[str, Any] = {"type": "video", "frames": [media_label(frame) for frame in self.frames]}
-        row |= {"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]}
+        row: dict[str, Any] = {
+            "type": "video",
+            "frames": [media_label(frame) for frame in self.frames],
+        }
+        row |= (
+            {"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]}
+        )
         return row if self.alt is None else row | {"alt": self.alt}
 
     def __eq__(self, other: object) -> bool:
@@ -136,11 +158,13 @@ class MediaPlacement(NamedTuple):
 
     media: Media
     start: int
-    """Index of the block's first id, in the ids that the placement belongs to (a span's, a request's)."""
+    """Index of the block's first id, in the ids that the placement belongs to (a
+    span's, a request's)."""
     length: int
     """Number of ids of the block, as in training and in engines that accept ids."""
     grid: tuple[tuple[int, ...], ...] = ()
-    """Output grids of the model's processor: one row per grid of patches, (time, height, width) where there are three."""
+    """Output grids of the model's processor: one row per grid of patches, (time, height, width)
+    where there are three."""
     compact: tuple[int, ...] = ()
     """Ids that a chat template writes in place of the block."""
 
@@ -154,7 +178,9 @@ class MediaPlacement(NamedTuple):
         return self._replace(start=self.start + by)
 
 
-def placements_between(placed: Sequence[MediaPlacement], start: int, end: int) -> tuple[MediaPlacement, ...]:
+def placements_between(
+    placed: Sequence[MediaPlacement], start: int, end: int
+) -> tuple[MediaPlacement, ...]:
     """Return the placements within ids `start` to `end`, relative to `start`.
 
     Raises `ValueError` when the range splits a block; media are kept or dropped completely.
@@ -164,35 +190,46 @@ def placements_between(placed: Sequence[MediaPlacement], start: int, end: int) -
         if block.end <= start or block.start >= end:
             continue
         if block.start < start or block.end > end:
-            raise ValueError(f"ids {start} to {end} cut the block {block.start} to {block.end} of {block.media.key[:12]}")
+            raise ValueError(
+                f"ids {start} to {end} cut the block {block.start} to {block.end} of "
+                f"{block.media.key[:12]}"
+            )
         blocks.append(block.shifted(-start))
     return tuple(blocks)
 
 
 def ids_with_media_keys(ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
-    """Return ids in which the positions of a block identify its content: equal exactly where the model's input is equal.
+    """Return ids in which the positions of a block identify its content: equal exactly where
+    the model's input is equal.
 
-    Positions of blocks become negative numbers: 60 bits of a hash of the content and the grid, plus the offset in the block.
+    Positions of blocks become negative numbers: 60 bits of a hash of the content and the grid, plus
+    the offset in the block.
     """
     keys = list(ids)
     for block in placed:
         content = f"{block.media.key} {block.grid} {block.length}".encode()
         base = int.from_bytes(sha256(content).digest()[:8], "big") >> 4
-        keys[block.start : block.end] = [-1 - ((base + (offset << 20)) & ((1 << 60) - 1)) for offset in range(block.length)]
+        keys[block.start : block.end] = [
+            -1 - ((base + (offset << 20)) & ((1 << 60) - 1)) for offset in range(block.length)
+        ]
     return keys
 
 
 def media_label(value: Any) -> str:
     """Return a name for a raw image: its own, a path as given, or a hash of its content."""
     if isinstance(value, (Image, ImageRef)):
-        return (value.name or media_label(value.value)) if isinstance(value, Image) else value.sha256
+        return (
+            (value.name or media_label(value.value)) if isinstance(value, Image) else value.sha256
+        )
     if isinstance(value, str) and not value.startswith("data:"):
         return value
     if hasattr(value, "__fspath__"):
         return str(value)
     content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     if hasattr(value, "tobytes") and not isinstance(value, memoryview):
-        description = "".join(str(getattr(value, name, "")) for name in ("mode", "size", "shape", "dtype"))
+        description = "".join(
+            str(getattr(value, name, "")) for name in ("mode", "size", "shape", "dtype")
+        )
         size = getattr(value, "size", 0)
         if (size if isinstance(size, int) else math.prod(size)) > _MAX_HASHED:
             return f"<{type(value).__name__} {description}>"
@@ -206,6 +243,7 @@ def media_label(value: Any) -> str:
 
 
 def limit_pixels(ref: ImageRef, max_pixels: int) -> ImageRef:
-    """Return the image scaled down to at most `max_pixels`, or to its own limit if that is smaller."""
+    """Return the image scaled down to at most `max_pixels`, or to its own
+    limit if that is smaller."""
     limit = min(max_pixels, ref.max_pixels) if ref.max_pixels else max_pixels
     return replace(ref, max_pixels=limit)

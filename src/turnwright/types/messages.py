@@ -31,13 +31,19 @@ class ToolCall:
     error: str | None = None
     """Why the call cannot be run (unparsable arguments, for example); sent to the model."""
     cause: str | None = None
-    """Kind of the error in one word, counted as `malformed_<cause>`; may be set without an `error`."""
+    """Kind of the error in one word, counted as `malformed_<cause>`; may be
+    set without an `error`."""
     raw: str = field(default="", compare=False)
-    """Text of arguments that could not be read, as the model wrote it; it is not recorded (the ids are)."""
+    """Text of arguments that could not be read, as the model wrote it; it is not
+    recorded (the ids are)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the call in OpenAI's format, its arguments as an object (as chat templates expect)."""
-        row: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": dict(self.arguments)}}
+        """Return the call in OpenAI's format, its arguments as an object (as
+        chat templates expect)."""
+        row: dict[str, Any] = {
+            "type": "function",
+            "function": {"name": self.name, "arguments": dict(self.arguments)},
+        }
         return row | {"id": self.id} if self.id else row
 
 
@@ -67,14 +73,18 @@ class Message:
 
     @property
     def text_with_alt(self) -> str:
-        """Text of the content with media as their `alt`, else as `[image]` or `[video]`; joined by `join_texts`."""
+        """Text of the content with media as their `alt`, else as `[image]` or `[video]`;
+        joined by `join_texts`."""
         if isinstance(self.content, str):
             return self.content
-        return join_texts([part if isinstance(part, str) else alt_text(part) for part in self.content])
+        return join_texts(
+            [part if isinstance(part, str) else alt_text(part) for part in self.content]
+        )
 
     @property
     def call_error_kinds(self) -> tuple[str, ...]:
-        """Error kinds of a reply's calls, one word each; calls inside its thinking are `in_thinking`."""
+        """Error kinds of a reply's calls, one word each; calls inside its
+        thinking are `in_thinking`."""
         if not self.tool_calls and not self.calls_in_thinking:
             return ()
         kinds = [call.cause for call in self.tool_calls if call.cause is not None]
@@ -97,14 +107,18 @@ class Message:
     @property
     def has_raw_media(self) -> bool:
         """Whether the content has an image or a video that is not stored yet."""
-        return not isinstance(self.content, str) and any(isinstance(part, (Image, Video)) for part in self.content)
+        return not isinstance(self.content, str) and any(
+            isinstance(part, (Image, Video)) for part in self.content
+        )
 
     @classmethod
     def of(cls, value: Message | Mapping[str, Any] | ContentPart, role: str = "user") -> Message:
-        """Read a message, an OpenAI-style dict, or a string, an image or a video (which get `role`).
+        """Read a message, an OpenAI-style dict, or a string, an image or a
+        video (which get `role`).
 
-        Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a dict without a role,
-        without content (unless it has tool calls or reasoning), or with content under a key that is not read.
+        Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a
+        dict without a role, without content (unless it has tool calls or reasoning), or with
+        content under a key that is not read.
         """
         if isinstance(value, Message):
             return value
@@ -114,17 +128,29 @@ class Message:
             return cls(role, (read_part(value),))
         if not isinstance(value, Mapping):
             raise TypeError(
-                f"a message must be a str, a dict or a turnwright.Message, not {type(value).__name__}: {value!r:.80}"
+                "a message must be a str, a dict or a turnwright.Message, not "
+                f"{type(value).__name__}: {value!r:.80}"
             )
         if not isinstance(value.get("role"), str):
-            raise ValueError(f"a message needs a 'role' that is a string; this one has the keys {sorted(map(str, value))}")
+            raise ValueError(
+                "a message needs a 'role' that is a string; this one has the keys "
+                f"{sorted(map(str, value))}"
+            )
         if value.get("audio") is not None:
             raise TypeError(f"a message with audio: {NO_AUDIO}")
         if not value.keys() <= _READ_KEYS:
             _check_keys(value)
-        if value.get("content") is None and not any(_holds_something(value.get(key)) for key in _INSTEAD_OF_CONTENT):
-            others = sorted(str(key) for key, item in value.items() if key != "role" and item is not None)
-            keys = f"its other keys are {', '.join(map(repr, others))}" if others else "an empty one is ''"
+        if value.get("content") is None and not any(
+            _holds_something(value.get(key)) for key in _INSTEAD_OF_CONTENT
+        ):
+            others = sorted(
+                str(key) for key, item in value.items() if key != "role" and item is not None
+            )
+            keys = (
+                f"its other keys are {', '.join(map(repr, others))}"
+                if others
+                else "an empty one is ''"
+            )
             raise ValueError(f"a message of role {value['role']!r} has no 'content'; {keys}")
         thoughts = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
         return cls(
@@ -137,10 +163,14 @@ class Message:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the message in OpenAI's format, without empty fields; media become parts of type image or video."""
+        """Return the message in OpenAI's format, without empty fields; media become parts
+        of type image or video."""
         content: Any = self.content
         if not isinstance(content, str):
-            content = [{"type": "text", "text": part} if isinstance(part, str) else part.to_dict() for part in content]
+            content = [
+                {"type": "text", "text": part} if isinstance(part, str) else part.to_dict()
+                for part in content
+            ]
         row: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             row["tool_calls"] = [call.to_dict() for call in self.tool_calls]
@@ -153,7 +183,13 @@ class Message:
         return row
 
 
-Messages = str | Message | Mapping[str, Any] | ContentPart | Sequence[Message | Mapping[str, Any] | ContentPart]
+Messages = (
+    str
+    | Message
+    | Mapping[str, Any]
+    | ContentPart
+    | Sequence[Message | Mapping[str, Any] | ContentPart]
+)
 
 
 def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ...]:
@@ -170,7 +206,9 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     if isinstance(value, (Message, Mapping)) or is_media(value):
         return (Message.of(value, role),)  # type: ignore[arg-type]
     if not isinstance(value, Iterable):
-        raise TypeError(f"messages must be a str, a message or a list of messages, not {type(value).__name__}")
+        raise TypeError(
+            f"messages must be a str, a message or a list of messages, not {type(value).__name__}"
+        )
     items = tuple(value)
     if set(map(type, items)) == {Message}:  # a long conversation, at each of its calls
         return items  # type: ignore[return-value]
@@ -183,8 +221,13 @@ _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _READ_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", *_REASONING_KEYS})
 _INSTEAD_OF_CONTENT = ("tool_calls", *_REASONING_KEYS)
 _UNREAD_CONTENT = {
-    **dict.fromkeys(("text", "value", "message", "msg", "parts", "body", "prompt", "response", "output"), "content"),
-    **dict.fromkeys(("image", "images", "image_url", "video", "videos", "audios", "media"), "content"),
+    **dict.fromkeys(
+        ("text", "value", "message", "msg", "parts", "body", "prompt", "response", "output"),
+        "content",
+    ),
+    **dict.fromkeys(
+        ("image", "images", "image_url", "video", "videos", "audios", "media"), "content"
+    ),
     **dict.fromkeys(("function_call", "function_calls", "calls", "tools_called"), "tool_calls"),
     **dict.fromkeys(("thought", "thoughts", "analysis", "chain_of_thought"), "reasoning_content"),
 }
@@ -192,9 +235,11 @@ _UNREAD_CONTENT = {
 
 
 def _check_keys(value: Mapping[str, Any]) -> None:
-    """Refuse a message with content under a key that is not read, such as `text`: the model would never see it.
+    """Refuse a message with content under a key that is not read, such as `text`: the
+    model would never see it.
 
-    Other keys of data sets (`id`, `weight`, `train`, `language`, scores) are no content, and neither is null.
+    Other keys of data sets (`id`, `weight`, `train`, `language`, scores) are no
+    content, and neither is null.
     """
     for key, item in value.items():
         if key in _READ_KEYS or not _holds_something(item):
@@ -204,13 +249,19 @@ def _check_keys(value: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(str(key).lower(), _READ_KEYS, n=1, cutoff=0.8)
             meant = near[0] if near else None
         if meant is not None:
-            raise ValueError(f"a message of role {value['role']!r} has the unknown key {key!r}; did you mean {meant!r}?")
+            raise ValueError(
+                f"a message of role {value['role']!r} has the unknown key {key!r}; did you mean "
+                f"{meant!r}?"
+            )
 
 
 def _holds_something(value: Any) -> bool:
-    """Whether a value could be content: a text, parts, calls; not null, a number or something empty."""
+    """Whether a value could be content: a text, parts, calls; not null, a
+    number or something empty."""
     return (
-        value is not None and not isinstance(value, (bool, int, float)) and not (hasattr(value, "__len__") and not len(value))
+        value is not None
+        and not isinstance(value, (bool, int, float))
+        and not (hasattr(value, "__len__") and not len(value))
     )
 
 
@@ -219,7 +270,11 @@ def _content(value: Any) -> str | tuple[ContentPart, ...]:
         return ""
     if isinstance(value, str):
         return value
-    if not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping)) or is_image_object(value):
+    if (
+        not isinstance(value, Iterable)
+        or isinstance(value, (bytes, Mapping))
+        or is_image_object(value)
+    ):
         return (read_part(value),)
     return tuple(read_part(part) for part in value)
 
@@ -228,17 +283,21 @@ def is_image_object(value: Any) -> bool:
     """Return whether a value is an image object: a PIL image or a numpy array."""
     kind: type = type(value)
     packages = _packages(kind)
-    return ("PIL" in packages and hasattr(value, "tobytes")) or ("numpy" in packages and getattr(value, "ndim", 0) > 0)
+    return ("PIL" in packages and hasattr(value, "tobytes")) or (
+        "numpy" in packages and getattr(value, "ndim", 0) > 0
+    )
 
 
 @lru_cache(maxsize=256)
 def _packages(kind: type) -> frozenset[str]:
-    """Return the packages of a type and its bases; long conversations ask for the same few types at each call."""
+    """Return the packages of a type and its bases; long conversations ask for the same
+    few types at each call."""
     return frozenset(base.__module__.partition(".")[0] for base in kind.__mro__[:-1])
 
 
 def is_media(value: Any) -> bool:
-    """Return whether a value is an image or a video: a reference, an `Image` or `Video`, or an image object."""
+    """Return whether a value is an image or a video: a reference, an `Image` or
+    `Video`, or an image object."""
     return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_image_object(value)
 
 
@@ -255,7 +314,8 @@ def join_texts(texts: Sequence[str]) -> str:
 
 
 def merge_texts(parts: Iterable[ContentPart]) -> tuple[ContentPart, ...]:
-    """Join adjacent texts as they are and drop empty ones, since a tokenizer may encode texts differently one by one."""
+    """Join adjacent texts as they are and drop empty ones, since a tokenizer may encode texts
+    differently one by one."""
     merged: list[ContentPart] = []
     for part in parts:
         previous = merged[-1] if merged else None
@@ -274,7 +334,8 @@ def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
 
 
 def read_part(part: Any) -> ContentPart:
-    """Read a content part: a text, an image, a video, or a dict for one in OpenAI's or Hugging Face's format.
+    """Read a content part: a text, an image, a video, or a dict for one in OpenAI's
+    or Hugging Face's format.
 
     Raises `TypeError` for anything else; the message names audio.
     """
@@ -300,42 +361,69 @@ def _text(part: Mapping[str, Any]) -> str:
     text = part.get("text")
     if text is None:
         keys = sorted(str(key) for key, value in part.items() if value is not None)
-        raise TypeError(f"a content part of type {part['type']!r} without a text (its keys are {keys}); give 'text'")
+        raise TypeError(
+            f"a content part of type {part['type']!r} without a text (its keys are {keys}); give "
+            "'text'"
+        )
     return str(text)
 
 
 def is_audio(part: Mapping[str, Any]) -> bool:
     """Return whether a content part is audio."""
-    return str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
+    return (
+        str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
+    )
 
 
 def _image(part: Mapping[str, Any]) -> ContentPart:
     """Read an image in a common format: OpenAI's, Hugging Face's, or a recorded reference."""
-    value = next((part[name] for name in ("image", "image_url", "url", "path") if part.get(name) is not None), None)
+    value = next(
+        (
+            part[name]
+            for name in ("image", "image_url", "url", "path")
+            if part.get(name) is not None
+        ),
+        None,
+    )
     if isinstance(value, Mapping):
         data = value.get("bytes")
         value = value.get("url", value.get("path")) if data is None else data
     if value is None:
-        raise TypeError(f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'")
+        raise TypeError(
+            f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'"
+        )
     if isinstance(value, (ImageRef, Image)):
         return value
     if isinstance(value, str) and _SHA256.fullmatch(value):
-        return ImageRef(value, part.get("width") or 0, part.get("height") or 0, part.get("max_pixels") or 0, part.get("alt"))
+        return ImageRef(
+            value,
+            part.get("width") or 0,
+            part.get("height") or 0,
+            part.get("max_pixels") or 0,
+            part.get("alt"),
+        )
     return Image(value, part.get("alt"), part.get("max_pixels") or 0)
 
 
 def _video(part: Mapping[str, Any]) -> ContentPart:
     """Read a video as a list of frames, or a recorded reference; video files are not supported."""
-    value = next((part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None), None)
+    value = next(
+        (part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None),
+        None,
+    )
     if isinstance(value, (Video, VideoRef)):
         return value
     if isinstance(value, Mapping) and "frames" in value:
-        part = {**value, **{key: entry for key, entry in part.items() if entry is not None and key != "video"}}
+        part = {
+            **value,
+            **{key: entry for key, entry in part.items() if entry is not None and key != "video"},
+        }
         value = value["frames"]
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         kind = type(value).__name__
         raise TypeError(
-            f"a content part of video must be a list of frames with 'fps' or 'times', not {kind}: decode files yourself"
+            f"a content part of video must be a list of frames with 'fps' or 'times', not {kind}: "
+            "decode files yourself"
         )
     frames: list[Any] = [_image(frame) if isinstance(frame, Mapping) else frame for frame in value]
     times, alt = part.get("times"), part.get("alt")

@@ -40,8 +40,8 @@ class Failure:
     turn: int = -1
     """Index of the turn, -1 before the first."""
     recovery: str = ""
-    """How the episode continued: `restored`, `replayed`, a new `attempt`, or `asked again` (an engine, a reward). Empty if the
-    failure ended it.
+    """How the episode continued: `restored`, `replayed`, a new `attempt`, or `asked again` (an
+    engine, a reward). Empty if the failure ended it.
     """
 
     def __repr__(self) -> str:
@@ -51,7 +51,8 @@ class Failure:
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """Return a text as one line of at most `limit` characters, those that no terminal can print replaced."""
+    """Return a text as one line of at most `limit` characters, those that no
+    terminal can print replaced."""
     line = " ".join(text[: 4 * limit].split())
     line = "".join(one if one.isprintable() else "\ufffd" for one in line)
     return line if len(line) <= limit and len(text) <= 4 * limit else line[: limit - 1] + "…"
@@ -67,7 +68,8 @@ class Status(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why an episode ended; ``reason.sentence`` describes it and ``reason.status`` classifies it."""
+    """Why an episode ended; ``reason.sentence`` describes it and
+    ``reason.status`` classifies it."""
 
     status: Status
     """The status, one of slime's four."""
@@ -85,9 +87,17 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns", Status.TRUNCATED, "The episode reached its turn limit."
     EPISODE_TOKENS = "episode_tokens", Status.TRUNCATED, "The episode reached its token limit."
     CONTEXT = "context", Status.TRUNCATED, "The next request would not fit in the context."
-    TURN_LENGTH = "turn_length", Status.TRUNCATED, "A reply reached the token limit of a turn without an end token."
+    TURN_LENGTH = (
+        "turn_length",
+        Status.TRUNCATED,
+        "A reply reached the token limit of a turn without an end token.",
+    )
     WALL_CLOCK = "wall_clock", Status.TRUNCATED, "The episode reached its time limit."
-    INVALID_TOKEN = "invalid_token", Status.TRUNCATED, "The model sampled a misplaced control token."
+    INVALID_TOKEN = (
+        "invalid_token",
+        Status.TRUNCATED,
+        "The model sampled a misplaced control token.",
+    )
     ENV_ERROR = "env_error", Status.FAILED, "The environment raised an exception."
     TOOL_ERROR = "tool_error", Status.FAILED, "A tool failed through no fault of the model."
     REWARD_ERROR = "reward_error", Status.FAILED, "The reward could not be computed."

@@ -15,17 +15,21 @@ class Sampling:
     """Sampling parameters. The default is the model's own distribution."""
 
     temperature: float = 1.0
-    """0 selects the most likely id (greedy); its logprob is then that of the unscaled distribution."""
+    """0 selects the most likely id (greedy); its logprob is then that of the
+    unscaled distribution."""
     top_p: float = 1.0
     top_k: int = 0
     """0 disables it."""
     min_p: float = field(default=0.0, kw_only=True)
-    """Minimum probability as a share of the most likely id's, before top-k and top-p; 0 disables it."""
+    """Minimum probability as a share of the most likely id's, before top-k and
+    top-p; 0 disables it."""
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments to repeat it; `min_p` only if it is set."""
         row = {name: value for name, value in asdict(self).items() if name != "banned_ids"}
-        return row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
+        return (
+            row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
+        )
 
     def fault(self) -> str:
         """Return which parameter is out of range; empty if none is."""
@@ -47,8 +51,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingDistribution(Sampling):
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the
-    min-p/top-k/top-p support.
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized
+    over the min-p/top-k/top-p support.
 
     `turnwright.token_logprobs` computes its logprobs from a model's logits.
     """
@@ -57,7 +61,10 @@ class SamplingDistribution(Sampling):
     """Ids with probability zero; ids past the end of the logits are ignored."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the non-default fields as JSON, banned ids as runs `[first, last]`. The caller must not modify it."""
+        """Return the non-default fields as JSON, banned ids as runs `[first, last]`.
+
+        The caller must not modify it.
+        """
         return self._row
 
     @cached_property
@@ -72,7 +79,13 @@ class SamplingDistribution(Sampling):
     def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
         """Read what `to_dict` returned."""
         runs = tuple((first, last) for first, last in row.get("banned", ()))
-        return _read(row.get("temperature", 1.0), row.get("top_p", 1.0), row.get("top_k", 0), row.get("min_p", 0.0), runs)
+        return _read(
+            row.get("temperature", 1.0),
+            row.get("top_p", 1.0),
+            row.get("top_k", 0),
+            row.get("min_p", 0.0),
+            runs,
+        )
 
 
 @lru_cache(maxsize=64)

@@ -25,8 +25,8 @@ class Task:
 
     Example::
 
-        Task("What is 6 * 7?", answer="42")
-        Task([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}], info={"level": 2})
+        Task("What is 6 * 7?", answer="42") Task([{"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"}], info={"level": 2})
     """
 
     messages: tuple[Message, ...] = ()
@@ -34,7 +34,8 @@ class Task:
     answer: Any = None
     """Reference answer for rewards; the model never receives it."""
     id: str = ""
-    """Permanent name of the row; by default derived from the content, so equal rows are equal tasks."""
+    """Permanent name of the row; by default derived from the content, so equal
+    rows are equal tasks."""
     images: tuple[ImageRef | Image, ...] = ()
     """Images for the environment; the model receives only those in `messages`."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -42,9 +43,11 @@ class Task:
     env: str = ""
     """Name of the environment for this row, in runs with several."""
     other_columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty ones, which are None."""
+    """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty
+    ones, which are None."""
     is_text: bool = field(default=False, compare=False, repr=False)
-    """Whether the prompt was one text, which user code of other systems gets as it is, not a list of messages."""
+    """Whether the prompt was one text, which user code of other systems gets as it is,
+    not a list of messages."""
 
     def __init__(
         self,
@@ -61,7 +64,11 @@ class Task:
         set_field = object.__setattr__
         set_field(self, "messages", as_messages(messages))
         set_field(self, "answer", answer)
-        set_field(self, "images", tuple(i if isinstance(i, (ImageRef, Image)) else Image(i) for i in images))
+        set_field(
+            self,
+            "images",
+            tuple(i if isinstance(i, (ImageRef, Image)) else Image(i) for i in images),
+        )
         set_field(self, "info", dict(info or {}))
         set_field(self, "env", env)
         set_field(self, "other_columns", dict(other_columns or {}))
@@ -70,14 +77,18 @@ class Task:
 
     @property
     def columns(self) -> dict[str, Any]:
-        """All columns of the row but its prompt, as rewards and environments of other systems get them."""
+        """All columns of the row but its prompt, as rewards and environments of
+        other systems get them."""
         columns = {**self.other_columns, **self.info}
         if self.answer is not None:
             columns.setdefault("answer", self.answer)
         return columns
 
     def _content_id(self) -> str:
-        messages, images = [m.to_dict() for m in self.messages], [i.to_dict()["image"] for i in self.images]
+        messages, images = (
+            [m.to_dict() for m in self.messages],
+            [i.to_dict()["image"] for i in self.images],
+        )
         content = [messages, self.answer, images, self.info, self.env]
         try:
             text = json.dumps(content, sort_keys=True, default=_stable_repr, ensure_ascii=False)
@@ -99,7 +110,8 @@ def is_json(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr without parts that differ between processes: addresses and the order of sets."""
+    """Return a repr without parts that differ between processes: addresses
+    and the order of sets."""
     if isinstance(value, (set, frozenset)):
         return repr(sorted(map(_stable_repr, value)))
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
@@ -122,8 +134,8 @@ class Origin(StrEnum):
 class Span:
     """A run of ids with one origin; a node in the trajectory's forest.
 
-    A span holds only the ids it adds. It follows its `parent` from path position `start` on. If `start` is before the parent's
-    end, the rest of the parent belongs to another branch.
+    A span holds only the ids it adds. It follows its `parent` from path position `start` on. If
+    `start` is before the parent's end, the rest of the parent belongs to another branch.
 
     Example: a prompt of 5 ids, a reply of 3, an observation of 4::
 
@@ -140,7 +152,8 @@ class Span:
     start: int = 0
     """Path position of the first id."""
     logprobs: Sequence[float | None] | None = None
-    """Logprobs under the sampling distribution, one per id; None for spans that were not sampled."""
+    """Logprobs under the sampling distribution, one per id; None for spans
+    that were not sampled."""
     version: int | None = None
     """Policy version that sampled the ids; None for spans that were not sampled."""
     media: tuple[MediaPlacement, ...] = ()
@@ -151,9 +164,11 @@ class Span:
     untrained_from: int = 0
     """First untrained offset; ids before it are trained."""
     sampling: SamplingDistribution | None = None
-    """Distribution of `logprobs`; None for spans that were not sampled and in records of earlier versions."""
+    """Distribution of `logprobs`; None for spans that were not sampled and in
+    records of earlier versions."""
     cache_version: int | None = None
-    """Oldest policy version whose weights computed a part of the cached context of these ids; None means `version`."""
+    """Oldest policy version whose weights computed a part of the cached context of these ids;
+    None means `version`."""
 
     @property
     def end(self) -> int:
@@ -180,16 +195,22 @@ class Span:
     def check(self) -> None:
         """Check that logprobs and version match the origin (invariant 3).
 
-        Raises `ValueError` when logprobs are missing, too many, or set on a span that was not sampled.
+        Raises `ValueError` when logprobs are missing, too many, or set on a
+        span that was not sampled.
         """
         if self.sampled:
             if self.logprobs is None or len(self.logprobs) != len(self.ids):
                 have = "none" if self.logprobs is None else len(self.logprobs)
-                raise ValueError(f"a sampled span needs one logprob per id: {len(self.ids)} ids, {have} logprobs")
+                raise ValueError(
+                    f"a sampled span needs one logprob per id: {len(self.ids)} ids, {have} logprobs"
+                )
             if self.version is None:
                 raise ValueError("a sampled span needs the policy version that sampled it")
         elif self.logprobs is not None or self.version is not None:
-            raise ValueError(f"a span of origin {self.origin} was not sampled and must have no logprobs and no version")
+            raise ValueError(
+                f"a span of origin {self.origin} was not sampled and must have no logprobs and no "
+                "version"
+            )
 
 
 @dataclass(slots=True)
@@ -198,7 +219,8 @@ class Turn:
 
     agent: str
     prompt: int
-    """Index of the span that ends the context; the engine received the first `context` ids of `trajectory.path(prompt)`."""
+    """Index of the span that ends the context; the engine received the first `context` ids of
+    `trajectory.path(prompt)`."""
     context: int
     """Number of ids the engine received."""
     spans: tuple[int, ...]
@@ -218,19 +240,21 @@ class Turn:
     cached: int = field(default=0, compare=False)
     """Context ids in the engine's cache; depends on other load, so it is not compared."""
     extras: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    """Per-token extras of an engine, as (first path position, array). `routes`: experts of the positions that this turn
-    computed first.
+    """Per-token extras of an engine, as (first path position, array). `routes`: experts of the
+    positions that this turn computed first.
     """
     inserted: str | None = None
-    """Text the environment inserted after the reply of `parent`, inside one message with both replies; None if the reply
-    begins a message.
+    """Text the environment inserted after the reply of `parent`, inside one message with both
+    replies; None if the reply begins a message.
     """
     kept: int | None = None
     """If the reply continues a message: number of remaining ids of the reply of `parent`."""
     grown: Message | None = None
-    """If the reply continues a message: the complete message, from its first reply to the end of this one."""
+    """If the reply continues a message: the complete message, from its first reply
+    to the end of this one."""
     weights: tuple[float, ...] | None = None
-    """Training weight of each sampled id, where an agent function set them (`Model.weigh`); None is 1 for all."""
+    """Training weight of each sampled id, where an agent function set them
+    (`Model.weigh`); None is 1 for all."""
 
     @property
     def message(self) -> Message:
@@ -281,14 +305,16 @@ class RowReward(NamedTuple):
 class Sample:
     """One training row: a root-to-leaf path of a trajectory.
 
-    All lists have the length of `ids`. A sampled id shared by several paths has weight 1 only in the first of them.
+    All lists have the length of `ids`. A sampled id shared by several paths has weight 1
+    only in the first of them.
     """
 
     ids: list[int]
     mask: list[int]
     """1 for sampled ids."""
     weights: list[float]
-    """1.0 for ids trained in this row, or the weight that an agent function gave them; else 0.0, as wherever mask is 0."""
+    """1.0 for ids trained in this row, or the weight that an agent function gave them; else
+    0.0, as wherever mask is 0."""
     logprobs: list[float | None]
     """None for ids that were not sampled."""
     versions: list[int | None]
@@ -296,17 +322,18 @@ class Sample:
     """Reward of the trajectory; with rewards by row, that of its last trained reply."""
     trajectory: Trajectory
     token_rewards: list[float] | None = None
-    """Reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's own at the last trained id.
+    """Reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's
+    own at the last trained id.
 
-    Like weights, they are only in the first row with the id, so they sum to the trajectory's reward over all rows. Ids that
-    were not sampled have none. With rewards by row, each is at the last trained id of its row. None if the reward was not
-    computed.
+    Like weights, they are only in the first row with the id, so they sum to the trajectory's reward
+    over all rows. Ids that were not sampled have none. With rewards by row, each is at the last
+    trained id of its row. None if the reward was not computed.
     """
     media: list[MediaPlacement] = field(default_factory=list)
     """Images and videos, by position in `ids`; each block is complete."""
     routes: ExpertRoutes | None = None
-    """Experts of each position, [len(ids), layers, k], if the engine reported them. They are known once an id is computed, so
-    the last id has none.
+    """Experts of each position, [len(ids), layers, k], if the engine reported them. They are known
+    once an id is computed, so the last id has none.
     """
     routes_mask: list[int] = field(default_factory=list)
     """1 where `routes` has a position's experts, 0 for padding; empty if there are none."""
@@ -317,15 +344,22 @@ class Sample:
 
     @property
     def sampling(self) -> SamplingDistribution | None:
-        """Distribution of all sampled ids: temperature, top-p, top-k and banned ids; argument of `token_logprobs`.
+        """Distribution of all sampled ids: temperature, top-p, top-k and banned ids;
+        argument of `token_logprobs`.
 
         None for records of versions that did not store it.
 
-        Raises `ValueError` when calls of one path used different distributions (an agent function's `temperature=`).
+        Raises `ValueError` when calls of one path used different distributions (an agent
+        function's `temperature=`).
         """
-        distributions = {one for one, sampled in zip(self.samplings, self.mask, strict=True) if sampled}
+        distributions = {
+            one for one, sampled in zip(self.samplings, self.mask, strict=True) if sampled
+        }
         if len(distributions) > 1:
-            raise ValueError(f"the ids of this path were sampled from {len(distributions)} distributions; see Sample.samplings")
+            raise ValueError(
+                f"the ids of this path were sampled from {len(distributions)} distributions; see "
+                "Sample.samplings"
+            )
         return next(iter(distributions), None)
 
 
@@ -342,11 +376,13 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     row_rewards: list[RowReward] = field(default_factory=list)
-    """Rewards by row, where an agent function gave each row its own; `reward` is their mean, plus what applies to all rows."""
+    """Rewards by row, where an agent function gave each row its own; `reward` is their mean, plus
+    what applies to all rows."""
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Rewards by agent, where `Scores.agents` gave some; other agents have `reward`."""
     agent_groups: dict[str, str] = field(default_factory=dict)
-    """Agents whose rewards are compared within the episode, with the name of their group (`Model.generate(group=...)`)."""
+    """Agents whose rewards are compared within the episode, with the name of their group
+    (`Model.generate(group=...)`)."""
     stop: StopReason | None = None
     """None while the episode runs."""
     error: Failure | None = None
@@ -367,25 +403,38 @@ class Trajectory:
 
     def __repr__(self) -> str:
         """Return one line; `show` prints the conversation."""
-        parts = [f"task={self.task.id}", f"reward={self.reward}", f"turns={len(self.turns)}", f"tokens={self.sampled_tokens}"]
+        parts = [
+            f"task={self.task.id}",
+            f"reward={self.reward}",
+            f"turns={len(self.turns)}",
+            f"tokens={self.sampled_tokens}",
+        ]
         error = "" if self.error is None else f" {self.error!r}"
         return f"<Trajectory {' '.join(parts)} stop={self.stop}{error}>"
 
     def show(self, limit: int = 2000) -> None:
-        """Print the last turn's conversation, and the failure if there is one; cut each message after `limit` characters."""
+        """Print the last turn's conversation, and the failure if there is one; cut each message
+        after `limit` characters."""
         for line in self.describe(limit):
             print("".join(one if one.isprintable() else "\ufffd" for one in line))
 
     def describe(self, limit: int | None = None) -> Iterator[str]:
-        """Yield the lines of `show`, control characters included: a head line, the failure, and the conversation; text of the
-        environment within a reply is `inserted`."""
+        """Yield the lines of `show`, control characters included: a head line, the failure, and the
+        conversation; text of the environment within a reply is `inserted`."""
         reward = "not computed" if self.reward is None else f"{self.reward:g}"
         size = f"{len(self.turns)} turns  {self.sampled_tokens} tokens"
         yield f"task {self.task.id}  reward {reward}  {size}  {self.stop or 'running'}"
         if (error := self.error) is not None:
-            yield f"  {error.type} in {error.phase}: {shortened(error.message)}{error.place and f' ({error.place})'}"
+            yield (
+                f"  {error.type} in {error.phase}: "
+                f"{shortened(error.message)}{error.place and f' ({error.place})'}"
+            )
         for role, text in self._spoken():
-            cut = text if limit is None or len(text) <= limit else f"{text[:limit]} [{len(text) - limit} characters more]"
+            cut = (
+                text
+                if limit is None or len(text) <= limit
+                else f"{text[:limit]} [{len(text) - limit} characters more]"
+            )
             for index, line in enumerate(cut.splitlines() or [""]):
                 yield f"  {role if index == 0 else '':>9} | {line}"
 
@@ -394,14 +443,21 @@ class Trajectory:
             turn = self.turns[number]
             if turn.inserted is not None:
                 total = sum(len(self.spans[index].ids) for index in self.turns[turn.parent].spans)
-                truncation = f"[{turn.kept} of {total} tokens kept] " if turn.kept is not None and turn.kept < total else ""
+                truncation = (
+                    f"[{turn.kept} of {total} tokens kept] "
+                    if turn.kept is not None and turn.kept < total
+                    else ""
+                )
                 yield "inserted", f"{truncation}{turn.inserted}"
             for message in (*turn.messages, turn.reply):
-                calls = "".join(f" {call.name}({dict(call.arguments)})" for call in message.tool_calls)
+                calls = "".join(
+                    f" {call.name}({dict(call.arguments)})" for call in message.tool_calls
+                )
                 yield message.role, message.text + calls
 
     def fail_attempt(self) -> None:
-        """Mark everything so far as a failed attempt: it stays, untrained, and the episode starts over."""
+        """Mark everything so far as a failed attempt: it stays, untrained, and
+        the episode starts over."""
         for span in self.spans:
             if span.sampled:
                 span.untrained, span.untrained_from = FAILED_ATTEMPT, 0
@@ -453,10 +509,13 @@ class Trajectory:
     @property
     def observed_tokens(self) -> int:
         """Number of ids that were neither sampled nor part of an opening prompt."""
-        return sum(len(span.ids) for span in self.spans if span.origin in (Origin.ENV, Origin.TEMPLATE))
+        return sum(
+            len(span.ids) for span in self.spans if span.origin in (Origin.ENV, Origin.TEMPLATE)
+        )
 
     def chain(self, leaf: int) -> list[tuple[int, int]]:
-        """Return the spans on the path to the end of `leaf`, root first, as (span index, number of its ids on the path)."""
+        """Return the spans on the path to the end of `leaf`, root first, as (span index, number of
+        its ids on the path)."""
         links: list[tuple[int, int]] = []
         index, end = leaf, self.spans[leaf].end if leaf >= 0 else 0
         while index >= 0:
@@ -489,7 +548,11 @@ class Trajectory:
 
     def leaves(self) -> list[int]:
         """Return the indices of the spans whose end no other span continues, in order."""
-        continued = {span.parent for span in self.spans if span.parent >= 0 and span.start == self.spans[span.parent].end}
+        continued = {
+            span.parent
+            for span in self.spans
+            if span.parent >= 0 and span.start == self.spans[span.parent].end
+        }
         return [index for index in range(len(self.spans)) if index not in continued]
 
     def samples(self) -> Iterator[Sample]:
@@ -499,17 +562,32 @@ class Trajectory:
         """
         used_before = [0] * len(self.spans)  # number of first ids of each span in earlier rows
         token_rewards, routes, given = self._token_rewards(), SpanRoutes(self), self.turn_weights()
-        own = {span: reward for turns, reward in self.row_units() for turn in turns for span in self.turns[turn].spans}
+        own = {
+            span: reward
+            for turns, reward in self.row_units()
+            for turn in turns
+            for span in self.turns[turn].spans
+        }
         for leaf in self.leaves():
-            row, links = Sample([], [], [], [], [], self.reward, self, None if token_rewards is None else []), self.chain(leaf)
+            row, links = (
+                Sample(
+                    [], [], [], [], [], self.reward, self, None if token_rewards is None else []
+                ),
+                self.chain(leaf),
+            )
             for index, used in links:
                 span = self.spans[index]
                 if span.media:
-                    row.media += [block.shifted(len(row.ids)) for block in placements_between(span.media, 0, used)]
+                    row.media += [
+                        block.shifted(len(row.ids))
+                        for block in placements_between(span.media, 0, used)
+                    ]
                 row.ids.extend(span.ids[:used])
                 row.slots.extend(zip(repeat(index), range(used), strict=False))
                 row.mask.extend([int(span.sampled)] * used)
-                row.logprobs.extend(span.logprobs[:used] if span.logprobs is not None else [None] * used)
+                row.logprobs.extend(
+                    span.logprobs[:used] if span.logprobs is not None else [None] * used
+                )
                 row.versions.extend([span.version] * used)
                 row.samplings.extend([span.sampling] * used)
                 old = min(used_before[index], used)
@@ -541,8 +619,8 @@ class Trajectory:
         return found
 
     def row_units(self) -> list[tuple[list[int], float]]:
-        """Return turns that are in the same rows, with the mean reward of those rows, and no turns for a row without;
-        empty without rewards by row."""
+        """Return turns that are in the same rows, with the mean reward of those rows, and no turns
+        for a row without; empty without rewards by row."""
         if not self.row_rewards or self.reward is None:
             return []
         added = self._added_to_rows()
@@ -552,30 +630,43 @@ class Trajectory:
             if rows:
                 mean = math.fsum(self.row_rewards[at].reward for at in rows) / len(rows)
                 found.setdefault(tuple(rows), ([], added + mean))[0].append(number)
-        empty: list[tuple[list[int], float]] = [([], added + row.reward) for row in self.row_rewards if not row.turns]
+        empty: list[tuple[list[int], float]] = [
+            ([], added + row.reward) for row in self.row_rewards if not row.turns
+        ]
         return [*found.values(), *empty]
 
     def _added_to_rows(self) -> float:
         """Return what the episode's reward has beyond the mean of its rows'."""
-        return (self.reward or 0.0) - math.fsum(row.reward for row in self.row_rewards) / len(self.row_rewards)
+        return (self.reward or 0.0) - math.fsum(row.reward for row in self.row_rewards) / len(
+            self.row_rewards
+        )
 
     def _token_rewards(self) -> dict[int, dict[int, float]] | None:
-        """Return rewards by span and offset of a sampled id; None if the reward was not computed."""
+        """Return rewards by span and offset of a sampled id; None if the
+        reward was not computed."""
         if self.reward is None:
             return None
         token_rewards: dict[tuple[int, int], float] = {}
         last: tuple[int, int] | None = None
         for row in self.row_rewards:
-            ids = [(span, self.spans[span].trained) for turn in row.turns for span in self.turns[turn].spans]
+            ids = [
+                (span, self.spans[span].trained)
+                for turn in row.turns
+                for span in self.turns[turn].spans
+            ]
             if trained := [(span, size - 1) for span, size in ids if size]:
-                token_rewards[trained[-1]] = token_rewards.get(trained[-1], 0.0) + row.reward + self._added_to_rows()
+                token_rewards[trained[-1]] = (
+                    token_rewards.get(trained[-1], 0.0) + row.reward + self._added_to_rows()
+                )
         for turn in () if self.row_rewards else self.turns:
             spans = [(index, self.spans[index]) for index in turn.spans if self.spans[index].ids]
             if not spans:
                 continue
             end = spans[-1][0], len(spans[-1][1].ids) - 1
             token_rewards[end] = token_rewards.get(end, 0.0) + (turn.reward or 0.0)
-            last = next(((index, span.trained - 1) for index, span in reversed(spans) if span.trained), last)
+            last = next(
+                ((index, span.trained - 1) for index, span in reversed(spans) if span.trained), last
+            )
         remainder = self.reward - sum(token_rewards.values())
         if token_rewards and remainder and not self.row_rewards:
             last = last or end
@@ -622,7 +713,11 @@ class SpanRoutes:
         any_wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in turn_routes)
         for turn, start, routes in turn_routes:
             known = ExpertRoutes.of(routes)
-            self._add(turn.spans[-1] if turn.spans else turn.prompt, start, known.as_uint16() if any_wide else known)
+            self._add(
+                turn.spans[-1] if turn.spans else turn.prompt,
+                start,
+                known.as_uint16() if any_wide else known,
+            )
 
     def __bool__(self) -> bool:
         return bool(self._reported)
@@ -631,7 +726,9 @@ class SpanRoutes:
         sizes = routes.layers, routes.k, routes.width
         if self._sizes not in (None, sizes):
             shape = f"{routes.layers} x {routes.k}"
-            raise ValueError(f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory")
+            raise ValueError(
+                f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory"
+            )
         self._sizes = sizes
         per_position, end = routes.bytes_per_position, start + len(routes)
         for index, used in self._trajectory.chain(leaf):
@@ -640,7 +737,10 @@ class SpanRoutes:
             if first >= last:
                 continue
             if index not in self._reported:
-                self._reported[index] = bytearray(len(span.ids) * per_position), bytearray(len(span.ids))
+                self._reported[index] = (
+                    bytearray(len(span.ids) * per_position),
+                    bytearray(len(span.ids)),
+                )
             data, known = self._reported[index]
             low, high = first - span.start, last - span.start
             for at in _runs(known, low, high):
@@ -650,7 +750,8 @@ class SpanRoutes:
             known[low:high] = b"\1" * (high - low)
 
     def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
-        """Return the routes of a chain of spans, zeros where none were reported, and 1 for each reported position.
+        """Return the routes of a chain of spans, zeros where none were reported, and 1
+        for each reported position.
 
         None if the trajectory has no routes.
         """
@@ -660,7 +761,11 @@ class SpanRoutes:
         data, known = bytearray(), bytearray()
         for index, used in links:
             reported = self._reported.get(index)
-            data += bytes(used * layers * k * width) if reported is None else reported[0][: used * layers * k * width]
+            data += (
+                bytes(used * layers * k * width)
+                if reported is None
+                else reported[0][: used * layers * k * width]
+            )
             known += bytes(used) if reported is None else reported[1][:used]
         return ExpertRoutes(bytes(data), layers, k, width), list(known)
 

@@ -55,7 +55,8 @@ class Draft:
     incomplete: list[str] = field(default_factory=list)
     """What could not be read or has to be decided by the user, each a clause."""
     base_known: bool = True
-    """Whether what is not set has the system's defaults; false if a part of the settings was not read."""
+    """Whether what is not set has the system's defaults; false if a part of the
+    settings was not read."""
     teacher: dict[str, Any] = field(default_factory=dict)
     """Keys of a `[[teacher]]`."""
     teachers_of: set[str] = field(default_factory=set)
@@ -141,12 +142,23 @@ class Converted:
 
     def dropped(self) -> list[Account]:
         """Return the settings without an equivalent that have an effect at their value."""
-        return [one for one in self.accounts if one.kind == "none" and not one.text.startswith(NO_EFFECT)]
+        return [
+            one
+            for one in self.accounts
+            if one.kind == "none" and not one.text.startswith(NO_EFFECT)
+        ]
 
     def lines(self) -> list[str]:
         """Return the account for a terminal."""
-        unknown = [f"unknown setting {one.key}: {one.text}" for one in self.accounts if one.kind == "unknown"]
-        dropped = [f"not converted: {one.key} = {_short(one.key, one.value)}: {one.text}" for one in self.dropped()]
+        unknown = [
+            f"unknown setting {one.key}: {one.text}"
+            for one in self.accounts
+            if one.kind == "unknown"
+        ]
+        dropped = [
+            f"not converted: {one.key} = {_short(one.key, one.value)}: {one.text}"
+            for one in self.dropped()
+        ]
         incomplete = [f"incomplete: {one}" for one in self.incomplete]
         return [self.summary(), *incomplete, *unknown, *self.notes, *dropped]
 
@@ -158,17 +170,23 @@ class Converted:
         """Return the counts in one line."""
         words = ("mapped", "machine settings dropped", "without an equivalent", "unknown")
         counts = zip(("mapped", "machine", "none", "unknown"), words, strict=True)
-        return f"{len(self.accounts)} settings of {self.system}: " + ", ".join(f"{self.count(k)} {w}" for k, w in counts)  # type: ignore[arg-type]
+        return f"{len(self.accounts)} settings of {self.system}: " + ", ".join(
+            f"{self.count(k)} {w}" for k, w in counts
+        )  # type: ignore[arg-type]
 
 
 def same(key: str, **choices: Any) -> Rule:
-    """Return a rule: the value, or the one that `choices` has for it (by its lower-case text with `_`)."""
+    """Return a rule: the value, or the one that `choices` has for it (by its
+    lower-case text with `_`)."""
 
     def rule(draft: Draft, value: Any) -> str | None:
         if choices:
             name = str(value).lower().replace("-", "_")
             if name not in choices:
-                return f"no such choice here; {key} takes {describe_type(field_type(key.replace('env.', 'env.0.')))}"
+                return (
+                    f"no such choice here; {key} takes "
+                    f"{describe_type(field_type(key.replace('env.', 'env.0.')))}"
+                )
             value = choices[name]
         draft.put(key, value)
         return None
@@ -177,7 +195,8 @@ def same(key: str, **choices: Any) -> Rule:
 
 
 def switch(key: str, on: Any = True, off: Any = None) -> Rule:
-    """Return a rule of a switch: the recipe key's value if it is on, and if it is off (None: leaves the key out)."""
+    """Return a rule of a switch: the recipe key's value if it is on, and if it is off
+    (None: leaves the key out)."""
 
     def rule(draft: Draft, value: Any) -> str | None:
         chosen = on if value not in (False, None, 0) else off
@@ -199,7 +218,9 @@ def argument(name: str) -> Rule:
 
 def list_argument(name: str) -> Rule:
     """Return a rule: a setting of the environment, a list also where it is one value."""
-    return lambda draft, value: draft.put(f"env.args.{name}", value if isinstance(value, list) else [value])
+    return lambda draft, value: draft.put(
+        f"env.args.{name}", value if isinstance(value, list) else [value]
+    )
 
 
 def lists(key: str) -> Rule:
@@ -246,7 +267,9 @@ def temperature_of_eval(draft: Draft, value: Any) -> None:
         draft.put("eval.temperature", value)
     else:
         draft.put("eval.greedy", True)
-        draft.notes.append("its evaluation is greedy: eval.greedy is that pass; the sampled one is played too")
+        draft.notes.append(
+            "its evaluation is greedy: eval.greedy is that pass; the sampled one is played too"
+        )
 
 
 def trackers(draft: Draft, value: Any) -> str | None:
@@ -257,11 +280,16 @@ def trackers(draft: Draft, value: Any) -> str | None:
     if found:
         draft.put("track.to", found)
     missing = [one for one in names if one not in (*found, "console", "none", "all")]
-    return None if found or not missing else f"no such tracker: {', '.join(missing)}; write your own (track.to)"
+    return (
+        None
+        if found or not missing
+        else f"no such tracker: {', '.join(missing)}; write your own (track.to)"
+    )
 
 
 def train_data(draft: Draft, value: Any) -> None:
-    """Rule of training data: the first source is `env.tasks`, each further one an environment of its own."""
+    """Rule of training data: the first source is `env.tasks`, each further one an
+    environment of its own."""
     first, *rest = [str(one) for one in (value if isinstance(value, list) else [value])] or [""]
     draft.put("env.tasks", data_path(draft, first))
     draft.tasks[:] = [data_path(draft, one) for one in rest]
@@ -269,27 +297,35 @@ def train_data(draft: Draft, value: Any) -> None:
 
 def eval_data(draft: Draft, value: Any) -> str | None:
     """Rule of held-out data: one source."""
-    given = [str(one) for one in (value if isinstance(value, list) else [value]) if one not in (None, "")]
+    given = [
+        str(one) for one in (value if isinstance(value, list) else [value]) if one not in (None, "")
+    ]
     if not given:
         return None
     draft.put("env.eval_tasks", data_path(draft, given[0]))
     if rest := given[1:]:
-        draft.notes.append(f"one source of held-out tasks for each environment; left out: {', '.join(rest)}")
+        draft.notes.append(
+            f"one source of held-out tasks for each environment; left out: {', '.join(rest)}"
+        )
     return None
 
 
 def data_path(draft: Draft, text: str) -> str:
-    """Return a path without the part of the rows to take (`file@[0:100]`, `name#100`, `name:split`)."""
+    """Return a path without the part of the rows to take (`file@[0:100]`,
+    `name#100`, `name:split`)."""
     path, mark, part = text.partition("@[")
     if not mark:
         path, mark, part = text.partition("#")
     if mark:
-        draft.notes.append(f"{text}: takes a part of the rows ({mark}{part}); all rows are used here: cut the file")
+        draft.notes.append(
+            f"{text}: takes a part of the rows ({mark}{part}); all rows are used here: cut the file"
+        )
     return path
 
 
 def python_name(draft: Draft, dotted: str) -> str:
-    """Return `file.py:name` of a dotted Python name whose file is near the script, else `package.module:name`."""
+    """Return `file.py:name` of a dotted Python name whose file is near the script, else
+    `package.module:name`."""
     if ":" in dotted:
         return dotted
     module, _, name = dotted.rpartition(".")
@@ -305,7 +341,11 @@ def own_function(key: str) -> Rule:
     """Return a rule: a function of the user, written to another interface."""
 
     def rule(draft: Draft, value: Any) -> str | None:
-        return f"{value}: written to its trainer's arguments; rewrite it to {key} (docs/training.md)" if value else None
+        return (
+            f"{value}: written to its trainer's arguments; rewrite it to {key} (docs/training.md)"
+            if value
+            else None
+        )
 
     return rule
 
@@ -316,7 +356,9 @@ def minibatches(draft: Draft, size: float, batch: float, origin: str) -> None:
         steps = max(1, round(batch / size))
         draft.put("train.minibatches", steps, origin=origin)
         if not math.isclose(steps * size, batch):
-            draft.notes.append(f"{batch:g} is no multiple of {size:g}: train.minibatches = {steps} is rounded")
+            draft.notes.append(
+                f"{batch:g} is no multiple of {size:g}: train.minibatches = {steps} is rounded"
+            )
 
 
 def in_steps(draft: Draft, key: str, count: float, updates: int, origin: str) -> None:
@@ -324,17 +366,24 @@ def in_steps(draft: Draft, key: str, count: float, updates: int, origin: str) ->
     steps = max(1, math.ceil(count / updates))
     draft.put(key, steps, origin=origin)
     if updates > 1:
-        draft.notes.append(f"{origin} = {count:g} counts optimizer steps, {updates} in a step: {key} = {steps}")
+        draft.notes.append(
+            f"{origin} = {count:g} counts optimizer steps, {updates} in a step: {key} = {steps}"
+        )
 
 
-def convert_source(source: Source, system: System, name: str, folder: Path | None = None) -> Converted:
-    """Return the recipe of a source's settings in a system's table; raise `ConfigError` for one that would train otherwise."""
+def convert_source(
+    source: Source, system: System, name: str, folder: Path | None = None
+) -> Converted:
+    """Return the recipe of a source's settings in a system's table; raise `ConfigError` for one
+    that would train otherwise."""
     draft = Draft(folder=folder, base_known=source.base_known)
     last = {_known_key(system, one.key): plain_value(one.value) for one in source.settings}
     settings = [Setting(key, value) for key, value in last.items()]
     draft.given.update((f"${key}", plain_value(value)) for key, value in source.variables.items())
     if source.processes is not None:
-        draft.given.update({"$num_processes": source.processes, "$NPROC_PER_NODE": source.processes})
+        draft.given.update(
+            {"$num_processes": source.processes, "$NPROC_PER_NODE": source.processes}
+        )
     draft.given["$program"] = source.program
     draft.given["$programs"] = source.programs
     draft.given.update((one.key, one.value) for one in settings)
@@ -353,14 +402,22 @@ def convert_source(source: Source, system: System, name: str, folder: Path | Non
             draft.put(key, value, origin=f"{system.name}'s default")
     _mark_guesses(draft)
     if "env.use" not in draft.values:
-        draft.put("env.use", f"{TO_DO}.py:Env", origin=f"{TO_DO}: the environment, which these settings do not name")
+        draft.put(
+            "env.use",
+            f"{TO_DO}.py:Env",
+            origin=f"{TO_DO}: the environment, which these settings do not name",
+        )
         draft.incomplete.append(f"the settings name no environment: set use, now {TO_DO}.py:Env")
     _fit_context(draft)
     accounts = _checked(draft, accounts)
     _add_code(draft, accounts)
     _add_unresolved(draft, system, source.unresolved, accounts)
     found = Converted(
-        system.name, "", tuple(accounts), tuple(dict.fromkeys(draft.notes)), tuple(dict.fromkeys(draft.incomplete))
+        system.name,
+        "",
+        tuple(accounts),
+        tuple(dict.fromkeys(draft.notes)),
+        tuple(dict.fromkeys(draft.incomplete)),
     )
     return replace(found, recipe=_write(draft, found, name))
 
@@ -369,16 +426,21 @@ def _check_program(draft: Draft, system: System, program: str, name: str) -> Non
     """Refuse a program that trains otherwise, and account for one of the user's own."""
     for pattern, what in system.refused.items():
         if re.search(pattern, program):
-            raise ConfigError(f"{name}: {program} {what}; recipes are for reinforcement: convert the script that starts that")
+            raise ConfigError(
+                f"{name}: {program} {what}; recipes are for reinforcement: convert the script that "
+                "starts that"
+            )
     if program and not re.search(system.programs, program):
         draft.incomplete.append(
-            f"the script starts {program}, a program of its own: what it sets, registers or replaces is not read"
+            f"the script starts {program}, a program of its own: what it sets, registers or "
+            "replaces is not read"
         )
         draft.doubt_base()
 
 
 def _mark_guesses(draft: Draft) -> None:
-    """Where a part of the settings was not read, leave out an environment that nothing names, and mark other defaults."""
+    """Where a part of the settings was not read, leave out an environment that nothing names,
+    and mark other defaults."""
     if draft.base_known:
         return
     for key in list(draft.values):
@@ -394,7 +456,8 @@ _CODE = re.compile(r"[-_.](path|func|fn)$")
 
 
 def _add_code(draft: Draft, accounts: Sequence[Account]) -> None:
-    """Name the user's code and files that are not in the recipe: without them it trains otherwise."""
+    """Name the user's code and files that are not in the recipe: without
+    them it trains otherwise."""
     for one in accounts:
         if one.kind != "none" or one.text.startswith(NO_EFFECT) or not isinstance(one.value, str):
             continue
@@ -403,16 +466,27 @@ def _add_code(draft: Draft, accounts: Sequence[Account]) -> None:
             draft.incomplete.append(f"{one.key} = {one.value} is not in the recipe: {one.text}")
 
 
-def _add_unresolved(draft: Draft, system: System, unresolved: Sequence[str], accounts: Sequence[Account]) -> None:
+def _add_unresolved(
+    draft: Draft, system: System, unresolved: Sequence[str], accounts: Sequence[Account]
+) -> None:
     """Account for variables that are in the recipe, or in a value that it lacks for them."""
-    texts = {one.key: str(one.value) for one in accounts if one.kind != "machine" and one.key not in system.none}
+    texts = {
+        one.key: str(one.value)
+        for one in accounts
+        if one.kind != "machine" and one.key not in system.none
+    }
     for one in dict.fromkeys(unresolved):
         keys = [key for key, text in texts.items() if one in text]
         if not keys:
             continue
         placed = [key for key, value in draft.values.items() if one in str(value)]
-        message = f"{one} is not set in the script; replace it in the recipe ({', '.join(placed or keys)})"
-        names_only = all(key == "out" or key.startswith("track.") for key in placed or _rule_keys(system, keys))
+        message = (
+            f"{one} is not set in the script; replace it in the recipe "
+            f"({', '.join(placed or keys)})"
+        )
+        names_only = all(
+            key == "out" or key.startswith("track.") for key in placed or _rule_keys(system, keys)
+        )
         (draft.notes if names_only else draft.incomplete).append(message)
 
 
@@ -422,21 +496,29 @@ def _rule_keys(system: System, keys: Sequence[str]) -> list[str]:
 
 
 def _fit_context(draft: Draft) -> None:
-    """Bring limits under the context: a request holds a prompt and at least one token of a reply."""
+    """Bring limits under the context: a request holds a prompt and at least
+    one token of a reply."""
     context = draft.values.get("limits.context")
     for key in ("limits.turn_tokens", "limits.prompt_tokens"):
         value = draft.values.get(key)
         if isinstance(context, int) and isinstance(value, int) and value >= context > 1:
             draft.values[key] = context - 1
-            draft.notes.append(f"{key} = {value} does not fit into limits.context = {context}; it is one less here")
+            draft.notes.append(
+                f"{key} = {value} does not fit into limits.context = {context}; it is one less here"
+            )
 
 
 def _without_effect(draft: Draft, account: Account) -> Account:
-    """Return the account of a setting that was read, but that gave the recipe nothing, as one without an equivalent."""
+    """Return the account of a setting that was read, but that gave the recipe nothing, as one
+    without an equivalent."""
     if account.key in draft.teachers_of:
         return Account(account.key, account.value, "mapped", "teacher")
     used = account.key in ", ".join(draft.origins[key] for key in draft.values).split(", ")
-    if account.kind != "mapped" or used or any(key in draft.values for key in account.text.split(", ")):
+    if (
+        account.kind != "mapped"
+        or used
+        or any(key in draft.values for key in account.text.split(", "))
+    ):
         return account
     default = f"{NO_EFFECT} at this value, with the other settings"
     return Account(account.key, account.value, "none", draft.reasons.get(account.key, default))
@@ -468,16 +550,30 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
             reason = f"a value of another form was expected, not {str(value)[:60]!r}"
         if reason is not None:
             return Account(key, value, "none", reason)
-        made = [one for one, found in draft.values.items() if one not in before or before[one] is not found]
+        made = [
+            one
+            for one, found in draft.values.items()
+            if one not in before or before[one] is not found
+        ]
         return Account(key, value, "mapped", ", ".join(made))
     for pattern, handle in system.patterns:
         if fnmatchcase(key, pattern):
             old = set(draft.values)
             reason = handle(draft, key, value)
-            return Account(key, value, "none" if reason else "mapped", reason or ", ".join(set(draft.values) - old))
+            return Account(
+                key,
+                value,
+                "none" if reason else "mapped",
+                reason or ", ".join(set(draft.values) - old),
+            )
     if (entry := system.none.get(key)) is not None:
         reason, neutral = entry
-        return Account(key, value, "none", f"{NO_EFFECT} at this value ({reason})" if value in neutral else reason)
+        return Account(
+            key,
+            value,
+            "none",
+            f"{NO_EFFECT} at this value ({reason})" if value in neutral else reason,
+        )
     if _is_machine(system, key):
         return Account(key, value, "machine", "")
     near = did_you_mean(key, system.known())
@@ -492,7 +588,11 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
         if hint is None:
             draft.notes.append(f"{key} is no key of a recipe; its value is left out")
             del draft.values[key]
-        elif str in union_members(hint) and draft.values[key] is not None and not isinstance(draft.values[key], str):
+        elif (
+            str in union_members(hint)
+            and draft.values[key] is not None
+            and not isinstance(draft.values[key], str)
+        ):
             draft.values[key] = str(draft.values[key])
     faults = [(key, why) for key in draft.values if (why := _value_error(draft, key))]
     while faults or (fault := _first_fault(draft)) is not None:
@@ -502,10 +602,14 @@ def _checked(draft: Draft, accounts: list[Account]) -> list[Account]:
             if account.key == origin and key in account.text.split(", "):
                 left = ", ".join(one for one in account.text.split(", ") if one != key)
                 text = f"{key} = {toml_value(value)} {why}"
-                accounts[index] = Account(account.key, account.value, "mapped" if left else "none", left or text)
+                accounts[index] = Account(
+                    account.key, account.value, "mapped" if left else "none", left or text
+                )
                 break
         else:
-            if not origin.startswith(tuple(f"{one}'s default" for one in ("slime", "skyrl", "verl", "swift", "trl"))):
+            if not origin.startswith(
+                tuple(f"{one}'s default" for one in ("slime", "skyrl", "verl", "swift", "trl"))
+            ):
                 draft.notes.append(f"{key} = {toml_value(value)} ({origin}) is left out: it {why}")
     return accounts
 
@@ -537,10 +641,16 @@ def _first_fault(draft: Draft) -> tuple[str, str] | None:
 
 def _built(values: Mapping[str, Any], teacher: Mapping[str, Any] | None = None) -> RunConfig:
     merged = ConfigMerge()
-    merged.add({"env": [{}]} | ({"teacher": [dict(teacher)]} if teacher else {}), "recipe", where="recipe")
+    merged.add(
+        {"env": [{}]} | ({"teacher": [dict(teacher)]} if teacher else {}), "recipe", where="recipe"
+    )
     for key, value in values.items():
         if value is not None:
-            merged.set_value(key.replace("env.", "env.0.", 1).split(".", 3 if key.startswith("env.") else 2), value, "recipe")
+            merged.set_value(
+                key.replace("env.", "env.0.", 1).split(".", 3 if key.startswith("env.") else 2),
+                value,
+                "recipe",
+            )
     return build(merged.tree, {})
 
 
@@ -550,18 +660,40 @@ def _write(draft: Draft, found: Converted, name: str) -> str:
     lines = [f"# Converted from {_comment(name)} by `turnwright convert`.", f"# {found.summary()}."]
     lines += [f"# Incomplete: {_comment(one)}." for one in found.incomplete]
     lines += [f"# Note: {_comment(note)}." for note in found.notes]
-    order = ["", *(one for one in sections() if one != "env"), "env", "env.columns", "env.args", "model.template_args"]
+    order = [
+        "",
+        *(one for one in sections() if one != "env"),
+        "env",
+        "env.columns",
+        "env.args",
+        "model.template_args",
+    ]
     by_section: dict[str, list[tuple[str, str]]] = {}
     for key in draft.values:
-        head = next((one for one in ("env.columns", "env.args", "model.template_args") if key.startswith(f"{one}.")), "")
+        head = next(
+            (
+                one
+                for one in ("env.columns", "env.args", "model.template_args")
+                if key.startswith(f"{one}.")
+            ),
+            "",
+        )
         head = head or key.rpartition(".")[0]
         by_section.setdefault(head, []).append((key.removeprefix(f"{head}.") if head else key, key))
     for head in sorted(by_section, key=order.index):
         if head.startswith("env"):
             continue
-        lines += ["", *([f"[{head}]"] if head else []), *(_line(draft, one, key) for one, key in by_section[head])]
+        lines += [
+            "",
+            *([f"[{head}]"] if head else []),
+            *(_line(draft, one, key) for one, key in by_section[head]),
+        ]
     if draft.teacher:
-        lines += ["", "[[teacher]]", *(f"{key} = {toml_value(value)}" for key, value in draft.teacher.items())]
+        lines += [
+            "",
+            "[[teacher]]",
+            *(f"{key} = {toml_value(value)}" for key, value in draft.teacher.items()),
+        ]
     for index, tasks in enumerate([None, *draft.tasks]):
         lines += _environment(draft, by_section, index, tasks)
     for kind, title in (
@@ -573,12 +705,18 @@ def _write(draft: Draft, found: Converted, name: str) -> str:
         if rows:
             lines += ["", f"# {title}:"]
             lines += [
-                _comment(f"#   {one.key} = {_short(one.key, one.value)}{': ' + one.text if one.text else ''}") for one in rows
+                _comment(
+                    f"#   {one.key} = "
+                    f"{_short(one.key, one.value)}{': ' + one.text if one.text else ''}"
+                )
+                for one in rows
             ]
     return "\n".join(lines) + "\n"
 
 
-def _environment(draft: Draft, by_section: Mapping[str, list[tuple[str, str]]], index: int, tasks: str | None) -> list[str]:
+def _environment(
+    draft: Draft, by_section: Mapping[str, list[tuple[str, str]]], index: int, tasks: str | None
+) -> list[str]:
     lines = ["", "[[env]]"]
     for name, key in by_section["env"]:
         if tasks is None or name not in ("tasks", "eval_tasks", "name"):
@@ -594,12 +732,18 @@ def _environment(draft: Draft, by_section: Mapping[str, list[tuple[str, str]]], 
 
 
 def _line(draft: Draft, name: str, key: str) -> str:
-    quoted = name if all(one.isalnum() or one in "_-" for one in name) and name.isascii() and name else toml_value(name)
+    quoted = (
+        name
+        if all(one.isalnum() or one in "_-" for one in name) and name.isascii() and name
+        else toml_value(name)
+    )
     text = f"{quoted} = {toml_value(draft.values[key])}"
     return f"{text}  # {_comment(draft.origins[key])}" if draft.origins[key] else text
 
 
-SECRETS = re.compile(r"(api|wandb|swanlab|hub|access)[-_.]?(key|token)|password|secret", re.IGNORECASE)
+SECRETS = re.compile(
+    r"(api|wandb|swanlab|hub|access)[-_.]?(key|token)|password|secret", re.IGNORECASE
+)
 
 
 def _short(key: str, value: Any) -> str:

@@ -1,4 +1,5 @@
-"""Compose the configuration that `--config-name` names, as Hydra does, from files beside the script; nothing is executed."""
+"""Compose the configuration that `--config-name` names, as Hydra does, from files beside the
+script; nothing is executed."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 _INTERPOLATION = re.compile(r"\$\{([^${}]+)\}")
 
 Belongs = Callable[[str], bool]
-"""Whether an entry of a list of defaults is the system's own (`ppo_trainer`, `actor/dp_actor`), whose values are known."""
+"""Whether an entry of a list of defaults is the system's own (`ppo_trainer`, `actor/dp_actor`),
+whose values are known."""
 
 
 @dataclass(slots=True)
@@ -68,10 +70,14 @@ def _document(text: str, name: str) -> Any:
         raise ConfigError(f"{name}: has {len(text)} characters; at most {MAX_FILE} are read")
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-            raise ConfigError(f"{name}: has aliases (*name), which are not read; write their values")
+            raise ConfigError(
+                f"{name}: has aliases (*name), which are not read; write their values"
+            )
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{name}: is no YAML file ({' '.join(str(error).split())[:120]})") from None
+        raise ConfigError(
+            f"{name}: is no YAML file ({' '.join(str(error).split())[:120]})"
+        ) from None
 
 
 def compose(path: Path, belongs: Belongs) -> Composed:
@@ -85,24 +91,37 @@ def compose(path: Path, belongs: Belongs) -> Composed:
 
 
 def compose_table(table: dict[str, Any], folder: Path | None, belongs: Belongs) -> Composed:
-    """Return what the table of a configuration sets, whose defaults are in a folder; None finds none."""
+    """Return what the table of a configuration sets, whose defaults are in a
+    folder; None finds none."""
     found = Composed()
     _add_table(table, folder, "", "", found, belongs, 0)
     return found
 
 
-def _add(path: Path, root: Path, package: str, found: Composed, belongs: Belongs, depth: int) -> None:
+def _add(
+    path: Path, root: Path, package: str, found: Composed, belongs: Belongs, depth: int
+) -> None:
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}: is part of a list of defaults that has no end")
     text = path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_FILE else ""
     if (header := _PACKAGE.search(text)) is not None:
-        package = "" if header[1] == "_global_" else package if header[1] == "_group_" else header[1]
+        package = (
+            "" if header[1] == "_global_" else package if header[1] == "_group_" else header[1]
+        )
     relative = path.parent.relative_to(root).as_posix() if path.is_relative_to(root) else ""
-    _add_table(read_yaml(path), root, "" if relative == "." else relative, package, found, belongs, depth)
+    _add_table(
+        read_yaml(path), root, "" if relative == "." else relative, package, found, belongs, depth
+    )
 
 
 def _add_table(
-    table: dict[str, Any], root: Path | None, group: str, package: str, found: Composed, belongs: Belongs, depth: int
+    table: dict[str, Any],
+    root: Path | None,
+    group: str,
+    package: str,
+    found: Composed,
+    belongs: Belongs,
+    depth: int,
 ) -> None:
     entries = table.pop("defaults", None)
     entries = list(entries) if isinstance(entries, list) else []
@@ -118,13 +137,15 @@ def _add_table(
                 _add(path, root, place, found, belongs, depth + 1)
             elif not belongs(name):
                 found.missing.append(
-                    f"{name}.yaml, which the configuration builds on, was not found: its settings are not read"
+                    f"{name}.yaml, which the configuration builds on, was not found: its settings "
+                    "are not read"
                 )
                 found.complete_base = False
 
 
 def _named(entry: Any, group: str, package: str) -> list[tuple[str, str]]:
-    """Return the file, relative to the configurations, and the package of an entry of a list of defaults."""
+    """Return the file, relative to the configurations, and the package of an entry
+    of a list of defaults."""
     if isinstance(entry, str):
         inner = entry.lstrip("/") if entry.startswith("/") or not group else f"{group}/{entry}"
         name, _, place = inner.partition("@")
@@ -138,10 +159,22 @@ def _named(entry: Any, group: str, package: str) -> list[tuple[str, str]]:
         for one in value if isinstance(value, list) else [value]:
             if one is None or not words:
                 continue
-            inner = place_of.lstrip("/") if place_of.startswith("/") or not group else f"{group}/{place_of}"
-            own = place if place not in ("", "_here_") else "" if place == "_here_" else inner.replace("/", ".")
+            inner = (
+                place_of.lstrip("/")
+                if place_of.startswith("/") or not group
+                else f"{group}/{place_of}"
+            )
+            own = (
+                place
+                if place not in ("", "_here_")
+                else ""
+                if place == "_here_"
+                else inner.replace("/", ".")
+            )
             own = own if not package or place_of.startswith("/") else f"{package}.{own}".rstrip(".")
-            found.append((f"{inner}/{str(one).removesuffix('.yaml')}", "" if place == "_global_" else own))
+            found.append(
+                (f"{inner}/{str(one).removesuffix('.yaml')}", "" if place == "_global_" else own)
+            )
     return found
 
 
@@ -165,7 +198,8 @@ def _merge(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
 
 
 def resolve_interpolations(settings: dict[str, Any]) -> None:
-    """Replace `${a.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by values, in place; others stay."""
+    """Replace `${a.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by values,
+    in place; others stay."""
     for _ in range(8):
         changed = False
         for key, value in settings.items():

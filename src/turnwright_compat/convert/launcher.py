@@ -1,8 +1,10 @@
-"""Follow a Python launcher without running it: texts, arguments with their defaults, and functions of files beside it.
+"""Follow a Python launcher without running it: texts, arguments with their defaults, and
+functions of files beside it.
 
-The syntax tree is interpreted for a few kinds of values (texts, numbers, lists, tables, instances of data classes and of
-`argparse`). No module is imported and nothing of the system is called. What depends on anything else is `Unknown`; in a text
-it stays as `${source}`, so that settings which hold it can be named.
+The syntax tree is interpreted for a few kinds of values (texts, numbers, lists, tables,
+instances of data classes and of `argparse`). No module is imported and nothing of the system is
+called. What depends on anything else is `Unknown`; in a text it stays as `${source}`, so that
+settings which hold it can be named.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Scope:
 
 @dataclass(slots=True)
 class Record:
-    """Instance of a class: of a data class with its fields, or of an unknown one with the arguments of its call."""
+    """Instance of a class: of a data class with its fields, or of an unknown one with the
+    arguments of its call."""
 
     kind: str
     fields: dict[str, Any] = field(default_factory=dict)
@@ -166,14 +169,19 @@ class Launcher:
         self._modules: dict[Path, Scope] = {}
         self._steps = 0
         self._depth = 0
-        names = {"__name__": "__main__"} | ({} if folder is None else {"__file__": str(folder / name)})
+        names = {"__name__": "__main__"} | (
+            {} if folder is None else {"__file__": str(folder / name)}
+        )
         self.scope = Scope(names, module=Path(name).stem, folder=folder)
 
     def follow(self) -> None:
-        """Follow the module as a program; then, if nothing was started, its functions that start something."""
+        """Follow the module as a program; then, if nothing was started, its functions
+        that start something."""
         try:
             self._body(self.tree.body, self.scope)
-            if self.launches or any(one.name.endswith(("Trainer", "Arguments")) for one in self.calls):
+            if self.launches or any(
+                one.name.endswith(("Trainer", "Arguments")) for one in self.calls
+            ):
                 return
             for node in self.tree.body:
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and self._starts(node):
@@ -267,7 +275,8 @@ class Launcher:
             scope.names[bound] = unknown if value is None else value
 
     def _module(self, dotted: str, scope: Scope, level: int = 0) -> Scope | None:
-        """Return the names of a module whose file is beside the launcher or in a folder above it; None for another."""
+        """Return the names of a module whose file is beside the launcher or in a folder above
+        it; None for another."""
         if scope.folder is None:
             return None
         parts = [part for part in dotted.split(".") if part]
@@ -291,7 +300,10 @@ class Launcher:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
         self._modules[path] = scope = Scope(
-            {"__name__": path.stem, "__file__": str(path)}, module=path.stem, folder=path.parent, path=path
+            {"__name__": path.stem, "__file__": str(path)},
+            module=path.stem,
+            folder=path.parent,
+            path=path,
         )
         self._body(tree.body, scope)
         return scope
@@ -308,10 +320,16 @@ class Launcher:
             if name in self.defaults and not isinstance(self.defaults[name], Unknown):
                 self.decided[name] = self.defaults[name]
 
-    def _either(self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope, condition: str) -> _Returned | None:
+    def _either(
+        self, bodies: Sequence[Sequence[ast.stmt]], scope: Scope, condition: str
+    ) -> _Returned | None:
         """Follow branches of which one is taken, and keep what they agree on."""
         before, ends, returns = dict(scope.names), [], []
-        kept = {key: list(one) if isinstance(one, list) else dict(one) for key, one in before.items() if _is_mutable(one)}
+        kept = {
+            key: list(one) if isinstance(one, list) else dict(one)
+            for key, one in before.items()
+            if _is_mutable(one)
+        }
         records = [one for one in before.values() if isinstance(one, Record)]
         fields_before = [dict(one.fields) for one in records]
         endings = []
@@ -330,7 +348,11 @@ class Launcher:
         unknown = Unknown(f"if {condition}")
         if returns:
             same = not ends and all(one.value == returns[0].value for one in returns)
-            return returns[0] if same else _Returned(self._joined([one.value for one in returns], unknown))
+            return (
+                returns[0]
+                if same
+                else _Returned(self._joined([one.value for one in returns], unknown))
+            )
         if not ends:
             return _Returned(Unknown(_ERROR))
         scope.names.clear()
@@ -338,7 +360,9 @@ class Launcher:
             scope.names[name] = self._joined([end.get(name) for end in ends], unknown)
         for at, one in enumerate(records):
             keys = dict.fromkeys(key for end in endings for key in end[at])
-            one.put({key: self._joined([end[at].get(key) for end in endings], unknown) for key in keys})
+            one.put(
+                {key: self._joined([end[at].get(key) for end in endings], unknown) for key in keys}
+            )
         return None
 
     def _joined(self, values: Sequence[Any], unknown: Unknown) -> Any:
@@ -349,7 +373,14 @@ class Launcher:
         if all(isinstance(one, str) for one in values):
             return _shared_start([str(one) for one in values]) + self._place(unknown)
         if all(isinstance(one, list) for one in values):
-            count = next((at for at, group in enumerate(zip(*values, strict=False)) if any(g != group[0] for g in group)), None)
+            count = next(
+                (
+                    at
+                    for at, group in enumerate(zip(*values, strict=False))
+                    if any(g != group[0] for g in group)
+                ),
+                None,
+            )
             least = min(len(one) for one in values)
             return [*first[: least if count is None else count], self._place(unknown)]
         return unknown
@@ -358,11 +389,15 @@ class Launcher:
         subject = self.value(node.subject, scope)
         self._note_arguments(node.subject)
         if not _is_known(subject):
-            return self._either([case.body for case in node.cases], scope, ast.unparse(node.subject))
+            return self._either(
+                [case.body for case in node.cases], scope, ast.unparse(node.subject)
+            )
         for case in node.cases:
             fits = self._fits(case.pattern, subject, scope)
             if fits is None:
-                return self._either([one.body for one in node.cases], scope, ast.unparse(node.subject))
+                return self._either(
+                    [one.body for one in node.cases], scope, ast.unparse(node.subject)
+                )
             if fits:
                 return self._body(case.body, scope)
         return None
@@ -399,7 +434,9 @@ class Launcher:
                 if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
                     old = scope.find(one.id)
                     unknown = Unknown(source)
-                    scope.names[one.id] = old + self._place(unknown) if isinstance(old, str) else unknown
+                    scope.names[one.id] = (
+                        old + self._place(unknown) if isinstance(old, str) else unknown
+                    )
 
     def _assign(self, target: ast.expr, value: Any, scope: Scope) -> None:
         match target:
@@ -440,7 +477,9 @@ class Launcher:
         return "".join(self._piece(one, scope) for one in node.values)
 
     def _binary(self, node: ast.BinOp, scope: Scope) -> Any:
-        return self._operation(self.value(node.left, scope), node.op, self.value(node.right, scope), node)
+        return self._operation(
+            self.value(node.left, scope), node.op, self.value(node.right, scope), node
+        )
 
     def _chosen(self, node: ast.IfExp, scope: Scope) -> Any:
         truth = self._decide(node.test, scope)
@@ -466,13 +505,19 @@ class Launcher:
             if node.attr in owner.fields:
                 return owner.fields[node.attr]
             if node.attr in owner.methods:
-                method = Function(owner.methods[node.attr].node, owner.methods[node.attr].scope, owner)
+                method = Function(
+                    owner.methods[node.attr].node, owner.methods[node.attr].scope, owner
+                )
                 is_property = _is_property(method.node)
                 return self.call(method, (), {}) if is_property else method
         if isinstance(owner, Scope) and owner.has(node.attr):
             return owner.find(node.attr)
         if isinstance(owner, str) and node.attr in ("name", "stem", "parent"):
-            return {"name": Path(owner).name, "stem": Path(owner).stem, "parent": str(Path(owner).parent)}[node.attr]
+            return {
+                "name": Path(owner).name,
+                "stem": Path(owner).stem,
+                "parent": str(Path(owner).parent),
+            }[node.attr]
         return Unknown(_short(node))
 
     def _piece(self, node: ast.expr, scope: Scope) -> str:
@@ -506,7 +551,11 @@ class Launcher:
             if all(isinstance(one, str | Unknown) for one in parts):
                 return "".join(one if isinstance(one, str) else self._place(one) for one in parts)
             return Unknown(_short(node))
-        if isinstance(op, ast.Add) and isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if (
+            isinstance(op, ast.Add)
+            and isinstance(left, list | tuple)
+            and isinstance(right, list | tuple)
+        ):
             return [*left, *right]
         if isinstance(op, ast.Add) and isinstance(left, list) and isinstance(right, Unknown):
             return [*left, self._place(right)]
@@ -538,7 +587,8 @@ class Launcher:
         return Unknown(_short(node))
 
     def _boolean(self, node: ast.BoolOp, scope: Scope) -> Any:
-        """Return the first value that decides; unknown if an unknown one comes before it and does not agree."""
+        """Return the first value that decides; unknown if an unknown one comes before
+        it and does not agree."""
         stops = isinstance(node.op, ast.Or)
         unknown = False
         found: Any = None
@@ -553,10 +603,19 @@ class Launcher:
         return Unknown(_short(node)) if unknown else found
 
     def _compare(self, node: ast.Compare, scope: Scope) -> Any:
-        left, op, right = self.value(node.left, scope), node.ops[0], self.value(node.comparators[0], scope)
+        left, op, right = (
+            self.value(node.left, scope),
+            node.ops[0],
+            self.value(node.comparators[0], scope),
+        )
         if len(node.ops) > 1:
             return Unknown(_short(node))
-        if isinstance(op, ast.In | ast.NotIn) and isinstance(right, str) and isinstance(left, str) and left in right:
+        if (
+            isinstance(op, ast.In | ast.NotIn)
+            and isinstance(right, str)
+            and isinstance(left, str)
+            and left in right
+        ):
             return isinstance(op, ast.In)
         if not (_is_known(left) and _is_known(right)):
             return Unknown(_short(node))
@@ -569,7 +628,12 @@ class Launcher:
     def _truth(value: Any) -> bool | None:
         if isinstance(value, Unknown):
             return None
-        if isinstance(value, str) and value.startswith("${") and value.endswith("}") and " " not in value:
+        if (
+            isinstance(value, str)
+            and value.startswith("${")
+            and value.endswith("}")
+            and " " not in value
+        ):
             return None
         return bool(value)
 
@@ -595,7 +659,11 @@ class Launcher:
 
     def _item(self, owner: Any, key: Any, node: ast.expr) -> Any:
         try:
-            if isinstance(owner, dict | list | tuple | str) and not isinstance(key, Unknown) and "**" not in owner:
+            if (
+                isinstance(owner, dict | list | tuple | str)
+                and not isinstance(key, Unknown)
+                and "**" not in owner
+            ):
                 return owner[key]
         except (KeyError, IndexError, TypeError):
             pass
@@ -613,7 +681,9 @@ class Launcher:
             if one.arg is not None:
                 kwargs[one.arg] = given
             else:
-                kwargs.update(given if isinstance(given, dict) else {"**": Unknown(_short(one.value))})
+                kwargs.update(
+                    given if isinstance(given, dict) else {"**": Unknown(_short(one.value))}
+                )
         if last == "execute_train":
             return self._execute_train(args, kwargs)
         if last in ("run", "Fire") and args and isinstance(args[0], Function):
@@ -641,7 +711,13 @@ class Launcher:
         return None
 
     def _command(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        given = args[-1] if len(args) == 2 and isinstance(args[1], list) else args[0] if args else kwargs.get("args")
+        given = (
+            args[-1]
+            if len(args) == 2 and isinstance(args[1], list)
+            else args[0]
+            if args
+            else kwargs.get("args")
+        )
         if isinstance(given, str):
             self.launches.append(Launch("", given))
         elif isinstance(given, list):
@@ -650,15 +726,29 @@ class Launcher:
         return Unknown("the result of a command")
 
     def _builtin(
-        self, name: str, last: str, node: ast.Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
+        self,
+        name: str,
+        last: str,
+        node: ast.Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        scope: Scope,
     ) -> Any:
         """Return the result of a function that is known here; `_NOT_HERE` for another."""
         if name in ("os.environ.get", "os.getenv", "environ.get", "getenv"):
             return self._environment_variable(args, kwargs)
         if name in ("os.path.join", "path.join"):
-            return os.path.join(*args) if args and all(isinstance(one, str) for one in args) else Unknown(_short(node))
+            return (
+                os.path.join(*args)
+                if args and all(isinstance(one, str) for one in args)
+                else Unknown(_short(node))
+            )
         if last in ("Path", "str", "repr") and len(args) == 1:
-            return args[0] if isinstance(args[0], Unknown) else self._text(args[0], _short(node.args[0]))
+            return (
+                args[0]
+                if isinstance(args[0], Unknown)
+                else self._text(args[0], _short(node.args[0]))
+            )
         if name in _FUNCTIONS or name == "dict":
             return self._plain_call(name, args, kwargs, node)
         if name in _TEXT_FUNCTIONS and args and _is_known(args[0]):
@@ -670,25 +760,37 @@ class Launcher:
         return self._framework_function(last, node, args, kwargs, scope)
 
     def _framework_function(
-        self, last: str, node: ast.Call, args: tuple[Any, ...], kwargs: Mapping[str, Any], scope: Scope
+        self,
+        last: str,
+        node: ast.Call,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        scope: Scope,
     ) -> Any:
-        if last == "get_default_wandb_args":  # Miles' own: a tracker, which has its key in the process environment
+        if (
+            last == "get_default_wandb_args"
+        ):  # Miles' own: a tracker, which has its key in the process environment
             return ""
         if last == "ArgumentParser":
             return Record("ArgumentParser", {})
         if last in ("add_argument", "parse_args", "parse_known_args", "add_argument_group"):
             return self._parser(last, node, args, kwargs, scope)
         if isinstance(node.func, ast.Attribute):
-            return self._method(self.value(node.func.value, scope), node.func.attr, args, kwargs, node)
+            return self._method(
+                self.value(node.func.value, scope), node.func.attr, args, kwargs, node
+            )
         return _NOT_HERE
 
     def _environment_variable(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the default of a variable of the process environment, which is taken as not set."""
+        """Return the default of a variable of the process environment,
+        which is taken as not set."""
         if args and isinstance(args[0], str) and args[0] not in self.environment:
             self.environment.append(args[0])
         return args[1] if len(args) > 1 else kwargs.get("default")
 
-    def _plain_call(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
+    def _plain_call(
+        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: ast.Call
+    ) -> Any:
         if name == "dict" and not args:
             return dict(kwargs)
         if kwargs or not all(_is_plain(one) for one in args):
@@ -698,9 +800,18 @@ class Launcher:
         except (TypeError, ValueError, OverflowError):
             return Unknown(_short(node))
 
-    def _parser(self, last: str, node: ast.Call, args: Sequence[Any], kwargs: Mapping[str, Any], scope: Scope) -> Any:
+    def _parser(
+        self,
+        last: str,
+        node: ast.Call,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        scope: Scope,
+    ) -> Any:
         """Follow `argparse`: its arguments have their defaults."""
-        parser = self.value(node.func.value, scope) if isinstance(node.func, ast.Attribute) else None
+        parser = (
+            self.value(node.func.value, scope) if isinstance(node.func, ast.Attribute) else None
+        )
         if not isinstance(parser, Record) or parser.kind != "ArgumentParser":
             return _NOT_HERE
         if last == "add_argument_group":
@@ -720,7 +831,14 @@ class Launcher:
         made = Record("arguments", dict(parser.fields))
         return made if last == "parse_args" else [made, []]
 
-    def _method(self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
+    def _method(
+        self,
+        owner: Any,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        node: ast.Call,
+    ) -> Any:
         if isinstance(owner, str):
             return self._text_method(owner, name, args, kwargs, node)
         if isinstance(owner, list):
@@ -729,7 +847,14 @@ class Launcher:
             return self._table_method(owner, name, args, kwargs, node)
         return _NOT_HERE
 
-    def _text_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
+    def _text_method(
+        self,
+        owner: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        node: ast.Call,
+    ) -> Any:
         if name == "join" and len(args) == 1 and isinstance(args[0], list | tuple):
             return owner.join(self._text(one, source_of(one, "?")) for one in args[0])
         if name == "format":
@@ -743,17 +868,26 @@ class Launcher:
                 return Unknown(_short(node))
         return Unknown(_short(node))
 
-    def _list_method(self, owner: list[Any], name: str, args: tuple[Any, ...], node: ast.Call) -> Any:
+    def _list_method(
+        self, owner: list[Any], name: str, args: tuple[Any, ...], node: ast.Call
+    ) -> Any:
         if name == "append" and len(args) == 1:
             owner.append(args[0])
             return None
         if name == "extend" and len(args) == 1:
-            owner += args[0] if isinstance(args[0], list | tuple) else [Unknown(_short(node.args[0]))]
+            owner += (
+                args[0] if isinstance(args[0], list | tuple) else [Unknown(_short(node.args[0]))]
+            )
             return None
         return Unknown(_short(node))
 
     def _table_method(
-        self, owner: dict[Any, Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], node: ast.Call
+        self,
+        owner: dict[Any, Any],
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        node: ast.Call,
     ) -> Any:
         if name == "get" and args and isinstance(args[0], str | int) and "**" not in owner:
             return owner.get(args[0], args[1] if len(args) > 1 else None)
@@ -765,7 +899,9 @@ class Launcher:
             return [list(one) if isinstance(one, tuple) else one for one in getattr(owner, name)()]
         return Unknown(_short(node))
 
-    def _format(self, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: ast.Call) -> Any:
+    def _format(
+        self, owner: str, args: Sequence[Any], kwargs: Mapping[str, Any], node: ast.Call
+    ) -> Any:
         sources = [self._text(one, source_of(one, "?")) for one in args]
         named = {key: self._text(one, source_of(one, key)) for key, one in kwargs.items()}
         if re.search(r"\{[^}]*[.\[!:]", owner):  # attributes and formats of arguments
@@ -796,12 +932,20 @@ class Launcher:
         return None if returned is None else returned.value
 
     def _bind(
-        self, spec: ast.arguments, given: Sequence[Any], kwargs: Mapping[str, Any], names: dict[str, Any], scope: Scope
+        self,
+        spec: ast.arguments,
+        given: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        names: dict[str, Any],
+        scope: Scope,
     ) -> None:
         places = [*spec.posonlyargs, *spec.args]
         defaults = [None] * (len(places) - len(spec.defaults)) + list(spec.defaults)
         pairs: Iterator[tuple[ast.arg, ast.expr | None]] = iter(
-            [*zip(places, defaults, strict=True), *zip(spec.kwonlyargs, spec.kw_defaults, strict=True)]
+            [
+                *zip(places, defaults, strict=True),
+                *zip(spec.kwonlyargs, spec.kw_defaults, strict=True),
+            ]
         )
         for at, (parameter, default) in enumerate(pairs):
             if at < len(given) and at < len(places):
@@ -818,7 +962,8 @@ class Launcher:
             names[spec.kwarg.arg] = {key: one for key, one in kwargs.items() if key not in names}
 
     def _argument(self, parameter: ast.arg, scope: Scope) -> Any:
-        """Return an argument that the command line gives: a data class with its defaults, or something unknown."""
+        """Return an argument that the command line gives: a data class with its defaults,
+        or something unknown."""
         kind = None if parameter.annotation is None else self.value(parameter.annotation, scope)
         if not isinstance(kind, Class):
             return Unknown(parameter.arg)
@@ -834,11 +979,16 @@ class Launcher:
         for name in ("__init__", "__post_init__"):
             if name in record.methods and (name == "__post_init__" or (args or kwargs)):
                 method = record.methods[name]
-                self.call(Function(method.node, method.scope, record), args if name == "__init__" else (), {})
+                self.call(
+                    Function(method.node, method.scope, record),
+                    args if name == "__init__" else (),
+                    {},
+                )
         return record
 
     def _fields(self, made: Class, record: Record, depth: int) -> list[str]:
-        """Set the defaults of a class and of those it extends; return the names of its fields in their order."""
+        """Set the defaults of a class and of those it extends; return the names of its
+        fields in their order."""
         order: list[str] = []
         for base in made.node.bases:
             extended = self.value(base, made.scope)
@@ -849,14 +999,19 @@ class Launcher:
                 name = node.target.id
                 order.append(name)
                 missing = node.value is None or _is_uninitialized(node.value)
-                record.fields[name] = Unknown(name) if missing else self.value(node.value, made.scope)  # type: ignore[arg-type]
+                record.fields[name] = (
+                    Unknown(name) if missing else self.value(node.value, made.scope)
+                )  # type: ignore[arg-type]
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Name):
                         record.fields[target.id] = self.value(node.value, made.scope)
             elif isinstance(node, ast.FunctionDef):
                 record.methods[node.name] = Function(node, made.scope)
-                if any(isinstance(one, ast.Name) and one.id == "property" for one in node.decorator_list):
+                if any(
+                    isinstance(one, ast.Name) and one.id == "property"
+                    for one in node.decorator_list
+                ):
                     record.fields.pop(node.name, None)
         return order
 
@@ -929,8 +1084,28 @@ _TEXT_FUNCTIONS: Mapping[str, Callable[[Any], str]] = {
     "dedent": textwrap.dedent,
 }
 _TEXT_METHODS = {
-    *("strip", "lstrip", "rstrip", "split", "rsplit", "replace", "lower", "upper", "startswith", "endswith"),
-    *("removeprefix", "removesuffix", "splitlines", "partition", "rpartition", "count", "find", "title"),
+    *(
+        "strip",
+        "lstrip",
+        "rstrip",
+        "split",
+        "rsplit",
+        "replace",
+        "lower",
+        "upper",
+        "startswith",
+        "endswith",
+    ),
+    *(
+        "removeprefix",
+        "removesuffix",
+        "splitlines",
+        "partition",
+        "rpartition",
+        "count",
+        "find",
+        "title",
+    ),
 }
 _ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -958,7 +1133,10 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 def _shared_start(texts: Sequence[str]) -> str:
     """Return the longest start that texts have in common."""
     first, last = min(texts), max(texts)
-    count = next((at for at, (left, right) in enumerate(zip(first, last, strict=False)) if left != right), len(first))
+    count = next(
+        (at for at, (left, right) in enumerate(zip(first, last, strict=False)) if left != right),
+        len(first),
+    )
     return first[:count]
 
 
@@ -973,7 +1151,9 @@ def source_of(value: Any, default: str) -> str:
 
 
 def _is_property(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(one) for one in node.decorator_list)
+    return isinstance(node, ast.FunctionDef) and any(
+        "property" in ast.unparse(one) for one in node.decorator_list
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -1,8 +1,10 @@
-"""Read the commands of a shell script without running it: words, quotes, continuations, literal variables and arrays.
+"""Read the commands of a shell script without running it: words, quotes, continuations,
+literal variables and arrays.
 
-Nothing is executed and no process environment is read; of files, only scripts that it sources. What only a shell can know
-(command substitutions, variables that the script does not set) stays in the text as it is written and is reported in
-`Script.unresolved`; conditions that only a shell can know are reported with the words that depend on them.
+Nothing is executed and no process environment is read; of files, only scripts that it sources. What
+only a shell can know (command substitutions, variables that the script does not set) stays in the
+text as it is written and is reported in `Script.unresolved`; conditions that only a shell can know
+are reported with the words that depend on them.
 """
 
 from __future__ import annotations
@@ -21,12 +23,28 @@ from turnwright.files import resolved
 MAX_CHARACTERS = 1_000_000
 MAX_WORDS = 100_000
 MAX_EXPANSION = 200_000
-"""Most characters of one expanded word: a script may set each variable to several copies of the last one."""
+"""Most characters of one expanded word: a script may set each variable to several
+copies of the last one."""
 MAX_SOURCED = 20
 """Most scripts that a script sources, one inside another."""
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _VARIABLE = re.compile(r"([A-Za-z_]\w*)")
-_KEYWORDS = {"then", "do", "done", "fi", "else", "{", "}", "esac", "time", "!", "exec", "nohup", "set", "function"}
+_KEYWORDS = {
+    "then",
+    "do",
+    "done",
+    "fi",
+    "else",
+    "{",
+    "}",
+    "esac",
+    "time",
+    "!",
+    "exec",
+    "nohup",
+    "set",
+    "function",
+}
 _PREFIXES = {"export", "local", "declare", "readonly", "typeset"}
 
 
@@ -48,7 +66,8 @@ class Script:
 
     commands: list[list[str]] = field(default_factory=list)
     doubts: list[list[frozenset[str]]] = field(default_factory=list)
-    """For each word of each command, the conditions that only a shell can know and on which it depends."""
+    """For each word of each command, the conditions that only a shell can know
+    and on which it depends."""
     not_found: list[str] = field(default_factory=list)
     """Scripts that it sources and that are not there."""
     unresolved: list[str] = field(default_factory=list)
@@ -71,13 +90,20 @@ def read_script(text: str, folder: Path | None = None) -> Script:
         folder: where it is, for the scripts that it sources; None reads none.
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(f"the script has {len(text)} characters; at most {MAX_CHARACTERS} are read")
+        raise ConfigError(
+            f"the script has {len(text)} characters; at most {MAX_CHARACTERS} are read"
+        )
     return _Reader(folder).read(text)
 
 
 def split_words(text: str) -> list[str]:
     """Return the words of an argument list, without expansion."""
-    return ["".join(part.text for part in word) for command in _commands(text) for word in command if isinstance(word, tuple)]
+    return [
+        "".join(part.text for part in word)
+        for command in _commands(text)
+        for word in command
+        if isinstance(word, tuple)
+    ]
 
 
 @dataclass(slots=True)
@@ -178,7 +204,9 @@ class _Reader:
 
     def read(self, text: str) -> Script:
         self._commands(text)
-        self.script.variables.update((name, values[0]) for name, values in self.values.items() if len(values) == 1)
+        self.script.variables.update(
+            (name, values[0]) for name, values in self.values.items() if len(values) == 1
+        )
         return self.script
 
     def _commands(self, text: str) -> None:
@@ -206,7 +234,9 @@ class _Reader:
             case.end_branch()
 
     def _is_read(self) -> bool:
-        return all(one.read is not False for one in self._ifs) and all(one.read is not False for one in self._cases)
+        return all(one.read is not False for one in self._ifs) and all(
+            one.read is not False for one in self._cases
+        )
 
     def _unknown_conditions(self) -> set[str]:
         ifs = {f"if {one.source}" for one in self._ifs if one.read is None}
@@ -237,7 +267,8 @@ class _Reader:
         return words
 
     def _heads(self, name: str, words: Sequence[Word | str]) -> bool:
-        """Follow the head of a compound command, or a command that is not executed; return whether it is one."""
+        """Follow the head of a compound command, or a command that is not executed;
+        return whether it is one."""
         if name in ("if", "elif"):
             self._condition = _Condition(name == "if", _source(words[1:]))
             self._add_test(words[1:], "")
@@ -365,7 +396,9 @@ class _Reader:
         assigns = self._assignments(words, conditions)
         flat, doubts = self._expanded(words, conditions)
 
-        self._status = True if assigns and not flat else self._test(words) if _is_test(flat) else True
+        self._status = (
+            True if assigns and not flat else self._test(words) if _is_test(flat) else True
+        )
         self._status_source = _source(words)
         if flat[:1] == ["eval"]:
             self._commands(" ".join(flat[1:]))
@@ -373,12 +406,17 @@ class _Reader:
             self.script.add(flat, doubts)
 
     def _assignments(self, words: list[Word | str], conditions: set[str]) -> bool:
-        """Follow the assignments at the start of a command, and take them away; return whether there was one."""
+        """Follow the assignments at the start of a command, and take them away; return
+        whether there was one."""
         assigns = False
         while words and isinstance(words[0], tuple):
             if _plain(words[0]) in _PREFIXES:
                 words.pop(0)
-                while words and isinstance(words[0], tuple) and re.fullmatch(r"-[A-Za-z]+", _plain(words[0])):
+                while (
+                    words
+                    and isinstance(words[0], tuple)
+                    and re.fullmatch(r"-[A-Za-z]+", _plain(words[0]))
+                ):
                     words.pop(0)
                 continue
             first = words[0]
@@ -389,10 +427,23 @@ class _Reader:
             name, adds = found.groups()
             words.pop(0)
             self._met = set(conditions)
-            rest: Word = (Part(first[0].text[found.end() :], first[0].expands, first[0].quoted), *first[1:])
-            if words and isinstance(words[0], str) and words[0] == "(" and not "".join(part.text for part in rest):
+            rest: Word = (
+                Part(first[0].text[found.end() :], first[0].expands, first[0].quoted),
+                *first[1:],
+            )
+            if (
+                words
+                and isinstance(words[0], str)
+                and words[0] == "("
+                and not "".join(part.text for part in rest)
+            ):
                 end = words.index(")") if ")" in words else len(words)
-                values = [one for word in words[1:end] if isinstance(word, tuple) for one in self._expand(word)]
+                values = [
+                    one
+                    for word in words[1:end]
+                    if isinstance(word, tuple)
+                    for one in self._expand(word)
+                ]
                 del words[: end + 1]
             else:
                 values = [" ".join(self._expand(rest, split=False))]
@@ -405,14 +456,19 @@ class _Reader:
 
     def _set(self, name: str, values: list[str], *, keeps: bool) -> None:
         """Set a variable, and the conditions on which its value depends."""
-        if self.values.get(name) == values:  # a branch that sets what is set already decides nothing
+        if (
+            self.values.get(name) == values
+        ):  # a branch that sets what is set already decides nothing
             return
         kept = self._doubts.get(name, frozenset()) if keeps else frozenset()
         self._doubts[name] = kept | frozenset(self._met)
         self.values[name] = values
 
-    def _expanded(self, words: Sequence[Word | str], conditions: set[str]) -> tuple[list[str], list[frozenset[str]]]:
-        """Return the words of a command after expansion, each with the unknown conditions on which it depends."""
+    def _expanded(
+        self, words: Sequence[Word | str], conditions: set[str]
+    ) -> tuple[list[str], list[frozenset[str]]]:
+        """Return the words of a command after expansion, each with the unknown
+        conditions on which it depends."""
         flat: list[str] = []
         doubts: list[frozenset[str]] = []
         pending: set[str] = set()
@@ -431,7 +487,8 @@ class _Reader:
         return flat, doubts
 
     def _expand(self, word: Word, *, split: bool = True) -> list[str]:
-        """Return the words that a word becomes: an unquoted variable is split at blanks, an array has one for each item."""
+        """Return the words that a word becomes: an unquoted variable is split at blanks, an array
+        has one for each item."""
         found, solid = [""], False
         for part in word:
             if not part.expands:
@@ -456,7 +513,9 @@ class _Reader:
                 solid = solid or (part.quoted and text != "[@]")
             solid = solid or (part.quoted and not part.text)
             if sum(map(len, found)) > MAX_EXPANSION:
-                raise ConfigError(f"a variable of the script expands to over {MAX_EXPANSION} characters")
+                raise ConfigError(
+                    f"a variable of the script expands to over {MAX_EXPANSION} characters"
+                )
         return [] if found == [""] and not solid else found
 
     def _pieces(self, text: str) -> Iterator[tuple[str, list[str] | None]]:
@@ -471,7 +530,9 @@ class _Reader:
             end, kind, values = self._variable(text, start)
             if values is None:
                 raw = text[start:end]
-                if raw.startswith("$("):  # without blanks, which would split the word when it is used
+                if raw.startswith(
+                    "$("
+                ):  # without blanks, which would split the word when it is used
                     raw = f"$({(raw[2:-1].split() or [''])[0]}...)"
                 if raw not in self.script.unresolved:
                     self.script.unresolved.append(raw)
@@ -481,7 +542,8 @@ class _Reader:
             at = end
 
     def _variable(self, text: str, start: int) -> tuple[int, str, list[str] | None]:
-        """Return the end of a variable, `[@]` for the items of an array, and its values; None if they are unknown."""
+        """Return the end of a variable, `[@]` for the items of an array, and its values;
+        None if they are unknown."""
         if text.startswith("$((", start):
             end = _closing(text, start + 1, "(", ")")
             value = self._arithmetic(text[start + 3 : end - 2])
@@ -492,9 +554,17 @@ class _Reader:
             return end, "", None if place is None else [place]
         if text.startswith("${", start):
             end = _closing(text, start + 1, "{", "}")
-            return end, "[@]" if "[@]" in text[start:end] else "", self._braced(text[start + 2 : end - 1])
+            return (
+                end,
+                "[@]" if "[@]" in text[start:end] else "",
+                self._braced(text[start + 2 : end - 1]),
+            )
         if text[start + 1] in "@*":
-            return start + 2, "[@]" if text[start + 1] == "@" else "", []  # arguments of the script: none are given
+            return (
+                start + 2,
+                "[@]" if text[start + 1] == "@" else "",
+                [],
+            )  # arguments of the script: none are given
         if text[start + 1].isdigit() or text[start + 1] in "#?!$-":
             return start + 2, "", None
         found = _VARIABLE.match(text, start + 1)
@@ -504,14 +574,18 @@ class _Reader:
         return found.end(), "", self.values.get(found.group())
 
     def _place(self, command: str) -> str | None:
-        """Return the folder that a substitution such as `$(cd "$(dirname "$0")/.." && pwd)` names; None for another one."""
+        """Return the folder that a substitution such as `$(cd "$(dirname "$0")/.." && pwd)` names;
+        None for another one."""
         if self._folder is None:
             return None
-        if "dirname" in command and ("BASH_SOURCE" in command or "$0" in command or "${0}" in command):
+        if "dirname" in command and (
+            "BASH_SOURCE" in command or "$0" in command or "${0}" in command
+        ):
             above = re.search(r"/((?:\.\./?)+)", command)
             return str(resolved(above.group(1) if above else ".", self._folder))
         found = re.fullmatch(
-            r'\s*(?:cd(?: --)?|realpath|readlink -f)\s+"?([^"&;|]+)"?\s*(?:[^;|]*&&\s*pwd(?: -P)?)?\s*', command
+            r'\s*(?:cd(?: --)?|realpath|readlink -f)\s+"?([^"&;|]+)"?\s*(?:[^;|]*&&\s*pwd(?: -P)?)?\s*',  # noqa: E501
+            command,
         )
         if found is None:
             return None
@@ -524,8 +598,16 @@ class _Reader:
     def _braced(self, inside: str) -> list[str] | None:
         if (counted := re.fullmatch(r"#([A-Za-z_]\w*)(\[[@*]\])?", inside)) is not None:
             values = self.values.get(counted[1])
-            return None if values is None else [str(len(values) if counted[2] else len(" ".join(values)))]
-        found = re.fullmatch(r"([A-Za-z_]\w*|\d+)(\[(?:[@*]|\d+)\])?(?:(:?[-=+?])(.*)|(%%?|##?|//?)(.*))?", inside, re.DOTALL)
+            return (
+                None
+                if values is None
+                else [str(len(values) if counted[2] else len(" ".join(values)))]
+            )
+        found = re.fullmatch(
+            r"([A-Za-z_]\w*|\d+)(\[(?:[@*]|\d+)\])?(?:(:?[-=+?])(.*)|(%%?|##?|//?)(.*))?",
+            inside,
+            re.DOTALL,
+        )
         if found is None:
             return [] if inside[:1] in ("@", "*") else None
         name, items, sign, default, edit, pattern = found.groups()
@@ -537,7 +619,11 @@ class _Reader:
         if edit is not None:
             return None if values is None else [_edited(one, edit, pattern) for one in values]
         if sign is not None and sign.endswith("+"):
-            return [" ".join(self._expand(_default(default), split=False))] if values and any(values) else []
+            return (
+                [" ".join(self._expand(_default(default), split=False))]
+                if values and any(values)
+                else []
+            )
         if values is not None and not (sign and sign[0] == ":" and not any(values)):
             return values
         if sign is None or sign.endswith("?"):
@@ -548,7 +634,8 @@ class _Reader:
         return made
 
     def _arithmetic(self, text: str) -> int | None:
-        """Compute integers, variables that hold integers, and ``+ - * / % ( )``; None for anything else."""
+        """Compute integers, variables that hold integers, and ``+ - * / % ( )``;
+        None for anything else."""
         plain = re.sub(r"\$\{?([A-Za-z_]\w*)\}?", r"\1", text).strip()
         for name in re.findall(r"[A-Za-z_]\w*", plain):
             self._met |= self._doubts.get(name, frozenset())
@@ -556,7 +643,8 @@ class _Reader:
             return None
         try:
             return _compute(
-                ast.parse(plain, mode="eval").body, {name: values[0] for name, values in self.values.items() if values}
+                ast.parse(plain, mode="eval").body,
+                {name: values[0] for name, values in self.values.items() if values},
             )
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
             return None
@@ -583,7 +671,9 @@ def _compute(node: ast.expr, values: Mapping[str, str], depth: int = 0) -> int:
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_compute(inner, values, depth + 1)
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in _OPERATORS:
-            found = _OPERATORS[type(sign)](_compute(left, values, depth + 1), _compute(right, values, depth + 1))
+            found = _OPERATORS[type(sign)](
+                _compute(left, values, depth + 1), _compute(right, values, depth + 1)
+            )
             if abs(found) < 10**18:
                 return found
     raise ValueError
@@ -642,15 +732,30 @@ def _is_test(words: Sequence[str]) -> bool:
 
 
 def _edited(text: str, edit: str, pattern: str) -> str:
-    """Return a value after `${name%pattern}`, `${name#pattern}` (doubled: the longest match) or `${name/old/new}`."""
+    """Return a value after `${name%pattern}`, `${name#pattern}` (doubled: the longest
+    match) or `${name/old/new}`."""
     if edit[0] == "/":
         old, _, new = pattern.partition("/")
         return text.replace(old, new, -1 if edit == "//" else 1) if old else text
     cuts = range(len(text) + 1)
     if edit[0] == "%":
-        at = next((one for one in (cuts if edit == "%%" else reversed(cuts)) if fnmatchcase(text[one:], pattern)), None)
+        at = next(
+            (
+                one
+                for one in (cuts if edit == "%%" else reversed(cuts))
+                if fnmatchcase(text[one:], pattern)
+            ),
+            None,
+        )
         return text if at is None else text[:at]
-    at = next((one for one in (reversed(cuts) if edit == "##" else cuts) if fnmatchcase(text[:one], pattern)), None)
+    at = next(
+        (
+            one
+            for one in (reversed(cuts) if edit == "##" else cuts)
+            if fnmatchcase(text[:one], pattern)
+        ),
+        None,
+    )
     return text if at is None else text[at:]
 
 
@@ -659,14 +764,18 @@ def _plain(word: Word) -> str:
 
 
 def _source(words: Sequence[Word | str]) -> str:
-    text = " ".join(word if isinstance(word, str) else "".join(part.text for part in word) for word in words)
+    text = " ".join(
+        word if isinstance(word, str) else "".join(part.text for part in word) for word in words
+    )
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _commands(text: str) -> Iterator[list[Word | str]]:
-    """Yield each command's words, and separators that decide something (`&&`, `;;`, `)`) as commands of one text.
+    """Yield each command's words, and separators that decide something (`&&`, `;;`,
+    `)`) as commands of one text.
 
-    The brackets of an array are texts of their own within its command; its line breaks separate items.
+    The brackets of an array are texts of their own within its command; its
+    line breaks separate items.
     """
     text = _without_heredocs(text.replace("\r\n", "\n"))
     command: list[Word | str] = []
@@ -680,7 +789,12 @@ def _commands(text: str) -> Iterator[list[Word | str]]:
             if token == ")":
                 command.append(token)
                 in_array = False
-        elif token == "(" and command and isinstance(command[-1], tuple) and _opens_array(command[-1]):
+        elif (
+            token == "("
+            and command
+            and isinstance(command[-1], tuple)
+            and _opens_array(command[-1])
+        ):
             command.append(token)
             in_array = True
         else:
@@ -729,7 +843,9 @@ def _tokens(text: str) -> Iterator[Word | str]:
                 at += 2
                 continue
             # `2>&1` and `&>file` are redirections
-            if not (char == "&" and (text[at - 1 : at] in ("<", ">") or text[at + 1 : at + 2] == ">")):
+            if not (
+                char == "&" and (text[at - 1 : at] in ("<", ">") or text[at + 1 : at + 2] == ">")
+            ):
                 yield ";" if char != "|" else "|"
         elif char == "#":
             end = text.find("\n", at)
@@ -786,7 +902,8 @@ def _default(text: str) -> Word:
 
 
 def _unquoted(text: str, at: int) -> int:
-    """Return the end of the unquoted text at a position; brackets of a variable or a substitution belong to it."""
+    """Return the end of the unquoted text at a position; brackets of a variable or a
+    substitution belong to it."""
     while at < len(text) and text[at] not in " \t()\\'\"`" + _BREAKS:
         if text.startswith(("$(", "${"), at):
             at = _closing(text, at + 1, text[at + 1], ")" if text[at + 1] == "(" else "}")

@@ -1,4 +1,5 @@
-"""Settings of a launch script, an argument list, a YAML file or a Python launcher, in the order in which they are given."""
+"""Settings of a launch script, an argument list, a YAML file or a Python launcher, in the order in
+which they are given."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
-from turnwright_compat.convert.hydra import Composed, compose, compose_table, parse_yaml, read_yaml, resolve_interpolations
+from turnwright_compat.convert.hydra import (
+    Composed,
+    compose,
+    compose_table,
+    parse_yaml,
+    read_yaml,
+    resolve_interpolations,
+)
 from turnwright_compat.convert.launcher import Launch, Launcher
 from turnwright_compat.convert.shell import MAX_CHARACTERS, Script, read_script, split_words
 from turnwright_compat.convert.trainers import read_trainer, trainer_calls
@@ -26,7 +34,8 @@ class Setting:
 
     key: str
     value: Any
-    """A text, a list of texts (a flag with several values), True (a flag without one), or a value of YAML."""
+    """A text, a list of texts (a flag with several values), True (a flag without
+    one), or a value of YAML."""
 
 
 @dataclass(slots=True)
@@ -35,7 +44,8 @@ class Source:
 
     settings: list[Setting] = field(default_factory=list)
     program: str = ""
-    """What is started: a module, a file, or two words (`swift rlhf`); empty if that is not known."""
+    """What is started: a module, a file, or two words (`swift rlhf`); empty
+    if that is not known."""
     programs: list[str] = field(default_factory=list)
     """All that is started, servers of the training included."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -45,11 +55,13 @@ class Source:
     missing: list[str] = field(default_factory=list)
     """What could not be read, each a clause."""
     base_known: bool = True
-    """Whether what is not set has the system's defaults: false if a file of settings, or a part of them, was not read."""
+    """Whether what is not set has the system's defaults: false if a file of settings, or a part
+    of them, was not read."""
     processes: int | None = None
     """Processes that the command starts, where it tells."""
     bases: list[str] = field(default_factory=list)
-    """Configurations of a system by name (`ppo_megatron_trainer`), which no file beside the script has."""
+    """Configurations of a system by name (`ppo_megatron_trainer`), which no file
+    beside the script has."""
 
     def start(self, programs: Sequence[str], program: str) -> None:
         """Set what is started."""
@@ -57,8 +69,11 @@ class Source:
         self.program = program
 
     def launch_processes(self, words: Sequence[str]) -> None:
-        """Read the number of processes from the words before the program (`accelerate launch`, `torchrun`)."""
-        found = re.search(r"--(?:num[-_]processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b", " ".join(words))
+        """Read the number of processes from the words before the program
+        (`accelerate launch`, `torchrun`)."""
+        found = re.search(
+            r"--(?:num[-_]processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b", " ".join(words)
+        )
         if found is not None:
             self.processes = int(found[1])
 
@@ -91,12 +106,14 @@ class Source:
 
 
 def read_source(text: str, name: str, folder: Path | None = None) -> Source:
-    """Read settings by the kind of `name` (`.yaml`, `.py`, anything else is a script or an argument list); nothing is executed.
+    """Read settings by the kind of `name` (`.yaml`, `.py`, anything else is a script or an argument
+    list); nothing is executed.
 
     Args:
         text: the content.
         name: its file name.
-        folder: where it is; files that it names are looked for there and in the folders above. None reads no other file.
+        folder: where it is; files that it names are looked for there and in the folders above.
+            None reads no other file.
 
     Raises `ConfigError` with what cannot be read, and for a text without settings.
     """
@@ -105,9 +122,16 @@ def read_source(text: str, name: str, folder: Path | None = None) -> Source:
     if name.endswith((".yaml", ".yml")):
         source = _from_yaml(text, name, folder)
     else:
-        source = _from_python(text, name, folder) if name.endswith(".py") else _from_script(text, name, folder)
+        source = (
+            _from_python(text, name, folder)
+            if name.endswith(".py")
+            else _from_script(text, name, folder)
+        )
     if not (source.settings or source.missing or source.bases):
-        raise ConfigError(f"{name}: no settings found; expected flags (--key value), overrides (a.b=value) or a YAML table")
+        raise ConfigError(
+            f"{name}: no settings found; expected flags (--key value), overrides (a.b=value) or a "
+            "YAML table"
+        )
     return source
 
 
@@ -118,15 +142,38 @@ _OWN_CONFIG = re.compile(
 )
 """Names of configurations that verl and SkyRL have themselves."""
 _OWN_GROUPS = {
-    *("actor", "algorithm", "critic", "data", "distillation", "engine", "model", "model_engine", "npu_profile", "optim"),
-    *("profiler", "ref", "reward", "reward_manager", "reward_model", "rollout", "transfer_queue", "legacy_reward_impl"),
+    *(
+        "actor",
+        "algorithm",
+        "critic",
+        "data",
+        "distillation",
+        "engine",
+        "model",
+        "model_engine",
+        "npu_profile",
+        "optim",
+    ),
+    *(
+        "profiler",
+        "ref",
+        "reward",
+        "reward_manager",
+        "reward_model",
+        "rollout",
+        "transfer_queue",
+        "legacy_reward_impl",
+    ),
     *("hydra", "override", "deepspeed_config", "megatron_config"),
 }
 """Groups of such configurations."""
 
 
 def _is_own_config(name: str) -> bool:
-    return _OWN_CONFIG.fullmatch(name) is not None or name.partition("/")[0].partition("@")[0] in _OWN_GROUPS
+    return (
+        _OWN_CONFIG.fullmatch(name) is not None
+        or name.partition("/")[0].partition("@")[0] in _OWN_GROUPS
+    )
 
 
 def _from_yaml(text: str, name: str, folder: Path | None) -> Source:
@@ -146,7 +193,9 @@ def _settings_of(tree: Mapping[Any, Any]) -> list[Setting]:
 
 def _interpolations(settings: Sequence[Setting]) -> list[str]:
     texts = [one.value for one in settings if isinstance(one.value, str)]
-    return list(dict.fromkeys(found for text in texts for found in re.findall(r"\$\{[^{}]*\}", text)))
+    return list(
+        dict.fromkeys(found for text in texts for found in re.findall(r"\$\{[^{}]*\}", text))
+    )
 
 
 def _flat(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Setting]:
@@ -167,7 +216,9 @@ def _from_script(text: str, name: str, folder: Path | None) -> Source:
     notes = []
     if server := _commented_server(text):
         text = f"{server}\n{text}"
-        notes.append("the command `swift rollout` in its comments is read too: the server has the scheduler")
+        notes.append(
+            "the command `swift rollout` in its comments is read too: the server has the scheduler"
+        )
     try:
         script = read_script(_SPACED.sub(r"\1=\2", text), folder)
     except ConfigError as error:
@@ -175,14 +226,21 @@ def _from_script(text: str, name: str, folder: Path | None) -> Source:
     source = Source(variables=script.variables, notes=notes)
     _add_commands(source, script, folder)
     _add_trainer_script(source, folder)
-    used_files = [one for one in script.not_found if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))]
+    used_files = [
+        one
+        for one in script.not_found
+        if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))
+    ]
     if used_files and (source.unresolved or source.missing):
-        source.missing.append(f"{', '.join(dict.fromkeys(used_files))}, which the script sources, was not found")
+        source.missing.append(
+            f"{', '.join(dict.fromkeys(used_files))}, which the script sources, was not found"
+        )
     return source
 
 
 def _add_trainer_script(source: Source, folder: Path | None) -> None:
-    """Add what the program gives to TRL's trainer, where it is a file beside the script; flags are above it."""
+    """Add what the program gives to TRL's trainer, where it is a file beside the
+    script; flags are above it."""
     path = find_file(source.program, folder) if source.program.endswith(".py") else None
     if path is None or path.stat().st_size > MAX_CHARACTERS:
         return
@@ -199,7 +257,8 @@ def _add_trainer_script(source: Source, folder: Path | None) -> None:
 
 
 def _commented_server(text: str) -> str:
-    """Return the command `swift rollout` that a script has in its comments, where it has none of its own."""
+    """Return the command `swift rollout` that a script has in its comments, where
+    it has none of its own."""
     lines = [line.strip() for line in text.splitlines()]
     if any(line.startswith("swift rollout") for line in lines):
         return ""
@@ -207,7 +266,9 @@ def _commented_server(text: str) -> str:
     start = next((at for at, line in enumerate(plain) if line.startswith("swift rollout")), None)
     if start is None:
         return ""
-    end = next((at for at in range(start, len(plain)) if not plain[at].endswith("\\")), len(plain) - 1)
+    end = next(
+        (at for at in range(start, len(plain)) if not plain[at].endswith("\\")), len(plain) - 1
+    )
     return "\n".join(plain[start : end + 1])
 
 
@@ -225,7 +286,8 @@ class _Command:
 def _add_commands(source: Source, script: Script, folder: Path | None) -> None:
     """Add the settings of the commands that start a training or a rollout server."""
     commands = [
-        _command(words, doubts) for words, doubts in zip(*_unwrapped(script.commands, script.doubts, folder), strict=True)
+        _command(words, doubts)
+        for words, doubts in zip(*_unwrapped(script.commands, script.doubts, folder), strict=True)
     ]
     chosen = _launches(commands)
     if not chosen:
@@ -234,7 +296,10 @@ def _add_commands(source: Source, script: Script, folder: Path | None) -> None:
     trainings = [one for one in chosen if one.program != "swift rollout"]
     if len({tuple(one.words[one.start :]) for one in trainings}) > 1:
         others = ", ".join(dict.fromkeys(one.program or one.words[0] for one in trainings[1:]))
-        source.missing.append(f"the script starts {len(trainings)} trainings; the first is read, not the others ({others})")
+        source.missing.append(
+            f"the script starts {len(trainings)} trainings; the first is read, not the others "
+            f"({others})"
+        )
     source.start([one.program for one in chosen], (trainings or servers)[0].program)
     for command in (*servers, *trainings[:1]):
         _add_command(source, command, script.unresolved, folder)
@@ -242,7 +307,10 @@ def _add_commands(source: Source, script: Script, folder: Path | None) -> None:
 
 
 def _unwrapped(
-    commands: Sequence[list[str]], doubts: Sequence[list[frozenset[str]]], folder: Path | None, depth: int = 0
+    commands: Sequence[list[str]],
+    doubts: Sequence[list[frozenset[str]]],
+    folder: Path | None,
+    depth: int = 0,
 ) -> tuple[list[list[str]], list[list[frozenset[str]]]]:
     """Return the commands, those of `bash -c "..."` in place of it."""
     found: list[list[str]] = []
@@ -273,7 +341,9 @@ def _used(unresolved: Sequence[str], settings: Sequence[Setting]) -> list[str]:
     return [one for one in dict.fromkeys(unresolved) if any(one in text for text in texts)]
 
 
-_LAUNCH = re.compile(r"(^|/)train(_async)?\.py$|^verl\.(?!.*preprocess)|^skyrl|^verl$|(^|/)(main_ppo|fully_async_main)\.py$")
+_LAUNCH = re.compile(
+    r"(^|/)train(_async)?\.py$|^verl\.(?!.*preprocess)|^skyrl|^verl$|(^|/)(main_ppo|fully_async_main)\.py$"
+)
 _HYDRA = re.compile(r"[+~]{0,2}[A-Za-z_][\w.]*\.[\w.]+=|~[A-Za-z_][\w.]+$")
 _PROGRAM = re.compile(r"[\w./${}-]+\.py")
 _NOT_TRAININGS = re.compile(
@@ -311,7 +381,14 @@ def _command(words: Sequence[str], doubts: Sequence[frozenset[str]]) -> _Command
         return _Command(words, doubts, f"swift {words[at]}", at + 1)
     place = next((at for at, word in enumerate(words) if _LAUNCH.search(word)), None)
     if place is None:
-        place = next((at + 1 for at, word in enumerate(words[:-1]) if word == "-m" and _is_dotted(words[at + 1])), None)
+        place = next(
+            (
+                at + 1
+                for at, word in enumerate(words[:-1])
+                if word == "-m" and _is_dotted(words[at + 1])
+            ),
+            None,
+        )
     if words and words[0].rpartition("/")[2] in _TOOLS:
         return _Command(words, doubts, "", len(words))
     if place is not None and words[place] == "torch.distributed.run":
@@ -319,7 +396,10 @@ def _command(words: Sequence[str], doubts: Sequence[frozenset[str]]) -> _Command
     if place is None:
         place = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
     if place is None:
-        first = next((at for at, word in enumerate(words) if word.startswith("--") or _HYDRA.match(word)), len(words))
+        first = next(
+            (at for at, word in enumerate(words) if word.startswith("--") or _HYDRA.match(word)),
+            len(words),
+        )
         return _Command(words, doubts, "", first)
     return _Command(words, doubts, words[place], place + 1)
 
@@ -329,12 +409,14 @@ def _is_dotted(word: str) -> bool:
 
 
 def _launches(commands: Sequence[_Command]) -> list[_Command]:
-    """Return the commands that start a training or a rollout server; if there are none, the longest one with settings, or all
-    lines of a text that has nothing else."""
+    """Return the commands that start a training or a rollout server; if there are none, the longest
+    one with settings, or all lines of a text that has nothing else."""
     given = [one for one in commands if _count(one.words)]
     if swift := [one for one in commands if one.program.startswith("swift ")]:
         chosen = [one for one in swift if one.program in ("swift rlhf", "swift rollout")]
-        trainings = [one for one in swift if one.program.removeprefix("swift ") in ("sft", "pt", "rlhf")]
+        trainings = [
+            one for one in swift if one.program.removeprefix("swift ") in ("sft", "pt", "rlhf")
+        ]
         return chosen or trainings[:1] or swift[:1]
     known = [one for one in commands if _LAUNCH.search(one.program)]
     if known:
@@ -359,7 +441,9 @@ def _swift(command: Sequence[str]) -> int | None:
     return None
 
 
-def _add_command(source: Source, command: _Command, unresolved: Sequence[str], folder: Path | None) -> None:
+def _add_command(
+    source: Source, command: _Command, unresolved: Sequence[str], folder: Path | None
+) -> None:
     words, start = command.words, command.start
     source.launch_processes(words[:start])
     rest = words[start:]
@@ -373,7 +457,11 @@ def _add_command(source: Source, command: _Command, unresolved: Sequence[str], f
     else:
         made = list(_flags(rest, unresolved, hidden))
         for one in made:
-            if one.key == "config" and isinstance(one.value, str) and one.value.endswith((".yaml", ".yml")):
+            if (
+                one.key == "config"
+                and isinstance(one.value, str)
+                and one.value.endswith((".yaml", ".yml"))
+            ):
                 _add_yaml(source, one.value, folder)
         if rest and rest[0].endswith((".yaml", ".yml")):
             _add_yaml(source, rest[0], folder)
@@ -389,12 +477,14 @@ def _add_command(source: Source, command: _Command, unresolved: Sequence[str], f
     for condition, keys in conditions.items():
         named = ", ".join(list(dict.fromkeys(one for one in keys if one))[:4])
         source.missing.append(
-            f"`{condition}` is known only when the script runs; all branches are read, check {named or 'them'}"
+            f"`{condition}` is known only when the script runs; all branches are read, check "
+            f"{named or 'them'}"
         )
 
 
 def _add_hidden(source: Source, word: str) -> None:
-    """Account for settings that are made elsewhere; those of a model's shape are not needed here."""
+    """Account for settings that are made elsewhere; those of a model's
+    shape are not needed here."""
     if re.search(r"MODEL_(CONFIG_)?ARGS", word):
         source.notes.append(f"{word} is not read: the shape of the model comes from model.path")
         return
@@ -416,7 +506,8 @@ _WORKING_FOLDER = re.compile(r"^\$(?:PWD|\{PWD\}|\(pwd\.*\))/")
 
 
 def find_file(name: str, folder: Path | None) -> Path | None:
-    """Return a file that a script names, from its folder or one of those above; None if it is not there."""
+    """Return a file that a script names, from its folder or one of those above;
+    None if it is not there."""
     if folder is None or not name or "\0" in name:
         return None
     name = _WORKING_FOLDER.sub("", name)  # usually one of the folders above
@@ -458,14 +549,18 @@ def _hydra_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, kept
 
 
-def _add_config(source: Source, options: Mapping[str, str], program: str, folder: Path | None) -> None:
+def _add_config(
+    source: Source, options: Mapping[str, str], program: str, folder: Path | None
+) -> None:
     """Add the settings of the file that Hydra's options name."""
     name = options.get("name", "").removesuffix(".yaml")
     if not name and not options:
         return
     where = options.get("path") or options.get("dir") or ""
     if not name:
-        source.lack(f"the configuration in {where} is not named (--config-name): its settings are not read")
+        source.lack(
+            f"the configuration in {where} is not named (--config-name): its settings are not read"
+        )
         return
     places = [f"{where}/{name}.yaml" if where else f"{name}.yaml"]
     if where and program and not program.endswith(".py"):  # relative to the program's module
@@ -476,10 +571,13 @@ def _add_config(source: Source, options: Mapping[str, str], program: str, folder
         return
     if path is None and (path := find_file(f"{name}.yaml", folder)) is not None:
         source.missing.append(
-            f"{where}/{name}.yaml (--config-path) was not found; {path.name} beside the script is read: check it"
+            f"{where}/{name}.yaml (--config-path) was not found; {path.name} beside the script is "
+            "read: check it"
         )
     if path is None:
-        source.lack(f"{places[-1]}, which --config-name names, was not found: its settings are not read")
+        source.lack(
+            f"{places[-1]}, which --config-name names, was not found: its settings are not read"
+        )
         return
     composed = compose(path, _is_own_config)
     source.add(composed)
@@ -506,7 +604,9 @@ def _is_override(word: str) -> bool:
     return re.match(r"\+{0,2}[A-Za-z_][\w./@-]*=", word) is not None
 
 
-def _overrides(words: Sequence[str], unresolved: Sequence[str], hidden: list[str]) -> Iterator[Setting]:
+def _overrides(
+    words: Sequence[str], unresolved: Sequence[str], hidden: list[str]
+) -> Iterator[Setting]:
     for word in words:
         key, equals, value = word.partition("=")
         if word.startswith("--"):
@@ -519,19 +619,29 @@ def _overrides(words: Sequence[str], unresolved: Sequence[str], hidden: list[str
             hidden.append(word)
 
 
-def _flags(words: Sequence[str], unresolved: Sequence[str] = (), hidden: list[str] | None = None) -> Iterator[Setting]:
-    """Yield the flags of a command; a word that is not known here and follows a complete flag may hold further flags."""
+def _flags(
+    words: Sequence[str], unresolved: Sequence[str] = (), hidden: list[str] | None = None
+) -> Iterator[Setting]:
+    """Yield the flags of a command; a word that is not known here and follows a complete flag
+    may hold further flags."""
     key = ""
     values: list[str] = []
     for word in [*words, "--"]:
         if not word.startswith("--"):
-            if word in unresolved and not word.startswith("$(") and (values or not key) and hidden is not None:
+            if (
+                word in unresolved
+                and not word.startswith("$(")
+                and (values or not key)
+                and hidden is not None
+            ):
                 hidden.append(word)
             else:
                 values.append(word)
             continue
         if key:
-            yield Setting(key, True if not values else values[0] if len(values) == 1 else list(values))
+            yield Setting(
+                key, True if not values else values[0] if len(values) == 1 else list(values)
+            )
         name, equals, value = word[2:].partition("=")
         key, values = name, [value] if equals else []
 
@@ -548,7 +658,11 @@ def _from_python(text: str, name: str, folder: Path | None) -> Source:
     for launch in launcher.launches:
         _add_launch(script, launch, folder)
     script.unresolved.extend(launcher.unresolved)
-    trainings = [one for one in script.commands if _LAUNCH.search(_command(one, ()).program) or _swift(one) is not None]
+    trainings = [
+        one
+        for one in script.commands
+        if _LAUNCH.search(_command(one, ()).program) or _swift(one) is not None
+    ]
     if trainings or not (calls := trainer_calls(launcher)):
         if not trainings:
             for words in _assigned(launcher):
@@ -563,10 +677,16 @@ def _from_python(text: str, name: str, folder: Path | None) -> Source:
             source.doubt_base()
         source.unresolved.extend(_used([*script.unresolved, *made.unresolved], source.settings))
     if source.settings and launcher.defaults:
-        decided = ", ".join(f"{key} = {str(value)[:30]}" for key, value in list(launcher.decided.items())[:12])
-        source.notes.append(f"the launcher's own arguments have their defaults{f': {decided}' if decided else ''}")
+        decided = ", ".join(
+            f"{key} = {str(value)[:30]}" for key, value in list(launcher.decided.items())[:12]
+        )
+        source.notes.append(
+            f"the launcher's own arguments have their defaults{f': {decided}' if decided else ''}"
+        )
     if source.settings and launcher.environment:
-        named = ", ".join(launcher.environment[:8]) + (", ..." if len(launcher.environment) > 8 else "")
+        named = ", ".join(launcher.environment[:8]) + (
+            ", ..." if len(launcher.environment) > 8 else ""
+        )
         source.notes.append(f"variables of the process environment are taken as not set ({named})")
     return source
 
@@ -587,16 +707,26 @@ def _add_launch(script: Script, launch: Launch, folder: Path | None) -> None:
 
 
 def _assigned(launcher: Launcher) -> list[list[str]]:
-    """Return the flags in the texts of a launcher that starts nothing which is known: those of no other text."""
+    """Return the flags in the texts of a launcher that starts nothing which is known:
+    those of no other text."""
     names = {**launcher.scope.names, **launcher.last_names}
-    texts = [value for value in names.values() if isinstance(value, str) and value.lstrip().startswith("--")]
-    own = [one for one in dict.fromkeys(texts) if not any(one != other and one.strip() in other for other in texts)]
+    texts = [
+        value
+        for value in names.values()
+        if isinstance(value, str) and value.lstrip().startswith("--")
+    ]
+    own = [
+        one
+        for one in dict.fromkeys(texts)
+        if not any(one != other and one.strip() in other for other in texts)
+    ]
     words = [word for text in own for word in split_words(text)]
     return [["python", "train.py", *words]] if words else []
 
 
 def plain_value(value: Any) -> Any:
-    """Return a text of the command line as a value: a number, a truth value, None, a list, a table, or the text itself."""
+    """Return a text of the command line as a value: a number, a truth value, None, a list, a
+    table, or the text itself."""
     if isinstance(value, list):
         return [plain_value(one) for one in value]
     if not isinstance(value, str):
@@ -622,6 +752,8 @@ def plain_value(value: Any) -> Any:
 
 def _loose_list(text: str) -> list[Any]:
     """Read Hydra's lists of bare words: `[a,b]`."""
-    if not (text.startswith("[") and text.endswith("]")) or any(mark in text[1:-1] for mark in "[]{}"):
+    if not (text.startswith("[") and text.endswith("]")) or any(
+        mark in text[1:-1] for mark in "[]{}"
+    ):
         raise ValueError(text)
     return [plain_value(one.strip()) for one in text[1:-1].split(",") if one.strip()]

@@ -1,4 +1,5 @@
-"""Settings of a Python script that makes a trainer itself: TRL's `GRPOTrainer`, or ms-swift's `RLHFArguments`."""
+"""Settings of a Python script that makes a trainer itself: TRL's `GRPOTrainer`, or
+ms-swift's `RLHFArguments`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwright_compat.convert.launcher import Class, Function, Launcher, LauncherCall, Record, Unknown, source_of
+from turnwright_compat.convert.launcher import (
+    Class,
+    Function,
+    Launcher,
+    LauncherCall,
+    Record,
+    Unknown,
+    source_of,
+)
 
 ARGUMENT_CLASSES = {
     "RLHFArguments": "swift rlhf",
@@ -16,9 +25,16 @@ ARGUMENT_CLASSES = {
     "SftArguments": "swift sft",
     "TrainArguments": "swift sft",
 }
-"""Classes of arguments that a script gives to a trainer of ms-swift, and the command that it replaces."""
+"""Classes of arguments that a script gives to a trainer of ms-swift, and the
+command that it replaces."""
 _OBJECTS = ("environment_factory", "tools", "reward_funcs", "rollout_func")
-_SERVED = ("processing_class", "callbacks", "optimizers", "reward_processing_classes", "compute_metrics")
+_SERVED = (
+    "processing_class",
+    "callbacks",
+    "optimizers",
+    "reward_processing_classes",
+    "compute_metrics",
+)
 
 
 @dataclass(slots=True)
@@ -41,11 +57,17 @@ class TrainerSettings:
 def trainer_calls(launcher: Launcher) -> list[LauncherCall]:
     """Return the calls that make a trainer, or the arguments of one."""
     names = {call.name.rpartition(".")[2]: call for call in launcher.calls}
-    found = [call for name, call in names.items() if re.fullmatch(r"[A-Z]\w*Trainer", name) or name in ARGUMENT_CLASSES]
+    found = [
+        call
+        for name, call in names.items()
+        if re.fullmatch(r"[A-Z]\w*Trainer", name) or name in ARGUMENT_CLASSES
+    ]
     return sorted(found, key=lambda call: not call.name.endswith("GRPOTrainer"))
 
 
-def read_trainer(launcher: Launcher, calls: Sequence[LauncherCall], name: str, folder: Path | None) -> TrainerSettings:
+def read_trainer(
+    launcher: Launcher, calls: Sequence[LauncherCall], name: str, folder: Path | None
+) -> TrainerSettings:
     """Return what the first trainer of a script is given."""
     call = calls[0]
     kind = call.name.rpartition(".")[2]
@@ -58,7 +80,10 @@ def read_trainer(launcher: Launcher, calls: Sequence[LauncherCall], name: str, f
         _add_fields(made, config.fields, "")
     elif config is not None:
         source = config.source if isinstance(config, Unknown) else "args"
-        made.lack(f"the trainer's settings come from the command line ({source}): give them to convert as flags")
+        made.lack(
+            f"the trainer's settings come from the command line ({source}): give them to convert "
+            "as flags"
+        )
     here = str((folder or Path()) / name) if folder is not None else name
     for key, value in call.kwargs.items():
         if key in _OBJECTS:
@@ -103,7 +128,9 @@ def _add_model(made: TrainerSettings, value: Any) -> None:
     if isinstance(value, str):
         made.settings.append(("model", value))
     else:
-        made.missing.append(f"the model is made by code ({source_of(value, 'model')}): set model.path")
+        made.missing.append(
+            f"the model is made by code ({source_of(value, 'model')}): set model.path"
+        )
 
 
 def _add_data(made: TrainerSettings, key: str, value: Any) -> None:
@@ -114,7 +141,10 @@ def _add_data(made: TrainerSettings, key: str, value: Any) -> None:
         return
     source = source_of(value, key)
     part = "tasks" if key == "train_dataset" else "eval_tasks"
-    made.missing.append(f"{key} is made by code ({source}): write its rows to a file, or a function (set [[env]] {part})")
+    made.missing.append(
+        f"{key} is made by code ({source}): write its rows to a file, or a function (set [[env]] "
+        f"{part})"
+    )
 
 
 def _add_adapter(made: TrainerSettings, value: Any) -> None:
@@ -122,7 +152,10 @@ def _add_adapter(made: TrainerSettings, value: Any) -> None:
         made.settings.append(("use_peft", True))
         _add_fields(made, value.fields, "lora.")
     elif value is not None:
-        made.missing.append(f"peft_config is known only when the script runs ({source_of(value, 'peft_config')}): set [lora]")
+        made.missing.append(
+            f"peft_config is known only when the script runs ({source_of(value, 'peft_config')}): "
+            "set [lora]"
+        )
 
 
 def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None:
@@ -136,15 +169,22 @@ def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None
         elif one is not None:
             what = one.name if isinstance(one, Class | Function) else source_of(one, str(one))
             where = one.scope.function if isinstance(one, Class | Function) else ""
-            inside = f"is made inside {where}(): move it to the top of the file" if where else "is made by code: name it"
-            script = f'; or set use = "{here}:{made.program}", which runs the script up to its trainer'
+            inside = (
+                f"is made inside {where}(): move it to the top of the file"
+                if where
+                else "is made by code: name it"
+            )
+            script = (
+                f'; or set use = "{here}:{made.program}", which runs the script up to its trainer'
+            )
             made.missing.append(f"{key}: {what} {inside}, then set it in [[env]]{script}")
     if names:
         made.settings.append((key, names if isinstance(value, list) else names[0]))
 
 
 def _named(value: Any, here: str) -> str | None:
-    """Return `file.py:name`, or `module:name` of something imported; None for what has no such name."""
+    """Return `file.py:name`, or `module:name` of something imported; None for
+    what has no such name."""
     if isinstance(value, Class | Function):
         if value.scope.function or (isinstance(value, Function) and value.name == "lambda"):
             return None

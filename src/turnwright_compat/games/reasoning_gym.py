@@ -1,4 +1,7 @@
-"""Reasoning Gym: its datasets by id, `reasoning_gym:chain_sum`. A row is a task, `score_answer` the reward of one reply."""
+"""Reasoning Gym: its datasets by id, `reasoning_gym:chain_sum`.
+
+A row is a task, `score_answer` the reward of one reply.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,15 @@ from turnwright.errors import EnvError
 from turnwright.types import Message, Task
 from turnwright_compat.games.registries import call_with_args, library
 
-_SIZE = 10_000  # rows that tasks are drawn from, `size` in [env.args]; few datasets generate all of them at once
+# rows that tasks are drawn from, `size` in [env.args]; few datasets generate all of them at once
+_SIZE = 10_000
 _DRAWS = 16  # rows drawn for one task at most, where a dataset repeats its questions
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def adapt(found: ForeignObject) -> ReasoningGymFactory:
-    """Make the factory of a dataset; `[env.args]` are the fields of its configuration, and `system`."""
+    """Make the factory of a dataset; `[env.args]` are the fields of its
+    configuration, and `system`."""
     args = dict(found.args)
     system = args.pop("system", None)
     factory = ReasoningGymFactory(found.target.id, system, args)
@@ -61,7 +66,9 @@ class ReasoningGymFactory:
     def dataset(self) -> Any:
         """The dataset, made when it is first used."""
         if self._made is None:
-            self._made = library("reasoning_gym.factory", "reasoning-gym").DATASETS[self.id][0](config=self.configuration())
+            self._made = library("reasoning_gym.factory", "reasoning-gym").DATASETS[self.id][0](
+                config=self.configuration()
+            )
         return self._made
 
     def row(self, index: int) -> Any:
@@ -71,7 +78,8 @@ class ReasoningGymFactory:
         return self._rows[index]
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """Draw up to `n` rows of different questions, by default 1000; the question decides whether a row is held out."""
+        """Draw up to `n` rows of different questions, by default 1000; the question decides
+        whether a row is held out."""
         n = n or 1000
         found: dict[str, Task] = {}
         rng = random.Random(seed)  # the same order for both splits, which share the rows
@@ -81,7 +89,10 @@ class ReasoningGymFactory:
         for index in draws:
             row = self.row(index)
             question, answer = str(row["question"]), row["answer"]
-            held_out = blake2b(question.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] % 2 == 1
+            held_out = (
+                blake2b(question.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] % 2
+                == 1
+            )
             repeated += question in found
             if question in found or held_out != (split == "eval"):
                 if repeated > 2 * n:  # a small dataset is exhausted
@@ -89,16 +100,22 @@ class ReasoningGymFactory:
                 continue
             if answer is not None:
                 self._answers[question] = str(answer)
-            found[question] = Task(question, None if answer is None else str(answer), info={"index": index})
+            found[question] = Task(
+                question, None if answer is None else str(answer), info={"index": index}
+            )
             if len(found) == n:
                 break
         return list(found.values())
 
     @property
     def solver(self) -> Speak | None:
-        """Player that answers with the row's own answer; None where that of the first row is not scored 1."""
+        """Player that answers with the row's own answer; None where that of the
+        first row is not scored 1."""
         first = self.row(0)
-        right = first["answer"] is not None and self.dataset.score_answer(answer=str(first["answer"]), entry=first) >= 1
+        right = (
+            first["answer"] is not None
+            and self.dataset.score_answer(answer=str(first["answer"]), entry=first) >= 1
+        )
         return self._solve if right else None
 
     def _solve(self, messages: Sequence[Message], rng: random.Random) -> str:
@@ -116,7 +133,10 @@ class ReasoningGymEnv(Env):
         """Ask the question."""
         index = task.info.get("index")
         if type(index) is not int:
-            raise EnvError(f'reasoning_gym:{self._factory.id}: task {task.id} has no row number in info["index"]')
+            raise EnvError(
+                f"reasoning_gym:{self._factory.id}: task {task.id} has no row number in "
+                'info["index"]'
+            )
         self._index = index
         system = self._factory.system
         return [*([] if system is None else [Message("system", system)]), *task.messages]
@@ -127,9 +147,16 @@ class ReasoningGymEnv(Env):
         found = _ANSWER.findall(action.text)
         answer = (found[-1] if found else action.text).strip()
         try:
-            score = float(factory.dataset.score_answer(answer=answer, entry=factory.row(self._index)))
+            score = float(
+                factory.dataset.score_answer(answer=answer, entry=factory.row(self._index))
+            )
         except Exception as error:  # scorers parse the answer
-            return Step(None, 0.0, terminated=True, info={"unreadable": f"{type(error).__name__}: {error}"[:200]})
+            return Step(
+                None,
+                0.0,
+                terminated=True,
+                info={"unreadable": f"{type(error).__name__}: {error}"[:200]},
+            )
         return Step(None, score, terminated=True)
 
 

@@ -20,7 +20,9 @@ def library(name: str, package: str) -> Any:
         raise ConfigError(f"{name}: cannot be imported ({error}); pip install {package}") from error
 
 
-def with_functions(args: Mapping[str, Any], names: tuple[str, ...], found: ForeignObject) -> dict[str, Any]:
+def with_functions(
+    args: Mapping[str, Any], names: tuple[str, ...], found: ForeignObject
+) -> dict[str, Any]:
     """Load those of the arguments that name a function, `file.py:function`."""
     given = dict(args)
     for name in names:
@@ -39,7 +41,11 @@ def call_with_args(make: Callable[..., Any], args: Mapping[str, Any], where: str
         known = ""
         if isinstance(error, TypeError):
             parameters = inspect.signature(make).parameters.values()
-            named = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+            named = [
+                one.name
+                for one in parameters
+                if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+            ]
             known = f"; [env.args] may have {', '.join(named)}" if named else ""
         message = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(f"{where} cannot be made: {message}{known}") from error

@@ -1,4 +1,7 @@
-"""TextArena: its games by id, `textarena:TicTacToe-v0`. The model plays one seat, an opponent the others."""
+"""TextArena: its games by id, `textarena:TicTacToe-v0`.
+
+The model plays one seat, an opponent the others.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +34,40 @@ _MOVES = 1000  # of opponents in one step of the model
 
 
 def random_opponent(seen: str, rng: random.Random) -> str:
-    """Choose one of the bracketed texts that its seat read last, as in `[4]`; most games write legal actions so."""
-    lines = [found for line in seen.splitlines() if (found := _BRACKETED.findall(_SENDER.sub("", line)))]
+    """Choose one of the bracketed texts that its seat read last, as in `[4]`; most games
+    write legal actions so."""
+    lines = [
+        found for line in seen.splitlines() if (found := _BRACKETED.findall(_SENDER.sub("", line)))
+    ]
     return rng.choice([text for line in lines[-6:] for text in line]) if lines else "[0]"
 
 
 def adapt(found: ForeignObject) -> TextArenaFactory:
-    """Make the factory of a game; `[env.args]` are those of its class, and `seat`, `players`, `opponent`, `system`."""
+    """Make the factory of a game; `[env.args]` are those of its class, and `seat`, `players`,
+    `opponent`, `system`."""
     id = found.target.id
     args = with_functions(found.args, ("opponent",), found)
     own = {key: args.pop(key) for key in ("seat", "players", "opponent", "system") if key in args}
     opponent = own.get("opponent", "random")
     if opponent != "random" and not callable(opponent):
-        raise ConfigError(f"{found.where}: opponent is {opponent!r}; write random, or file.py:function(seen, rng)")
+        raise ConfigError(
+            f"{found.where}: opponent is {opponent!r}; write random, or file.py:function(seen, rng)"
+        )
     seat, players = own.get("seat", 0), own.get("players")
     game = call_with_args(partial(_make, id), args, found.where)
     players = players or _players(game)
     if type(seat) is not int or type(players) is not int or not 0 <= seat < players:
-        raise ConfigError(f"{found.where}: seat is {seat!r} of {players} players; the first seat is 0")
-    return TextArenaFactory(id, args, seat, players, random_opponent if opponent == "random" else opponent, own.get("system"))
+        raise ConfigError(
+            f"{found.where}: seat is {seat!r} of {players} players; the first seat is 0"
+        )
+    return TextArenaFactory(
+        id,
+        args,
+        seat,
+        players,
+        random_opponent if opponent == "random" else opponent,
+        own.get("system"),
+    )
 
 
 def _make(id: str, **args: Any) -> Any:
@@ -62,7 +80,8 @@ def _make(id: str, **args: Any) -> Any:
 
 
 def _players(game: Any) -> int:
-    """Return the fewest players of a game: its class names the kind of its state, and its `reset` refuses too few."""
+    """Return the fewest players of a game: its class names the kind of its state, and its
+    `reset` refuses too few."""
     try:
         text = inspect.getsource(type(game))
     except (OSError, TypeError):
@@ -102,7 +121,10 @@ class TextArenaFactory:
 
 
 class TextArenaEnv(Env):
-    """One game. Its random numbers are its own, although TextArena draws them from Python's shared generator."""
+    """One game.
+
+    Its random numbers are its own, although TextArena draws them from Python's shared generator.
+    """
 
     def __init__(self, factory: TextArenaFactory) -> None:
         self._factory = factory
@@ -133,11 +155,17 @@ class TextArenaEnv(Env):
             return Step(self._news(seat), 0.0)
         infos = state.game_info if isinstance(getattr(state, "game_info", None), Mapping) else {}
         details = {player: info for player, info in infos.items() if isinstance(info, Mapping)}
-        faults = [player for player, info in details.items() if info.get("invalid_move") and player != seat]
+        faults = [
+            player
+            for player, info in details.items()
+            if info.get("invalid_move") and player != seat
+        ]
         reward = number_of((state.rewards or {}).get(seat, 0.0)) or 0.0
         info: dict[str, Any] = {"reason": str(details.get(seat, {}).get("reason") or "")}
         info["invalid_move"] = bool(details.get(seat, {}).get("invalid_move"))
-        if faults and self._factory.players == 2:  # a win that an opponent's illegal action gave away is no success
+        if (
+            faults and self._factory.players == 2
+        ):  # a win that an opponent's illegal action gave away is no success
             return Step(None, 0.0, truncated=True, info=info | {"opponent_invalid": True})
         return Step(None, reward, terminated=True, info=info)
 
@@ -153,7 +181,10 @@ class TextArenaEnv(Env):
                 return over
             self._look(player)
             over = self._act(self._factory.opponent(self._seen[player], self._rng))
-        raise EnvError(f"textarena:{self._factory.id}: opponents moved {_MOVES} times without a turn of the model")
+        raise EnvError(
+            f"textarena:{self._factory.id}: opponents moved {_MOVES} times without a turn of the "
+            "model"
+        )
 
     def _act(self, text: str) -> bool:
         done, _ = self._game.step(action=text)

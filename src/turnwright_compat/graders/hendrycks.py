@@ -1,4 +1,5 @@
-r"""Answers compared as texts, as the MATH dataset's checker does: after its rewriting of LaTeX they are equal, or not.
+r"""Answers compared as texts, as the MATH dataset's checker does: after its rewriting of
+LaTeX they are equal, or not.
 
 verl's `math_reward` is this comparison alone; slime's graders and mathruler's begin with it.
 """
@@ -20,7 +21,8 @@ _REMOVED = (
     ("^\\circ", ""),
     ("\\$", ""),
 )
-"""Replacements before units are cut, in order: a backslash that is left by one is read by the next."""
+"""Replacements before units are cut, in order: a backslash that is left by
+one is read by the next."""
 
 
 class UnreadableError(ValueError):
@@ -33,7 +35,8 @@ def same_text(given: str | None, truth: str | None, *, percent: bool = False) ->
 
 
 def normalize(answer: str | None, *, percent: bool = False) -> str | None:
-    r"""Return an answer without an enclosing ``\text{}``, rewritten; as it is where the rewriting does not apply."""
+    r"""Return an answer without an enclosing ``\text{}``, rewritten; as it is where the
+    rewriting does not apply."""
     if answer is None:
         return None
     answer = answer.strip()
@@ -47,7 +50,8 @@ def normalize(answer: str | None, *, percent: bool = False) -> str | None:
 
 
 def rewrite(text: str, *, percent: bool = False) -> str:
-    """Return a text in the checker's form: no spaces, units or degree signs; fractions and roots with braces.
+    """Return a text in the checker's form: no spaces, units or degree signs;
+    fractions and roots with braces.
 
     A percent sign goes with its backslash, and with `percent` (mathruler) also without one.
 
@@ -110,7 +114,8 @@ def _with_braces_after_fractions(text: str) -> str:
 
 
 def _as_fraction(text: str) -> str:
-    r"""Return ``\frac{a}{b}`` for two integers with a slash between them; another text unchanged."""
+    r"""Return ``\frac{a}{b}`` for two integers with a slash between them;
+    another text unchanged."""
     if text.count("/") != 1:
         return text
     try:

@@ -1,4 +1,5 @@
-"""Integers after `Answer:`, compared as texts, as Minerva's checker does and after it DAPO's in slime and verl."""
+"""Integers after `Answer:`, compared as texts, as Minerva's checker does and after it
+DAPO's in slime and verl."""
 
 from __future__ import annotations
 
@@ -23,11 +24,23 @@ _REPLACED = {
     "\\text{and}": ",",
     "\\text{m}": "\\text{}",
 }
-_WORDS = "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
+_WORDS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes "
+    "digits cents degrees cm gm "
+)
 _WORDS += "pounds meters meals edges students childrentickets multiples"
 _DROPPED = (
     *_WORDS.split(),
-    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}"),
+    *(
+        "\\text{s}",
+        "\\text{.}",
+        "\\text{\ns}",
+        "\\text{}^2",
+        "\\text{}^3",
+        "\\text{\n}",
+        "\\text{}",
+        "\\mathrm{th}",
+    ),
     *("^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
@@ -35,7 +48,8 @@ END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 
 
 def normalize(answer: str, dropped: tuple[str, ...] = ()) -> str:
-    """Return an answer after its last equals sign, without words of units, wrappers and separators of thousands."""
+    """Return an answer after its last equals sign, without words of units, wrappers and
+    separators of thousands."""
     answer = answer.split("=")[-1]
     for old, new in _REPLACED.items():
         answer = answer.replace(old, new)
@@ -54,8 +68,11 @@ def normalize(answer: str, dropped: tuple[str, ...] = ()) -> str:
     return (digits if digits.isdigit() else answer).strip()
 
 
-def after_answer(reply: str, truth: object, dropped: tuple[str, ...] = (), *, integer: bool) -> tuple[bool, str]:
-    """Return whether the last line after `Answer:` is the right answer, and that line; `integer` cuts the answer to one.
+def after_answer(
+    reply: str, truth: object, dropped: tuple[str, ...] = (), *, integer: bool
+) -> tuple[bool, str]:
+    """Return whether the last line after `Answer:` is the right answer, and that line;
+    `integer` cuts the answer to one.
 
     Raises:
         ValueError: for an answer that is no number, with `integer`.

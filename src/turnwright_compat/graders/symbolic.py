@@ -1,9 +1,11 @@
-r"""Answers compared by SymPy, as the checkers do that descend from PRM800K's: slime's `math` and `deepscaler`, mathruler's.
+r"""Answers compared by SymPy, as the checkers do that descend from PRM800K's: slime's `math` and
+`deepscaler`, mathruler's.
 
-Two answers are equal if they are the same text after normalization, or if part by part their difference simplifies to 0.
-An integer is equal to an integer alone, and a fraction has to be reduced in the same way. Those checkers run what SymPy's
-parser makes of an answer as Python code; here its syntax tree is walked, with the operations and functions of expressions
-alone, in a helper process with bounds (`turnwright.envs.isolation.bounded`).
+Two answers are equal if they are the same text after normalization, or if part by part their
+difference simplifies to 0. An integer is equal to an integer alone, and a fraction has to be
+reduced in the same way. Those checkers run what SymPy's parser makes of an answer as Python code;
+here its syntax tree is walked, with the operations and functions of expressions alone, in a helper
+process with bounds (`turnwright.envs.isolation.bounded`).
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ _UNITS = (
     "inch",
     "yard",
 )
-_UNIT = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS)  # one after another: `centimeter` loses `meter`
+_UNIT = tuple(
+    re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS
+)  # one after another: `centimeter` loses `meter`
 _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
@@ -56,16 +60,19 @@ _BRACKETS = "()[]"
 _TOO_HARD = re.compile(r"\^\{|\^\(|\^[0-9]+\^|\^[0-9][0-9]+")
 """Powers that are not evaluated."""
 _LETTERS = 2
-"""Different letters that an expression may have besides those of `sqrt` and `frac`; other text is not evaluated."""
+"""Different letters that an expression may have besides those of `sqrt` and `frac`; other
+text is not evaluated."""
 
 
 def equal(given: str, truth: str | None, *, percent: bool = False) -> bool:
-    """Whether an answer is the right one by the text (`hendrycks`; `percent` as there) or by SymPy."""
+    """Whether an answer is the right one by the text (`hendrycks`;
+    `percent` as there) or by SymPy."""
     return hendrycks.same_text(given, truth, percent=percent) or equal_by_sympy(given, truth)
 
 
 def equal_by_sympy(given: str, truth: str | None) -> bool:
-    """Whether an answer is the right one by SymPy; not where that cannot be decided within the bounds of a call."""
+    """Whether an answer is the right one by SymPy; not where that cannot be decided within
+    the bounds of a call."""
     if truth is None:
         return False
     try:
@@ -74,7 +81,9 @@ def equal_by_sympy(given: str, truth: str | None) -> bool:
         return False
     except CallFailed as error:
         if "ImportError" in str(error) or "ModuleNotFoundError" in str(error):
-            raise EnvError(f"this grader needs SymPy and pylatexenc ({error}); pip install 'turnwright[math]'") from error
+            raise EnvError(
+                f"this grader needs SymPy and pylatexenc ({error}); pip install 'turnwright[math]'"
+            ) from error
         raise
 
 
@@ -102,7 +111,8 @@ def _equal_part(given: str, truth: str) -> bool:
 
 
 def normalize(text: str) -> str:
-    r"""Return an answer in lower case, without ``\text{}``, units, signs of currency and percent, spaces and braces."""
+    r"""Return an answer in lower case, without ``\text{}``, units, signs of currency and
+    percent, spaces and braces."""
     enclosed = _ENCLOSED.search(text)
     if enclosed is not None:
         text = enclosed["text"]
@@ -130,10 +140,14 @@ def normalize(text: str) -> str:
 def _latex_as_text(latex: str) -> str:
     from pylatexenc import latex2text
 
-    text: str = latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    text: str = (
+        latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
+    )
     try:
         text = latex2text.LatexNodes2Text().latex_to_text(text)
-    except Exception:  # the parser may raise anything for malformed LaTeX, which is then compared as it is
+    except (
+        Exception
+    ):  # the parser may raise anything for malformed LaTeX, which is then compared as it is
         return latex
     for sign, word in _SIGNS.items():
         text = text.replace(sign, word)
@@ -182,7 +196,9 @@ def _difference_is_zero(truth: str, given: str) -> bool:
     import sympy
 
     difference = f"({truth})-({given})"
-    letters = {char for char in difference.replace("sqrt", "").replace("frac", "") if char.isalpha()}
+    letters = {
+        char for char in difference.replace("sqrt", "").replace("frac", "") if char.isalpha()
+    }
     if len(letters) > _LETTERS or _TOO_HARD.search(difference):
         return False
     try:
@@ -209,11 +225,15 @@ _READ_TEXT = ("Symbol", "Integer", "Float", "Number", "Rational", "Function")
 
 
 def _parsed(text: str) -> Any:
-    """Return the expression of a text, as `sympy.parsing.sympy_parser.parse_expr` does with implicit multiplication."""
+    """Return the expression of a text, as `sympy.parsing.sympy_parser.parse_expr` does with
+    implicit multiplication."""
     import sympy
     from sympy.parsing import sympy_parser
 
-    rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
+    rules = (
+        *sympy_parser.standard_transformations,
+        sympy_parser.implicit_multiplication_application,
+    )
     names = {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
     code = sympy_parser.stringify_expr(text.replace("^", "**"), {}, names, rules)
     return _value(ast.parse(code.strip(), mode="eval").body, names)

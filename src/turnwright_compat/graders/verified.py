@@ -1,7 +1,8 @@
-"""Answers compared by math-verify, as ms-swift's `accuracy`, TRL's `accuracy_reward` and verl's `math_verify` do.
+"""Answers compared by math-verify, as ms-swift's `accuracy`, TRL's `accuracy_reward` and
+verl's `math_verify` do.
 
-The library limits its time by a signal, which works in the main thread alone; here it runs in a helper process with bounds
-(`turnwright.envs.isolation.bounded`), and what exceeds them is wrong.
+The library limits its time by a signal, which works in the main thread alone; here it runs in a
+helper process with bounds (`turnwright.envs.isolation.bounded`), and what exceeds them is wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _UNLIMITED: dict[str, Any] = {"parsing_timeout": None}
 
 
 def by_swift(reply: str, solution: str) -> float:
-    """Return ms-swift's verdict on a reply: 1.0 or 0.0, also 0.0 for a solution that cannot be read."""
+    """Return ms-swift's verdict on a reply: 1.0 or 0.0, also 0.0 for a
+    solution that cannot be read."""
     return float(_verdict(_by_swift, reply, solution) or 0.0)
 
 
@@ -26,7 +28,8 @@ def by_trl(reply: str, solution: str) -> float | None:
 
 
 def by_verl(reply: str, truth: str, on_limit: float = 0.0) -> float:
-    """Return verl's verdict on a reply: 1.0 or 0.0, and `on_limit` where the comparison does not end."""
+    """Return verl's verdict on a reply: 1.0 or 0.0, and `on_limit` where the
+    comparison does not end."""
     return float(_verdict(_by_verl, reply, truth, on_limit=on_limit) or 0.0)
 
 
@@ -37,7 +40,9 @@ def _verdict(grader: Any, reply: str, truth: str, *, on_limit: float = 0.0) -> f
         return on_limit
     except CallFailed as error:
         if "ModuleNotFoundError" in str(error):
-            raise EnvError(f"this grader needs math-verify ({error}); pip install 'turnwright[math]'") from error
+            raise EnvError(
+                f"this grader needs math-verify ({error}); pip install 'turnwright[math]'"
+            ) from error
         return 0.0
     return found
 
@@ -53,7 +58,13 @@ def _by_swift(reply: str, solution: str) -> float:
     if answer is not None:
         found = parse(answer, **first)
     else:
-        settings = {"nits": False, "malformed_operators": False, "basic_latex": True, "boxed": True, "units": True}
+        settings = {
+            "nits": False,
+            "malformed_operators": False,
+            "basic_latex": True,
+            "boxed": True,
+            "units": True,
+        }
         found = parse(reply, extraction_config=[_boxed_first(**settings)], **first)
     return float(verify(gold, found, timeout_seconds=None))
 
@@ -82,7 +93,9 @@ def _boxed_first(**settings: Any) -> Any:
     from math_verify import LatexExtractionConfig
 
     return LatexExtractionConfig(
-        normalization_config=NormalizationConfig(**settings), boxed_match_priority=0, try_extract_without_anchor=False
+        normalization_config=NormalizationConfig(**settings),
+        boxed_match_priority=0,
+        try_extract_without_anchor=False,
     )
 
 

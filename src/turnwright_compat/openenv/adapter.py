@@ -1,4 +1,5 @@
-"""Environments of OpenEnv servers, through the generic client of `openenv-core`; one session per episode."""
+"""Environments of OpenEnv servers, through the generic client of `openenv-core`;
+one session per episode."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from turnwright.errors import ConfigError, EnvError, InvalidAction, ServerError
 from turnwright.types import Messages, Task, Trajectory, as_messages
 
 ParseAction = Callable[[str], Mapping[str, Any]]
-"""Maps a reply's text to the fields of an action; raises `InvalidAction` (or ValueError) for other text."""
+"""Maps a reply's text to the fields of an action; raises `InvalidAction` (or
+ValueError) for other text."""
 ShowObservation = Callable[[dict[str, Any]], Messages | None]
 """Maps the fields of an observation to messages for the model."""
 
@@ -50,18 +52,22 @@ def openenv_env(
         env = openenv_env("http://127.0.0.1:8000", action="message", observation="echoed_message")
 
     Args:
-        url: URL of the server; `/ws` is appended. Each episode is one connection with its own environment on the server.
-        action: function from a reply's text to an action's fields, or the name of the field for the complete text. By default
-            a reply is a JSON object of the fields, plain or in a fenced block.
-        observation: function from an observation's fields to messages for the model, or the name of the field to use. By
-            default the text of an observation with a single field, else all fields as JSON.
-        reset: arguments of the server's `reset` besides the seed; by default the task's `info["reset"]`, if any.
-        mistakes: error codes of the server caused by the model; their messages become observations. Add `EXECUTION_ERROR` if
-            the environment raises errors for bad actions.
+        url: URL of the server; `/ws` is appended. Each episode is one connection with its own
+            environment on the server.
+        action: function from a reply's text to an action's fields, or the name of the
+            field for the complete text. By default a reply is a JSON object of the
+            fields, plain or in a fenced block.
+        observation: function from an observation's fields to messages for the model, or the
+            name of the field to use. By default the text of an observation with a single field,
+            else all fields as JSON.
+        reset: arguments of the server's `reset` besides the seed; by default the task's
+            `info["reset"]`, if any.
+        mistakes: error codes of the server caused by the model; their messages become observations.
+            Add `EXECUTION_ERROR` if the environment raises errors for bad actions.
         system: system message for tasks without one.
         max_turns: maximum replies per episode, in addition to the run's limit.
-        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a hash of its id, seeds the
-            server's environment, if that takes a seed.
+        tasks: by default one per seed, disjoint between splits. `info["seed"]` of a task, else a
+            hash of its id, seeds the server's environment, if that takes a seed.
         solver, demonstrator, single_turn_best: as on an Env class.
         connect_s, call_s: seconds to connect, and for one answer; `limits.env_s` also applies.
 
@@ -69,7 +75,9 @@ def openenv_env(
         ConfigError: when openenv-core is not installed, or for an invalid setting.
     """
     if not re.match(r"(http|ws)s?://.", url):
-        raise ConfigError(f"openenv_env({url!r}): a URL begins with http://, https://, ws:// or wss://")
+        raise ConfigError(
+            f"openenv_env({url!r}): a URL begins with http://, https://, ws:// or wss://"
+        )
     for key, value in (("connect_s", connect_s), ("call_s", call_s)):
         if not value > 0:
             raise ConfigError(f"openenv_env({url!r}): {key} is {value}; it is over 0 seconds")
@@ -114,15 +122,24 @@ class OpenEnv(Env):
         given: Any = factory.begin(task) if factory.begin is not None else task.info.get("reset")
         arguments = dict(given) if factory.begin is not None or isinstance(given, Mapping) else {}
         self._client = _client_class()(
-            factory.url, connect_timeout_s=factory.connect_s, message_timeout_s=factory.call_s, mode="simulation"
+            factory.url,
+            connect_timeout_s=factory.connect_s,
+            message_timeout_s=factory.call_s,
+            mode="simulation",
         )
         result = await self._checked(self._client.reset(**{"seed": seed_of(task)} | arguments))
         if result.done:
             raise self._schema_error("its episode is over before it began")
-        return [*factory.opening(task.messages), *as_messages(self._observation_message(result.observation))]
+        return [
+            *factory.opening(task.messages),
+            *as_messages(self._observation_message(result.observation)),
+        ]
 
     async def step(self, action: Action) -> Step:
-        """Take the action of a reply. `done` becomes `terminated`, since the server does not report truncation."""
+        """Take the action of a reply.
+
+        `done` becomes `terminated`, since the server does not report truncation.
+        """
         fields = self._read(action.text)
         try:
             result = await self._checked(self._client.step(fields))
@@ -131,11 +148,17 @@ class OpenEnv(Env):
                 raise InvalidAction(str(error)) from error
             raise
         reward = result.reward
-        if reward is not None and not (isinstance(reward, (bool, int, float)) and math.isfinite(reward)):
+        if reward is not None and not (
+            isinstance(reward, (bool, int, float)) and math.isfinite(reward)
+        ):
             raise self._schema_error(f"the reward is {reward!r:.80}, no finite number")
         self._rewarded = self._rewarded or reward is not None
         self._over = result.done
-        return Step(self._observation_message(result.observation), float(reward or 0.0), terminated=self._over)
+        return Step(
+            self._observation_message(result.observation),
+            float(reward or 0.0),
+            terminated=self._over,
+        )
 
     def reward(self, trajectory: Trajectory) -> float | None:
         """Return 0.0, or None if the server ended the episode without any reward."""
@@ -163,10 +186,15 @@ class OpenEnv(Env):
         if show is not None:
             if show not in observation:
                 raise EnvError(
-                    f"{self._factory}: its observations have no {show!r}; they have {', '.join(observation) or 'none'}"
+                    f"{self._factory}: its observations have no {show!r}; they have "
+                    f"{', '.join(observation) or 'none'}"
                 )
             return _words(observation[show])
-        return _words(next(iter(observation.values()))) if len(observation) == 1 else _words(observation)
+        return (
+            _words(next(iter(observation.values())))
+            if len(observation) == 1
+            else _words(observation)
+        )
 
     async def _checked(self, call: Awaitable[Any]) -> Any:
         """Await a call and check the format of the answer."""
@@ -195,10 +223,13 @@ def _client_class() -> Any:
         base: Any = importlib.import_module("openenv.core.generic_client").GenericEnvClient
         closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
     except ImportError as error:
-        raise ConfigError(f"openenv_env needs openenv-core ({error}); pip install openenv-core") from error
+        raise ConfigError(
+            f"openenv_env needs openenv-core ({error}); pip install openenv-core"
+        ) from error
 
     class Client(base):  # type: ignore[misc]
-        """Client that raises `ServerError`; its base raises RuntimeError without the code and the rejected fields."""
+        """Client that raises `ServerError`; its base raises RuntimeError without the code
+        and the rejected fields."""
 
         async def _send_and_receive(self, message: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -208,7 +239,9 @@ def _client_class() -> Any:
                     raise  # otherwise read the server's last message, such as "full"
             answer = await self._receive()
             if not isinstance(answer, dict) or not isinstance(answer.get("data", {}), dict):
-                raise ServerError("schema", f"{self._ws_url} gave an answer of another form: {answer!r:.200}")
+                raise ServerError(
+                    "schema", f"{self._ws_url} gave an answer of another form: {answer!r:.200}"
+                )
             if answer.get("type") == "error":
                 raise _error_message(self._ws_url, answer.get("data", {}))
             return answer
@@ -225,7 +258,10 @@ def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
         if isinstance(error, Mapping) and isinstance(error.get("loc"), list)
     ]
     code = str(data.get("code", "UNKNOWN"))
-    return ServerError(code, "; ".join(refused) or f"{url}: {data.get('message') or 'it does not say why'} ({code})")
+    return ServerError(
+        code,
+        "; ".join(refused) or f"{url}: {data.get('message') or 'it does not say why'} ({code})",
+    )
 
 
 def _from_json(text: str) -> dict[str, Any]:

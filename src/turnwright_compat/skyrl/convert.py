@@ -30,7 +30,12 @@ from turnwright_compat.convert.sources import find_file
 
 USE = "skyrl:{}"
 """How a registered environment is named (`turnwright_compat`)."""
-A, G, T, OC = "trainer.algorithm.", "generator.", "trainer.", "trainer.algorithm.off_policy_correction."
+A, G, T, OC = (
+    "trainer.algorithm.",
+    "generator.",
+    "trainer.",
+    "trainer.algorithm.off_policy_correction.",
+)
 
 
 def _template(draft: Draft, value: Any) -> str | None:
@@ -59,28 +64,58 @@ def _correction(draft: Draft) -> None:
     given = draft.given
     if given.get(f"{OC}tis_ratio_type") == "token" or draft.isset(f"{A}use_tis"):
         draft.put("train.correction", "tis", origin=f"{OC}tis_ratio_type")
-        cap = draft.number(f"{OC}token_tis_ratio_clip_high", draft.number(f"{A}tis_imp_ratio_cap", 2.0))
-        draft.put("train.correction_high", cap if cap > 0 else 2.0, origin=f"{OC}token_tis_ratio_clip_high")
+        cap = draft.number(
+            f"{OC}token_tis_ratio_clip_high", draft.number(f"{A}tis_imp_ratio_cap", 2.0)
+        )
+        draft.put(
+            "train.correction_high",
+            cap if cap > 0 else 2.0,
+            origin=f"{OC}token_tis_ratio_clip_high",
+        )
     elif given.get(f"{OC}sequence_mask_metric") == "geometric":
         draft.put("train.correction", "sequence_mis_mean", origin=f"{OC}sequence_mask_metric")
-        draft.put("train.correction_low", draft.number(f"{OC}geo_mask_low", 0.99), origin=f"{OC}geo_mask_low")
-        draft.put("train.correction_high", draft.number(f"{OC}geo_mask_high", 1.01), origin=f"{OC}geo_mask_high")
+        draft.put(
+            "train.correction_low",
+            draft.number(f"{OC}geo_mask_low", 0.99),
+            origin=f"{OC}geo_mask_low",
+        )
+        draft.put(
+            "train.correction_high",
+            draft.number(f"{OC}geo_mask_high", 1.01),
+            origin=f"{OC}geo_mask_high",
+        )
     elif given.get(f"{OC}sequence_mask_metric") == "product":
         draft.put("train.correction", "sequence_mis", origin=f"{OC}sequence_mask_metric")
-        draft.put("train.correction_low", draft.number(f"{OC}product_mask_low", 0.5), origin=f"{OC}product_mask_low")
-        draft.put("train.correction_high", draft.number(f"{OC}product_mask_high", 2.0), origin=f"{OC}product_mask_high")
+        draft.put(
+            "train.correction_low",
+            draft.number(f"{OC}product_mask_low", 0.5),
+            origin=f"{OC}product_mask_low",
+        )
+        draft.put(
+            "train.correction_high",
+            draft.number(f"{OC}product_mask_high", 2.0),
+            origin=f"{OC}product_mask_high",
+        )
 
 
 def _asynchronous(draft: Draft) -> None:
     """Choose the schedule of SkyRL's asynchronous trainers."""
     program = str(draft.given.get("$program"))
     named = any(key.startswith(f"{T}fully_async.") for key in draft.given)
-    if "fully_async" in program or draft.isset(f"{T}fully_async.enabled") or (named and "async" in program):
+    if (
+        "fully_async" in program
+        or draft.isset(f"{T}fully_async.enabled")
+        or (named and "async" in program)
+    ):
         origin = f"{T}fully_async.enabled, {T}fully_async.max_staleness_steps"
         draft.put("schedule.mode", "async", origin=origin if named else program)
         if f"{T}fully_async.max_staleness_steps" in draft.given:
             staleness = int(draft.number(f"{T}fully_async.max_staleness_steps", 4))
-            draft.put("schedule.staleness", max(1, staleness), origin=f"{T}fully_async.max_staleness_steps")
+            draft.put(
+                "schedule.staleness",
+                max(1, staleness),
+                origin=f"{T}fully_async.max_staleness_steps",
+            )
     elif re.search(r"(^|\.)async\.main_async$", program):
         draft.put("schedule.mode", "one_step_off", origin=program)
 
@@ -90,7 +125,9 @@ def _registered(draft: Draft) -> None:
     name, program = draft.given.get("environment.env_class"), str(draft.given.get("$program"))
     if name is None or draft.base_known:
         return
-    path = find_file(program if program.endswith(".py") else program.replace(".", "/") + ".py", draft.folder)
+    path = find_file(
+        program if program.endswith(".py") else program.replace(".", "/") + ".py", draft.folder
+    )
     if path is None:
         return
     try:
@@ -99,10 +136,18 @@ def _registered(draft: Draft) -> None:
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "register":
-            words = {one.arg: one.value.value for one in node.keywords if isinstance(one.value, ast.Constant)}
+            words = {
+                one.arg: one.value.value
+                for one in node.keywords
+                if isinstance(one.value, ast.Constant)
+            }
             if words.get("id") == name and isinstance(words.get("entry_point"), str):
                 module, _, attribute = str(words["entry_point"]).partition(":")
-                draft.put("env.use", python_name(draft, f"{module}.{attribute}"), origin="environment.env_class")
+                draft.put(
+                    "env.use",
+                    python_name(draft, f"{module}.{attribute}"),
+                    origin="environment.env_class",
+                )
                 draft.notes.append(f"{name} is the class that {path.name} registers")
                 return
 
@@ -111,7 +156,10 @@ def _finish(draft: Draft) -> None:
     given = draft.given
     _asynchronous(draft)
     _registered(draft)
-    groups, mini = draft.number(f"{T}train_batch_size", 1024), draft.number(f"{T}policy_mini_batch_size", 256)
+    groups, mini = (
+        draft.number(f"{T}train_batch_size", 1024),
+        draft.number(f"{T}policy_mini_batch_size", 256),
+    )
     minibatches(draft, mini, groups, f"{T}policy_mini_batch_size")
     if given.get(f"{T}max_training_steps") is None:
         draft.put("train.data_epochs", draft.number(f"{T}epochs", 1), origin=f"{T}epochs")
@@ -123,17 +171,30 @@ def _finish(draft: Draft) -> None:
         draft.put("train.kl", draft.number(f"{A}kl_loss_coef", 0.001), origin=f"{A}kl_loss_coef")
         draft.put("train.kl_in", "loss", origin=f"{A}use_kl_loss")
     if draft.isset(f"{A}use_entropy_loss"):
-        draft.put("train.entropy", draft.number(f"{A}entropy_loss_coef", 0.01), origin=f"{A}entropy_loss_coef")
+        draft.put(
+            "train.entropy",
+            draft.number(f"{A}entropy_loss_coef", 0.01),
+            origin=f"{A}entropy_loss_coef",
+        )
     if given.get(f"{A}policy_loss_type") == "dual_clip":
-        draft.put("train.clip_cap", draft.number(f"{A}clip_ratio_c", 3.0), origin=f"{A}clip_ratio_c")
-    if given.get(f"{A}grpo_norm_by_std") is False and draft.values.get("train.algorithm", "grpo") == "grpo":
+        draft.put(
+            "train.clip_cap", draft.number(f"{A}clip_ratio_c", 3.0), origin=f"{A}clip_ratio_c"
+        )
+    if (
+        given.get(f"{A}grpo_norm_by_std") is False
+        and draft.values.get("train.algorithm", "grpo") == "grpo"
+    ):
         draft.put("train.advantage", "mean", origin=f"{A}grpo_norm_by_std")
     warmup = f"{T}policy.optimizer_config.num_warmup_steps"
     if draft.number(warmup, 0) > 0:
-        updates = draft.values.get("train.minibatches", 1) * int(draft.number(f"{T}update_epochs_per_batch", 1))
+        updates = draft.values.get("train.minibatches", 1) * int(
+            draft.number(f"{T}update_epochs_per_batch", 1)
+        )
         in_steps(draft, "train.lr_warmup_steps", draft.number(warmup, 0), updates, warmup)
     if draft.isset(f"{T}update_ref_every_epoch"):
-        draft.reasons[f"{T}update_ref_every_epoch"] = "set train.reference_every to the steps of one epoch"
+        draft.reasons[f"{T}update_ref_every_epoch"] = (
+            "set train.reference_every to the steps of one epoch"
+        )
     _correction(draft)
     if not draft.number(f"{T}policy.model.lora.rank", 0):
         for key in ("alpha", "dropout", "targets"):
@@ -156,7 +217,8 @@ def _loss(draft: Draft, value: Any) -> str | None:
 def _estimator(draft: Draft, value: Any) -> str | None:
     if value == "gae":
         raise ConfigError(
-            'advantage_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or reinforce++'
+            'advantage_estimator = "gae" trains with a critic, which is not here; choose grpo, '
+            "rloo or reinforce++"
         )
     names = {"grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
     if value not in names:
@@ -202,7 +264,11 @@ RULES: dict[str, Any] = {
     f"{T}policy.optimizer_config.max_grad_norm": "train.max_grad_norm",
     f"{T}policy.optimizer_config.num_warmup_steps": noted,
     f"{T}policy.optimizer_config.scheduler": same(
-        "train.schedule", constant="constant", constant_with_warmup="constant", linear="linear", cosine="cosine"
+        "train.schedule",
+        constant="constant",
+        constant_with_warmup="constant",
+        linear="linear",
+        cosine="cosine",
     ),
     f"{T}train_batch_size": "rollout.groups",
     f"{T}policy_mini_batch_size": noted,
@@ -246,7 +312,9 @@ RULES: dict[str, Any] = {
     f"{A}dynamic_sampling.type": same("train.refill", none=0, filter=3, replace=3),
     f"{A}use_tis": noted,
     f"{A}tis_imp_ratio_cap": noted,
-    f"{OC}tis_ratio_type": lambda draft, value: None if value in (None, "token") else "weights per sequence: see sequence_mis",
+    f"{OC}tis_ratio_type": lambda draft, value: (
+        None if value in (None, "token") else "weights per sequence: see sequence_mis"
+    ),
     f"{OC}token_tis_ratio_clip_high": noted,
     f"{OC}sequence_mask_metric": noted,
     f"{OC}geo_mask_high": noted,
@@ -258,18 +326,42 @@ RULES: dict[str, Any] = {
 _EVAL = "evaluations have the limits and stop texts of training episodes"
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{G}batched": ("every reply is a call of its own, batched by the engine", (False, True)),
-    f"{G}append_eos_token_after_stop_str_in_multi_turn": ("the template closes a reply; the token is not trained", (True,)),
-    f"{G}zero_reward_on_non_stop": ("write it into the reward: env sees why a reply ended", (False,)),
-    f"{G}miniswe_config_path": ("a setting of a generator of the user's: give it in [env.args]", ()),
+    f"{G}append_eos_token_after_stop_str_in_multi_turn": (
+        "the template closes a reply; the token is not trained",
+        (True,),
+    ),
+    f"{G}zero_reward_on_non_stop": (
+        "write it into the reward: env sees why a reply ended",
+        (False,),
+    ),
+    f"{G}miniswe_config_path": (
+        "a setting of a generator of the user's: give it in [env.args]",
+        (),
+    ),
     f"{G}miniswe_traj_dir": ("a setting of a generator of the user's: give it in [env.args]", ()),
-    f"{G}step_wise_trajectories": ("branches are rows of one trajectory; see rollout.history", (False,)),
-    f"{G}merge_stepwise_output": ("shared prefixes are merged without a key (train.batching)", (False, True)),
+    f"{G}step_wise_trajectories": (
+        "branches are rows of one trajectory; see rollout.history",
+        (False,),
+    ),
+    f"{G}merge_stepwise_output": (
+        "shared prefixes are merged without a key (train.batching)",
+        (False, True),
+    ),
     f"{G}vision_language_generator": ("one loop for text and images", (False, True)),
-    f"{G}enable_child_agents": ("agents of its own generator; see [[env]] and play functions", (False,)),
-    f"{G}train_child_trajectories": ("what an agent sampled is trained, see train.loss_scale", (True,)),
+    f"{G}enable_child_agents": (
+        "agents of its own generator; see [[env]] and play functions",
+        (False,),
+    ),
+    f"{G}train_child_trajectories": (
+        "what an agent sampled is trained, see train.loss_scale",
+        (True,),
+    ),
     f"{G}use_cache_salt": ("see engine.in_flight", (True,)),
     f"{G}chat_template.source": ("model.template takes names and files", ("name", "file")),
-    f"{G}sampling_params.repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
+    f"{G}sampling_params.repetition_penalty": (
+        "no penalties: they would not be part of the trained distribution",
+        (1, 1.0),
+    ),
     f"{G}eval_sampling_params.repetition_penalty": ("no penalties", (1, 1.0)),
     f"{G}sampling_params.logprobs": ("logprobs of sampled ids are always returned", ()),
     f"{G}sampling_params.additional_kwargs": ("no free sampling settings", (None,)),
@@ -279,14 +371,20 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{A}advantage_batch_normalize": ('see train.advantage = "batch"', (False,)),
     f"{A}value_clip": ("no critic", ()),
     f"{A}lambd": ("no critic, so no GAE", (1, 1.0)),
-    f"{A}zero_variance_filter": ("groups without variance carry no loss; train.refill replaces them", (False, True)),
+    f"{A}zero_variance_filter": (
+        "groups without variance carry no loss; train.refill replaces them",
+        (False, True),
+    ),
     f"{A}zero_variance_filter_tol": ("rounding is allowed for", ()),
     f"{A}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
     f"{A}kl_ctrl.kl_target": ("the weight of the KL term is constant", ()),
     f"{A}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
     f"{A}temperature": ("logprobs have the temperature of sampling", (None,)),
     f"{A}dynamic_sampling.max_sample_batches": ("train.refill is the number of rounds", ()),
-    f"{A}dynamic_sampling.min_replace_ratio": ("train.refill replaces as many groups as it can", ()),
+    f"{A}dynamic_sampling.min_replace_ratio": (
+        "train.refill replaces as many groups as it can",
+        (),
+    ),
     f"{OC}outlier_token_is_threshold_low": ('see train.correction = "icepop"', (None,)),
     f"{OC}outlier_token_is_threshold_high": ('see train.correction = "icepop"', (None,)),
     f"{OC}token_mask_is_threshold_low": ('see train.correction = "icepop"', (None,)),
@@ -307,7 +405,8 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def _environment_setting(draft: Draft, key: str, value: Any) -> str | None:
-    """Put a setting of one environment into its arguments; those of the other environments have no effect."""
+    """Put a setting of one environment into its arguments; those of the other
+    environments have no effect."""
     name, _, setting = key.removeprefix("environment.skyrl_gym.").partition(".")
     if name != draft.given.get("environment.env_class", "gsm8k"):
         return "no effect: it belongs to another environment"
@@ -316,15 +415,49 @@ def _environment_setting(draft: Draft, key: str, value: Any) -> str | None:
 
 
 MACHINE = (
-    *(f"{T}placement.*", f"{T}strategy", f"{T}*fsdp_config*", f"{T}*megatron_config*", f"{T}micro_*"),
-    *(f"{T}critic.*", f"{T}ref.*", f"{T}hf_save_interval", f"{T}export_path", f"{T}log_path", f"{T}dump_*"),
+    *(
+        f"{T}placement.*",
+        f"{T}strategy",
+        f"{T}*fsdp_config*",
+        f"{T}*megatron_config*",
+        f"{T}micro_*",
+    ),
+    *(
+        f"{T}critic.*",
+        f"{T}ref.*",
+        f"{T}hf_save_interval",
+        f"{T}export_path",
+        f"{T}log_path",
+        f"{T}dump_*",
+    ),
     *(f"{T}*sequence_parallel*", f"{T}policy.model_config_kwargs*", f"{T}policy.use_torch_compile"),
-    *(f"{T}policy.record_memory", f"{T}mtp.*", f"{T}policy.torch_profiler*", f"{T}policy.optimizer_config.offload*"),
+    *(
+        f"{T}policy.record_memory",
+        f"{T}mtp.*",
+        f"{T}policy.torch_profiler*",
+        f"{T}policy.optimizer_config.offload*",
+    ),
     *(f"{T}*torch_profiler*", f"{T}flash_attn", f"{G}inference_engine.*", "data.dataloader.*"),
     *(f"{T}use_expandable_segments", f"{T}remove_microbatch_padding", f"{T}policy.model.lora.*"),
-    *(f"{T}policy.language_model_only", f"{T}fully_async.*", f"{T}gradient_checkpointing_use_*", f"{T}resume_path"),
-    *(f"{T}*num_gpus*", f"{T}disable_fast_tokenizer", f"{T}target_modules", "hydra.*", f"{T}critic_*"),
-    *(f"{A}value_head_prefix", f"{T}rope_*", f"{T}policy.inference_only_init", f"{T}policy.model.fake_int4*"),
+    *(
+        f"{T}policy.language_model_only",
+        f"{T}fully_async.*",
+        f"{T}gradient_checkpointing_use_*",
+        f"{T}resume_path",
+    ),
+    *(
+        f"{T}*num_gpus*",
+        f"{T}disable_fast_tokenizer",
+        f"{T}target_modules",
+        "hydra.*",
+        f"{T}critic_*",
+    ),
+    *(
+        f"{A}value_head_prefix",
+        f"{T}rope_*",
+        f"{T}policy.inference_only_init",
+        f"{T}policy.model.fake_int4*",
+    ),
 )
 
 

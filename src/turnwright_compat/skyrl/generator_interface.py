@@ -1,4 +1,5 @@
-"""What generators of SkyRL are written against: their batches, and what they exchange with the engine."""
+"""What generators of SkyRL are written against: their batches, and what they
+exchange with the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class InferenceEngineInterface(ABC):
     """Engine."""
 
     @abstractmethod
-    async def generate(self, input_batch: InferenceEngineInput, model: str | None = None) -> InferenceEngineOutput:
+    async def generate(
+        self, input_batch: InferenceEngineInput, model: str | None = None
+    ) -> InferenceEngineOutput:
         """Sample a reply to each prompt."""
 
 

@@ -1,4 +1,5 @@
-"""What generators of SkyRL make their rows with: ids of messages with a mask, metrics of a batch."""
+"""What generators of SkyRL make their rows with: ids of messages with a
+mask, metrics of a batch."""
 
 from __future__ import annotations
 
@@ -14,15 +15,25 @@ _BASE: list[dict[str, Any]] = [
     {"role": "system", "content": "You are a helpful assistant."},
     {"role": "user", "content": "I am a user."},
 ]
-"""Conversation that messages are rendered after, so that no template writes its own system message before them."""
+"""Conversation that messages are rendered after, so that no template writes its own
+system message before them."""
 
 
-def _render(messages: list[Any], tokenizer: Any, given: dict[str, Any] | None, prompt: bool = False) -> list[int]:
-    options = {"tokenize": True, "return_dict": False, "add_generation_prompt": prompt, **(given or {})}
+def _render(
+    messages: list[Any], tokenizer: Any, given: dict[str, Any] | None, prompt: bool = False
+) -> list[int]:
+    options = {
+        "tokenize": True,
+        "return_dict": False,
+        "add_generation_prompt": prompt,
+        **(given or {}),
+    }
     return list(tokenizer.apply_chat_template(messages, **options))
 
 
-def get_generation_prompt_ids(tokenizer: Any, tokenizer_kwargs: dict[str, Any] | None = None) -> list[int]:
+def get_generation_prompt_ids(
+    tokenizer: Any, tokenizer_kwargs: dict[str, Any] | None = None
+) -> list[int]:
     """Return the ids that a template writes before a reply."""
     empty = [{"role": "user", "content": ""}]
     before = _render(empty, tokenizer, tokenizer_kwargs)
@@ -45,7 +56,8 @@ def get_response_ids_and_loss_mask_from_messages(
     assistant_logprobs: list[list[float]] | None = None,
     tokenizer_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int], list[float] | None]:
-    """Return ids, mask and logprobs of messages; replies are trained from after the generation prompt to their end token."""
+    """Return ids, mask and logprobs of messages; replies are trained from after the generation
+    prompt to their end token."""
     prompt = get_generation_prompt_ids(tokenizer, tokenizer_kwargs)
     response: list[int] = []
     mask: list[int] = []
@@ -58,11 +70,15 @@ def get_response_ids_and_loss_mask_from_messages(
             # The last id of the generation prompt may be one with the first of the reply.
             start = len(prompt) if ids[: len(prompt)] == prompt else len(prompt) - 1
             if ids[:start] != prompt[:start]:
-                raise AssertionError("the template writes a reply otherwise than after its generation prompt")
+                raise AssertionError(
+                    "the template writes a reply otherwise than after its generation prompt"
+                )
             if tokenizer.eos_token_id in ids:
                 end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
         elif message["role"] not in ("user", "tool"):
-            raise ValueError(f"a message of role {message['role']!r} is neither of user, tool nor assistant")
+            raise ValueError(
+                f"a message of role {message['role']!r} is neither of user, tool nor assistant"
+            )
 
         response += ids
         mask += [0] * start + [1] * (end - start) + [0] * (len(ids) - end)
@@ -74,7 +90,9 @@ def get_response_ids_and_loss_mask_from_messages(
     return response, mask, None if assistant_logprobs is None else logprobs
 
 
-def apply_overlong_filtering(loss_masks: list[list[int]], stop_reasons: list[str]) -> list[list[int]]:
+def apply_overlong_filtering(
+    loss_masks: list[list[int]], stop_reasons: list[str]
+) -> list[list[int]]:
     """Return the masks, zeros for the rows that were cut."""
     pairs = zip(loss_masks, stop_reasons, strict=True)
     return [list(mask) if reason == "stop" else [0] * len(mask) for mask, reason in pairs]
@@ -92,12 +110,18 @@ def get_rollout_metrics(
     """Return the numbers of a batch that SkyRL logs; environments aggregate their own."""
     counts = np.array([len(response) for response in responses], dtype=float)
     totals = np.array([float(np.sum(reward)) for reward in rewards])
-    found = {f"generate/{name}_num_tokens": _statistic(name, counts) for name in ("min", "max", "avg", "std")}
+    found = {
+        f"generate/{name}_num_tokens": _statistic(name, counts)
+        for name in ("min", "max", "avg", "std")
+    }
     found["generate/avg_tokens_non_zero_rewards"] = _statistic("avg", counts[totals > 0])
     found["generate/avg_tokens_zero_rewards"] = _statistic("avg", counts[totals == 0])
     if loss_masks is not None:
         trained = np.array([sum(mask) for mask in loss_masks], dtype=float)
-        found |= {f"generate/{name}_assistant_tokens": _statistic(name, trained) for name in ("min", "max", "avg", "std")}
+        found |= {
+            f"generate/{name}_assistant_tokens": _statistic(name, trained)
+            for name in ("min", "max", "avg", "std")
+        }
 
     times = {"completion": trajectory_completion_times, **(trajectory_time_splits or {})}
     for name, seconds in times.items():
@@ -111,7 +135,9 @@ def get_rollout_metrics(
     for metrics, env_class in zip(env_metrics or (), env_classes or (), strict=False):
         by_env[env_class].append(metrics)
     for env_class, metrics_of_env in by_env.items():
-        combine = import_for_user("skyrl_gym.metrics", fromlist=("aggregate_for_environment",)).aggregate_for_environment
+        combine = import_for_user(
+            "skyrl_gym.metrics", fromlist=("aggregate_for_environment",)
+        ).aggregate_for_environment
         aggregated = combine(env_class, metrics_of_env)
         found |= {f"environment/{key}": value for key, value in aggregated.items()}
     return found

@@ -68,7 +68,9 @@ def default_aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]
 
 def aggregate_for_environment(env_name: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the metrics of many episodes as the environment of an id combines them."""
-    registration = import_for_user("skyrl_gym.envs.registration", fromlist=("spec", "load_env_creator"))
+    registration = import_for_user(
+        "skyrl_gym.envs.registration", fromlist=("spec", "load_env_creator")
+    )
     entry = registration.spec(env_name).entry_point
     env_class = registration.load_env_creator(entry) if isinstance(entry, str) else entry
     aggregated: dict[str, Any] = env_class.aggregate_metrics(metrics)
@@ -150,19 +152,28 @@ class EnvSpec:
 registry: dict[str, EnvSpec] = {}
 
 
-def register(id: str, entry_point: Callable[..., Any] | str | None = None, kwargs: dict[str, Any] | None = None) -> None:
+def register(
+    id: str,
+    entry_point: Callable[..., Any] | str | None = None,
+    kwargs: dict[str, Any] | None = None,
+) -> None:
     """Register a class, or `module:Class`, under an id; the same registration may repeat."""
     if entry_point is None:
         raise ValueError(f"register({id!r}) needs an entry_point: a class, or 'module:Class'")
     made = EnvSpec(id, entry_point, dict(kwargs or {}))
-    if registry.setdefault(id, made) != made and not _reloaded(registry[id].entry_point, entry_point):
+    if registry.setdefault(id, made) != made and not _reloaded(
+        registry[id].entry_point, entry_point
+    ):
         raise RegistrationError(f"the environment {id!r} is registered already")
     registry[id] = made
 
 
 def _reloaded(first: Any, second: Any) -> bool:
     """Whether two classes are one class of a file that was loaded twice."""
-    names = [(getattr(one, "__qualname__", one), getattr(one, "__module__", "").rpartition("_")[0]) for one in (first, second)]
+    names = [
+        (getattr(one, "__qualname__", one), getattr(one, "__module__", "").rpartition("_")[0])
+        for one in (first, second)
+    ]
     return callable(first) and names[0] == names[1]
 
 
@@ -187,7 +198,11 @@ def load_env_creator(name: str) -> Any:
 def make(id: str | EnvSpec, **kwargs: Any) -> Any:
     """Make an environment by id."""
     found = id if isinstance(id, EnvSpec) else spec(id)
-    creator = load_env_creator(found.entry_point) if isinstance(found.entry_point, str) else found.entry_point
+    creator = (
+        load_env_creator(found.entry_point)
+        if isinstance(found.entry_point, str)
+        else found.entry_point
+    )
     assert creator is not None
     env = creator(**(copy.deepcopy(found.kwargs) | kwargs))
     env.spec = found
@@ -199,7 +214,10 @@ def pprint_registry(
 ) -> str | None:
     """Print the ids, or return them as text."""
     ids = sorted(print_registry)
-    text = "\n".join("  ".join(ids[at : at + num_cols]) for at in range(0, len(ids), num_cols)) or "no environments registered"
+    text = (
+        "\n".join("  ".join(ids[at : at + num_cols]) for at in range(0, len(ids), num_cols))
+        or "no environments registered"
+    )
     if disable_print:
         return text
     print(text)

@@ -27,7 +27,9 @@ class ToolGroup:
     def __init__(self, name: str) -> None:
         self.name = name
         found = ((key, getattr(type(self), key, None)) for key in dir(self))
-        self._tool_registry = {made.name: getattr(self, key) for key, made in found if isinstance(made, tool)}
+        self._tool_registry = {
+            made.name: getattr(self, key) for key, made in found if isinstance(made, tool)
+        }
 
     def get_name(self) -> str:
         """Return the name of the group."""
@@ -65,7 +67,13 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """Return what the code writes, or its error."""
         failed = "Error executing Python code: "
         try:
-            done = subprocess.run(["python", "-c", code], capture_output=True, text=True, timeout=self.timeout, check=False)
+            done = subprocess.run(
+                ["python", "-c", code],
+                capture_output=True,
+                text=True,
+                timeout=self.timeout,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return f"{failed}Execution timed out after {self.timeout} seconds."
         return f"{failed}{done.stderr.strip()}" if done.stderr else done.stdout.strip()
@@ -81,7 +89,12 @@ class SearchToolGroup(ToolGroup):
         timeout: int = 30,
         log_requests: bool = True,
     ) -> None:
-        self.search_url, self.topk, self.timeout, self.log_requests = search_url, topk, timeout, log_requests
+        self.search_url, self.topk, self.timeout, self.log_requests = (
+            search_url,
+            topk,
+            timeout,
+            log_requests,
+        )
         super().__init__(name="SearchToolGroup")
 
     @tool
@@ -97,7 +110,9 @@ class SearchToolGroup(ToolGroup):
                 found = json.load(response).get("result") or []
         except (OSError, ValueError, AttributeError) as error:
             return json.dumps({"result": f"Search error: {error}"})
-        text = "\n---\n".join(_passages(one) for one in found) if found else "No search results found."
+        text = (
+            "\n---\n".join(_passages(one) for one in found) if found else "No search results found."
+        )
         return json.dumps({"result": text})
 
 

@@ -1,4 +1,5 @@
-"""What user code imports of SkyRL where it is not installed: for each module, where its names are ours."""
+"""What user code imports of SkyRL where it is not installed: for each module,
+where its names are ours."""
 
 GYM = "turnwright_compat.skyrl.gym_interface"
 GYM_TOOLS = "turnwright_compat.skyrl.gym_tools"

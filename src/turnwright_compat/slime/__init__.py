@@ -1,1 +1,2 @@
-"""slime and Miles: their agent, reward and filter functions, rollouts for their trainers, and their launch scripts."""
+"""slime and Miles: their agent, reward and filter functions, rollouts for their trainers, and
+their launch scripts."""

@@ -1,4 +1,5 @@
-"""slime and Miles: interaction environments (`build_env`), custom generate functions, and their rewards."""
+"""slime and Miles: interaction environments (`build_env`), custom generate
+functions, and their rewards."""
 
 from __future__ import annotations
 
@@ -35,18 +36,45 @@ from turnwright_compat.slime.shape import (
     takes_one_input,
 )
 
-ARGUMENTS = ("custom_config_path", "custom_rm_path", "rm_type", "reward_key", "eval_reward_key", "args")
+ARGUMENTS = (
+    "custom_config_path",
+    "custom_rm_path",
+    "rm_type",
+    "reward_key",
+    "eval_reward_key",
+    "args",
+)
 """Keys of `[env.args]`; `args` has further arguments of the run, over those of the file."""
 IDS = ("generate",)
 """`slime:generate`: one reply, as slime samples it without a function of the user."""
-RM_TYPES = ("deepscaler", "dapo", "math", "f1", "gpqa", "ifbench", "gemma_math", "random", "deterministic_random", "remote_rm")
+RM_TYPES = (
+    "deepscaler",
+    "dapo",
+    "math",
+    "f1",
+    "gpqa",
+    "ifbench",
+    "gemma_math",
+    "random",
+    "deterministic_random",
+    "remote_rm",
+)
 """Each may have the prefix `boxed_`."""
 ROLLOUT_PARAMETERS = ("args", "rollout_id")
 UNLIMITED = 1 << 20
-"""Context in tokens where the run has no limit of its own: user code compares lengths with a number."""
+"""Context in tokens where the run has no limit of its own: user code compares
+lengths with a number."""
 STEPPED = (StopReason.DONE, StopReason.ENV_TRUNCATED, StopReason.MAX_TURNS)
-"""Ends after the environment saw the last reply. At others, an episode without a reward so far has reward 0."""
-STATUSES = {"COMPLETED": "completed", "TRUNCATED": "truncated", "ABORTED": "aborted", "FAILED": "failed"}
+"""Ends after the environment saw the last reply.
+
+At others, an episode without a reward so far has reward 0.
+"""
+STATUSES = {
+    "COMPLETED": "completed",
+    "TRUNCATED": "truncated",
+    "ABORTED": "aborted",
+    "FAILED": "failed",
+}
 
 
 def adapt(found: ForeignObject) -> Any:
@@ -57,7 +85,8 @@ def adapt(found: ForeignObject) -> Any:
     names = parameter_names(target)
     if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
         raise ConfigError(
-            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop replaces; {_hook(target)}"
+            f"{found.where} plays all samples of a step (--rollout-function-path), which our loop "
+            f"replaces; {_hook(target)}"
         )
     session = plays_session(target)
     miles = session or takes_one_input(target)
@@ -67,7 +96,9 @@ def adapt(found: ForeignObject) -> Any:
     refuse_faithful(found)
     for key in found.args:
         if key not in ARGUMENTS:
-            raise ConfigError(f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}")
+            raise ConfigError(
+                f"{found.where} has no argument {key!r}; {suggest_or_list(key, ARGUMENTS)}"
+            )
     _check_rule(found)
     settings = _settings(found)
     if session:
@@ -82,13 +113,22 @@ def adapt(found: ForeignObject) -> Any:
 HOOKS_OF_STEPS = (
     ("fully_async", 'set [schedule] mode = "async", and name the generate function in use'),
     ("sft_rollout", "train on given replies with [warmup] dataset"),
-    ("eval", "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate function in use plays them"),
-    ("verifiers", "make a factory of the environment with turnwright_compat.verifiers_env, and name it in use"),
+    (
+        "eval",
+        "give the rows as env.eval_tasks, and set when in [eval]; the environment or generate "
+        "function in use plays them",
+    ),
+    (
+        "verifiers",
+        "make a factory of the environment with turnwright_compat.verifiers_env, and name it in "
+        "use",
+    ),
 )
 """What replaces a function for a step, by a part of its module's or its own name."""
 HOOK_OF_A_STEP = (
-    "name what it calls for each sample: its generate function, or build_env. Rewards are custom_rm_path, a choice of groups "
-    "is train.group_filter, and tasks may come from file.py:function"
+    "name what it calls for each sample: its generate function, or build_env. Rewards are "
+    "custom_rm_path, a choice of groups is train.group_filter, and tasks may come from "
+    "file.py:function"
 )
 
 
@@ -99,8 +139,11 @@ def _hook(target: Any) -> str:
 
 
 def _is_rollout_class(target: Any) -> bool:
-    """Whether a class is Miles' kind for a complete step, by what its constructor is annotated to take."""
-    if not inspect.isclass(target) or not inspect.isfunction(made := getattr(target, "__init__", None)):
+    """Whether a class is Miles' kind for a complete step, by what its constructor
+    is annotated to take."""
+    if not inspect.isclass(target) or not inspect.isfunction(
+        made := getattr(target, "__init__", None)
+    ):
         return False
     hints = [one.annotation for one in inspect.signature(made).parameters.values()]
     names = [hint if isinstance(hint, str) else getattr(hint, "__name__", "") for hint in hints]
@@ -117,11 +160,19 @@ def _settings(found: ForeignObject) -> dict[str, Any]:
         try:
             read = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(f"{found.where}: custom_config_path = {named}: cannot be read ({error})") from None
+            raise ConfigError(
+                f"{found.where}: custom_config_path = {named}: cannot be read ({error})"
+            ) from None
         if not isinstance(read, Mapping):
-            raise ConfigError(f"{found.where}: custom_config_path = {named}: expected keys and values")
+            raise ConfigError(
+                f"{found.where}: custom_config_path = {named}: expected keys and values"
+            )
         settings |= read
-    keys = {key: found.args[key] for key in ("reward_key", "eval_reward_key", "rm_type") if found.args.get(key) is not None}
+    keys = {
+        key: found.args[key]
+        for key in ("reward_key", "eval_reward_key", "rm_type")
+        if found.args.get(key) is not None
+    }
     if (named := found.args.get("custom_rm_path")) is not None:
         keys["custom_rm_path"] = load_named(named, found, "custom_rm_path")
     return settings | dict(found.args.get("args") or {}) | keys
@@ -132,7 +183,8 @@ def _check_rule(found: ForeignObject) -> None:
     kind = found.args.get("rm_type")
     if kind is not None and str(kind).removeprefix("boxed_") not in RM_TYPES:
         raise ConfigError(
-            f"{found.where}: rm_type = {kind!r}; {suggest_or_list(str(kind), RM_TYPES)}, or custom_rm_path = file.py:function"
+            f"{found.where}: rm_type = {kind!r}; {suggest_or_list(str(kind), RM_TYPES)}, or "
+            "custom_rm_path = file.py:function"
         )
 
 
@@ -143,8 +195,11 @@ class RunArguments(argparse.Namespace):
         raise AttributeError(f"the configuration has no {key!r}; give it under [env.args] args")
 
 
-def _arguments(settings: Mapping[str, Any], limits: Limits, server: EngineServer | None = None) -> Any:
-    """Return `args`: what our limits and the episode's servers are in slime's names, then the user's."""
+def _arguments(
+    settings: Mapping[str, Any], limits: Limits, server: EngineServer | None = None
+) -> Any:
+    """Return `args`: what our limits and the episode's servers are in slime's
+    names, then the user's."""
     context = limits.context or UNLIMITED
     host, port = (HOST, PORT) if server is None else server.address
     sampling = {} if server is None else server.sampling_params()
@@ -197,7 +252,9 @@ def _arguments(settings: Mapping[str, Any], limits: Limits, server: EngineServer
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
     }
-    return RunArguments(**{key: attribute_config(value) for key, value in {**known, **settings}.items()})
+    return RunArguments(
+        **{key: attribute_config(value) for key, value in {**known, **settings}.items()}
+    )
 
 
 def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
@@ -264,7 +321,10 @@ HOOKS = {"reset": 0, "step": 1, "format_observation": 1}
 
 
 class SlimeEnv(Env):
-    """One episode with an interaction environment. Its methods are synchronous, so each call runs in a thread."""
+    """One episode with an interaction environment.
+
+    Its methods are synchronous, so each call runs in a thread.
+    """
 
     def __init__(self, factory: SlimeFactory) -> None:
         self._factory = factory
@@ -301,13 +361,19 @@ class SlimeEnv(Env):
             self._env = factory.build(*given.values())
         if not callable(getattr(self._env, "step", None)):
             kind = type(self._env).__name__
-            raise EnvError(f"{factory.where} returned {kind}, which has no step; return an environment with reset and step")
+            raise EnvError(
+                f"{factory.where} returned {kind}, which has no step; return an environment with "
+                "reset and step"
+            )
         for hook, count in HOOKS.items():
             try:
                 if callable(method := getattr(self._env, hook, None)):
                     inspect.signature(method).bind(*range(count))
             except TypeError as error:
-                raise EnvError(f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} arguments") from None
+                raise EnvError(
+                    f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} "
+                    "arguments"
+                ) from None
 
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
         """Build the environment of the row, and reset it; the row has the opening."""
@@ -321,15 +387,24 @@ class SlimeEnv(Env):
         """Pass the text of a reply, with its end token, to the environment."""
         found = self._env.step(action.raw + action.end_token)
         if not isinstance(found, tuple) or len(found) != 3:
-            raise EnvError(f"{self._factory.where}: step returned {describe_value(found)}; return (observation, done, info)")
+            raise EnvError(
+                f"{self._factory.where}: step returned {describe_value(found)}; return "
+                "(observation, done, info)"
+            )
         observation, done, info = found
         info = dict(info) if isinstance(info, Mapping) else {}
-        reward = as_number(info["reward"], "info['reward']") if info.get("reward") is not None else None
+        reward = (
+            as_number(info["reward"], "info['reward']") if info.get("reward") is not None else None
+        )
         if reward is not None:
             self._earned = (self._earned or 0.0) + reward
         if done:
             return Step(None, reward or 0.0, True, info=plain(info))
-        message = self._env.format_observation(observation) if hasattr(self._env, "format_observation") else observation
+        message = (
+            self._env.format_observation(observation)
+            if hasattr(self._env, "format_observation")
+            else observation
+        )
         return Step(_message(message, self._factory.where), reward or 0.0, info=plain(info))
 
     async def reward(self, trajectory: Trajectory) -> Scores:
@@ -338,10 +413,12 @@ class SlimeEnv(Env):
         if not _is_scored(self._sample, self._args):
             if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
                 raise RewardError(
-                    f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path or rm_type, or return "
-                    "info['reward'] from step"
+                    f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path "
+                    "or rm_type, or return info['reward'] from step"
                 )
-            return _read_reward(self._sample.reward if self._sample.reward is not None else 0.0, self._args)
+            return _read_reward(
+                self._sample.reward if self._sample.reward is not None else 0.0, self._args
+            )
         sample = finish_sample(self._sample, trajectory, self._decode)
         return _read_reward(await _scored(sample, self._args), self._args)
 
@@ -352,22 +429,32 @@ class SlimeEnv(Env):
 
 
 def _message(found: Any, where: str) -> Message:
-    """Read what `format_observation` returned; a list of texts alone becomes text, which text-only templates take."""
+    """Read what `format_observation` returned; a list of texts alone becomes text, which
+    text-only templates take."""
     if not isinstance(found, Mapping) or "content" not in found:
-        raise EnvError(f"{where}: format_observation returned {describe_value(found)}; return a message with role and content")
+        raise EnvError(
+            f"{where}: format_observation returned {describe_value(found)}; return a message with "
+            "role and content"
+        )
     content = found["content"]
-    if isinstance(content, list) and all(isinstance(one, Mapping) and one.get("type") == "text" for one in content):
+    if isinstance(content, list) and all(
+        isinstance(one, Mapping) and one.get("type") == "text" for one in content
+    ):
         content = join_texts([str(one.get("text", "")) for one in content])
     return Message.of({**found, "content": content})
 
 
 def _read_reward(value: Any, args: Any) -> Scores:
-    """Read a reward: a number, or a dict from which `reward_key` names one; the other numbers are parts."""
+    """Read a reward: a number, or a dict from which `reward_key` names one; the
+    other numbers are parts."""
     if not isinstance(value, Mapping):
         return Scores(as_number(value, "the reward"))
     key = args.reward_key
     if key is None or key not in value:
-        raise RewardError(f"the reward is a dict ({', '.join(map(str, value))}); name one by [env.args] reward_key")
+        raise RewardError(
+            f"the reward is a dict ({', '.join(map(str, value))}); name one by [env.args] "
+            "reward_key"
+        )
     parts = {str(name): float(one) for name, one in value.items() if isinstance(one, (int, float))}
     return Scores(as_number(value[key], f"the reward {key!r}"), parts=parts)
 
@@ -387,8 +474,12 @@ def _agent_function(
             found = await _call(generate, args, sample, server, miles)
             samples = list(found) if isinstance(found, (list, tuple)) else [found]
             if not samples or not all(hasattr(one, "response_length") for one in samples):
-                raise EnvError(f"{where} returned {describe_value(found)}; return a Sample, or a list of them")
-            rewards = await _rewards_of(samples, args, where, together=isinstance(found, (list, tuple)))
+                raise EnvError(
+                    f"{where} returned {describe_value(found)}; return a Sample, or a list of them"
+                )
+            rewards = await _rewards_of(
+                samples, args, where, together=isinstance(found, (list, tuple))
+            )
         finally:
             EPISODE.reset(token)
             await server.close()
@@ -407,13 +498,19 @@ def _agent_function(
         )
         statuses = [STATUSES[_status_of(one)] for one in samples]
         worst = max(statuses, key=list(STATUSES.values()).index)
-        parts = {name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards) for one in rewards for name in one.parts}
+        parts = {
+            name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards)
+            for one in rewards
+            for name in one.parts
+        }
         return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
 
     return play
 
 
-async def _call(generate: Callable[..., Any], args: Any, sample: Any, server: EngineServer, miles: bool) -> Any:
+async def _call(
+    generate: Callable[..., Any], args: Any, sample: Any, server: EngineServer, miles: bool
+) -> Any:
     params = server.sampling_params()
     if miles:
         module = import_foreign("miles.rollout.base_types")
@@ -426,13 +523,16 @@ async def _call(generate: Callable[..., Any], args: Any, sample: Any, server: En
 
 
 def _prompt(task: Task, model: Any, args: Any) -> Any:
-    """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the row's text, or messages."""
+    """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the
+    row's text, or messages."""
     messages = [message.to_dict() for message in task.messages]
     if not args.apply_chat_template:
         alone = task.messages[0].content if task.is_text else None
         return alone if isinstance(alone, str) else messages
     tools = _tools_of(task)
-    return model.tokenizer.apply_chat_template(messages, tokenize=False, tools=tools or None, add_generation_prompt=True)
+    return model.tokenizer.apply_chat_template(
+        messages, tokenize=False, tools=tools or None, add_generation_prompt=True
+    )
 
 
 def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
@@ -443,7 +543,12 @@ def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
 
 def _rows(samples: list[Any]) -> dict[str, Any]:
     """Return samples as rows of ids, masks and logprobs."""
-    rows: dict[str, Any] = {"prompt_token_ids": [], "response_ids": [], "loss_masks": [], "rollout_logprobs": []}
+    rows: dict[str, Any] = {
+        "prompt_token_ids": [],
+        "response_ids": [],
+        "loss_masks": [],
+        "rollout_logprobs": [],
+    }
     for sample in samples:
         start, length = len(sample.tokens) - sample.response_length, sample.response_length
         mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
@@ -473,16 +578,20 @@ async def _scored(sample: Any, args: Any) -> Any:
 
 
 def _status_of(sample: Any) -> str:
-    """Return the name of a sample's status, which may be a text; any other counts as COMPLETED, as in slime."""
+    """Return the name of a sample's status, which may be a text; any other counts as
+    COMPLETED, as in slime."""
     status = sample.status
     name = status.name if isinstance(status, Enum) else str(status).upper()
     return name if name in STATUSES else "COMPLETED"
 
 
-async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together: bool) -> list[Scores]:
+async def _rewards_of(
+    samples: Sequence[Any], args: Any, where: str, *, together: bool
+) -> list[Scores]:
     """Return the rewards of the samples of one episode; none where one was aborted.
 
-    With `together`, a generate function returned a list: those without a reward are scored in one call, as slime does.
+    With `together`, a generate function returned a list: those without a reward are scored in
+    one call, as slime does.
     """
     if any(_status_of(one) in ("ABORTED", "FAILED") for one in samples):
         return [Scores(None)] * len(samples)
@@ -493,8 +602,8 @@ async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together
         made = await _scored(unscored, args)
         if not isinstance(made, (list, tuple)) or len(made) != len(unscored):
             raise RewardError(
-                f"{where}: the reward returned {describe_value(made)} for {len(unscored)} samples; generate returned a list, "
-                "so it gets a list and returns as many rewards"
+                f"{where}: the reward returned {describe_value(made)} for {len(unscored)} samples; "
+                "generate returned a list, so it gets a list and returns as many rewards"
             )
         found |= {id(one): value for one, value in zip(unscored, made, strict=True)}
     else:
@@ -502,7 +611,10 @@ async def _rewards_of(samples: Sequence[Any], args: Any, where: str, *, together
             found[id(one)] = await _scored(one, args)
 
     if any(value is None for value in found.values()):
-        raise RewardError(f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or rm_type")
+        raise RewardError(
+            f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or "
+            "rm_type"
+        )
     return [_read_reward(found[id(one)], args) for one in samples]
 
 

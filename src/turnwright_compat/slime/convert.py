@@ -39,7 +39,10 @@ ALGORITHMS = {
 
 def _estimator(draft: Draft, value: Any) -> str | None:
     if value == "ppo":
-        raise ConfigError(f"advantage-estimator = ppo trains with a critic, which is not here; choose {', '.join(ALGORITHMS)}")
+        raise ConfigError(
+            "advantage-estimator = ppo trains with a critic, which is not here; choose "
+            f"{', '.join(ALGORITHMS)}"
+        )
     return same("train.algorithm", **ALGORITHMS)(draft, value)
 
 
@@ -58,23 +61,31 @@ def _generate(draft: Draft, value: Any) -> None:
 
 
 def _custom_config(draft: Draft, value: Any) -> None:
-    """Read the file of a custom loop, if it is near the script: its turns, and its environment for our loop."""
+    """Read the file of a custom loop, if it is near the script: its turns, and its
+    environment for our loop."""
     draft.put("env.args.custom_config_path", value)
     path = find_file(str(value), draft.folder)
     if path is None:
-        draft.incomplete.append(f"{value} (custom-config-path) was not found: set limits.turns to its max_turns")
+        draft.incomplete.append(
+            f"{value} (custom-config-path) was not found: set limits.turns to its max_turns"
+        )
         return
     draft.put("env.args.custom_config_path", str(path))
     table = dict(
         (key.strip(), plain_value(text.strip()))
-        for key, colon, text in (line.partition("#")[0].partition(":") for line in path.read_text("utf-8").splitlines())
+        for key, colon, text in (
+            line.partition("#")[0].partition(":") for line in path.read_text("utf-8").splitlines()
+        )
         if colon and key.strip() and text.strip()
     )
     if isinstance(table.get("max_turns"), int):
         draft.put("limits.turns", table["max_turns"])
     if isinstance(environment := table.get("rollout_interaction_env_path"), str):
         draft.put("env.use", python_name(draft, f"{environment}.build_env"))
-        draft.notes.append("our loop plays the environment of rollout_interaction_env_path, in place of the custom generate")
+        draft.notes.append(
+            "our loop plays the environment of rollout_interaction_env_path, in place of the "
+            "custom generate"
+        )
 
 
 def _eval_data(draft: Draft, value: Any) -> str | None:
@@ -103,7 +114,9 @@ def _filter(draft: Draft, value: Any) -> str | None:
     return None
 
 
-FULLY_ASYNC = re.compile(r"(?:^|\.)fully_async_rollout\.(?:generate_rollout_fully_async|FullyAsyncRolloutFn)$")
+FULLY_ASYNC = re.compile(
+    r"(?:^|\.)fully_async_rollout\.(?:generate_rollout_fully_async|FullyAsyncRolloutFn)$"
+)
 """The systems' own rollouts that sample all the time, also a copy of their file."""
 OWN_ROLLOUTS = re.compile(
     r"^(?:slime|miles)\.rollout\.(?:sglang_rollout\.generate_rollout|inference_rollout\.[\w.]*|[\w.]*InferenceRolloutFn)$"
@@ -111,17 +124,22 @@ OWN_ROLLOUTS = re.compile(
 """The systems' own rollouts that our loop is."""
 SUPERVISED = re.compile(r"(?:^|\.)sft_rollout\.")
 _HOOKS = (
-    "write what it does as a custom generate function (use), a reward (custom_rm_path), a filter of groups "
-    "(train.group_filter) or tasks (file.py:function)"
+    "write what it does as a custom generate function (use), a reward (custom_rm_path), a filter "
+    "of groups (train.group_filter) or tasks (file.py:function)"
 )
 
 
 def _rollout(draft: Draft) -> None:
-    """Choose the schedule by the program and by the function for a step; name one that is the user's."""
-    function, program = str(draft.given.get("rollout-function-path") or ""), str(draft.given.get("$program"))
+    """Choose the schedule by the program and by the function for a step; name
+    one that is the user's."""
+    function, program = (
+        str(draft.given.get("rollout-function-path") or ""),
+        str(draft.given.get("$program")),
+    )
     if SUPERVISED.search(function) or draft.given.get("loss-type") in ("sft_loss", "sft"):
         raise ConfigError(
-            f"trains on given replies ({function or 'loss-type sft_loss'}); see [warmup] dataset in docs/training.md"
+            f"trains on given replies ({function or 'loss-type sft_loss'}); see [warmup] dataset "
+            "in docs/training.md"
         )
     if draft.isset("fully-async"):
         draft.put("schedule.mode", "async", origin="fully-async")
@@ -129,17 +147,30 @@ def _rollout(draft: Draft) -> None:
         draft.put("schedule.mode", "async", origin="rollout-function-path")
     elif program.endswith("train_async.py"):
         draft.put("schedule.mode", "one_step_off", origin=program)
-    if draft.values.get("schedule.mode") == "async" and draft.number("max-weight-staleness", 0) >= 1:
-        draft.put("schedule.staleness", int(draft.number("max-weight-staleness", 0)), origin="max-weight-staleness")
+    if (
+        draft.values.get("schedule.mode") == "async"
+        and draft.number("max-weight-staleness", 0) >= 1
+    ):
+        draft.put(
+            "schedule.staleness",
+            int(draft.number("max-weight-staleness", 0)),
+            origin="max-weight-staleness",
+        )
     if function and not FULLY_ASYNC.search(function) and not OWN_ROLLOUTS.search(function):
         draft.reasons["rollout-function-path"] = f"a function for a step is not run here: {_HOOKS}"
-        draft.incomplete.append(f"rollout-function-path = {function} plays a step by itself, which is not run here: {_HOOKS}")
+        draft.incomplete.append(
+            f"rollout-function-path = {function} plays a step by itself, which is not run here: "
+            f"{_HOOKS}"
+        )
     elif function:
-        draft.reasons["rollout-function-path"] = f"{NO_EFFECT} at this value: our loop plays what it plays"
+        draft.reasons["rollout-function-path"] = (
+            f"{NO_EFFECT} at this value: our loop plays what it plays"
+        )
 
 
 def _teacher(draft: Draft) -> None:
-    """Make the teacher of on-policy distillation: its log probabilities are added to the advantages there too."""
+    """Make the teacher of on-policy distillation: its log probabilities are added to the
+    advantages there too."""
     given = draft.given
     if not draft.isset("use-opd"):
         return
@@ -151,7 +182,8 @@ def _teacher(draft: Draft) -> None:
         draft.teacher["path"] = f"{TO_DO}/teacher"
         load = given.get("opd-teacher-load")
         draft.incomplete.append(
-            f"opd-teacher-load = {load} is a checkpoint of Megatron: set the path of [[teacher]] to its directory"
+            f"opd-teacher-load = {load} is a checkpoint of Megatron: set the path of [[teacher]] "
+            "to its directory"
         )
         draft.teachers_of.add("opd-teacher-load")
     elif urls:
@@ -160,8 +192,13 @@ def _teacher(draft: Draft) -> None:
         draft.teachers_of.update(("rm-url", "opd-teacher-urls"))
         draft.values.pop("env.args.rm_url", None)
     else:
-        raise ConfigError("use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its path")
-    if "on_policy_distillation.reward_func" in str(given.get("custom-rm-path")):  # it asks the teacher, and rewards nothing
+        raise ConfigError(
+            "use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its "
+            "path"
+        )
+    if "on_policy_distillation.reward_func" in str(
+        given.get("custom-rm-path")
+    ):  # it asks the teacher, and rewards nothing
         draft.values.pop("env.args.custom_rm_path", None)
         draft.teachers_of.update(("custom-rm-path", "custom-reward-post-process-path"))
         draft.put("train.reward_weight", 0.0, origin="custom-rm-path")
@@ -183,7 +220,10 @@ def _targets(draft: Draft, value: Any) -> str | None:
         return None
     names = [one.strip() for one in str(value).split(",") if one.strip()]
     if megatron := [one for one in names if one.startswith("linear_")]:
-        draft.incomplete.append(f"target-modules has names of Megatron ({', '.join(megatron)}): set lora.targets (q_proj, ...)")
+        draft.incomplete.append(
+            f"target-modules has names of Megatron ({', '.join(megatron)}): set lora.targets "
+            "(q_proj, ...)"
+        )
         return "names of Megatron: set lora.targets"
     draft.put("lora.targets", names)
     return None
@@ -193,11 +233,16 @@ def _finish(draft: Draft) -> None:
     _rollout(draft)
     _teacher(draft)
     _lora(draft)
-    given, batch = draft.given, draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1)
+    given, batch = (
+        draft.given,
+        draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1),
+    )
     if "num-steps-per-rollout" not in given and "global-batch-size" in given:
         minibatches(draft, draft.number("global-batch-size", 0), batch, "global-batch-size")
     replaced = given.get("rollout-function-path")
-    if "env.use" not in draft.values and not (replaced and "rollout-function-path" in " ".join(draft.incomplete)):
+    if "env.use" not in draft.values and not (
+        replaced and "rollout-function-path" in " ".join(draft.incomplete)
+    ):
         draft.put("env.use", "slime:generate", origin="no custom-generate-function-path")
     if "num-epoch" in given and "num-rollout" not in given:
         draft.put("train.data_epochs", given["num-epoch"], origin="num-epoch")
@@ -317,7 +362,10 @@ RULES: dict[str, Any] = {
 }
 
 _TEACHER = "see [[teacher]], with its path or urls"
-_TRAINED = "each sampled token of a group counts by its rules; see train.group_filter, train.advantage and train.loss_scale"
+_TRAINED = (
+    "each sampled token of a group counts by its rules; see train.group_filter, "
+    "train.advantage and train.loss_scale"
+)
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "apply-chat-template": ("the model's template is always applied", (True,)),
     "rollout-shuffle": ("tasks are always shuffled, by the seed", (True,)),
@@ -330,15 +378,27 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "eval-min-new-tokens": ("no minimum length of a reply", (0, None)),
     "eval-config": ("name held-out tasks in [[env]] eval_tasks", ()),
     "skip-eval-before-train": ("the policy is always evaluated before reinforcement", ()),
-    "generate-tool-specs-path": ("name the tools in [env.args] of an environment with tools, or in the rows", ()),
+    "generate-tool-specs-path": (
+        "name the tools in [env.args] of an environment with tools, or in the rows",
+        (),
+    ),
     "generate-execute-tool-function-path": ("write the tools as functions: see tw.tool_env", ()),
     "generate-tool-call-parser": ("the template tells the format of calls; see model.parser", ()),
-    "custom-agent-function-path": ("write it as an agent function of (task, model), or point it at turnwright serve", ()),
-    "use-session-server": ("contexts keep the sampled ids without a server; agents over HTTP: turnwright serve", (False,)),
+    "custom-agent-function-path": (
+        "write it as an agent function of (task, model), or point it at turnwright serve",
+        (),
+    ),
+    "use-session-server": (
+        "contexts keep the sampled ids without a server; agents over HTTP: turnwright serve",
+        (False,),
+    ),
     "session-server-ip": ("see use-session-server", ()),
     "session-server-port": ("see use-session-server", ()),
     "tito-model": ("contexts keep the sampled ids with every template", ()),
-    "pause-generation-mode": ('see [schedule] mode = "async", which keeps replies across weight updates', ()),
+    "pause-generation-mode": (
+        'see [schedule] mode = "async", which keeps replies across weight updates',
+        (),
+    ),
     "eval-function-path": ("evaluations play the same loop", ()),
     "data-source-path": ("write [[env]] tasks = file.py:function", ()),
     "buffer-filter-path": (_TRAINED, ()),
@@ -351,12 +411,24 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "custom-tis-function-path": ("see train.correction", ()),
     "custom-rollout-log-function-path": ("see [track]", ()),
     "custom-eval-rollout-log-function-path": ("see [track]", ()),
-    "partial-rollout": ('see [schedule] mode = "async", which keeps replies across weight updates', (False,)),
+    "partial-rollout": (
+        'see [schedule] mode = "async", which keeps replies across weight updates',
+        (False,),
+    ),
     "mask-offpolicy-in-partial-rollout": ("see train.correction", (False,)),
     "min-batch-collection-ratio": ("a step waits for its groups; see [schedule]", (1, 1.0)),
-    "over-sampling-batch-size": ("train.refill asks for more groups only where some are replaced", ()),
-    "rollout-stop-token-ids": ("replies end at the template's end tokens, or at texts: rollout.stop", ()),
-    "rollout-skip-special-tokens": ("environments see text without the end token; adapters restore it", ()),
+    "over-sampling-batch-size": (
+        "train.refill asks for more groups only where some are replaced",
+        (),
+    ),
+    "rollout-stop-token-ids": (
+        "replies end at the template's end tokens, or at texts: rollout.stop",
+        (),
+    ),
+    "rollout-skip-special-tokens": (
+        "environments see text without the end token; adapters restore it",
+        (),
+    ),
     "rollout-task-type": ("one loop for all tasks", ()),
     "lambd": ("no critic, so no GAE", (1, 1.0)),
     "value-clip": ("no critic", ()),
@@ -389,7 +461,10 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "session-message-matcher": ("see use-session-server", (None,)),
     "session-sample-picker-path": ("see use-session-server", (None,)),
     "session-sample-postprocessor-path": ("see use-session-server", (None,)),
-    "true-on-policy-mode": ("trainer and engine are compared at every step (train.max_mismatch)", (False,)),
+    "true-on-policy-mode": (
+        "trainer and engine are compared at every step (train.max_mismatch)",
+        (False,),
+    ),
     "eval-overflow-policy": ("evaluations have the limits of training episodes", (None,)),
     "critic-lr": ("no critic", ()),
     "critic-load": ("no critic", ()),
@@ -425,34 +500,214 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *("*-parallel-size", "*-parallel", "sglang-*", "actor-num-*", "critic-num-*", "rollout-num-gpus*"),
-    *("num-gpus-per-node", "colocate", "offload*", "*-backend", "train-env-vars", "recompute-*", "micro-batch-size"),
+    *(
+        "*-parallel-size",
+        "*-parallel",
+        "sglang-*",
+        "actor-num-*",
+        "critic-num-*",
+        "rollout-num-gpus*",
+    ),
+    *(
+        "num-gpus-per-node",
+        "colocate",
+        "offload*",
+        "*-backend",
+        "train-env-vars",
+        "recompute-*",
+        "micro-batch-size",
+    ),
     *("use-dynamic-batch-size", "balance-*", "data-pad-size-multiplier", "log-probs-*", "wandb-*"),
-    *("disable-wandb-*", "log-*", "distributed-*", "update-weight*", "rollout-health-*", "use-fault-tolerance"),
-    *("rollout-external-*", "http-proxy", "use-distributed-post", "accumulate-*", "attention-softmax-*"),
+    *(
+        "disable-wandb-*",
+        "log-*",
+        "distributed-*",
+        "update-weight*",
+        "rollout-health-*",
+        "use-fault-tolerance",
+    ),
+    *(
+        "rollout-external-*",
+        "http-proxy",
+        "use-distributed-post",
+        "accumulate-*",
+        "attention-softmax-*",
+    ),
     *("attention-backend", "rotary-*", "num-layers", "hidden-size", "ffn-*", "num-attention-heads"),
-    *("group-query-attention", "num-query-groups", "swiglu", "use-rotary*", "disable-bias*", "normalization"),
-    *("norm-epsilon", "vocab-size", "kv-channels", "qk-layernorm", "moe-*", "untie-*", "add-qkv-bias"),
-    *("make-vocab-*", "max-position-*", "position-embedding-*", "no-*", "save-debug-*", "load-debug-*", "debug-*"),
-    *("dump-*", "profile*", "memory-*", "record-*", "ci-*", "check-weight-*", "tensorboard-*", "use-precision-*"),
+    *(
+        "group-query-attention",
+        "num-query-groups",
+        "swiglu",
+        "use-rotary*",
+        "disable-bias*",
+        "normalization",
+    ),
+    *(
+        "norm-epsilon",
+        "vocab-size",
+        "kv-channels",
+        "qk-layernorm",
+        "moe-*",
+        "untie-*",
+        "add-qkv-bias",
+    ),
+    *(
+        "make-vocab-*",
+        "max-position-*",
+        "position-embedding-*",
+        "no-*",
+        "save-debug-*",
+        "load-debug-*",
+        "debug-*",
+    ),
+    *(
+        "dump-*",
+        "profile*",
+        "memory-*",
+        "record-*",
+        "ci-*",
+        "check-weight-*",
+        "tensorboard-*",
+        "use-precision-*",
+    ),
     *("overlap-*", "optimizer-cpu-offload", "use-cpu-*", "megatron-*", "custom-megatron-*"),
-    *("custom-model-provider-path", "model-name", "async-save", "save-hf", "mtp-*", "enable-mtp-*", "qwen-gdn-*"),
-    *("allgather-cp", "context-parallel-*", "use-routing-replay", "custom-update-weight-*", "rollout-data-*"),
-    *("rollout-buffer-url", "fetch-*", "use-stateless-adam", "release-train", "padded-vocab-size", "train-backend"),
-    *("spec", "ref-ckpt-step", "reset-optimizer-states", "use-flash-*", "bf16", "fp16", "transformer-impl"),
-    *("cross-entropy-*", "sequence-parallel", "freeze-indexer", "recompute-loss-function", "use-mcore-*", "fp8-*"),
-    *("te-*", "deterministic-*", "use-distributed-optimizer", "tokenizer-*", "seq-length", "train-iters"),
-    *("lr-decay-iters", "num-experts", "use-gated-attention", "apply-layernorm-1p", "attention-output-gate"),
-    *("multi-latent-attention", "q-lora-rank", "kv-lora-rank", "qk-*", "v-head-dim", "expert-*", "prefill-*"),
-    *("ray-*", "yaml-cfg", "attn-implementation", "use-miles-dashboard", "dashboard-*", "use-prometheus", "prometheus-*"),
-    *("grad-reduce-*", "router-health-*", "save-retain-interval", "check-*", "dumper-*", "mlflow-*", "use-mlflow"),
-    *("lora-sync-from-tensor", "lora-base-cpu-backup", "multi-lora-*", "miles-router-*", "use-miles-router"),
-    *("mooncake-*", "mini-ft-*", "ft-components", "indep-dp", "witness-*", "enable-witness", "enable-event-analyzer"),
-    *("env-report", "eval-hf-dir", "eval-keep-snapshots", "eval-max-in-flight", "eval-num-gpus*", "extra-high-precision-*"),
-    *("low-memory-resume", "mfu-*", "observe-training-entropy", "p2p-transfer-*", "pin-rollout-manager-to-head", "qkv-format"),
-    *("rematerialize-*", "rollout-external", "save-local-weight-checksum", "save-trigger-sentinel", "skip-actor-forward-only"),
-    *("stream-optimizer-*", "train-memory-margin-bytes", "control-server-port", "delay-split-train-data-by-dp"),
-    *("decoder-*", "router-*", "finetune", "exp-avg-*", "main-params-dtype", "main-grads-dtype", "ref-micro-batch-size"),
+    *(
+        "custom-model-provider-path",
+        "model-name",
+        "async-save",
+        "save-hf",
+        "mtp-*",
+        "enable-mtp-*",
+        "qwen-gdn-*",
+    ),
+    *(
+        "allgather-cp",
+        "context-parallel-*",
+        "use-routing-replay",
+        "custom-update-weight-*",
+        "rollout-data-*",
+    ),
+    *(
+        "rollout-buffer-url",
+        "fetch-*",
+        "use-stateless-adam",
+        "release-train",
+        "padded-vocab-size",
+        "train-backend",
+    ),
+    *(
+        "spec",
+        "ref-ckpt-step",
+        "reset-optimizer-states",
+        "use-flash-*",
+        "bf16",
+        "fp16",
+        "transformer-impl",
+    ),
+    *(
+        "cross-entropy-*",
+        "sequence-parallel",
+        "freeze-indexer",
+        "recompute-loss-function",
+        "use-mcore-*",
+        "fp8-*",
+    ),
+    *(
+        "te-*",
+        "deterministic-*",
+        "use-distributed-optimizer",
+        "tokenizer-*",
+        "seq-length",
+        "train-iters",
+    ),
+    *(
+        "lr-decay-iters",
+        "num-experts",
+        "use-gated-attention",
+        "apply-layernorm-1p",
+        "attention-output-gate",
+    ),
+    *(
+        "multi-latent-attention",
+        "q-lora-rank",
+        "kv-lora-rank",
+        "qk-*",
+        "v-head-dim",
+        "expert-*",
+        "prefill-*",
+    ),
+    *(
+        "ray-*",
+        "yaml-cfg",
+        "attn-implementation",
+        "use-miles-dashboard",
+        "dashboard-*",
+        "use-prometheus",
+        "prometheus-*",
+    ),
+    *(
+        "grad-reduce-*",
+        "router-health-*",
+        "save-retain-interval",
+        "check-*",
+        "dumper-*",
+        "mlflow-*",
+        "use-mlflow",
+    ),
+    *(
+        "lora-sync-from-tensor",
+        "lora-base-cpu-backup",
+        "multi-lora-*",
+        "miles-router-*",
+        "use-miles-router",
+    ),
+    *(
+        "mooncake-*",
+        "mini-ft-*",
+        "ft-components",
+        "indep-dp",
+        "witness-*",
+        "enable-witness",
+        "enable-event-analyzer",
+    ),
+    *(
+        "env-report",
+        "eval-hf-dir",
+        "eval-keep-snapshots",
+        "eval-max-in-flight",
+        "eval-num-gpus*",
+        "extra-high-precision-*",
+    ),
+    *(
+        "low-memory-resume",
+        "mfu-*",
+        "observe-training-entropy",
+        "p2p-transfer-*",
+        "pin-rollout-manager-to-head",
+        "qkv-format",
+    ),
+    *(
+        "rematerialize-*",
+        "rollout-external",
+        "save-local-weight-checksum",
+        "save-trigger-sentinel",
+        "skip-actor-forward-only",
+    ),
+    *(
+        "stream-optimizer-*",
+        "train-memory-margin-bytes",
+        "control-server-port",
+        "delay-split-train-data-by-dp",
+    ),
+    *(
+        "decoder-*",
+        "router-*",
+        "finetune",
+        "exp-avg-*",
+        "main-params-dtype",
+        "main-grads-dtype",
+        "ref-micro-batch-size",
+    ),
     *("load-forge-rollout-data", "log", "cp-comm-type", "calculate-per-layer-*"),
 )
 

@@ -1,4 +1,5 @@
-"""The engine as slime's and Miles' user code calls it: a server's `/generate` by `post`, and the state of the rollout."""
+"""The engine as slime's and Miles' user code calls it: a server's `/generate` by `post`, and the
+state of the rollout."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from turnwright_compat.slime.processor import ProcessorFace
 from turnwright_compat.slime.router import LOOPBACK, RouterPort
 
 HOST, PORT = "turnwright.invalid", 1
-"""Address of the rollout servers where an episode has no port of its own; no name of that domain is ever resolved."""
+"""Address of the rollout servers where an episode has no port of its own; no name of that
+domain is ever resolved."""
 EPISODE: ContextVar[EngineServer | None] = ContextVar("turnwright_slime_episode", default=None)
 """The servers of the episode that runs."""
 FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -70,7 +72,9 @@ class GenerateState:
 class EngineServer:
     """The model of an episode, as a server with SGLang's `/generate`; keeps the calls in order."""
 
-    def __init__(self, model: Any, skip_special_tokens: bool = False, base: Path | None = None) -> None:
+    def __init__(
+        self, model: Any, skip_special_tokens: bool = False, base: Path | None = None
+    ) -> None:
         self.model = model
         self._skips = skip_special_tokens
         self.base = base
@@ -103,7 +107,8 @@ class EngineServer:
         return ProcessorFace(self.model) if self.model.media_intake.has_vision else None
 
     def check_train_inputs(self, sample: Any) -> None:
-        """Raise `EnvError` where a sample has `multimodal_train_inputs` other than those that the trainer computes."""
+        """Raise `EnvError` where a sample has `multimodal_train_inputs` other than those that
+        the trainer computes."""
         if sample.multimodal_train_inputs is None:
             return
         trajectory, tokens = self.model.trajectory, list(sample.tokens)
@@ -112,10 +117,21 @@ class EngineServer:
             path = [*(call.context or ()), *call.reply.ids]
             if len(path) > end and tokens[: len(path)] == path:
                 turn = next(turn for turn in trajectory.turns if turn.reply is call.reply.message)
-                placed, end = [one for one in trajectory.media_placements(turn.prompt) if one.end <= turn.context], len(path)
+                placed, end = (
+                    [
+                        one
+                        for one in trajectory.media_placements(turn.prompt)
+                        if one.end <= turn.context
+                    ],
+                    len(path),
+                )
         wrong = "a text-only model has none"
-        if self.processor is None or (wrong := self.processor.check(sample.multimodal_train_inputs, placed, tokens[end:])):
-            raise EnvError(f"multimodal_train_inputs: {wrong}; the trainer computes its own, so leave it None")
+        if self.processor is None or (
+            wrong := self.processor.check(sample.multimodal_train_inputs, placed, tokens[end:])
+        ):
+            raise EnvError(
+                f"multimodal_train_inputs: {wrong}; the trainer computes its own, so leave it None"
+            )
 
     def sampling_params(self) -> dict[str, Any]:
         """Return what slime gives to a generate function, with the run's settings."""
@@ -150,10 +166,16 @@ class EngineServer:
         self.calls.append(EngineCall(context, reply))
         params = payload.get("sampling_params") or {}
         skips = bool(params.get("skip_special_tokens", True))  # as SGLang
-        replied = self.model.tokenizer.decode(list(reply.ids), skip_special_tokens=True) if skips else reply.raw_text
+        replied = (
+            self.model.tokenizer.decode(list(reply.ids), skip_special_tokens=True)
+            if skips
+            else reply.raw_text
+        )
         if isinstance(text, str):
             self._known[text + replied] = [*context, *reply.ids]
-        logprobs = [[one, token, None] for one, token in zip(reply.logprobs, reply.ids, strict=True)]
+        logprobs = [
+            [one, token, None] for one, token in zip(reply.logprobs, reply.ids, strict=True)
+        ]
         meta = {
             "id": str(len(self.calls)),
             "finish_reason": {"type": FINISH.get(reply.finish, reply.finish)},
@@ -170,5 +192,9 @@ class EngineServer:
     def _ids_of(self, text: str) -> list[int]:
         """Return the ids of a text, those that were sampled where it begins with a known one."""
         known = max((one for one in self._known if text.startswith(one)), key=len, default="")
-        rest = self.model.tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"] if text != known else []
+        rest = (
+            self.model.tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
+            if text != known
+            else []
+        )
         return [*self._known.get(known, ()), *rest]

@@ -62,7 +62,9 @@ class FunctionCallParser:
 
     def __init__(self, tools: Sequence[Tool], tool_call_parser: str) -> None:
         if tool_call_parser not in FORMATS:
-            raise ValueError(f"tool_call_parser {tool_call_parser!r}; there are {', '.join(FORMATS)}")
+            raise ValueError(
+                f"tool_call_parser {tool_call_parser!r}; there are {', '.join(FORMATS)}"
+            )
         self.tools = list(tools)
         self._parser = PARSERS[FORMATS[tool_call_parser]]
 
@@ -71,7 +73,8 @@ class FunctionCallParser:
         return bool(self.parse_non_stream(text)[1])
 
     def parse_non_stream(self, full_text: str) -> tuple[str, list[ToolCallItem]]:
-        """Return the text outside of the calls, and the calls of known tools that can be read; all text where there is none."""
+        """Return the text outside of the calls, and the calls of known tools that can be read; all
+        text where there is none."""
         schemas = [tool.model_dump() for tool in self.tools]
         names = [tool.function.name for tool in self.tools]
         # SGLang reads calls only: a thought is text, and what looks like a call in it too.
@@ -82,7 +85,11 @@ class FunctionCallParser:
         for call in message.tool_calls:
             if call.name in names and call.error is None:
                 arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-                calls.append(ToolCallItem(tool_index=names.index(call.name), name=call.name, parameters=arguments))
+                calls.append(
+                    ToolCallItem(
+                        tool_index=names.index(call.name), name=call.name, parameters=arguments
+                    )
+                )
         if not calls:
             return full_text, []
         return f"{thought}{mark}{message.text}".strip(), calls

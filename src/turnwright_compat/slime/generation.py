@@ -10,7 +10,12 @@ from typing import Any
 
 from turnwright.envs.user_imports import import_for_user
 from turnwright_compat.slime.engine import GenerateState
-from turnwright_compat.slime.interfaces import GenerateFnInput, GenerateFnOutput, RolloutFnConstructorInput, Sample
+from turnwright_compat.slime.interfaces import (
+    GenerateFnInput,
+    GenerateFnOutput,
+    RolloutFnConstructorInput,
+    Sample,
+)
 from turnwright_compat.slime.session import generate as generate_by_agent  # noqa: F401  # of the table
 from turnwright_compat.slime.utilities import (
     build_processor_kwargs,
@@ -23,7 +28,8 @@ from turnwright_compat.slime.utilities import (
 
 
 def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
-    """Return the address of a model: that of `args.sglang_model_routers`, a table of hosts and ports, else the policy's."""
+    """Return the address of a model: that of `args.sglang_model_routers`, a table of hosts and
+    ports, else the policy's."""
     routers = getattr(args, "sglang_model_routers", None) or {}
     host, port = routers.get(model_name, (args.sglang_router_ip, args.sglang_router_port))
     return f"http://{host}:{port}{endpoint}"
@@ -35,7 +41,9 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     images = (sample.multimodal_inputs or {}).get("images")
     if not sample.tokens and images and state.processor is not None:
         sample.tokens = list(
-            state.processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))["input_ids"][0]
+            state.processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))[
+                "input_ids"
+            ][0]
         )
     elif not sample.tokens:
         sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
@@ -77,10 +85,14 @@ def read_replies(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool 
     Raises:
         NotImplementedError: always; our loop plays steps.
     """
-    raise NotImplementedError("a step is played by our loop; train on given replies with [warmup] dataset")
+    raise NotImplementedError(
+        "a step is played by our loop; train on given replies with [warmup] dataset"
+    )
 
 
-def generate_rollout_fully_async(args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False) -> Any:
+def generate_rollout_fully_async(
+    args: Any, rollout_id: int, data_buffer: Any, evaluation: bool = False
+) -> Any:
     """Play a step.
 
     Raises:
@@ -97,7 +109,8 @@ class FullyAsyncRolloutFn:
 
 
 def compute_prompt_ids_from_sample(state: Any, sample: Any, tools: Any = None) -> list[int]:
-    """Return the ids of a sample's prompt, which is a text or messages; those of its images set `multimodal_train_inputs`."""
+    """Return the ids of a sample's prompt, which is a text or messages; those of its images set
+    `multimodal_train_inputs`."""
     media = sample.multimodal_inputs
     if state.processor and media and any(one is not None for one in media.values()):
         made = call_processor(state.processor, sample.prompt, media)
@@ -105,7 +118,9 @@ def compute_prompt_ids_from_sample(state: Any, sample: Any, tools: Any = None) -
         return list(made["input_ids"][0])
     prompt = sample.prompt
     if not isinstance(prompt, str):
-        prompt = state.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, tools=tools)
+        prompt = state.tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, tools=tools
+        )
     return list(state.tokenizer.encode(prompt, add_special_tokens=False))
 
 
@@ -137,7 +152,11 @@ def compute_request_payload(
 
 
 async def update_sample_from_response(
-    args: Any, sample: Any, payload: Mapping[str, Any], output: Mapping[str, Any], update_loss_mask: bool = False
+    args: Any,
+    sample: Any,
+    payload: Mapping[str, Any],
+    output: Mapping[str, Any],
+    update_loss_mask: bool = False,
 ) -> None:
     """Append a reply to a sample."""
     rows = output["meta_info"].get("output_token_logprobs") or []
@@ -183,23 +202,38 @@ async def execute_tool_calls(
     return messages
 
 
-def update_sample_with_tool_responses(sample: Any, tool_messages: Sequence[dict[str, Any]], tokenizer: Any) -> None:
+def update_sample_with_tool_responses(
+    sample: Any, tool_messages: Sequence[dict[str, Any]], tokenizer: Any
+) -> None:
     """Append the messages of results to a sample, untrained."""
     ids = tokenize_tool_responses(tool_messages, tokenizer)
     sample.append_response_tokens(tokens=ids, trainable=False, text=tokenizer.decode(ids))
 
 
 def tokenize_tool_responses(tool_messages: Sequence[dict[str, Any]], tokenizer: Any) -> list[int]:
-    """Return the ids that the template writes for results, after a made-up call of each, with the opening of the next reply."""
+    """Return the ids that the template writes for results, after a made-up call of each, with the
+    opening of the next reply."""
     calls = [
-        {"type": "function", "id": one["tool_call_id"], "function": {"name": one.get("name", "tool"), "arguments": {}}}
+        {
+            "type": "function",
+            "id": one["tool_call_id"],
+            "function": {"name": one.get("name", "tool"), "arguments": {}},
+        }
         for one in tool_messages
     ]
-    before = [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    before = [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
     short = tokenizer.apply_chat_template(before, tokenize=True, add_generation_prompt=False)
-    long = tokenizer.apply_chat_template([*before, *tool_messages], tokenize=True, add_generation_prompt=True)
+    long = tokenizer.apply_chat_template(
+        [*before, *tool_messages], tokenize=True, add_generation_prompt=True
+    )
     if long[: len(short)] != short:
-        raise ValueError("the template writes earlier messages differently after a tool's result, so nothing can be appended")
+        raise ValueError(
+            "the template writes earlier messages differently after a tool's result, so nothing "
+            "can be appended"
+        )
     return list(long[len(short) :])
 
 
@@ -207,14 +241,17 @@ async def generate_single_turn(input: GenerateFnInput) -> GenerateFnOutput:
     """Sample one reply to a prompt, which may be messages."""
     sample = input.sample
     if not isinstance(sample.prompt, str):
-        sample.prompt = input.state.tokenizer.apply_chat_template(sample.prompt, tokenize=False, add_generation_prompt=True)
+        sample.prompt = input.state.tokenizer.apply_chat_template(
+            sample.prompt, tokenize=False, add_generation_prompt=True
+        )
     return GenerateFnOutput(samples=await generate(input.args, sample, input.sampling_params))
 
 
 async def generate_multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
     """Sample replies until one calls no tool, is cut, or is the last of `args.generate_max_turns`.
 
-    `args` names the tools: `generate_tool_specs_path`, `generate_execute_tool_function_path`, `generate_tool_call_parser`.
+    `args` names the tools: `generate_tool_specs_path`, `generate_execute_tool_function_path`,
+    `generate_tool_call_parser`.
     """
     args, sample = input.args, deepcopy(input.sample)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
@@ -229,7 +266,9 @@ async def generate_multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
             sample.status = status
             break
         output = await post(url, payload)
-        await update_sample_from_response(args, sample, payload=payload, output=output, update_loss_mask=True)
+        await update_sample_from_response(
+            args, sample, payload=payload, output=output, update_loss_mask=True
+        )
         if output["meta_info"]["finish_reason"]["type"] in ("abort", "length"):
             break
 
@@ -242,7 +281,10 @@ async def generate_multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
 
 
 class InferenceRolloutFn:
-    """Miles' own class for a step. Our loop plays the step; a class that derives from it is refused, with what replaces it."""
+    """Miles' own class for a step.
+
+    Our loop plays the step; a class that derives from it is refused, with what replaces it.
+    """
 
     def __init__(self, input: RolloutFnConstructorInput) -> None:
         self.input = input

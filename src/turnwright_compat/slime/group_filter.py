@@ -1,4 +1,5 @@
-"""slime's dynamic sampling filters, `function(args, samples, **kwargs)`, as `train.group_filter`."""
+"""slime's dynamic sampling filters, `function(args, samples, **kwargs)`, as
+`train.group_filter`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ PARAMETERS = ("args", "samples")
 
 
 def adapt_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]], Any] | None:
-    """Return the function of a group's trajectories; None where it has not the parameters of slime's filters."""
+    """Return the function of a group's trajectories; None where it has not the
+    parameters of slime's filters."""
     if parameter_names(function)[: len(PARAMETERS)] != PARAMETERS:
         return None
     args = attribute_config({"reward_key": None, "eval_reward_key": None})

@@ -1,4 +1,5 @@
-"""What user code of slime and Miles is written against: samples, results of a step, environments, filters of groups."""
+"""What user code of slime and Miles is written against: samples, results of a step,
+environments, filters of groups."""
 
 from __future__ import annotations
 
@@ -81,14 +82,18 @@ class Sample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Append ids to the response: sampled ones with their logprobs, or with `trainable=False` others.
+        """Append ids to the response: sampled ones with their logprobs, or with
+        `trainable=False` others.
 
         Raises:
             ValueError: for sampled ids without one logprob each, or logprobs of other ids.
         """
         new = [int(one) for one in tokens or ()]
         if new and trainable and (log_probs is None or len(log_probs) != len(new)):
-            raise ValueError(f"{len(new)} trainable ids and {'no' if log_probs is None else len(log_probs)} logprobs")
+            raise ValueError(
+                f"{len(new)} trainable ids and {'no' if log_probs is None else len(log_probs)} "
+                "logprobs"
+            )
         if new and not trainable and log_probs is not None:
             raise ValueError("ids that are not trainable have no logprobs")
         before = self.response_length
@@ -100,12 +105,16 @@ class Sample:
             if self.rollout_log_probs is None:
                 self.rollout_log_probs = [0.0] * before
             self.loss_mask += [int(trainable)] * len(new)
-            self.rollout_log_probs += [0.0] * len(new) if log_probs is None else [float(one) for one in log_probs]
+            self.rollout_log_probs += (
+                [0.0] * len(new) if log_probs is None else [float(one) for one in log_probs]
+            )
             self.tokens += new
             self.response_length = before + len(new)
         if meta_info and update_terminal_info:
             kinds = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
-            self.status = kinds.get((meta_info.get("finish_reason") or {}).get("type", ""), self.status)
+            self.status = kinds.get(
+                (meta_info.get("finish_reason") or {}).get("type", ""), self.status
+            )
 
 
 @dataclass
@@ -192,7 +201,10 @@ class BaseInteractionEnv:
         found = observation or {}
         media = [item for items in (found.get("multi_modal_data") or {}).values() for item in items]
         parts: list[dict[str, Any]] = [{"type": "image", "image": item} for item in media]
-        return {"role": "user", "content": [*parts, {"type": "text", "text": found.get("obs_str", "")}]}
+        return {
+            "role": "user",
+            "content": [*parts, {"type": "text", "text": found.get("obs_str", "")}],
+        }
 
 
 @dataclass
@@ -212,10 +224,14 @@ def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> Dyn
     """Keep a group whose rewards differ."""
     rewards = [float(one.get_reward_value(args)) for one in _flat(samples)]
     keep = len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST
-    return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+    return DynamicFilterOutput(
+        keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}"
+    )
 
 
-def check_reward_nonzero_std_with_fallback(args: Any, samples: Sequence[Any], **options: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(
+    args: Any, samples: Sequence[Any], **options: Any
+) -> DynamicFilterOutput:
     """Prefer a group whose rewards differ, and keep another one where there are too few."""
     output = check_reward_nonzero_std(args, samples, **options)
     output.keep_when_insufficient = True

@@ -59,13 +59,16 @@ def grade_answer_sympy(given_answer: str, ground_truth: str | None) -> bool:
 
 
 def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
-    r"""Whether the last ``\boxed{...}`` of a text is the right answer, which may stand in a box too."""
+    r"""Whether the last ``\boxed{...}`` of a text is the right answer, which
+    may stand in a box too."""
     if not ground_truth:
         return False
     truth = str(ground_truth)
     right = extract_answer(truth) if "\\boxed" in truth else truth
     found = extract_answer(solution_str)
-    return found is not None and (grade_answer_mathd(found, right) or grade_answer_sympy(found, right))
+    return found is not None and (
+        grade_answer_mathd(found, right) or grade_answer_sympy(found, right)
+    )
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
@@ -80,7 +83,8 @@ def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
 
 
 def get_gemma_math_reward(response: str, label: Any) -> int:
-    """Return 1 for the right answer in the last box after Gemma's thoughts, if there are any, else 0."""
+    """Return 1 for the right answer in the last box after Gemma's thoughts, if
+    there are any, else 0."""
     return _grade(response.rpartition("<channel|>")[2], label)
 
 
@@ -89,7 +93,9 @@ def _grade(text: str, label: Any) -> int:
     if found is None or label == "":
         return 0
     if not isinstance(label, (str, float, int)):
-        raise TypeError(f"the label of a row is {type(label).__name__}; this grader takes a text or a number")
+        raise TypeError(
+            f"the label of a row is {type(label).__name__}; this grader takes a text or a number"
+        )
     truth = str(label)
     right = extract_answer(truth) if "\\boxed" in truth else truth
     if right is None:
@@ -105,10 +111,13 @@ def normalize_final_answer(final_answer: Any) -> str:
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: Any = None
+    solution_str: str,
+    ground_truth: Any,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Any = None,
 ) -> dict[str, Any]:
-    """Return `score`, 1 or -1, with `acc` and `pred`: of the last line after `Answer:`, or with `strict_box_verify` of the last
-    box, whose content must be the text of the answer."""
+    """Return `score`, 1 or -1, with `acc` and `pred`: of the last line after `Answer:`, or with
+    `strict_box_verify` of the last box, whose content must be the text of the answer."""
     from turnwright_compat.graders.minerva import END_TOKENS, LAST, after_answer, strict_box
 
     reply = solution_str[-LAST:]
@@ -131,7 +140,8 @@ def normalize_answer(s: str) -> str:
 
 
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
-    """Return F1, precision and recall of the words; 0 for `yes`, `no` and `noanswer` against anything else."""
+    """Return F1, precision and recall of the words; 0 for `yes`, `no` and `noanswer`
+    against anything else."""
     given, right = normalize_answer(prediction or ""), normalize_answer(ground_truth)
     shared = sum((Counter(given.split()) & Counter(right.split())).values())
     if not shared or (given != right and (given in CLOSED or right in CLOSED)):
@@ -149,17 +159,24 @@ LETTERS = string.ascii_uppercase[:10]
 """Letters of an answer where neither the choices nor their letters are known."""
 
 
-def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1 if a reply names the letter of the answer, or where no letter is known, contains its text; else 0.
+def compute_gpqa_reward(
+    response: str | None, label: Any, metadata: Mapping[str, Any] | None = None
+) -> float:
+    """Return 1 if a reply names the letter of the answer, or where no letter is known,
+    contains its text; else 0.
 
-    `metadata` may have `choices`, `valid_letters`, `correct_letter`, and `correct_answer` or `answer_text`.
+    `metadata` may have `choices`, `valid_letters`, `correct_letter`, and
+    `correct_answer` or `answer_text`.
     """
     if response is None:
         return 0.0
     info = dict(metadata or {})
     choices = info.get("choices") or ()
     texts = [str(one) for one in (choices.values() if isinstance(choices, Mapping) else choices)]
-    letters = [str(one).upper() for one in info.get("valid_letters") or string.ascii_uppercase[: len(texts)] or LETTERS]
+    letters = [
+        str(one).upper()
+        for one in info.get("valid_letters") or string.ascii_uppercase[: len(texts)] or LETTERS
+    ]
 
     right = _letter_of_label(label, info.get("correct_letter"), letters)
     if right is None and isinstance(label, str) and label.strip():
@@ -177,7 +194,8 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
 
 
 def _letter_of_label(label: Any, given: Any, letters: Sequence[str]) -> str | None:
-    """Return the right letter: as `correct_letter` gives it, or as the label is one, or its number."""
+    """Return the right letter: as `correct_letter` gives it, or as the
+    label is one, or its number."""
     if isinstance(label, (int, float)):
         if 0 <= int(label) < len(letters):
             return letters[int(label)]
@@ -207,22 +225,30 @@ def _plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", " ", text.lower()).strip()
 
 
-def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
-    """Return 1 if a reply follows all instructions of `metadata`: `instruction_id_list`, `kwargs`, `prompt_text`; else 0.
+def compute_ifbench_reward(
+    response: str | None, label: Any, metadata: Mapping[str, Any] | None = None
+) -> float:
+    """Return 1 if a reply follows all instructions of `metadata`: `instruction_id_list`,
+    `kwargs`, `prompt_text`; else 0.
 
     Raises:
         ImportError: without IFBench's `evaluation_lib`; slime clones it, we do not.
     """
     info = metadata or {}
-    names = [str(name).strip() for name in info.get("instruction_id_list") or () if name is not None and str(name).strip()]
+    names = [
+        str(name).strip()
+        for name in info.get("instruction_id_list") or ()
+        if name is not None and str(name).strip()
+    ]
     if response is None or not names:
         return 0.0
     try:
         library = importlib.import_module("evaluation_lib")
     except ImportError as error:
         raise ImportError(
-            f"rm_type = ifbench needs IFBench's evaluation_lib ({error}); clone https://github.com/allenai/IFBench, install "
-            "its requirements, and add its folder to PYTHONPATH"
+            f"rm_type = ifbench needs IFBench's evaluation_lib ({error}); clone "
+            "https://github.com/allenai/IFBench, install its requirements, and add its folder to "
+            "PYTHONPATH"
         ) from error
 
     prompt = "" if info.get("prompt_text") is None else str(info["prompt_text"])
@@ -237,7 +263,8 @@ def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[s
 
 
 def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
-    """Return arguments for each instruction, without nulls: one mapping is for all, and the last one for those without."""
+    """Return arguments for each instruction, without nulls: one mapping is for all, and the last
+    one for those without."""
     if isinstance(given, Mapping):
         rows: Sequence[Any] = [given] * count
     else:
@@ -248,7 +275,9 @@ def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
 
 
 RULES = {
-    "deepscaler": lambda response, label, metadata: get_deepscaler_rule_based_reward(response, label),
+    "deepscaler": lambda response, label, metadata: get_deepscaler_rule_based_reward(
+        response, label
+    ),
     "gemma_math": lambda response, label, metadata: get_gemma_math_reward(response, label),
     "dapo": lambda response, label, metadata: compute_score(response, label),
     "math": lambda response, label, metadata: int(grade_answer_verl(response, label)),
@@ -264,8 +293,8 @@ BOXED = "boxed_"
 
 
 async def async_rm(args: Any, sample: Any, **options: Any) -> Any:
-    """Return the reward of a sample: of `custom_rm_path` of the sample, else of `args`, else of the rule in the sample's
-    metadata or in `args.rm_type`.
+    """Return the reward of a sample: of `custom_rm_path` of the sample, else of `args`, else of the
+    rule in the sample's metadata or in `args.rm_type`.
 
     Raises:
         NotImplementedError: for no rule, or one that is not here.
@@ -281,12 +310,17 @@ async def async_rm(args: Any, sample: Any, **options: Any) -> Any:
         response = extract_answer(response) or ""
 
     if kind == REMOTE:
-        return await post(args.rm_url, {"prompt": sample.prompt, "response": sample.response, "label": sample.label})
+        return await post(
+            args.rm_url,
+            {"prompt": sample.prompt, "response": sample.response, "label": sample.label},
+        )
     if kind == BY_CONTENT:
         return hashlib.sha256(f"{sample.tokens}{response}".encode()).digest()[0] % 2
     rule = RULES.get(kind)
     if rule is None:
-        raise NotImplementedError(f"rm_type {named!r}; there are {', '.join(RULES)}, each also with {BOXED}, and {REMOTE}")
+        raise NotImplementedError(
+            f"rm_type {named!r}; there are {', '.join(RULES)}, each also with {BOXED}, and {REMOTE}"
+        )
     # A grader may take seconds for a hard expression, and other episodes go on meanwhile.
     return await asyncio.to_thread(rule, response, sample.label, metadata)
 

@@ -1,7 +1,8 @@
 """Our rollouts in slime's and Miles' trainers, as their custom generate function.
 
-Both keep their trainer, their SGLang servers and their weights; environments, token-exact contexts, failures and records are
-ours. In a module that `--custom-generate-function-path module.generate` names::
+Both keep their trainer, their SGLang servers and their weights; environments, token-exact
+contexts, failures and records are ours. In a module that
+`--custom-generate-function-path module.generate` names::
 
     episodes = SlimeEpisodes("hop", n_tasks=4096)
     generate = make_generate(episodes)
@@ -42,31 +43,49 @@ class SlimeEpisodes(Episodes):
     """An environment for slime's and Miles' trainers."""
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
-        """Return rows of slime's `.jsonl` dataset, for `--input-key prompt --label-key label --metadata-key metadata`."""
+        """Return rows of slime's `.jsonl` dataset, for
+        `--input-key prompt --label-key label --metadata-key metadata`."""
         tasks = self.tasks_of(split).items()
-        return [{"prompt": prompt_of(task), "label": "", "metadata": {TASK: name}} for name, task in tasks]
+        return [
+            {"prompt": prompt_of(task), "label": "", "metadata": {TASK: name}}
+            for name, task in tasks
+        ]
 
 
-def make_generate(episodes: SlimeEpisodes, *, fan_out: bool = False, post: Post | None = None) -> Callable[..., Any]:
+def make_generate(
+    episodes: SlimeEpisodes, *, fan_out: bool = False, post: Post | None = None
+) -> Callable[..., Any]:
     """Return a custom generate function that plays an environment.
 
     Args:
-        fan_out: whether an episode of several rows becomes a list of samples, each with the episode's reward, instead of an
-            error. slime then normalizes rewards over the batch instead of each group, unless you post-process them yourself.
-        post: `post(url, payload, headers=...)` for the servers' JSON; by default the one of the trainer's `utils.http_utils`.
+        fan_out: whether an episode of several rows becomes a list of samples, each with the
+            episode's reward, instead of an error. slime then normalizes rewards over the batch
+            instead of each group, unless you post-process them yourself.
+        post: `post(url, payload, headers=...)` for the servers' JSON; by default the one of the
+            trainer's `utils.http_utils`.
     """
 
-    async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
+    async def generate(
+        args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
+    ) -> Any:
         """Play the episode of a sample; `args` and the others are the trainer's."""
         given = vars(args)
-        lengths = {"episode_tokens": given.get("rollout_max_response_len"), "context": given.get("rollout_max_context_len")}
+        lengths = {
+            "episode_tokens": given.get("rollout_max_response_len"),
+            "context": given.get("rollout_max_context_len"),
+        }
         episodes.open(
-            _tokenizer_of(given, episodes), given.get("hf_checkpoint"), turn_tokens=lengths["episode_tokens"], **lengths
+            _tokenizer_of(given, episodes),
+            given.get("hf_checkpoint"),
+            turn_tokens=lengths["episode_tokens"],
+            **lengths,
         )
         versions: list[Any] = []
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
         ask = _sampler(url, dict(sampling_params), post or _post_of(sample), versions, episodes)
-        episode = episodes.episode(_task_of(episodes, sample), phase="eval-slime" if evaluation else "train")
+        episode = episodes.episode(
+            _task_of(episodes, sample), phase="eval-slime" if evaluation else "train"
+        )
         (trajectory,) = await episodes.play([episode], ask, sampling_of(sampling_params))
         filler = min(episodes.renderer.stop_ids) if episodes.renderer is not None else 0
         if not fan_out:
@@ -88,14 +107,19 @@ def _tokenizer_of(given: Mapping[str, Any], episodes: SlimeEpisodes) -> Any:
         return None
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(given["hf_checkpoint"], trust_remote_code=bool(given.get("trust_remote_code")))
+    return AutoTokenizer.from_pretrained(
+        given["hf_checkpoint"], trust_remote_code=bool(given.get("trust_remote_code"))
+    )
 
 
 def _task_of(episodes: SlimeEpisodes, sample: Any) -> Task:
-    """Return the task of a sample: the one that its metadata names, or one of its prompt, label and metadata."""
+    """Return the task of a sample: the one that its metadata names, or one of its
+    prompt, label and metadata."""
     metadata = dict(sample.metadata or {})
     row = {**metadata, "prompt": sample.prompt, "label": sample.label}
-    return episodes.task_of({TASK: metadata[TASK]} if TASK in metadata else row, f"sample {sample.index}")
+    return episodes.task_of(
+        {TASK: metadata[TASK]} if TASK in metadata else row, f"sample {sample.index}"
+    )
 
 
 def _post_of(sample: Any) -> Post:
@@ -104,11 +128,15 @@ def _post_of(sample: Any) -> Post:
     try:
         post: Post = importlib.import_module(f"{package}.utils.http_utils").post
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"{package}.utils.http_utils has no post ({error}); give make_generate(..., post=...)") from error
+        raise UsageError(
+            f"{package}.utils.http_utils has no post ({error}); give make_generate(..., post=...)"
+        ) from error
     return post
 
 
-def _sampler(url: str, params: dict[str, Any], post: Post, versions: list[Any], episodes: SlimeEpisodes) -> Sample:
+def _sampler(
+    url: str, params: dict[str, Any], post: Post, versions: list[Any], episodes: SlimeEpisodes
+) -> Sample:
     """Return the function that asks SGLang for one reply; it keeps the names of the weights."""
     for key in ("custom_params", "max_new_tokens", "stop", "stop_token_ids"):
         params.pop(key, None)  # ours, or values of each id that we do not pass on
@@ -123,19 +151,31 @@ def _sampler(url: str, params: dict[str, Any], post: Post, versions: list[Any], 
         }
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
-        payload: dict[str, Any] = {"input_ids": list(request.ids), "sampling_params": sampling, "return_logprob": True}
+        payload: dict[str, Any] = {
+            "input_ids": list(request.ids),
+            "sampling_params": sampling,
+            "return_logprob": True,
+        }
         if request.media:
             files = (episodes.media.png_bytes(image) for image in images_of(request.media, "slime"))
-            payload["image_data"] = [f"data:image/png;base64,{b64encode(file).decode()}" for file in files]
+            payload["image_data"] = [
+                f"data:image/png;base64,{b64encode(file).decode()}" for file in files
+            ]
         found = await post(url, payload, headers={ROUTING_KEY: request.session})
         meta = found["meta_info"]
         rows = meta.get("output_token_logprobs")
         if rows is None:
-            raise BackendContractError(f"the servers returned no output_token_logprobs; set {LOGPROBS}")
+            raise BackendContractError(
+                f"the servers returned no output_token_logprobs; set {LOGPROBS}"
+            )
         if "weight_version" in meta:
             versions.append(meta["weight_version"])
         return make_generation(
-            request, [row[1] for row in rows], [row[0] for row in rows], meta["finish_reason"]["type"], needs=LOGPROBS
+            request,
+            [row[1] for row in rows],
+            [row[0] for row in rows],
+            meta["finish_reason"]["type"],
+            needs=LOGPROBS,
         )
 
     return ask
@@ -156,7 +196,9 @@ def _fill(
     status = trajectory.stop.status if trajectory.stop is not None else Status.FAILED
     values: dict[str, Any] = {
         "tokens": row.ids,
-        "response": episodes.renderer.decode(row.response_ids) if episodes.renderer is not None else "",
+        "response": episodes.renderer.decode(row.response_ids)
+        if episodes.renderer is not None
+        else "",
         "response_length": len(row.response_ids),
         "loss_mask": row.mask,
         "rollout_log_probs": row.logprobs,
@@ -176,7 +218,11 @@ def _fill(
 
 def _summary(trajectory: Trajectory) -> dict[str, Any]:
     stop = "" if trajectory.stop is None else str(trajectory.stop.value)
-    return {"turns": len(trajectory.turns), "stop": stop, "rewards": [turn.reward for turn in trajectory.turns]}
+    return {
+        "turns": len(trajectory.turns),
+        "stop": stop,
+        "rewards": [turn.reward for turn in trajectory.turns],
+    }
 
 
 def _train_inputs(row: TrainedRow, episodes: SlimeEpisodes) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The rollout servers of an episode at a real address of this machine, for user code that brings its own HTTP client."""
+"""The rollout servers of an episode at a real address of this machine, for user code that
+brings its own HTTP client."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ class AnswersRequests(Protocol):
 
 
 class RouterPort:
-    """A port of this machine that only one episode has, so a request needs nothing else to name its episode.
+    """A port of this machine that only one episode has, so a request needs nothing
+    else to name its episode.
 
-    The port costs a socket. Its HTTP server starts with the first connection: most user code calls slime's `post`,
-    which reaches the engine without one.
+    The port costs a socket. Its HTTP server starts with the first connection: most user code calls
+    slime's `post`, which reaches the engine without one.
     """
 
     def __init__(self, engine: AnswersRequests) -> None:
@@ -46,7 +48,8 @@ class RouterPort:
         """Listen, and return the port.
 
         Raises:
-            OSError: where this process has used half of the files that it may open; the others are for connections and data.
+            OSError: where this process has used half of the files that it may open; the others are
+                for connections and data.
         """
         listener = socket.create_server((LOOPBACK, 0), backlog=128)
         if listener.fileno() > _most_files() // 2:
@@ -68,7 +71,9 @@ class RouterPort:
         assert self._listener is not None
         routes = {("POST", "/generate"): Endpoint(self._generate, bytes)}
         routes |= {("GET", path): Endpoint(_healthy) for path in ("/health", "/health_generate")}
-        routes |= {("GET", path): Endpoint(self._describe) for path in ("/model_info", "/get_model_info")}
+        routes |= {
+            ("GET", path): Endpoint(self._describe) for path in ("/model_info", "/get_model_info")
+        }
         # The port is the episode's key: every client that knows it may ask, as with slime's router.
         server = JsonHttpServer(routes, host=LOOPBACK, port=0, token=None, listener=self._listener)
         await server.start()
@@ -84,7 +89,9 @@ class RouterPort:
         if not isinstance(body, Mapping):
             raise HttpError(400, "/generate: the body is no object")
         if body.get("stream"):
-            raise HttpError(400, "/generate: stream is not supported here; send a request without it")
+            raise HttpError(
+                400, "/generate: stream is not supported here; send a request without it"
+            )
         try:
             return await self._engine.answer("/generate", body)
         except (EnvError, LimitReached, ValueError) as error:

@@ -1,4 +1,5 @@
-"""Miles' agent functions: the user's agent asks the model by a chat API, and what it sampled becomes samples."""
+"""Miles' agent functions: the user's agent asks the model by a chat API, and what it
+sampled becomes samples."""
 
 from __future__ import annotations
 
@@ -24,16 +25,21 @@ END_S = 30.0
 
 
 async def generate(input: Any) -> Any:
-    """Run the agent of `args.custom_agent_function_path`, and return samples of what the model replied to it.
+    """Run the agent of `args.custom_agent_function_path`, and return samples of what
+    the model replied to it.
 
-    What the agent returns is added to the metadata of each sample, where a reward reads it. A sample is one conversation; an
-    agent that rewrites its history, or has several, gives several.
+    What the agent returns is added to the metadata of each sample, where a reward reads it. A
+    sample is one conversation; an agent that rewrites its history, or has several, gives several.
     """
     server = current_server("agentic_tool_call")
     output = import_foreign("miles.rollout.base_types").GenerateFnOutput
-    function = import_foreign("slime.utils.misc").load_function(input.args.custom_agent_function_path)
+    function = import_foreign("slime.utils.misc").load_function(
+        input.args.custom_agent_function_path
+    )
     if function is None:
-        raise EnvError("no agent function; give [env.args] args.custom_agent_function_path, or name it in use")
+        raise EnvError(
+            "no agent function; give [env.args] args.custom_agent_function_path, or name it in use"
+        )
 
     session = ProxySession(server.model, ProxySettings(untrained=()))
     async with shared_server() as http:
@@ -52,10 +58,16 @@ async def generate(input: Any) -> Any:
     return output(samples if len(samples) > 1 else samples[0])
 
 
-async def _call(function: Any, input: Any, root: str, session: ProxySession) -> Mapping[str, Any] | None:
+async def _call(
+    function: Any, input: Any, root: str, session: ProxySession
+) -> Mapping[str, Any] | None:
     """Call the agent; one that is still at work when the episode met a limit is cancelled."""
     sample = input.sample
-    params = {name: value for name in REQUEST_OPTIONS if (value := input.sampling_params.get(name)) is not None}
+    params = {
+        name: value
+        for name in REQUEST_OPTIONS
+        if (value := input.sampling_params.get(name)) is not None
+    }
     metadata = {
         **(sample.metadata or {}),
         "max_seq_len": input.args.max_seq_len,
@@ -83,20 +95,30 @@ async def _call(function: Any, input: Any, root: str, session: ProxySession) -> 
             one.cancel()
         await asyncio.gather(work, over, return_exceptions=True)
     if returned is not None and not isinstance(returned, Mapping):
-        raise EnvError(f"the agent function returned {type(returned).__name__}; return a dict for the metadata, or None")
+        raise EnvError(
+            f"the agent function returned {type(returned).__name__}; return a dict for the "
+            "metadata, or None"
+        )
     return returned
 
 
 def _samples(sample: Any, server: EngineServer, session: ProxySession) -> list[Any]:
-    """Return the rows of the conversations as samples, and keep their calls for the check of masks."""
+    """Return the rows of the conversations as samples, and keep their calls
+    for the check of masks."""
     trajectory: Trajectory = server.model.trajectory
-    replies = {id(one.reply.message): one.reply for one in session.history.exchanges if one.reply is not None}
+    replies = {
+        id(one.reply.message): one.reply
+        for one in session.history.exchanges
+        if one.reply is not None
+    }
     for number, turn in enumerate(trajectory.turns):
         if (reply := replies.get(id(turn.reply))) is not None:
             server.calls.append(EngineCall(trajectory.prompt_ids(number), reply))
 
     status = type(sample).Status
-    cut = session.limit is not None or any(call.reply.finish == "length" for call in server.calls[-1:])
+    cut = session.limit is not None or any(
+        call.reply.finish == "length" for call in server.calls[-1:]
+    )
     made = []
     for row in trajectory.samples():
         start = row.mask.index(True)

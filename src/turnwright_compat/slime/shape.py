@@ -16,7 +16,8 @@ OTHERS = ("task", "data_source", "prompts", "completions", "input_batch", "infer
 def takes_a_sample(target: Any) -> bool:
     """Whether a function is called as `generate(args, sample, sampling_params)`.
 
-    slime calls it by position. Names decide only where another reading remains: a play function takes two arguments.
+    slime calls it by position. Names decide only where another reading remains: a play
+    function takes two arguments.
     """
     signature = signature_of(target)
     if signature is None or not _is_async(target):
@@ -33,7 +34,8 @@ def takes_a_sample(target: Any) -> bool:
 
 
 def takes_one_input(target: Any) -> bool:
-    """Whether a function, or a class of callable objects, is one of Miles, which takes a `GenerateFnInput`."""
+    """Whether a function, or a class of callable objects, is one of Miles, which
+    takes a `GenerateFnInput`."""
     function = target
     if inspect.isclass(target):
         # Miles makes one object of the class, and calls that.
@@ -54,15 +56,21 @@ def takes_one_input(target: Any) -> bool:
 
 
 def plays_session(target: Any) -> bool:
-    """Whether a function is an agent function of Miles, called as `run(base_url=, prompt=, request_kwargs=, metadata=)`."""
+    """Whether a function is an agent function of Miles, called as
+    `run(base_url=, prompt=, request_kwargs=, metadata=)`."""
     signature = signature_of(target)
-    if signature is None or not _is_async(target) or not {"base_url", "prompt"} <= signature.parameters.keys():
+    if (
+        signature is None
+        or not _is_async(target)
+        or not {"base_url", "prompt"} <= signature.parameters.keys()
+    ):
         return False
     return binds(signature, base_url=None, prompt=None, request_kwargs=None, metadata=None)
 
 
 def builds_env(target: Any) -> bool:
-    """Whether a function builds an interaction environment: `build_env(sample=sample, args=args)`, or by position."""
+    """Whether a function builds an interaction environment:
+    `build_env(sample=sample, args=args)`, or by position."""
     if not inspect.isfunction(target) or _is_async(target):
         return False
     if parameter_names(target)[:2] == ("sample", "args"):
@@ -84,7 +92,8 @@ def parameter_names(target: Any) -> tuple[str, ...]:
 
 
 def signature_of(target: Any) -> inspect.Signature | None:
-    """Return the signature of a function, or of the calls to a callable object; None of anything else."""
+    """Return the signature of a function, or of the calls to a callable object;
+    None of anything else."""
     if inspect.isclass(target) or isinstance(target, Registered) or not callable(target):
         return None
     try:
@@ -111,7 +120,8 @@ def _innermost(target: Any) -> Any:
 
 
 def _is_async(target: Any) -> bool:
-    """Whether calls are awaited; also of a decorated function, whose wrapper returns what the function did."""
+    """Whether calls are awaited; also of a decorated function, whose wrapper returns
+    what the function did."""
     return inspect.iscoroutinefunction(_innermost(target))
 
 

@@ -7,8 +7,8 @@ GENERATION = "turnwright_compat.slime.generation"
 CALLS = "turnwright_compat.slime.function_calls"
 
 ALWAYS = ("slime", "miles")
-"""Used where the frameworks are installed too: the originals of these modules need Ray and servers of
-the trainer. What a stand-in lacks is the installed framework's."""
+"""Used where the frameworks are installed too: the originals of these modules need Ray and servers
+of the trainer. What a stand-in lacks is the installed framework's."""
 
 MODULES = {
     "slime.utils.types": {TYPES: "Sample Status _Status"},

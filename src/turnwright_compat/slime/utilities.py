@@ -1,4 +1,5 @@
-"""Helpers that user code of slime and Miles imports: requests, paths, processors, coroutines, spans."""
+"""Helpers that user code of slime and Miles imports: requests, paths,
+processors, coroutines, spans."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from turnwright_compat.slime.processor import open_picture
 
 
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Any = None, **_: Any) -> Any:
-    """Send JSON and return the JSON of the answer; the address of the servers is the engine of this episode."""
+    """Send JSON and return the JSON of the answer; the address of the servers is the
+    engine of this episode."""
     if (server := server_of(url)) is not None:
         return await server.answer(url, payload)
     return await asyncio.to_thread(_send, url, payload, headers)
@@ -34,7 +36,9 @@ async def get(url: str, **_: Any) -> Any:
 
 def _send(url: str, payload: Any, headers: Any) -> Any:
     body = None if payload is None else json.dumps(payload).encode()
-    asked = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {})})
+    asked = urllib.request.Request(
+        url, body, {"Content-Type": "application/json", **(headers or {})}
+    )
     if asked.type not in ("http", "https"):
         raise ValueError(f"{url}: neither http nor https")
     with urllib.request.urlopen(asked, timeout=600) as answer:
@@ -58,14 +62,17 @@ class SingletonMeta(type):
 
 
 def load_function(path: Any) -> Any:
-    """Return what `module.name` names, of the caller's own tree too; a function as it is, and None for no path."""
+    """Return what `module.name` names, of the caller's own tree too; a function as it is,
+    and None for no path."""
     if callable(path) or not path:
         return path or None
     caller = sys._getframe(1).f_globals
     near = Path(caller["__file__"]) if "__file__" in caller else None
     server = EPISODE.get()
     if server is not None and server.base is not None and caller.get("__name__") in LOOPS:
-        near = server.base / "_"  # for a loop of slime's or Miles' own, the recipe names the function
+        near = (
+            server.base / "_"
+        )  # for a loop of slime's or Miles' own, the recipe names the function
     return import_object(str(path), "load_function", near=near)
 
 
@@ -75,14 +82,19 @@ def load_tokenizer(name_or_path: str, **_: Any) -> Any:
 
 
 def load_processor(name_or_path: str, **_: Any) -> Any:
-    """Return the processor of the episode that runs, whatever the path; None for a text-only model."""
+    """Return the processor of the episode that runs, whatever the path; None
+    for a text-only model."""
     return current_server("load_processor").processor
 
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return arguments of the processor: ids as lists, everything else as tensors."""
     made = dict(multimodal_inputs or {})
-    made["text_kwargs"] = {**made.get("text_kwargs", {}), "return_tensors": None, "return_mm_token_type_ids": False}
+    made["text_kwargs"] = {
+        **made.get("text_kwargs", {}),
+        "return_tensors": None,
+        "return_mm_token_type_ids": False,
+    }
     for key in ("audio_kwargs", "images_kwargs", "videos_kwargs"):
         made[key] = {**made.get(key, {}), "return_tensors": "pt"}
     return made
@@ -90,8 +102,15 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
 
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """Return the images of messages as Pillow images; None where there are none."""
-    parts = [part for message in prompt if isinstance(message.get("content"), list) for part in message["content"]]
-    found = [part["image"] for part in parts if isinstance(part, dict) and part.get("image") is not None]
+    parts = [
+        part
+        for message in prompt
+        if isinstance(message.get("content"), list)
+        for part in message["content"]
+    ]
+    found = [
+        part["image"] for part in parts if isinstance(part, dict) and part.get("image") is not None
+    ]
     return {"images": [open_picture(one) for one in found] or None, "videos": None}
 
 
@@ -102,14 +121,20 @@ def encode_image_for_rollout_engine(image: Any) -> str:
     return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def call_processor(processor: Any, text: Any, multimodal_inputs: dict[str, Any] | None = None) -> Any:
+def call_processor(
+    processor: Any, text: Any, multimodal_inputs: dict[str, Any] | None = None
+) -> Any:
     """Call a processor with the arguments that Miles gives it."""
     return processor(text=text, **build_processor_kwargs(multimodal_inputs))
 
 
 def extract_multimodal_train_inputs(processor_output: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a processor made besides ids and masks; None if that is nothing."""
-    return {key: value for key, value in processor_output.items() if key not in ("input_ids", "attention_mask")} or None
+    return {
+        key: value
+        for key, value in processor_output.items()
+        if key not in ("input_ids", "attention_mask")
+    } or None
 
 
 def run(coro: Coroutine[Any, Any, Any]) -> Any:
@@ -148,7 +173,9 @@ class TraceSpanContext:
 
 
 @contextmanager
-def trace_span(target: Any = None, name: str = "", *, attrs: Any = None, **_: Any) -> Iterator[TraceSpanContext]:
+def trace_span(
+    target: Any = None, name: str = "", *, attrs: Any = None, **_: Any
+) -> Iterator[TraceSpanContext]:
     """Yield a span."""
     yield TraceSpanContext()
 

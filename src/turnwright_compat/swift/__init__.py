@@ -1,1 +1,2 @@
-"""ms-swift: its schedulers, environments and rewards, rollouts for its trainer, and its launch scripts."""
+"""ms-swift: its schedulers, environments and rewards, rollouts for its trainer,
+and its launch scripts."""

@@ -27,7 +27,8 @@ from turnwright_compat.convert.engine import (
 from turnwright_compat.convert.sources import find_file
 
 USE = "swift:{}"
-"""How a registered scheduler is named (`turnwright_compat`); the user's plugins are settings of the environment."""
+"""How a registered scheduler is named (`turnwright_compat`); the user's plugins are
+settings of the environment."""
 COLUMNS = {
     **dict.fromkeys(("messages", "query", "problem", "prompt", "question"), "prompt"),
     **dict.fromkeys(("solution", "answer", "response"), "answer"),
@@ -58,7 +59,11 @@ def _columns(draft: Draft, value: Any) -> str | None:
 
 def _tuner(draft: Draft, value: Any) -> str | None:
     if value == "lora":
-        draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, train_type, lora_rank")
+        draft.put(
+            "lora.rank",
+            int(draft.number("lora_rank", 8)),
+            origin="tuner_type, train_type, lora_rank",
+        )
     return None if value in ("lora", "full") else "only LoRA and full training"
 
 
@@ -90,7 +95,8 @@ CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask":
 
 
 def _batch(draft: Draft) -> int:
-    """Prompts of a step: completions of all processes and of all optimizer steps of a generation, over the group.
+    """Prompts of a step: completions of all processes and of all optimizer steps of a
+    generation, over the group.
 
     Returns the optimizer steps of one step.
     """
@@ -103,21 +109,31 @@ def _batch(draft: Draft) -> int:
     if "generation_batch_size" in draft.given:
         size = draft.number("generation_batch_size", 0)
         origin = "generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps"
-        steps_per_update = size / max(1.0, draft.number("per_device_train_batch_size", size) * processes * accumulation)
+        steps_per_update = size / max(
+            1.0, draft.number("per_device_train_batch_size", size) * processes * accumulation
+        )
     elif "global_batch_size" in draft.given:  # Megatron
         size = draft.number("global_batch_size", 16) * draft.number("steps_per_generation", 1)
         origin = "global_batch_size, steps_per_generation"
         steps_per_update = draft.number("steps_per_generation", 1)
     elif "per_device_train_batch_size" in draft.given:
-        size, steps_per_update = draft.number("per_device_train_batch_size", 1) * processes * steps, steps / accumulation
+        size, steps_per_update = (
+            draft.number("per_device_train_batch_size", 1) * processes * steps,
+            steps / accumulation,
+        )
         if "$NPROC_PER_NODE" not in draft.given:
-            draft.notes.append("the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)")
+            draft.notes.append(
+                "the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)"
+            )
     else:
         return 1
     draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
     draft.put("train.minibatches", max(1, round(steps_per_update)), origin=origin)
     if size % group:
-        draft.notes.append(f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups is rounded")
+        draft.notes.append(
+            f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups "
+            "is rounded"
+        )
     return max(1, round(steps_per_update))
 
 
@@ -126,22 +142,32 @@ def _kind(draft: Draft) -> None:
     kind = draft.given.get("rlhf_type")
     if kind is None:
         if str(draft.given.get("$program")) == "swift rlhf":
-            draft.incomplete.append("rlhf_type is not set, and its default is dpo; the settings are read as those of grpo")
+            draft.incomplete.append(
+                "rlhf_type is not set, and its default is dpo; the settings are read as those of "
+                "grpo"
+            )
         return
     if kind not in ("grpo", "gkd"):
-        raise ConfigError(f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its own replies")
+        raise ConfigError(
+            f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its "
+            "own replies"
+        )
 
 
 def _self_teacher(draft: Draft) -> None:
     raise ConfigError(
-        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do not name; "
-        "write [[teacher]] with self = true and hint = file.py:function (docs/reference/teachers.md)"
+        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do "
+        "not name; write [[teacher]] with self = true and hint = file.py:function "
+        "(docs/reference/teachers.md)"
     )
 
 
 def _server_urls(draft: Draft, value: Any) -> None:
     if not isinstance(value, str):
-        raise ConfigError("teacher_model_server names several teachers by tags of rows; write a [[teacher]] for each")
+        raise ConfigError(
+            "teacher_model_server names several teachers by tags of rows; write a [[teacher]] for "
+            "each"
+        )
     draft.teacher["urls"] = [value]
 
 
@@ -159,10 +185,13 @@ def _teacher(draft: Draft) -> None:
         _server_urls(draft, server)
     else:
         draft.teacher["path"] = str(model)
-    draft.teachers_of.update(("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk"))
+    draft.teachers_of.update(
+        ("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk")
+    )
     if given.get("teacher_adapters"):
         raise ConfigError(
-            "teacher_adapters are merged into the teacher there; merge them first, and set the path of [[teacher]]"
+            "teacher_adapters are merged into the teacher there; merge them first, and set the "
+            "path of [[teacher]]"
         )
     if given.get("rlhf_type") != "gkd":
         draft.teacher["signal"] = "advantage"
@@ -176,10 +205,13 @@ def _teacher(draft: Draft) -> None:
     if (top := draft.number("gkd_logits_topk", 0)) > 0:
         draft.teacher["top"] = int(top)
         draft.incomplete.append(
-            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others count as one (teacher.top)"
+            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others "
+            "count as one (teacher.top)"
         )
     elif server is not None:
-        raise ConfigError("a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary")
+        raise ConfigError(
+            "a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary"
+        )
     draft.put("train.reward_weight", 0.0, origin="rlhf_type")
     draft.put("rollout.group_size", 1, origin="rlhf_type")
     draft.put("train.aggregation", "token", origin="rlhf_type")
@@ -205,19 +237,25 @@ def _refuse_distillation(draft: Draft) -> None:
     given = draft.given
     plugins = " ".join(str(one) for one in draft.values.get("env.args.external_plugins", ()))
     if draft.isset("seq_kd"):
-        raise ConfigError("seq_kd trains on replies of the teacher; only replies of the policy are trained (lmbda = 1)")
+        raise ConfigError(
+            "seq_kd trains on replies of the teacher; only replies of the policy are trained "
+            "(lmbda = 1)"
+        )
     if draft.number("lmbda", 0.5) != 1.0:
         share = f"lmbda = {draft.number('lmbda', 0.5):g}"
         raise ConfigError(
-            f"gkd with {share} trains on given replies too; only replies of the policy are trained: set lmbda = 1"
+            f"gkd with {share} trains on given replies too; only replies of the policy are "
+            "trained: set lmbda = 1"
         )
     if draft.number("sft_alpha", 0) > 0:
         raise ConfigError(
-            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to 0 or see [warmup]"
+            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to "
+            "0 or see [warmup]"
         )
     if draft.number("beta", 0.5) not in DIVERGENCES:
         raise ConfigError(
-            f"beta = {given['beta']} is a divergence that is not here; choose 0 (forward), 0.5 (js) or 1 (reverse)"
+            f"beta = {given['beta']} is a divergence that is not here; choose 0 (forward), 0.5 "
+            "(js) or 1 (reverse)"
         )
     if given.get("teacher_model") is None and given.get("teacher_model_server") is None:
         _self_teacher(draft)
@@ -235,7 +273,8 @@ def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
                 return True
         except (OSError, ValueError):
             draft.incomplete.append(
-                f"{one} (external_plugins) was not found; if it sets teacher_prompt, write it as the teacher's hint"
+                f"{one} (external_plugins) was not found; if it sets teacher_prompt, write it as "
+                "the teacher's hint"
             )
     return False
 
@@ -246,13 +285,18 @@ def _finish(draft: Draft) -> None:
     updates = _batch(draft) * int(draft.number("num_iterations", 1))
     steps = given.get("max_steps", given.get("train_iters"))
     if not (isinstance(steps, int) and steps > 0):
-        draft.put("train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs")
+        draft.put(
+            "train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs"
+        )
         steps = None
     _in_steps(draft, updates)
     steps = None if steps is None else draft.values["train.steps"]
     if ratio := draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0)):
         if steps is None:
-            why = "the number of steps is known when the tasks are: set train.lr_warmup_steps to that share of them"
+            why = (
+                "the number of steps is known when the tasks are: set train.lr_warmup_steps to "
+                "that share of them"
+            )
             draft.reasons.update({"warmup_ratio": why, "lr_warmup_fraction": why})
         else:
             draft.put("train.lr_warmup_steps", int(ratio * steps), origin="warmup_ratio")
@@ -263,7 +307,9 @@ def _finish(draft: Draft) -> None:
     if "epsilon_high" not in given:
         draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
     draft.put(
-        "train.betas", [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)], origin="adam_beta1, adam_beta2"
+        "train.betas",
+        [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)],
+        origin="adam_beta1, adam_beta2",
     )
     _loss_terms(draft)
     _teacher(draft)
@@ -272,7 +318,9 @@ def _finish(draft: Draft) -> None:
     _lora(draft)
     if draft.isset("use_gym_env") and "env.use" not in draft.values:
         draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
-    served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get("$programs", ())
+    served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get(
+        "$programs", ()
+    )
     if "env.use" not in draft.values and not served:  # a server has the scheduler
         draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
 
@@ -280,7 +328,11 @@ def _finish(draft: Draft) -> None:
 def _in_steps(draft: Draft, updates: int) -> None:
     """Set the numbers of steps, which count optimizer steps there."""
     pairs = (
-        *(("train.steps", "max_steps"), ("train.steps", "train_iters"), ("checkpoint.every", "save_steps")),
+        *(
+            ("train.steps", "max_steps"),
+            ("train.steps", "train_iters"),
+            ("checkpoint.every", "save_steps"),
+        ),
         *(
             ("eval.every", "eval_steps"),
             ("train.lr_warmup_steps", "warmup_steps"),
@@ -291,18 +343,32 @@ def _in_steps(draft: Draft, updates: int) -> None:
         if draft.number(name, 0) >= 1:
             in_steps(draft, key, draft.number(name, 0), updates, name)
     if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
-        in_steps(draft, "train.reference_every", draft.number("ref_model_sync_steps", 512), updates, "ref_model_sync_steps")
+        in_steps(
+            draft,
+            "train.reference_every",
+            draft.number("ref_model_sync_steps", 512),
+            updates,
+            "ref_model_sync_steps",
+        )
 
 
 def _loss_terms(draft: Draft) -> None:
     given = draft.given
     if (kl := draft.number("beta", 0.04)) > 0:
         draft.put("train.kl", kl, origin="beta")
-        draft.put("train.kl_in", "reward" if draft.isset("kl_in_reward") else "loss", origin="kl_in_reward")
+        draft.put(
+            "train.kl_in",
+            "reward" if draft.isset("kl_in_reward") else "loss",
+            origin="kl_in_reward",
+        )
     if given.get("importance_sampling_level") in ("sequence", "sequence_token"):
         draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
     if draft.isset("dynamic_sample"):
-        draft.put("train.refill", int(draft.number("max_resample_times", 3)), origin="dynamic_sample, max_resample_times")
+        draft.put(
+            "train.refill",
+            int(draft.number("max_resample_times", 3)),
+            origin="dynamic_sample, max_resample_times",
+        )
     length = draft.number("max_completion_length", 512)
     for reward, name in (("soft_overlong", "soft_max_length"), ("cosine", "cosine_max_len")):
         if name not in given and reward in _rewards_of(draft):
@@ -329,7 +395,8 @@ def _rewards_of(draft: Draft) -> list[str]:
 
 
 def _reward_flag(reward: str, name: str) -> Any:
-    """Return a rule: a flag of a reward, without effect where the script does not name that reward."""
+    """Return a rule: a flag of a reward, without effect where the script does
+    not name that reward."""
 
     def rule(draft: Draft, value: Any) -> str | None:
         if reward not in _rewards_of(draft):
@@ -342,7 +409,10 @@ def _reward_flag(reward: str, name: str) -> Any:
 
 def _lora(draft: Draft) -> None:
     given = draft.given
-    if given.get("tuner_type", given.get("train_type", "lora")) == "lora" and "lora.rank" not in draft.values:
+    if (
+        given.get("tuner_type", given.get("train_type", "lora")) == "lora"
+        and "lora.rank" not in draft.values
+    ):
         draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, lora_rank")
     if "lora.rank" not in draft.values:
         for key in ("alpha", "dropout", "targets"):
@@ -356,7 +426,10 @@ def _steps(draft: Draft, value: Any) -> str | None:
 
 def _reference(draft: Draft, value: Any) -> str | None:
     if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0:
-        return "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
+        return (
+            "the reference is replaced (train.reference_every), not mixed: set "
+            "ref_model_mixup_alpha = 1"
+        )
     return None
 
 
@@ -370,7 +443,9 @@ RULES: dict[str, Any] = {
     "multi_turn_scheduler": lambda draft, value: draft.put("env.use", USE.format(value)),
     "external_plugins": _plugins,
     "gym_env": argument("gym_env"),
-    "use_gym_env": lambda draft, value: draft.put("env.args.use_gym_env", draft.isset("use_gym_env")),
+    "use_gym_env": lambda draft, value: draft.put(
+        "env.args.use_gym_env", draft.isset("use_gym_env")
+    ),
     "reward_funcs": list_argument("reward_funcs"),
     "reward_weights": list_argument("reward_weights"),
     "max_turns": "limits.turns",
@@ -390,10 +465,14 @@ RULES: dict[str, Any] = {
     "top_k": top_k("rollout.top_k"),
     "min_p": "rollout.min_p",
     "stop_words": lists("rollout.stop"),
-    "advantage_estimator": same("train.algorithm", grpo="grpo", rloo="rloo", reinforce_plus_plus="reinforce_pp"),
+    "advantage_estimator": same(
+        "train.algorithm", grpo="grpo", rloo="rloo", reinforce_plus_plus="reinforce_pp"
+    ),
     "loss_type": _loss,
     "importance_sampling_level": noted,
-    "scale_rewards": same("train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"),
+    "scale_rewards": same(
+        "train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"
+    ),
     "epsilon": "train.clip_low",
     "epsilon_high": "train.clip_high",
     "delta": unless_off("train.clip_cap"),
@@ -403,14 +482,20 @@ RULES: dict[str, Any] = {
     "dynamic_sample": noted,
     "max_resample_times": noted,
     "overlong_filter": switch("train.overlong_filter"),
-    **{name: _reward_flag(reward, name) for reward, names in REWARD_FLAGS.items() for name in names},
+    **{
+        name: _reward_flag(reward, name) for reward, names in REWARD_FLAGS.items() for name in names
+    },
     "rollout_importance_sampling_mode": same("train.correction", **CORRECTIONS),
     "rollout_importance_sampling_threshold": "train.correction_high",
     "loss_scale": _loss_scale,
     "learning_rate": "train.lr",
     "lr": "train.lr",
     "lr_scheduler_type": same(
-        "train.schedule", linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant"
+        "train.schedule",
+        linear="linear",
+        cosine="cosine",
+        constant="constant",
+        constant_with_warmup="constant",
     ),
     "lr_decay_style": same("train.schedule", linear="linear", cosine="cosine", constant="constant"),
     "warmup_ratio": noted,
@@ -464,11 +549,17 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "template": ("the model's template is used; see model.template", ()),
     "agent_template": ("see model.parser", ()),
     "response_prefix": ("see model.template_args", ()),
-    "repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
+    "repetition_penalty": (
+        "no penalties: they would not be part of the trained distribution",
+        (1, 1.0),
+    ),
     "structured_outputs_regex": ("no constrained sampling", (None,)),
     "vllm_server_pass_dataset": ("every column of a row reaches the environment", (True, False)),
     "async_generate": ('see [schedule] mode = "one_step_off"', (False,)),
-    "truncation_strategy": ("prompts over limits.prompt_tokens are skipped, counted and listed", ("delete",)),
+    "truncation_strategy": (
+        "prompts over limits.prompt_tokens are skipped, counted and listed",
+        ("delete",),
+    ),
     "split_dataset_ratio": ("about a fifth of the tasks is held out without eval_tasks", ()),
     "dataset_shuffle": ("tasks are always shuffled, by the seed", (True,)),
     "data_seed": ("one seed for all", ()),
@@ -484,7 +575,10 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reward_model": ("call it in a reward function", (None,)),
     "reward_model_plugin": ("call it in a reward function", (None,)),
     "ref_model": ("the reference policy is the model at the start of reinforcement", (None,)),
-    "ref_model_mixup_alpha": ("the reference is replaced (train.reference_every), not mixed", (1, 1.0)),
+    "ref_model_mixup_alpha": (
+        "the reference is replaced (train.reference_every), not mixed",
+        (1, 1.0),
+    ),
     "chord_sft_dataset": ("no supervised term during reinforcement; see [warmup]", ()),
     "chord_mu_peak": ("no supervised term during reinforcement; see [warmup]", ()),
     "advantage_reweight": ("write your own (train.advantage)", (None,)),
@@ -510,17 +604,95 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *("vllm_*", "use_vllm", "sglang_*", "lmdeploy_*", "deepspeed", "fsdp*", "torch_dtype", "bf16", "fp16"),
-    *("attn_impl", "offload_*", "sleep_level", "move_model_batches", "dataloader_*", "dataset_num_proc"),
-    *("load_from_cache_file", "logging_*", "*_parallel_size", "micro_batch_size", "padding_free", "packing"),
+    *(
+        "vllm_*",
+        "use_vllm",
+        "sglang_*",
+        "lmdeploy_*",
+        "deepspeed",
+        "fsdp*",
+        "torch_dtype",
+        "bf16",
+        "fp16",
+    ),
+    *(
+        "attn_impl",
+        "offload_*",
+        "sleep_level",
+        "move_model_batches",
+        "dataloader_*",
+        "dataset_num_proc",
+    ),
+    *(
+        "load_from_cache_file",
+        "logging_*",
+        "*_parallel_size",
+        "micro_batch_size",
+        "padding_free",
+        "packing",
+    ),
     *("attention_backend", "cross_entropy_*", "recompute_*", "no_save_*", "save_safetensors"),
-    *("gradient_checkpointing_kwargs", "per_device_eval_batch_size", "ddp_*", "use_hf", "device_map", "train.gpus"),
-    *("rollout.gpus", "colocate_groups", "gradient_accumulation_fusion", "cached_dataset", "streaming", "strict"),
-    *("model_kwargs", "host", "port", "overlap_*", "optimizer_cpu_offload", "use_precision_*", "moe_*", "expert_*"),
-    *("sequence_parallel*", "async_save", "use_ray", "ray*", "save_only_model", "save_strategy", "eval_strategy"),
-    *("model_type", "hub_*", "push_to_hub", "tensorboard_*", "wandb_*", "swanlab_*", "create_checkpoint_*"),
-    *("add_version", "*interval", "use_liger_kernel", "max_pixels", "enable_flattened_*", "merge_lora"),
-    *("manual_gc*", "model_author", "model_name", "loss_weights", "use_chat_template", "torch_compile", "gpus"),
+    *(
+        "gradient_checkpointing_kwargs",
+        "per_device_eval_batch_size",
+        "ddp_*",
+        "use_hf",
+        "device_map",
+        "train.gpus",
+    ),
+    *(
+        "rollout.gpus",
+        "colocate_groups",
+        "gradient_accumulation_fusion",
+        "cached_dataset",
+        "streaming",
+        "strict",
+    ),
+    *(
+        "model_kwargs",
+        "host",
+        "port",
+        "overlap_*",
+        "optimizer_cpu_offload",
+        "use_precision_*",
+        "moe_*",
+        "expert_*",
+    ),
+    *(
+        "sequence_parallel*",
+        "async_save",
+        "use_ray",
+        "ray*",
+        "save_only_model",
+        "save_strategy",
+        "eval_strategy",
+    ),
+    *(
+        "model_type",
+        "hub_*",
+        "push_to_hub",
+        "tensorboard_*",
+        "wandb_*",
+        "swanlab_*",
+        "create_checkpoint_*",
+    ),
+    *(
+        "add_version",
+        "*interval",
+        "use_liger_kernel",
+        "max_pixels",
+        "enable_flattened_*",
+        "merge_lora",
+    ),
+    *(
+        "manual_gc*",
+        "model_author",
+        "model_name",
+        "loss_weights",
+        "use_chat_template",
+        "torch_compile",
+        "gpus",
+    ),
     *(
         "apply_wd_*",
         "megatron_*",

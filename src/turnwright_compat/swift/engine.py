@@ -1,4 +1,5 @@
-"""The engine that ms-swift's schedulers call, over ours: the ids of a request, and which of them are trained."""
+"""The engine that ms-swift's schedulers call, over ours: the ids of a request, and
+which of them are trained."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ PROTOCOL = "swift.infer_engine.protocol"
 
 
 class InferEngine:
-    """`infer_engine` of a scheduler, which is one object for all episodes: each call goes to the episode that makes it.
+    """`infer_engine` of a scheduler, which is one object for all episodes: each call goes to
+    the episode that makes it.
 
-    It has no `engine` and no `template`: ms-swift's schedulers look for unknown attributes there, and default without them.
+    It has no `engine` and no `template`: ms-swift's schedulers look for unknown attributes there,
+    and default without them.
     """
 
     def __init__(self) -> None:
@@ -35,7 +38,8 @@ class InferEngine:
 
     @property
     def episode(self) -> Episode:
-        """The episode of the current task; `AttributeError` outside of one, so that `getattr` with a default works."""
+        """The episode of the current task; `AttributeError` outside of one, so that `getattr`
+        with a default works."""
         found = self._episode.get(None)
         if found is None:
             raise AttributeError("the engine belongs to an episode; use it in run, step or a hook")
@@ -69,12 +73,17 @@ class Episode:
         self._last: tuple[Any, Any] | None = None
         """Request and response of the last call."""
         self._known: list[tuple[str, list[int], Any]] = []
-        """Text and ids of each message of the assistant so far; its reply if that is the complete message."""
+        """Text and ids of each message of the assistant so far; its reply if that is
+        the complete message."""
 
     async def infer(self, request: Any, config: Any) -> Any:
         """Sample a reply: to the messages where all replies are unchanged, else to their ids."""
         messages = [dict(message) for message in request.messages]
-        if len(messages) > 1 and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+        if (
+            len(messages) > 1
+            and messages[-1]["role"] == "assistant"
+            and not messages[-1]["content"]
+        ):
             messages.pop()  # an empty one is the place of the next reply
         if request.audios:
             raise EnvError(f"the request has audios: {NO_AUDIO}")
@@ -84,13 +93,18 @@ class Episode:
         own, edited = self._own(messages[: len(messages) - bool(opened)])
         options = {} if config is None else sampling_options(vars(config))
         if opened or edited:
-            ids = {number: found[1] for number, found in own.items()} | ({len(messages) - 1: opened} if opened else {})
+            ids = {number: found[1] for number, found in own.items()} | (
+                {len(messages) - 1: opened} if opened else {}
+            )
             for number in ids:
                 messages[number]["content"] = "x"  # its ids are used
             prompt = await self.model.render(messages, ids, tools)
             reply = await self.model.generate(prompt, tools=tools, media=media, **options)
         else:
-            known = [own[number][2].message if number in own else message for number, message in enumerate(messages)]
+            known = [
+                own[number][2].message if number in own else message
+                for number, message in enumerate(messages)
+            ]
             reply = await self.model.generate(known, tools=tools, **options)
         text = self._text(reply)
         before = self.model.tokenizer.decode(opened) if opened else ""
@@ -104,7 +118,8 @@ class Episode:
         return response
 
     def cut(self) -> list[Any]:
-        """Return the row of an episode that a limit ended, as far as it was played; none before the first reply."""
+        """Return the row of an episode that a limit ended, as far as it was played; none
+        before the first reply."""
         if self._last is None:
             return []
         request, response = self._last
@@ -113,10 +128,15 @@ class Episode:
             messages.pop()
         response = replace(response, choices=[replace(response.choices[0], finish_reason="length")])
         infos = {**self.rollout_infos, "num_turns": len(self.calls)}
-        return [import_foreign(PROTOCOL).RolloutOutput(response=response, messages=messages, rollout_infos=infos)]
+        return [
+            import_foreign(PROTOCOL).RolloutOutput(
+                response=response, messages=messages, rollout_infos=infos
+            )
+        ]
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
-        """Return ids and masks of the messages as they were continued, for a scheduler that does not say them."""
+        """Return ids and masks of the messages as they were continued, for a scheduler
+        that does not say them."""
         rows: list[tuple[list[int], list[int]]] = []
         for opened, reply in self.calls:
             ids, sampled = [*opened, *reply.ids], [1] * len(reply.ids)
@@ -134,7 +154,9 @@ class Episode:
             content = message["content"]
             if isinstance(content, list) and content and isinstance(content[0], int):
                 content = self.model.tokenizer.decode(self._without_end(content))
-            found.append((str(message["role"]), content if isinstance(content, str) else repr(content)))
+            found.append(
+                (str(message["role"]), content if isinstance(content, str) else repr(content))
+            )
         return found
 
     def leads_to(self, number: int, texts: Sequence[tuple[str, str]]) -> bool:
@@ -145,7 +167,10 @@ class Episode:
         *before, (role, opened) = context  # a message that goes on
         size = len(before)
         return (
-            list(texts[:size]) == before and len(texts) > size and texts[size][0] == role and texts[size][1].startswith(opened)
+            list(texts[:size]) == before
+            and len(texts) > size
+            and texts[size][0] == role
+            and texts[size][1].startswith(opened)
         )
 
     def scaled(self, scales: LossScales) -> Iterator[list[float]]:
@@ -167,7 +192,8 @@ class Episode:
         return ids[:-1] if ids and ids[-1] in self.model.tokenizer.all_special_ids else ids
 
     def _open(self, content: Any) -> list[int]:
-        """Return the ids of a message that is continued: those of a known text as far as it is the same, then the text's."""
+        """Return the ids of a message that is continued: those of a known text as far as it is the
+        same, then the text's."""
         if isinstance(content, list):
             return list(content)
         tokenizer = self.model.tokenizer
@@ -188,8 +214,11 @@ class Episode:
                 return ids[:size], text
         return [], ""
 
-    def _own(self, messages: Sequence[Mapping[str, Any]]) -> tuple[dict[int, tuple[str, list[int], Any]], bool]:
-        """Return the messages that this episode sampled, by index, and whether one of them is not a reply as it was."""
+    def _own(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[int, tuple[str, list[int], Any]], bool]:
+        """Return the messages that this episode sampled, by index, and whether one of them is
+        not a reply as it was."""
         found: dict[int, tuple[str, list[int], Any]] = {}
         left = list(self._known)
         edited = False
@@ -208,14 +237,18 @@ class Episode:
         return found, edited
 
 
-def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None) -> list[tuple[Any, ...]]:
-    """Set the weights of the replies by `response_token_ids` and `response_loss_mask`, times the loss scales.
+def set_weights(
+    outputs: Sequence[Any], episode: Episode, scales: LossScales | None = None
+) -> list[tuple[Any, ...]]:
+    """Set the weights of the replies by `response_token_ids` and
+    `response_loss_mask`, times the loss scales.
 
-    Ids that the outputs lack are not trained. Return the replies that each output trains; one that several outputs have, as
-    the paths of a tree do, is in all of them.
+    Ids that the outputs lack are not trained. Return the replies that each output trains; one that
+    several outputs have, as the paths of a tree do, is in all of them.
 
     Raises:
-        EnvError: for a mask of another length than its ids, or one that trains an id which the engine did not sample.
+        EnvError: for a mask of another length than its ids, or one that trains an id which
+            the engine did not sample.
     """
     paths = []
     for output in outputs:
@@ -226,15 +259,22 @@ def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | N
 
     texts: dict[int, list[tuple[str, str]]] = {}
     if len(outputs) > 1:
-        texts = {at: episode.texts(output.messages) for at, output in enumerate(outputs) if output.messages is not None}
+        texts = {
+            at: episode.texts(output.messages)
+            for at, output in enumerate(outputs)
+            if output.messages is not None
+        }
     weights = [[0.0] * len(reply.ids) for _, reply in episode.calls]
     trained: list[list[Any]] = [[] for _ in outputs]
     for number, (opened, reply) in enumerate(episode.calls):
         found = [path.find(opened, list(reply.ids)) for path in paths]
         most = max((match.size for match in found if match is not None), default=0)
-        # A path that has less of the reply has another one, which begins alike; of equal ones, the context tells.
+        # A path that has less of the reply has another one, which begins alike; of equal
+        # ones, the context tells.
         owners = [at for at, match in enumerate(found) if match is not None and match.size == most]
-        owners = [at for at in owners if at in texts and episode.leads_to(number, texts[at])] or owners
+        owners = [
+            at for at in owners if at in texts and episode.leads_to(number, texts[at])
+        ] or owners
         for at in owners:
             match = found[at]
             assert match is not None
@@ -249,7 +289,10 @@ def set_weights(outputs: Sequence[Any], episode: Episode, scales: LossScales | N
         path.check_masks(first_row)
         first_row += len(path.rows)
     if scales is not None:
-        weights = [[a * b for a, b in zip(*pair, strict=True)] for pair in zip(weights, episode.scaled(scales), strict=True)]
+        weights = [
+            [a * b for a, b in zip(*pair, strict=True)]
+            for pair in zip(weights, episode.scaled(scales), strict=True)
+        ]
     for (_, reply), of_reply in zip(episode.calls, weights, strict=True):
         if any(one != 1.0 for one in of_reply):
             episode.model.weigh(reply, of_reply)
@@ -265,7 +308,8 @@ class _Match:
 
 
 class _Path:
-    """The rows of ids and masks of one output, in which the episode's replies are found in order."""
+    """The rows of ids and masks of one output, in which the episode's
+    replies are found in order."""
 
     def __init__(self, rows: Sequence[tuple[list[int], list[int] | None]]) -> None:
         self.rows = rows
@@ -276,8 +320,13 @@ class _Path:
     def find(self, opened: list[int], ids: list[int]) -> _Match | None:
         """Find a reply: after the last one, or in its row if it goes on there; else anywhere."""
         start = len(opened)
-        order = [*range(self.last if start else self.last + 1, len(self.rows)), *range(len(self.rows))]
-        row = next((row for row in order if row >= 0 and _continues(self.rows[row][0], opened, ids)), None)
+        order = [
+            *range(self.last if start else self.last + 1, len(self.rows)),
+            *range(len(self.rows)),
+        ]
+        row = next(
+            (row for row in order if row >= 0 and _continues(self.rows[row][0], opened, ids)), None
+        )
         if row is None:
             return None
         size = _shared(self.rows[row][0][start:], ids)
@@ -290,13 +339,14 @@ class _Path:
         return self.rows[match.row][1]
 
     def check_masks(self, first_row: int) -> None:
-        """Check that masks train sampled ids alone; `first_row` is the number of this path's first row among all."""
+        """Check that masks train sampled ids alone; `first_row` is the number of this
+        path's first row among all."""
         for row, (_, mask) in enumerate(self.rows):
             for at, one in enumerate(mask or ()):
                 if one and (row, at) not in self._sampled:
                     raise EnvError(
-                        f"response_loss_mask[{first_row + row}][{at}] is {one}, and the engine did not sample that id there; "
-                        "write 0"
+                        f"response_loss_mask[{first_row + row}][{at}] is {one}, and the engine did "
+                        "not sample that id there; write 0"
                     )
 
 
@@ -305,7 +355,10 @@ def _rows_of(output: Any) -> Iterator[tuple[list[int], list[int] | None]]:
     masks = list(output.response_loss_mask or ())
     for turn, ids in enumerate(output.response_token_ids or ()):
         if masks and (turn >= len(masks) or len(masks[turn]) != len(ids)):
-            raise EnvError(f"turn {turn}: {len(ids)} response_token_ids and another number of response_loss_mask")
+            raise EnvError(
+                f"turn {turn}: {len(ids)} response_token_ids and another number of "
+                "response_loss_mask"
+            )
         yield list(ids), list(masks[turn]) if masks else None
 
 
@@ -315,7 +368,10 @@ def _continues(row: list[int], opened: list[int], ids: list[int]) -> bool:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    return next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
 
 
 FRAMES_PER_SECOND = 2.0
@@ -325,7 +381,8 @@ PLACES = {"<image>": "images", "<video>": "videos"}
 
 
 def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list[Any]) -> list[Any]:
-    """Replace `<image>` and `<video>` in texts by the media of the request, in order; return those that were placed.
+    """Replace `<image>` and `<video>` in texts by the media of the request, in order;
+    return those that were placed.
 
     A text is left as it is where the request has no media of that kind.
     """
@@ -337,7 +394,11 @@ def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list
     placed: list[Any] = []
     for message in messages:
         content = message["content"]
-        if message["role"] == "assistant" or not isinstance(content, str) or not re.search(known, content):
+        if (
+            message["role"] == "assistant"
+            or not isinstance(content, str)
+            or not re.search(known, content)
+        ):
             continue
         parts: list[Any] = []
         for piece in re.split(f"({known})", content):
@@ -346,22 +407,33 @@ def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list
                 continue
             if not left[piece]:
                 count = len(images if piece == "<image>" else videos)
-                raise EnvError(f"the messages have more {piece} than the request has {PLACES[piece]} ({count})")
+                raise EnvError(
+                    f"the messages have more {piece} than the request has {PLACES[piece]} ({count})"
+                )
             item = left[piece].pop(0)
             placed.append(image_of(item) if piece == "<image>" else _video_of(item))
             parts.append(placed[-1])
-        message["content"] = [part for part in parts if not isinstance(part, dict) or part["text"] != ""]
+        message["content"] = [
+            part for part in parts if not isinstance(part, dict) or part["text"] != ""
+        ]
     if left["<video>"]:
-        raise EnvError(f"the request has {len(videos)} videos; write <video> in its messages at the place of each")
+        raise EnvError(
+            f"the request has {len(videos)} videos; write <video> in its messages at the place of "
+            "each"
+        )
     return placed
 
 
 def _video_of(value: Any) -> Any:
-    """Return a video of a request as a part of a message: its frames, or an object that holds them."""
+    """Return a video of a request as a part of a message: its frames, or an
+    object that holds them."""
     if isinstance(value, (Video, VideoRef)):
         return value
     if isinstance(value, (str, bytes, Path)):
-        raise EnvError("the request has a video file; give its frames, as a list of images: files are not decoded here")
+        raise EnvError(
+            "the request has a video file; give its frames, as a list of images: files are not "
+            "decoded here"
+        )
     if isinstance(value, Mapping):
         return read_part({"type": "video", **value})
     frames = [image_of(frame) if isinstance(frame, (str, Mapping)) else frame for frame in value]
@@ -369,7 +441,8 @@ def _video_of(value: Any) -> Any:
 
 
 def given_image(part: Any) -> Any:
-    """Return an image of a row as ms-swift gives it to user code: a path, base64 text, or the object of a library."""
+    """Return an image of a row as ms-swift gives it to user code: a path, base64 text, or
+    the object of a library."""
     value = part.value if isinstance(part, Image) else part
     if isinstance(value, Path):
         return str(value)

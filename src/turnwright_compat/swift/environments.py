@@ -10,7 +10,9 @@ from typing import Any
 from turnwright.envs.user_imports import import_for_user
 
 # ms-swift's own, where it is installed: its objects reach the environments.
-RolloutInferRequest: Any = import_for_user("swift.infer_engine.protocol", fromlist=("RolloutInferRequest",)).RolloutInferRequest
+RolloutInferRequest: Any = import_for_user(
+    "swift.infer_engine.protocol", fromlist=("RolloutInferRequest",)
+).RolloutInferRequest
 MathAccuracy: Any = import_for_user("swift.rewards.orm", fromlist=("MathAccuracy",)).MathAccuracy
 
 
@@ -26,7 +28,10 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, action: list[dict[str, Any]]) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Return the next observation, the reward, whether the trajectory is over, and an info. The last message acts."""
+        """Return the next observation, the reward, whether the trajectory is over, and an info.
+
+        The last message acts.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -36,9 +41,14 @@ class Env(ABC):
 class SimpleMathEnv(Env):
     """A problem that is asked again until its answer is right."""
 
-    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    tips_prompt = (
+        "The answer is not correct, It seems You made a mistake, you need to recheck "
+        "very carefully."
+    )
+    # ours
     system = (
-        "First think about the problem, then answer it: <think> the reasoning </think><answer> the answer </answer>"  # ours
+        "First think about the problem, then answer it: <think> the reasoning "
+        "</think><answer> the answer </answer>"
     )
 
     def __init__(self, env_config: dict[str, Any]) -> None:
@@ -61,7 +71,8 @@ envs: dict[str, Any] = {"math_env": SimpleMathEnv}
 
 
 class OpenEnvWrapper:
-    """One environment of a server: `base_url` and `reset_kwargs` are those of the row's `env_config`."""
+    """One environment of a server: `base_url` and `reset_kwargs` are those of
+    the row's `env_config`."""
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.base_url = env_config.get("base_url", "http://localhost:8000")
@@ -70,16 +81,24 @@ class OpenEnvWrapper:
 
     def reset(self) -> tuple[Any, Any]:
         """Connect and reset; return the observation and the server's metadata."""
-        client = importlib.import_module("openenv.core.generic_client").GenericEnvClient(base_url=self.base_url)
+        client = importlib.import_module("openenv.core.generic_client").GenericEnvClient(
+            base_url=self.base_url
+        )
         self._client = client.sync()
         self._client.__enter__()
         result = self._client.reset(**self.reset_kwargs)
         return result.observation, getattr(result, "metadata", None)
 
     def step(self, action_dict: dict[str, Any]) -> tuple[Any, float, bool, Any]:
-        """Take an action; return the observation, the reward, whether the episode is over, and the metadata."""
+        """Take an action; return the observation, the reward, whether the episode is
+        over, and the metadata."""
         result = self._client.step(action_dict)
-        return result.observation, float(result.reward or 0.0), bool(result.done), getattr(result, "metadata", None)
+        return (
+            result.observation,
+            float(result.reward or 0.0),
+            bool(result.done),
+            getattr(result, "metadata", None),
+        )
 
     def close(self) -> None:
         """Close the session, and with it the server's environment."""

@@ -1,4 +1,5 @@
-"""Small things that plugins of ms-swift import: weights of tokens, types of conversations, helpers."""
+"""Small things that plugins of ms-swift import: weights of tokens, types of
+conversations, helpers."""
 
 from __future__ import annotations
 
@@ -15,11 +16,14 @@ class LossScale:
 
     def __init__(self, base_strategy: str = "default") -> None:
         if base_strategy not in ALL_BASE_STRATEGY:
-            raise ValueError(f"base_strategy is {base_strategy!r}; write one of {', '.join(ALL_BASE_STRATEGY)}")
+            raise ValueError(
+                f"base_strategy is {base_strategy!r}; write one of {', '.join(ALL_BASE_STRATEGY)}"
+            )
         self.base_strategy = base_strategy
 
     def get_loss_scale(self, context: str, **kwargs: Any) -> tuple[list[str], list[float]]:
-        """Return the parts of a text and their weights; `query` is the message of the user before it."""
+        """Return the parts of a text and their weights; `query` is the message
+        of the user before it."""
         return [context], [1.0]
 
 

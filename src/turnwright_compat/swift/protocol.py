@@ -1,4 +1,5 @@
-"""Requests and responses of ms-swift's engines, and the names of those that run a model of their own."""
+"""Requests and responses of ms-swift's engines, and the names of those that run
+a model of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from uuid import uuid4
 
 @dataclass
 class InferRequest:
-    """A conversation, and the media that `<image>`, `<video>` and `<audio>` in its texts stand for."""
+    """A conversation, and the media that `<image>`, `<video>` and `<audio>`
+    in its texts stand for."""
 
     messages: list[dict[str, Any]]
     images: list[Any] = field(default_factory=list)
@@ -118,15 +120,19 @@ class RolloutOutput:
             if found and isinstance(found[0], (int, float)):
                 setattr(self, name, [found])
 
-        # Rewards get media that the scheduler hands on as text, as they are sent from ms-swift's server.
+        # Rewards get media that the scheduler hands on as text, as they are sent
+        # from ms-swift's server.
         for key in ("images", "audios", "videos"):
             if key in self.rollout_infos:
                 given = self.rollout_infos[key]
-                self.rollout_infos[key] = [_as_text(one) for one in (given if isinstance(given, list) else [given])]
+                self.rollout_infos[key] = [
+                    _as_text(one) for one in (given if isinstance(given, list) else [given])
+                ]
 
 
 def _as_text(value: Any) -> Any:
-    """Return an image, bytes or a file as base64; any other value, such as a list of frames, as it is."""
+    """Return an image, bytes or a file as base64; any other value, such as a
+    list of frames, as it is."""
     if isinstance(value, dict) and "bytes" in value:
         value = value["bytes"] or value["path"]
     if isinstance(value, str):

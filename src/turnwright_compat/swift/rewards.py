@@ -31,18 +31,24 @@ class AsyncORM(ORM):
 
 
 class MathAccuracy(ORM):
-    """1 if the answer, between `<answer>` tags or boxed, equals that of `solution`; 0 for a solution that cannot be read."""
+    """1 if the answer, between `<answer>` tags or boxed, equals that of `solution`; 0 for a
+    solution that cannot be read."""
 
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
         from turnwright_compat.graders.verified import by_swift
 
-        return [by_swift(content, expected) for content, expected in zip(completions, solution, strict=False)]
+        return [
+            by_swift(content, expected)
+            for content, expected in zip(completions, solution, strict=False)
+        ]
 
 
 class Format(ORM):
     """1 for a completion of the form `<think>...</think><answer>...</answer>`."""
 
-    form = re.compile(r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL | re.MULTILINE)
+    form = re.compile(
+        r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])", re.DOTALL | re.MULTILINE
+    )
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         return [float(bool(self.form.match(content))) for content in completions]
@@ -51,11 +57,14 @@ class Format(ORM):
 class ReActFormat(Format):
     """1 for a completion with `Action:` and `Action Input:` after its thoughts."""
 
-    form = re.compile(r"^<think>.*?</think>\s*Action:.*?Action Input:.*?$", re.DOTALL | re.MULTILINE)
+    form = re.compile(
+        r"^<think>.*?</think>\s*Action:.*?Action Input:.*?$", re.DOTALL | re.MULTILINE
+    )
 
 
 class ReactORM(ORM):
-    """1 for the tool call of `solution`, in ReAct's form: the same action, and equal objects as its input."""
+    """1 for the tool call of `solution`, in ReAct's form: the same action, and equal
+    objects as its input."""
 
     def __call__(self, completions: list[str], solution: list[str], **kwargs: Any) -> list[float]:
         rewards = []
@@ -66,7 +75,12 @@ class ReactORM(ORM):
                 completion = completion.replace(end, "")
             action, given = _call(completion.strip())
             wanted, arguments = _call(expected)
-            equal = action == wanted and isinstance(arguments, dict) and isinstance(given, dict) and given == arguments
+            equal = (
+                action == wanted
+                and isinstance(arguments, dict)
+                and isinstance(given, dict)
+                and given == arguments
+            )
             rewards.append(float(equal))
         return rewards
 
@@ -85,7 +99,8 @@ def _call(text: str) -> tuple[str, Any]:
 
 
 class CosineReward(ORM):
-    """Half a cosine over the length: a right answer is worth less the longer it is, a wrong one more."""
+    """Half a cosine over the length: a right answer is worth less the longer it
+    is, a wrong one more."""
 
     def __init__(self, args: Any = None, accuracy_orm: Any = None, **kwargs: Any) -> None:
         super().__init__(args)
@@ -122,17 +137,24 @@ class RepetitionPenalty(ORM):
 
 
 class SoftOverlong(ORM):
-    """0 up to `soft_cache_length` ids before `soft_max_length`, from there on down to -1 at it, and further."""
+    """0 up to `soft_cache_length` ids before `soft_max_length`, from there on down to
+    -1 at it, and further."""
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__(args)
         if args.soft_cache_length >= args.soft_max_length:
-            raise ValueError(f"soft_cache_length ({args.soft_cache_length}) is under soft_max_length ({args.soft_max_length})")
+            raise ValueError(
+                f"soft_cache_length ({args.soft_cache_length}) is under soft_max_length "
+                f"({args.soft_max_length})"
+            )
         self.soft_max_length, self.soft_cache_length = args.soft_max_length, args.soft_cache_length
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         first = self.soft_max_length - self.soft_cache_length
-        return [min((first - len(ids)) / self.soft_cache_length, 0.0) for ids in kwargs["response_token_ids"]]
+        return [
+            min((first - len(ids)) / self.soft_cache_length, 0.0)
+            for ids in kwargs["response_token_ids"]
+        ]
 
 
 orms: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """Our rollouts in ms-swift's GRPO trainer, as a scheduler of its rollout server.
 
-ms-swift keeps its trainer, its engine and its weights; environments, failures and records are ours. In a file of
-`swift rollout --external_plugins FILE --multi_turn_scheduler turnwright`, with `--use_gym_env true` for the trainer::
+ms-swift keeps its trainer, its engine and its weights; environments, failures and records are ours.
+In a file of `swift rollout --external_plugins FILE --multi_turn_scheduler turnwright`, with
+`--use_gym_env true` for the trainer::
 
     from swift.rollout.multi_turn import multi_turns
 
@@ -18,7 +19,14 @@ from turnwright.engines import Generation, Request
 from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import BackendContractError, UsageError
 from turnwright.types import Message, Task, Trajectory
-from turnwright_compat.episodes import TASK, Episodes, make_generation, prompt_of, sampling_of, single_row
+from turnwright_compat.episodes import (
+    TASK,
+    Episodes,
+    make_generation,
+    prompt_of,
+    sampling_of,
+    single_row,
+)
 
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 """Texts that ms-swift's templates replace by media."""
@@ -28,12 +36,18 @@ class SwiftEpisodes(Episodes):
     """An environment for ms-swift's trainer."""
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
-        """Return rows of ms-swift's dataset, whose columns reach the server with `--vllm_server_pass_dataset true`."""
-        return [{"messages": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()]
+        """Return rows of ms-swift's dataset, whose columns reach the server with
+        `--vllm_server_pass_dataset true`."""
+        return [
+            {"messages": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()
+        ]
 
 
 def make_scheduler(episodes: SwiftEpisodes) -> type:
-    """Return a `MultiTurnScheduler` class that plays an environment. Only its `run` is ours, so it needs the rollout server."""
+    """Return a `MultiTurnScheduler` class that plays an environment.
+
+    Only its `run` is ours, so it needs the rollout server.
+    """
     base: Any = import_foreign("swift.rollout.multi_turn").MultiTurnScheduler
 
     class TurnwrightScheduler(base):  # type: ignore[misc]
@@ -53,26 +67,34 @@ def make_scheduler(episodes: SwiftEpisodes) -> type:
                 raise UsageError("images in ms-swift: not supported; train with turnwright.train")
             config = replace(request_config, logprobs=True, return_details=True)
             chat = _Chat(engine, config, infer_request, kwargs)
-            params = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+            params = {
+                name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")
+            }
             task = _task_of(episodes, infer_request)
-            (trajectory,) = await episodes.play([episodes.episode(task)], chat.sample, sampling_of(params))
+            (trajectory,) = await episodes.play(
+                [episodes.episode(task)], chat.sample, sampling_of(params)
+            )
             return _output(trajectory, chat, self.tokenizer)
 
     return TurnwrightScheduler
 
 
 def _task_of(episodes: SwiftEpisodes, request: Any) -> Task:
-    """Return the task of a request: the one that its columns name, or one of its messages without their reference answer."""
+    """Return the task of a request: the one that its columns name, or one of its messages without
+    their reference answer."""
     row = dict(request.data_dict or {})
     messages = list(request.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return episodes.task_of({TASK: row[TASK]} if TASK in row else {**row, "messages": messages}, "a request of ms-swift")
+    return episodes.task_of(
+        {TASK: row[TASK]} if TASK in row else {**row, "messages": messages}, "a request of ms-swift"
+    )
 
 
 @dataclass(slots=True)
 class _Chat:
-    """One episode as ms-swift's engine sees it: messages, with the ids of the replies in place of their text."""
+    """One episode as ms-swift's engine sees it: messages, with the ids of the replies
+    in place of their text."""
 
     engine: Any
     config: Any
@@ -95,9 +117,15 @@ class _Chat:
         response = await self.engine.infer_async(asked, config, **self.arguments)
         _check_prompt(list(request.ids), response.prompt_token_ids)
         (choice,) = response.choices
-        logprobs = None if choice.logprobs is None else [one["logprob"] for one in choice.logprobs["content"]]
+        logprobs = (
+            None
+            if choice.logprobs is None
+            else [one["logprob"] for one in choice.logprobs["content"]]
+        )
         ids = list(choice.token_ids or ())
-        found = make_generation(request, ids, logprobs, choice.finish_reason, needs="logprobs = true of the request")
+        found = make_generation(
+            request, ids, logprobs, choice.finish_reason, needs="logprobs = true of the request"
+        )
         self.replies[len(messages)] = ids
         reply = {"role": "assistant", "content": choice.message.content or ""}
         self.messages, self.response = [*messages, reply], response
@@ -110,20 +138,29 @@ def _message(message: Message, ids: list[int] | None) -> dict[str, Any]:
         return {"role": "assistant", "content": list(ids)}
     for text in PLACEHOLDERS:
         if text in message.text:
-            raise UsageError(f"a message contains {text!r}, which ms-swift's template would take for an image, video or audio")
+            raise UsageError(
+                f"a message contains {text!r}, which ms-swift's template would take for an image, "
+                "video or audio"
+            )
     return {"role": str(message.role), "content": message.text}
 
 
 def _check_prompt(ours: Sequence[int], theirs: Sequence[int] | None) -> None:
     if theirs is None:
-        raise BackendContractError("ms-swift's engine returned no prompt_token_ids; it must answer return_details = true")
+        raise BackendContractError(
+            "ms-swift's engine returned no prompt_token_ids; it must answer return_details = true"
+        )
     if list(theirs) == list(ours):
         return
-    at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    at = next(
+        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
     raise BackendContractError(
-        f"ms-swift's template renders {len(theirs)} ids and the model's own chat template {len(ours)}, which differ from id "
-        f"{at} on ({theirs[at : at + 6]} and {ours[at : at + 6]}); choose the --template that renders as the model's does, or "
-        "give SwiftEpisodes(renderer=...) with the chat template that ms-swift uses"
+        f"ms-swift's template renders {len(theirs)} ids and the model's own chat template "
+        f"{len(ours)}, which differ from id {at} on ({theirs[at : at + 6]} and "
+        f"{ours[at : at + 6]}); choose the --template that renders as the model's does, or give "
+        "SwiftEpisodes(renderer=...) with the chat template that ms-swift uses"
     )
 
 
@@ -132,8 +169,13 @@ def _output(trajectory: Trajectory, chat: _Chat, tokenizer: Any) -> Any:
     protocol: Any = import_foreign("swift.infer_engine.protocol")
     row = single_row(trajectory, tokenizer.eos_token_id, "ms-swift")
     if any(turn.inserted is not None for turn in trajectory.turns):
-        raise UsageError('history = "inline" joins replies into one message, and ms-swift has one reply for each message')
-    suffix = "".join(part for part in chat.engine.template.template_meta.suffix if isinstance(part, str))
+        raise UsageError(
+            'history = "inline" joins replies into one message, and ms-swift has one reply for '
+            "each message"
+        )
+    suffix = "".join(
+        part for part in chat.engine.template.template_meta.suffix if isinstance(part, str)
+    )
     end_ids = list(tokenizer.encode(suffix, add_special_tokens=False))
     ids: list[list[int]] = []
     masks: list[list[int]] = []
@@ -145,16 +187,22 @@ def _output(trajectory: Trajectory, chat: _Chat, tokenizer: Any) -> Any:
         after = start + len(reply)
         if end_ids and any(mask) and row.response_ids[after : after + len(end_ids)] == end_ids:
             raise UsageError(
-                f"{trajectory.key}: a reply without an end token is followed by another turn, and ms-swift trains the one that "
+                f"{trajectory.key}: a reply without an end token is followed by another turn, and "
+                "ms-swift trains the one that "
                 'its template appends; use limits.on_turn_length = "stop", and no stop texts'
             )
         ids.append(reply)
         masks.append(mask)
-        logprobs.append([one for one, kept in zip(row.logprobs[start:], mask, strict=False) if kept])
+        logprobs.append(
+            [one for one, kept in zip(row.logprobs[start:], mask, strict=False) if kept]
+        )
     messages = [{**one, "content": _text(one["content"], tokenizer)} for one in chat.messages]
     if not ids:  # it failed before the first reply
         ids, masks, logprobs = [row.response_ids], [row.mask], []
-        messages = [*(_message(one, None) for one in trajectory.task.messages), {"role": "assistant", "content": ""}]
+        messages = [
+            *(_message(one, None) for one in trajectory.task.messages),
+            {"role": "assistant", "content": ""},
+        ]
     infos = {
         "num_turns": len(trajectory.turns),
         "total_reward": trajectory.reward or 0.0,
@@ -173,11 +221,20 @@ def _output(trajectory: Trajectory, chat: _Chat, tokenizer: Any) -> Any:
 
 
 def _text(content: Any, tokenizer: Any) -> str:
-    return content if isinstance(content, str) else str(tokenizer.decode(content, skip_special_tokens=True))
+    return (
+        content
+        if isinstance(content, str)
+        else str(tokenizer.decode(content, skip_special_tokens=True))
+    )
 
 
 def _empty_response(protocol: Any, ids: list[int]) -> Any:
     choice = protocol.ChatCompletionResponseChoice(
-        index=0, message=protocol.ChatMessage(role="assistant", content=""), finish_reason="stop", token_ids=ids
+        index=0,
+        message=protocol.ChatMessage(role="assistant", content=""),
+        finish_reason="stop",
+        token_ids=ids,
     )
-    return protocol.ChatCompletionResponse(model="", choices=[choice], usage=protocol.UsageInfo(0, 0, 0))
+    return protocol.ChatCompletionResponse(
+        model="", choices=[choice], usage=protocol.UsageInfo(0, 0, 0)
+    )

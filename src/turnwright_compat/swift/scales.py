@@ -14,14 +14,20 @@ from turnwright.errors import EnvError
 
 @dataclass(frozen=True, slots=True)
 class LossScales:
-    """Loss scales in a chain: each splits the parts of the one before, and their weights are multiplied."""
+    """Loss scales in a chain: each splits the parts of the one before, and their
+    weights are multiplied."""
 
     last_round: bool
     """Whether only replies to the last message of the user are trained."""
     chain: Sequence[Any]
 
     def weights(
-        self, decode: Callable[[Sequence[int]], str], opened: Sequence[int], ids: Sequence[int], ends: bool, query: Any
+        self,
+        decode: Callable[[Sequence[int]], str],
+        opened: Sequence[int],
+        ids: Sequence[int],
+        ends: bool,
+        query: Any,
     ) -> list[float]:
         """Return the weights of a reply's ids: each has that of the part in which its text begins.
 
@@ -43,8 +49,9 @@ class LossScales:
                 texts, weights = scale.get_loss_scale(part, query=query)
                 if len(texts) != len(weights) or "".join(texts) != part:
                     raise EnvError(
-                        f"{type(scale).__name__}.get_loss_scale returned {len(texts)} parts and {len(weights)} weights; "
-                        "return all parts of the text, with a weight for each"
+                        f"{type(scale).__name__}.get_loss_scale returned {len(texts)} parts and "
+                        f"{len(weights)} weights; return all parts of the text, with a weight for "
+                        "each"
                     )
                 made = [weight * (as_number(one, "a loss scale") or 0.0) for one in weights]
                 split += zip(texts, made, strict=True)
@@ -55,4 +62,6 @@ class LossScales:
 def _at(parts: list[tuple[str, float]], positions: list[int]) -> list[float]:
     kept = [(text, weight) for text, weight in parts if text]
     ends = list(accumulate(len(text) for text, _ in kept))
-    return [kept[min(bisect_right(ends, at), len(kept) - 1)][1] if kept else 1.0 for at in positions]
+    return [
+        kept[min(bisect_right(ends, at), len(kept) - 1)][1] if kept else 1.0 for at in positions
+    ]

@@ -13,7 +13,9 @@ from turnwright.envs.user_imports import import_for_user
 from turnwright_compat.swift.environments import OpenEnvWrapper, envs
 
 # ms-swift's own, where it is installed: its trainer reads what the schedulers return.
-_protocol: Any = import_for_user("swift.infer_engine.protocol", fromlist=("RolloutInferRequest", "RolloutOutput"))
+_protocol: Any = import_for_user(
+    "swift.infer_engine.protocol", fromlist=("RolloutInferRequest", "RolloutOutput")
+)
 RolloutInferRequest, RolloutOutput = _protocol.RolloutInferRequest, _protocol.RolloutOutput
 MathAccuracy: Any = import_for_user("swift.rewards.orm", fromlist=("MathAccuracy",)).MathAccuracy
 Messages: Any = import_for_user("swift.template", fromlist=("Messages",)).Messages
@@ -26,21 +28,29 @@ Choice = Any
 
 
 class RolloutScheduler:
-    """One turn. A scheduler is one object for all trajectories, which differ in `infer_request.uuid`."""
+    """One turn.
+
+    A scheduler is one object for all trajectories, which differ in `infer_request.uuid`.
+    """
 
     infer_engine: Any = None
     max_turns: int | None = None
     _tokenizer: Any = None
 
-    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, infer_engine: Any = None, max_turns: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         self.infer_engine, self.max_turns = infer_engine, max_turns
         self._tokenizer = kwargs.get("tokenizer")
 
     async def on_trajectory_start(self, requests: list[Request]) -> None:
         """Called before the first turn; may change the requests."""
 
-    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
-        """Called after each reply; `done` replaces `check_finished`, `rollout_infos` reach the reward."""
+    async def on_turn_end(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
+        """Called after each reply; `done` replaces `check_finished`,
+        `rollout_infos` reach the reward."""
         return {}
 
     async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
@@ -96,18 +106,30 @@ class MultiTurnScheduler(RolloutScheduler):
             request = made["infer_request"]
             rows.add(choice, made, continued, own)
             if "response_token_ids" in made:
-                last = next((one for one in reversed(request.messages) if one["role"] == "assistant" and one["content"]), None)
+                last = next(
+                    (
+                        one
+                        for one in reversed(request.messages)
+                        if one["role"] == "assistant" and one["content"]
+                    ),
+                    None,
+                )
                 if last is not None:
                     last["content"] = list(rows.ids[-1])
             turn += 1
 
     def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> Any:
-        """Return the next request; as `{"infer_request": ...}` with `response_token_ids`, `response_loss_mask`, ... too."""
+        """Return the next request; as `{"infer_request": ...}` with `response_token_ids`,
+        `response_loss_mask`, ... too."""
         raise NotImplementedError("implement step, or replace run")
 
-    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> bool:
         """Return whether the trajectory is over: at a cut reply, and after `max_turns`."""
-        return response_choice.finish_reason == "length" or bool(self.max_turns and current_turn >= self.max_turns)
+        return response_choice.finish_reason == "length" or bool(
+            self.max_turns and current_turn >= self.max_turns
+        )
 
     def _append(self, messages: list[dict[str, Any]], completion: str, turn: int) -> bool:
         """Append a reply, to the last message if that is the assistant's; return whether it is."""
@@ -122,7 +144,11 @@ class MultiTurnScheduler(RolloutScheduler):
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
         """Decode contents that are ids; return them, to be restored."""
-        found = [(one, one["content"]) for one in messages if one["role"] == "assistant" and _are_ids(one["content"])]
+        found = [
+            (one, one["content"])
+            for one in messages
+            if one["role"] == "assistant" and _are_ids(one["content"])
+        ]
         for message, ids in found:
             message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
         return found
@@ -141,16 +167,25 @@ class _Rows:
         self.logprobs: list[list[float]] = []
         self.infos: dict[str, Any] = {}
         self._edited = self._implied = False
-        """Whether a turn continued ids that `step` did not give, so that texts alone say what was kept; and its last answer."""
+        """Whether a turn continued ids that `step` did not give, so that texts alone say what was
+        kept; and its last answer."""
 
-    def add(self, choice: Choice, made: dict[str, Any], continued: bool, own: list[int] | None = None) -> None:
+    def add(
+        self, choice: Choice, made: dict[str, Any], continued: bool, own: list[int] | None = None
+    ) -> None:
         self._edited = self._edited or (continued and self._implied)
         self._implied = "response_token_ids" not in made
-        ids = list(made.get("response_token_ids", own if own is not None else list(choice.token_ids)))
+        ids = list(
+            made.get("response_token_ids", own if own is not None else list(choice.token_ids))
+        )
         mask = list(made.get("response_loss_mask") or [1] * len(ids))
         if len(mask) != len(ids):
-            raise ValueError(f"step returned {len(ids)} response_token_ids and {len(mask)} of response_loss_mask")
-        known = list(made.get("rollout_logprobs") or MultiTurnScheduler._extract_logprobs_from_choice(choice))
+            raise ValueError(
+                f"step returned {len(ids)} response_token_ids and {len(mask)} of response_loss_mask"
+            )
+        known = list(
+            made.get("rollout_logprobs") or MultiTurnScheduler._extract_logprobs_from_choice(choice)
+        )
         self.infos.update(made.get("rollout_infos") or {})
         for rows, new in ((self.ids, ids), (self.masks, mask), (self.logprobs, known)):
             if continued and rows:
@@ -190,7 +225,8 @@ def _as_dict(made: Any) -> dict[str, Any]:
 
 
 class MathTipsScheduler(MultiTurnScheduler):
-    """Once, if the answer is wrong: go back to the thoughts, and say there that it seems to be wrong."""
+    """Once, if the answer is wrong: go back to the thoughts, and say there that
+    it seems to be wrong."""
 
     tips_prompt = "But wait... It seems I made a mistake,"
 
@@ -198,17 +234,30 @@ class MathTipsScheduler(MultiTurnScheduler):
         super().__init__(*args, **kwargs)
         self.acc_func = kwargs.get("acc_function") or MathAccuracy()
 
-    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> bool:
         last = infer_request.messages[-1]["content"]
-        right = self.tips_prompt in last or self.acc_func([last], [infer_request.data_dict["solution"]])[0] == 1
+        right = (
+            self.tips_prompt in last
+            or self.acc_func([last], [infer_request.data_dict["solution"]])[0] == 1
+        )
         return right or super().check_finished(infer_request, response_choice, current_turn)
 
-    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+    def step(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         text, ids = response_choice.message.content, list(response_choice.token_ids)
-        cut = min((text.index(tag) for tag in ("<answer>", "</think>") if tag in text), default=len(text))
+        cut = min(
+            (text.index(tag) for tag in ("<answer>", "</think>") if tag in text), default=len(text)
+        )
         if cut < len(text):
             ids = next(
-                (ids[:n] for n in range(1, len(ids) + 1) if len(self.tokenizer.decode(ids[:n])) >= cut),
+                (
+                    ids[:n]
+                    for n in range(1, len(ids) + 1)
+                    if len(self.tokenizer.decode(ids[:n])) >= cut
+                ),
                 ids,
             )
         tips = list(self.tokenizer.encode(self.tips_prompt, add_special_tokens=False))
@@ -224,13 +273,18 @@ class MathTipsScheduler(MultiTurnScheduler):
 class MathTipsMultiTurnScheduler(MultiTurnScheduler):
     """Once, if the answer is wrong: say so in a new turn (release 3.6)."""
 
-    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    tips_prompt = (
+        "The answer is not correct, It seems You made a mistake, you need to recheck "
+        "very carefully."
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.acc_func = kwargs.get("acc_function") or MathAccuracy()
 
-    def check_finished(self, infer_request: Request, response_choice: Choice, current_turn: int) -> bool:
+    def check_finished(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> bool:
         if self.tips_prompt in infer_request.messages[-2]["content"]:
             return True
         content = response_choice.message.content
@@ -258,7 +312,11 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
                     one["content"] = one["content"].split("</think>")[-1].strip()
             infos = {"num_turns": turn}
             ids = [list(choice.token_ids)]
-            outputs.append(RolloutOutput(response=response, messages=rows, response_token_ids=ids, rollout_infos=infos))
+            outputs.append(
+                RolloutOutput(
+                    response=response, messages=rows, response_token_ids=ids, rollout_infos=infos
+                )
+            )
             if self.check_finished(infer_request, choice, turn):
                 return outputs
             infer_request = self.step(infer_request, choice, turn)["infer_request"]
@@ -268,7 +326,9 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
 class GYMScheduler(MultiTurnScheduler):
     """Turns of an environment of `envs`, named by `env_config` of the row or by `gym_env`."""
 
-    def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, infer_engine: Any = None, max_turns: int | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(infer_engine, max_turns, **kwargs)
         self.gym_env_name = kwargs.get("gym_env")
         self._envs: dict[Any, Any] = {}
@@ -290,14 +350,20 @@ class GYMScheduler(MultiTurnScheduler):
         self._envs[uuid], self._total_rewards[uuid] = env, 0.0
         self._step_rewards[uuid], self._pending_obs[uuid] = [], None
 
-    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+    async def on_turn_end(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         env = self._envs.get(infer_request.uuid)
         if env is None:
             return {"done": True, "rollout_infos": {}}
-        observation, reward, done, _ = await _awaited(env.step(copy.deepcopy(infer_request.messages)))
+        observation, reward, done, _ = await _awaited(
+            env.step(copy.deepcopy(infer_request.messages))
+        )
         return await self._end_turn(infer_request.uuid, observation, reward, done)
 
-    async def _end_turn(self, uuid: Any, observation: Any, reward: Any, done: bool) -> dict[str, Any]:
+    async def _end_turn(
+        self, uuid: Any, observation: Any, reward: Any, done: bool
+    ) -> dict[str, Any]:
         """Add a reward and keep the observation; at the end, close the environment."""
         self._total_rewards[uuid] += float(reward)
         self._step_rewards[uuid].append(float(reward))
@@ -322,7 +388,9 @@ class GYMScheduler(MultiTurnScheduler):
     async def _close(self, env: Any) -> None:
         await _awaited(env.close())
 
-    def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+    def step(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         observation = self._pending_obs.get(infer_request.uuid)
         if observation is not None:
             infer_request.messages.append({"role": "user", "content": observation})
@@ -345,9 +413,13 @@ class OpenEnvScheduler(GYMScheduler):
             config = {**defaults, **((request.data_dict or {}).get("env_config") or {})}
             env = self._create_env(config)
             observation, _ = await asyncio.to_thread(env.reset)
-            self._begin(request, env, self.format_observation(observation), config.get("system_message"))
+            self._begin(
+                request, env, self.format_observation(observation), config.get("system_message")
+            )
 
-    async def on_turn_end(self, infer_request: Request, response_choice: Choice, current_turn: int) -> dict[str, Any]:
+    async def on_turn_end(
+        self, infer_request: Request, response_choice: Choice, current_turn: int
+    ) -> dict[str, Any]:
         env = self._envs.get(infer_request.uuid)
         if env is None:
             return {"done": True, "rollout_infos": {}}
@@ -357,7 +429,8 @@ class OpenEnvScheduler(GYMScheduler):
         return await self._end_turn(infer_request.uuid, text, reward, done)
 
     def parse_action(self, text: str) -> dict[str, Any] | None:
-        """Return the action of a reply: a JSON object, also in a fence, else the text as `message`."""
+        """Return the action of a reply: a JSON object, also in a fence, else
+        the text as `message`."""
         fenced = re.fullmatch(r"```[^\n]*\n(.*?)\n?```", text.strip(), re.DOTALL)
         text = (fenced[1] if fenced else text).strip()
         try:
@@ -378,11 +451,14 @@ class OpenEnvScheduler(GYMScheduler):
 
 
 class SingleTurnScheduler(MultiTurnScheduler):
-    """One reply, as ms-swift samples it without a scheduler: ids and messages are the response's."""
+    """One reply, as ms-swift samples it without a scheduler: ids and
+    messages are the response's."""
 
     async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
         remove_response(infer_request.messages)
-        return RolloutOutput(response=await self.infer_engine.infer_async(infer_request, request_config, **kwargs))
+        return RolloutOutput(
+            response=await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+        )
 
 
 multi_turns: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""What user code imports of ms-swift where it is not installed: for each module, where its names are ours.
+"""What user code imports of ms-swift where it is not installed: for each module,
+where its names are ours.
 
 Where the names of a module are those of another module of ms-swift, they are the installed one's if
 there is one: registries must be those of the ms-swift that runs.

@@ -1,1 +1,2 @@
-"""TRL: its environments, rewards and training scripts, rollouts for its trainer, and its launch scripts."""
+"""TRL: its environments, rewards and training scripts, rollouts for its trainer,
+and its launch scripts."""

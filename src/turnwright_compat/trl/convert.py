@@ -1,4 +1,5 @@
-"""TRL: the arguments of `GRPOTrainer` and `GRPOConfig` in a script, or the flags of a script that has one."""
+"""TRL: the arguments of `GRPOTrainer` and `GRPOConfig` in a script, or the flags of
+a script that has one."""
 
 from __future__ import annotations
 
@@ -49,8 +50,14 @@ def _data(key: str) -> Any:
 
 def _batch(draft: Draft) -> int:
     """Set the prompts of a step; return the optimizer steps that one step has."""
-    group, accumulation = draft.number("num_generations", 8), draft.number("gradient_accumulation_steps", 1)
-    device, processes = draft.number("per_device_train_batch_size", 8), draft.number("$num_processes", 1)
+    group, accumulation = (
+        draft.number("num_generations", 8),
+        draft.number("gradient_accumulation_steps", 1),
+    )
+    device, processes = (
+        draft.number("per_device_train_batch_size", 8),
+        draft.number("$num_processes", 1),
+    )
     steps = draft.number("steps_per_generation", accumulation)
     origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
     size = device * processes * steps
@@ -64,7 +71,10 @@ def _batch(draft: Draft) -> int:
     if "$num_processes" not in draft.given:
         draft.notes.append("the number of processes is not known: rollout.groups is for one")
     if size % group:
-        draft.notes.append(f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups is rounded")
+        draft.notes.append(
+            f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups "
+            "is rounded"
+        )
     return updates
 
 
@@ -73,22 +83,39 @@ def _finish(draft: Draft) -> None:
     _refuse(draft)
     updates = _batch(draft) * int(draft.number("num_iterations", 1))
     for key, name in (
-        *(("train.steps", "max_steps"), ("checkpoint.every", "save_steps"), ("eval.every", "eval_steps")),
-        *(("train.lr_warmup_steps", "warmup_steps"), ("train.reference_every", "ref_model_sync_steps")),
+        *(
+            ("train.steps", "max_steps"),
+            ("checkpoint.every", "save_steps"),
+            ("eval.every", "eval_steps"),
+        ),
+        *(
+            ("train.lr_warmup_steps", "warmup_steps"),
+            ("train.reference_every", "ref_model_sync_steps"),
+        ),
     ):
         needs = name not in ("ref_model_sync_steps",) or draft.isset("sync_ref_model")
         if draft.number(name, 0) >= 1 and needs:
             in_steps(draft, key, draft.number(name, 0), updates, name)
     if draft.number("max_steps", 0) <= 0:
-        draft.put("train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs")
+        draft.put(
+            "train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs"
+        )
     if 0 < (ratio := draft.number("warmup_ratio", 0)) < 1:
         if "train.steps" in draft.values:
-            draft.put("train.lr_warmup_steps", int(ratio * draft.values["train.steps"]), origin="warmup_ratio")
+            draft.put(
+                "train.lr_warmup_steps",
+                int(ratio * draft.values["train.steps"]),
+                origin="warmup_ratio",
+            )
         else:
-            draft.reasons["warmup_ratio"] = "the number of steps is known when the tasks are: set train.lr_warmup_steps"
+            draft.reasons["warmup_ratio"] = (
+                "the number of steps is known when the tasks are: set train.lr_warmup_steps"
+            )
     length = int(draft.number("max_completion_length", 512))
     draft.put("limits.turn_tokens", length, origin="max_completion_length")
-    draft.put("limits.episode_tokens", length, origin="max_completion_length")  # tool results use it too
+    draft.put(
+        "limits.episode_tokens", length, origin="max_completion_length"
+    )  # tool results use it too
     if given.get("epsilon_high") is None:
         draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
@@ -101,8 +128,16 @@ def _finish(draft: Draft) -> None:
     _correction(draft)
     _environment(draft)
     if draft.isset("use_peft"):
-        draft.put("lora.rank", int(draft.number("lora.r", draft.number("lora_r", 8))), origin="lora.r, lora_r")
-        draft.put("lora.alpha", draft.number("lora.lora_alpha", draft.number("lora_alpha", 8)), origin="lora.lora_alpha")
+        draft.put(
+            "lora.rank",
+            int(draft.number("lora.r", draft.number("lora_r", 8))),
+            origin="lora.r, lora_r",
+        )
+        draft.put(
+            "lora.alpha",
+            draft.number("lora.lora_alpha", draft.number("lora_alpha", 8)),
+            origin="lora.lora_alpha",
+        )
     else:
         for key in ("alpha", "dropout", "targets", "rank"):
             draft.values.pop(f"lora.{key}", None)
@@ -111,7 +146,9 @@ def _finish(draft: Draft) -> None:
 def _refuse(draft: Draft) -> None:
     trainer = str(draft.given.get("$program", ""))
     if trainer.endswith("Trainer") and trainer not in TRAINERS:
-        raise ConfigError(f"{trainer} trains in another way; only {', '.join(TRAINERS)} become recipes")
+        raise ConfigError(
+            f"{trainer} trains in another way; only {', '.join(TRAINERS)} become recipes"
+        )
     if (algorithm := TRAINERS.get(trainer)) is not None:
         draft.put("train.algorithm", algorithm, origin=trainer)
     if trainer == "AsyncGRPOTrainer":
@@ -119,25 +156,34 @@ def _refuse(draft: Draft) -> None:
 
 
 def _correction(draft: Draft) -> None:
-    """vLLM's probabilities are corrected unless that is switched off: TRL leaves out sequences over a ratio."""
-    if not draft.isset("use_vllm") or draft.given.get("vllm_importance_sampling_correction") is False:
+    """vLLM's probabilities are corrected unless that is switched off: TRL leaves out
+    sequences over a ratio."""
+    if (
+        not draft.isset("use_vllm")
+        or draft.given.get("vllm_importance_sampling_correction") is False
+    ):
         return
     modes = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
     mode = draft.given.get("vllm_importance_sampling_mode", "sequence_mask")
     if mode in modes:
         draft.put("train.correction", modes[mode], origin="use_vllm, vllm_importance_sampling_mode")
         origin = "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap"
-        highest = draft.number("vllm_importance_sampling_clip_max", draft.number("vllm_importance_sampling_cap", 3.0))
+        highest = draft.number(
+            "vllm_importance_sampling_clip_max", draft.number("vllm_importance_sampling_cap", 3.0)
+        )
         draft.put("train.correction_high", highest, origin=origin)
     else:
-        draft.reasons["vllm_importance_sampling_mode"] = "no such correction here; see train.correction"
+        draft.reasons["vllm_importance_sampling_mode"] = (
+            "no such correction here; see train.correction"
+        )
 
 
 def _environment(draft: Draft) -> None:
     if "rollout_func" in draft.given:
         loop = draft.given["rollout_func"]
         draft.incomplete.append(
-            f"rollout_func = {loop} is a loop of its own: write it as a play function (docs/environments.md)"
+            f"rollout_func = {loop} is a loop of its own: write it as a play function "
+            "(docs/environments.md)"
         )
         draft.values.pop("env.use", None)
         return
@@ -164,7 +210,8 @@ RULES: dict[str, Any] = {
     "rollout_func": noted,
     "max_tool_calling_iterations": argument("max_tool_calling_iterations"),
     "chat_template_kwargs": lambda draft, value: (
-        [draft.put(f"model.template_args.{key}", one) for key, one in (value or {}).items()] and None
+        [draft.put(f"model.template_args.{key}", one) for key, one in (value or {}).items()]
+        and None
     ),
     "num_generations": "rollout.group_size",
     "num_generations_eval": unless_off("eval.samples", (None,)),
@@ -185,12 +232,15 @@ RULES: dict[str, Any] = {
     "epsilon_high": unless_off("train.clip_high", (None,)),
     "delta": unless_off("train.clip_cap"),
     "importance_sampling_level": noted,
-    "scale_rewards": same("train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"),
+    "scale_rewards": same(
+        "train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"
+    ),
     "loss_type": _loss,
     "entropy_coef": "train.entropy",
     "mask_truncated_completions": switch("train.overlong_filter"),
     "sync_ref_model": lambda draft, value: (
-        "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha = 1"
+        "the reference is replaced (train.reference_every), not mixed: set ref_model_mixup_alpha "
+        "= 1"
         if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0
         else None
     ),
@@ -204,7 +254,11 @@ RULES: dict[str, Any] = {
     "max_staleness": unless_off("schedule.staleness", (None,)),
     "learning_rate": "train.lr",
     "lr_scheduler_type": same(
-        "train.schedule", linear="linear", cosine="cosine", constant="constant", constant_with_warmup="constant"
+        "train.schedule",
+        linear="linear",
+        cosine="cosine",
+        constant="constant",
+        constant_with_warmup="constant",
     ),
     "warmup_steps": noted,
     "warmup_ratio": noted,
@@ -243,7 +297,10 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "reward_processing_classes": ("call the reward model in a reward function", (None,)),
     "dataset_config": ("all rows are used", (None,)),
     "dataset_train_split": ("all rows are used", ("train",)),
-    "repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
+    "repetition_penalty": (
+        "no penalties: they would not be part of the trained distribution",
+        (1, 1.0),
+    ),
     "generation_kwargs": ("no free sampling settings", (None, {})),
     "shuffle_dataset": ("tasks are always shuffled, by the seed", (True,)),
     "data_seed": ("one seed for all", ()),
@@ -253,7 +310,10 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "top_entropy_quantile": ("see train.loss_scale for weights of tokens", (1, 1.0)),
     "use_adaptive_entropy": ("the weight of the entropy is constant", (False,)),
     "off_policy_mask_threshold": ("see train.correction = sequence_mis_mean", (None,)),
-    "use_bias_correction_kl": ("see train.kl_estimator = k2, whose gradient is that of the KL", (False,)),
+    "use_bias_correction_kl": (
+        "see train.kl_estimator = k2, whose gradient is that of the KL",
+        (False,),
+    ),
     "vllm_importance_sampling_clip_min": ("see train.correction_low", (None,)),
     "vllm_structured_outputs_regex": ("no constrained sampling", (None,)),
     "disable_dropout": ("no dropout: the trained policy equals the sampled one", (True, False)),
@@ -269,14 +329,75 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *("vllm_*", "bf16", "fp16", "tf32", "dtype", "torch_dtype", "attn_implementation", "model_init_kwargs", "use_liger*"),
-    *("logging_*", "log_*", "num_completions_to_print", "trackio_*", "push_to_hub", "hub_*", "dataloader_*", "ddp_*"),
-    *("deepspeed", "fsdp*", "accelerator_config", "remove_unused_columns", "ds3_*", "save_strategy", "eval_strategy"),
-    *("cast_lm_head_to_fp32", "pad_to_multiple_of", "cache_implementation", "use_transformers_*", "eval_on_start"),
-    *("gradient_checkpointing_kwargs", "per_device_eval_batch_size", "torch_*", "disable_tqdm", "save_only_model"),
-    *("load_in_*", "use_bnb*", "bnb_*", "lora.task_type", "lora.bias", "lora.inference_mode", "local_rank"),
-    *("include_*", "full_determinism", "do_train", "do_eval", "overwrite_output_dir", "transformers_*", "config"),
-    *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "ignore_data_skip", "quantization_config"),
+    *(
+        "vllm_*",
+        "bf16",
+        "fp16",
+        "tf32",
+        "dtype",
+        "torch_dtype",
+        "attn_implementation",
+        "model_init_kwargs",
+        "use_liger*",
+    ),
+    *(
+        "logging_*",
+        "log_*",
+        "num_completions_to_print",
+        "trackio_*",
+        "push_to_hub",
+        "hub_*",
+        "dataloader_*",
+        "ddp_*",
+    ),
+    *(
+        "deepspeed",
+        "fsdp*",
+        "accelerator_config",
+        "remove_unused_columns",
+        "ds3_*",
+        "save_strategy",
+        "eval_strategy",
+    ),
+    *(
+        "cast_lm_head_to_fp32",
+        "pad_to_multiple_of",
+        "cache_implementation",
+        "use_transformers_*",
+        "eval_on_start",
+    ),
+    *(
+        "gradient_checkpointing_kwargs",
+        "per_device_eval_batch_size",
+        "torch_*",
+        "disable_tqdm",
+        "save_only_model",
+    ),
+    *(
+        "load_in_*",
+        "use_bnb*",
+        "bnb_*",
+        "lora.task_type",
+        "lora.bias",
+        "lora.inference_mode",
+        "local_rank",
+    ),
+    *(
+        "include_*",
+        "full_determinism",
+        "do_train",
+        "do_eval",
+        "overwrite_output_dir",
+        "transformers_*",
+        "config",
+    ),
+    *(
+        "load_best_model_at_end",
+        "metric_for_best_model",
+        "greater_is_better",
+        "ignore_data_skip",
+        "quantization_config",
+    ),
     *("average_tokens_across_devices", "weight_sync_steps", "use_cpu", "no_cuda", "lora_task_type"),
 )
 

@@ -1,4 +1,5 @@
-"""Episodes with TRL's environments: public methods are tools, `get_reward` and reward functions score the episode."""
+"""Episodes with TRL's environments: public methods are tools, `get_reward` and reward
+functions score the episode."""
 
 from __future__ import annotations
 
@@ -84,7 +85,10 @@ class TrlFactory(ToolEnvFactory):
         return TrlEnv(self)
 
     def __repr__(self) -> str:
-        names = [*(one.name for one in self.options.environments.values()), *(tool.name for tool in self.options.tools)]
+        names = [
+            *(one.name for one in self.options.environments.values()),
+            *(tool.name for tool in self.options.tools),
+        ]
         return f"trl:GRPOTrainer({', '.join(names)})"
 
 
@@ -115,7 +119,8 @@ class TrlEnv(ToolEnv):
         self.tools = self._tools.schemas
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Make the row's environment, reset it with the row, and append what it returns to the last message."""
+        """Make the row's environment, reset it with the row, and append what it
+        returns to the last message."""
         task = task if task.messages else replace(task, messages=(Message("user", ""),))
         self._task = task
         chosen = self._chosen = self._class_of(task)
@@ -123,7 +128,10 @@ class TrlEnv(ToolEnv):
             self._open(())
             return self._factory.opening(task.messages)
         self._environment = await self._taken(chosen)
-        bound = [replace(tool, function=getattr(self._environment, key)) for key, tool in chosen.templates.items()]
+        bound = [
+            replace(tool, function=getattr(self._environment, key))
+            for key, tool in chosen.templates.items()
+        ]
         self._open(bound)
         row = self._row(task)
         if None not in self._options.environments:
@@ -135,8 +143,8 @@ class TrlEnv(ToolEnv):
     async def _taken(self, chosen: EnvironmentClass) -> Any:
         """Return an instance for this episode: with `faithful` one of the pool, else a new one.
 
-        A factory may make as many as a batch of TRL has, such as one for each address of a server; then the episode waits for
-        one that another gives back.
+        A factory may make as many as a batch of TRL has, such as one for each address of a server;
+        then the episode waits for one that another gives back.
         """
         while True:
             if self._options.faithful and chosen.pool:
@@ -148,7 +156,8 @@ class TrlEnv(ToolEnv):
                     raise
             if not self._options.faithful:
                 raise EnvError(
-                    f"{chosen.name}: environment_factory makes no further instance; set env.faithful = true to use each again"
+                    f"{chosen.name}: environment_factory makes no further instance; set "
+                    "env.faithful = true to use each again"
                 )
             await asyncio.sleep(POOL_CHECK_S)
 
@@ -159,7 +168,10 @@ class TrlEnv(ToolEnv):
         name = task.info.get("environment")
         if name not in known:
             near = suggest_or_list(str(name), [str(one) for one in known])
-            raise TaskError(f"task {task.id}: the column environment is {name!r}, which is none of environment_factory; {near}")
+            raise TaskError(
+                f"task {task.id}: the column environment is {name!r}, which is none of "
+                f"environment_factory; {near}"
+            )
         return known[name]
 
     def _row(self, task: Task) -> dict[str, Any]:
@@ -178,7 +190,9 @@ class TrlEnv(ToolEnv):
             return Step(truncated=True)
         tools = {tool.name: tool.function for tool in self._tools}
         waiting = [inspect.iscoroutinefunction(tools.get(call.name)) for call in calls]
-        ordered = sorted(range(len(calls)), key=lambda number: waiting[number])  # as TRL appends results
+        ordered = sorted(
+            range(len(calls)), key=lambda number: waiting[number]
+        )  # as TRL appends results
         return Step(tuple([await self._answer(calls[number], tools) for number in ordered]))
 
     @property
@@ -222,11 +236,15 @@ class TrlEnv(ToolEnv):
             if (value := _read_reward(returned, one.name)) is not None:
                 found[one.name] = (one.weight, value)
         if self._chosen is not None and self._chosen.has_reward:
-            value = as_number(await call_user(self._environment.get_reward, {}), f"{self._chosen.name}.get_reward")
+            value = as_number(
+                await call_user(self._environment.get_reward, {}), f"{self._chosen.name}.get_reward"
+            )
             if value is not None:
                 found[self._chosen.name] = (1.0, value)
         own = sum(weight * value for weight, value in found.values()) if found else None
-        return Scores(own, parts={name: value for name, (_, value) in found.items()}, metrics=metrics)
+        return Scores(
+            own, parts={name: value for name, (_, value) in found.items()}, metrics=metrics
+        )
 
     def _score_arguments(self, trajectory: Trajectory, metrics: dict[str, float]) -> dict[str, Any]:
         """Return what TRL passes to a reward function, for a batch of this episode."""
@@ -236,7 +254,11 @@ class TrlEnv(ToolEnv):
         path = trajectory.path(turns[-1].spans[-1]) if turns and turns[-1].spans else ()
         prompt, completion = messages[:opening], messages[opening:]
         ids = list(path[turns[0].context :]) if turns else []
-        text = "".join(message.text for message in trajectory.messages[opening:]) if self._decode is None else self._decode(ids)
+        text = (
+            "".join(message.text for message in trajectory.messages[opening:])
+            if self._decode is None
+            else self._decode(ids)
+        )
         if not self.tools:
             completion = [{"role": "assistant", "content": text}]
         row = {key: [value] for key, value in self._row(task).items() if key != "prompt"}
@@ -277,16 +299,24 @@ def _parts(value: Any, name: str) -> Content:
 
 
 def _appended(messages: tuple[Message, ...], observation: Any, name: str) -> tuple[Message, ...]:
-    """Return messages whose last one ends with what `reset` returned: text without a separator, or content parts."""
+    """Return messages whose last one ends with what `reset` returned: text without a
+    separator, or content parts."""
     if observation is None:
         return messages
     if not isinstance(observation, (str, list)):
-        raise EnvError(f"{name}.reset returned {describe_value(observation)}; return None, text or a list of content parts")
+        raise EnvError(
+            f"{name}.reset returned {describe_value(observation)}; return None, text or a list of "
+            "content parts"
+        )
     last = messages[-1]
     if isinstance(observation, str) and isinstance(last.content, str):
         content: Content = last.content + observation
     else:
-        before = ((last.content,) if last.content else ()) if isinstance(last.content, str) else last.content
+        before = (
+            ((last.content,) if last.content else ())
+            if isinstance(last.content, str)
+            else last.content
+        )
         after = (observation,) if isinstance(observation, str) else _parts(observation, name)
         content = (*before, *((after,) if isinstance(after, str) else after))
     return (*messages[:-1], replace(last, content=content))
@@ -296,7 +326,12 @@ def _read_reward(returned: Any, name: str) -> float | None:
     try:
         values = list(returned)
     except TypeError:
-        raise RewardError(f"{name} returned {describe_value(returned)}; return a list with one reward per completion") from None
+        raise RewardError(
+            f"{name} returned {describe_value(returned)}; return a list with one reward per "
+            "completion"
+        ) from None
     if len(values) != 1:
-        raise RewardError(f"{name} returned {len(values)} rewards for 1 completion; return one per completion")
+        raise RewardError(
+            f"{name} returned {len(values)} rewards for 1 completion; return one per completion"
+        )
     return as_number(values[0], name)

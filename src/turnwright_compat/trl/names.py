@@ -30,7 +30,8 @@ class RLOOTrainer(_NotInstalled):
 
 
 def __getattr__(name: str) -> Any:
-    """Return a stand-in for any other name of TRL: scripts import callbacks, parsers and configurations beside the trainer."""
+    """Return a stand-in for any other name of TRL: scripts import callbacks, parsers and
+    configurations beside the trainer."""
     # An import of a submodule asks here first, and imports it after an AttributeError.
     if name.startswith("__") or name in SUBMODULES:
         raise AttributeError(name)

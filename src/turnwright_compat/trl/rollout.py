@@ -1,10 +1,12 @@
 """Our rollouts in `trl.GRPOTrainer`, as its `rollout_func`.
 
-TRL keeps its trainer, its loss and its logging; environments, token-exact contexts, failures and records are ours::
+TRL keeps its trainer, its loss and its logging; environments, token-exact contexts,
+failures and records are ours::
 
     play = TurnwrightRollout("hop", n_tasks=256)
     trainer = GRPOTrainer(
-        model, turnwright_reward, args, train_dataset=play.dataset(), processing_class=tokenizer, rollout_func=play
+        model, turnwright_reward, args, train_dataset=play.dataset(),
+        processing_class=tokenizer, rollout_func=play
     )
 """
 
@@ -32,8 +34,9 @@ __all__ = ["TASK", "TurnwrightRollout", "turnwright_reward"]
 class TurnwrightRollout(Episodes):
     """Rollout function of `trl.GRPOTrainer`: plays episodes with the trainer's current weights.
 
-    One row for each prompt: the ids of an episode, with `env_mask` 1 on sampled ids alone. Use `turnwright_reward` as a reward
-    function. `last` has the trajectories of the last call, in the order of its prompts.
+    One row for each prompt: the ids of an episode, with `env_mask` 1 on sampled ids alone. Use
+    `turnwright_reward` as a reward function. `last` has the trajectories of the last call, in
+    the order of its prompts.
     """
 
     def __init__(
@@ -47,8 +50,8 @@ class TurnwrightRollout(Episodes):
         """Prepare a rollout function; the engine is made at its first call.
 
         Args:
-            engine: engine that samples; by default a `LocalEngine`, which copies the trainer's weights before each call. One of
-                your own gets the weights by `update`.
+            engine: engine that samples; by default a `LocalEngine`, which copies the trainer's
+                weights before each call. One of your own gets the weights by `update`.
 
         The others are those of `Episodes`.
 
@@ -61,9 +64,16 @@ class TurnwrightRollout(Episodes):
         self.tasks_of("train")  # tasks that cannot be used are an error here
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
-        """Return the rows of TRL's `train_dataset`: for each task a prompt that names it. The environment opens the episode."""
-        prompts = ((name, prompt_of(task)[-1]["content"]) for name, task in self.tasks_of(split).items())
-        return [{"prompt": [{"role": "user", "content": text, TASK: name}]} for name, text in prompts]
+        """Return the rows of TRL's `train_dataset`: for each task a prompt that names it.
+
+        The environment opens the episode.
+        """
+        prompts = (
+            (name, prompt_of(task)[-1]["content"]) for name, task in self.tasks_of(split).items()
+        )
+        return [
+            {"prompt": [{"role": "user", "content": text, TASK: name}]} for name, text in prompts
+        ]
 
     def dataset(self) -> Any:
         """Return `rows` as a `datasets.Dataset`."""
@@ -79,27 +89,50 @@ class TurnwrightRollout(Episodes):
         """
         run_sync(self._play([self._named(prompt) for prompt in prompts], trainer))
         found: dict[str, list[Any]] = {
-            name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "turnwright_trajectory")
+            name: []
+            for name in (
+                "prompt_ids",
+                "completion_ids",
+                "logprobs",
+                "env_mask",
+                "turnwright_trajectory",
+            )
         }
         for trajectory in self.last:
             prompt_ids, ids, logprobs, mask = _row(trajectory, trainer)
-            for name, value in zip(found, (prompt_ids, ids, logprobs, mask, trajectory), strict=True):
+            for name, value in zip(
+                found, (prompt_ids, ids, logprobs, mask, trajectory), strict=True
+            ):
                 found[name].append(value)
         return found
 
     def _named(self, prompt: Any) -> Task:
-        name = prompt[-1].get(TASK) if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping) else None
+        name = (
+            prompt[-1].get(TASK)
+            if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
+            else None
+        )
         if name not in self.tasks:
-            raise UsageError("a prompt names no task of this rollout; pass train_dataset=play.dataset() to the trainer")
+            raise UsageError(
+                "a prompt names no task of this rollout; pass train_dataset=play.dataset() to the "
+                "trainer"
+            )
         return self.tasks[name]
 
     async def _play(self, tasks: Sequence[Task], trainer: Any) -> list[Trajectory]:
         model = trainer.accelerator.unwrap_model(trainer.model)
-        self.open(trainer.processing_class, None, engine=lambda renderer: self._engine_of(model, renderer), groups=True)
+        self.open(
+            trainer.processing_class,
+            None,
+            engine=lambda renderer: self._engine_of(model, renderer),
+            groups=True,
+        )
         if isinstance(self._engine, SupportsWeightUpdate):
             await self._engine.update(_weights(model), trainer.state.global_step + 1)
         args, phase = trainer.args, "train" if trainer.model.training else "eval"
-        sampling = Sampling(temperature=args.temperature, top_p=args.top_p, top_k=max(args.top_k or 0, 0))
+        sampling = Sampling(
+            temperature=args.temperature, top_p=args.top_p, top_k=max(args.top_k or 0, 0)
+        )
         samples: Counter[str] = Counter()
         episodes, first = [], int(trainer.accelerator.process_index) * len(tasks)
         for task in tasks:
@@ -111,14 +144,20 @@ class TurnwrightRollout(Episodes):
 
     def _engine_of(self, model: Any, renderer: Renderer) -> Engine:
         if self._engine is None:
-            self._engine = LocalEngine(model.config, renderer=renderer, device=model.device, dtype=model.dtype)
+            self._engine = LocalEngine(
+                model.config, renderer=renderer, device=model.device, dtype=model.dtype
+            )
         return self._engine
 
 
 def turnwright_reward(
-    completions: Sequence[Any], turnwright_trajectory: Sequence[Trajectory], log_metric: Any = None, **_: Any
+    completions: Sequence[Any],
+    turnwright_trajectory: Sequence[Trajectory],
+    log_metric: Any = None,
+    **_: Any,
 ) -> list[float | None]:
-    """Return the episodes' rewards, as a reward function of TRL; None, which TRL leaves out, for one that failed."""
+    """Return the episodes' rewards, as a reward function of TRL; None, which TRL leaves
+    out, for one that failed."""
     if log_metric is not None:
         for name, value in episode_metrics(turnwright_trajectory).items():
             log_metric(name, value)
@@ -132,9 +171,13 @@ def _weights(model: Any) -> Weights:
     return weights if plain is model else Adapter(plain).merge(weights)
 
 
-def _row(trajectory: Trajectory, trainer: Any) -> tuple[list[int], list[int], list[float], list[int]]:
+def _row(
+    trajectory: Trajectory, trainer: Any
+) -> tuple[list[int], list[int], list[float], list[int]]:
     """Return the ids of the prompt, and ids, logprobs and mask of what followed."""
     row = single_row(trajectory, trainer.processing_class.eos_token_id, "TRL")
     if row.media:
-        raise UsageError(f"{trajectory.key}: TRL's rollout_func takes no images; train with turnwright.train")
+        raise UsageError(
+            f"{trajectory.key}: TRL's rollout_func takes no images; train with turnwright.train"
+        )
     return row.prompt_ids, row.response_ids, row.logprobs, row.mask

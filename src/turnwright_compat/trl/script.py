@@ -1,6 +1,8 @@
-"""What a training script of TRL gives its trainer: the script runs as a program, up to the call of `train`.
+"""What a training script of TRL gives its trainer: the script runs as a
+program, up to the call of `train`.
 
-Scripts often define their environment inside `main`, where no other code can reach it; the trainer gets it all the same.
+Scripts often define their environment inside `main`, where no other code can reach it; the
+trainer gets it all the same.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def trainer_arguments(path: Path, argv: Sequence[str], where: str) -> dict[str, 
     script = _Script(path.resolve(), [str(one) for one in argv])
     given = script.run()
     if given is None:
-        raise ConfigError(f"{where}: the script {script.failure}; give what it needs by [env.args] argv")
+        raise ConfigError(
+            f"{where}: the script {script.failure}; give what it needs by [env.args] argv"
+        )
     return given
 
 
@@ -65,7 +69,9 @@ class _Script:
         before = sys.argv
         sys.argv = self._argv
         try:
-            threading.Thread(target=self._execute, name=f"turnwright-script {self._path.name}", daemon=True).start()
+            threading.Thread(
+                target=self._execute, name=f"turnwright-script {self._path.name}", daemon=True
+            ).start()
             self._is_known.wait()
         finally:
             sys.argv = before
@@ -84,12 +90,18 @@ class _Script:
             self.failure = f"ends before it makes a trainer (exit status {end.code})"
         except BaseException as error:
             missing = user_imports.missing_module(error)
-            why = f"no module named {missing[0]!r}; {missing[1]}" if missing else f"{class_name(error)}: {words(error)}"
+            why = (
+                f"no module named {missing[0]!r}; {missing[1]}"
+                if missing
+                else f"{class_name(error)}: {words(error)}"
+            )
             self.failure = f"fails before it makes a trainer: {why}"
         finally:
             self._is_known.set()
 
-    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    def _import(
+        self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+    ) -> Any:
         found = user_imports.import_for_user(name, globals, locals, fromlist, level)
         return _ModuleOfTrl(found, self) if name.partition(".")[0] == "trl" and not level else found
 
@@ -105,7 +117,8 @@ class _Script:
 
 
 class _ModuleOfTrl(ModuleType):
-    """A module of TRL whose trainers only keep what they are made with; what TRL's stand-in lacks keeps what it is given."""
+    """A module of TRL whose trainers only keep what they are made with; what TRL's stand-in lacks
+    keeps what it is given."""
 
     def __init__(self, module: ModuleType, script: _Script) -> None:
         super().__init__(module.__name__)
@@ -160,7 +173,8 @@ class _Kept:
 
 
 def _tolerant(config: type) -> type:
-    """Return a configuration of TRL that keeps what it is given where TRL refuses it, such as bfloat16 without a GPU."""
+    """Return a configuration of TRL that keeps what it is given where TRL refuses it, such as
+    bfloat16 without a GPU."""
 
     class Config(config):  # type: ignore[misc]  # of TRL
         def __new__(cls, *args: Any, **options: Any) -> Any:
@@ -174,14 +188,19 @@ def _tolerant(config: type) -> type:
 
 
 class _Parser:
-    """`TrlParser` where TRL is not installed: every group of settings has all options of the command line, as texts."""
+    """`TrlParser` where TRL is not installed: every group of settings has all options of the
+    command line, as texts."""
 
     def __init__(self, dataclass_types: Any = (), **options: Any) -> None:
         self._count = len(dataclass_types) if isinstance(dataclass_types, (list, tuple)) else 1
 
     def parse_args_and_config(self, *args: Any, **options: Any) -> Any:
         """Return one object for each group of settings."""
-        given: dict[str, Any] = {"dataset_train_split": "train", "dataset_test_split": "test", "eval_strategy": "no"}
+        given: dict[str, Any] = {
+            "dataset_train_split": "train",
+            "dataset_test_split": "test",
+            "eval_strategy": "no",
+        }
         left = list(sys.argv[1:])
         while left:
             name = left.pop(0).removeprefix("--")

@@ -1,4 +1,5 @@
-"""What user code imports of TRL where it is not installed: for each module of TRL, where its names are ours."""
+"""What user code imports of TRL where it is not installed: for each module of TRL,
+where its names are ours."""
 
 NAMES = "turnwright_compat.trl.names"
 REWARDS = "turnwright_compat.trl.rewards"

@@ -21,7 +21,8 @@ ROW = "verifiers"  # key of the verifiers row in a task's info
 
 
 def check_taskset(source_env: Any) -> None:
-    """Raise `ConfigError` when the tasks of a taskset need tool servers, containers, or hooks in verifiers' own loop."""
+    """Raise `ConfigError` when the tasks of a taskset need tool servers, containers, or hooks
+    in verifiers' own loop."""
     kind = type(source_env).task_type()
     v1: Any = importlib.import_module("verifiers.v1")
     servers = type(source_env).toolsets(source_env.config)
@@ -33,14 +34,24 @@ def check_taskset(source_env: Any) -> None:
     ]
     for needed, why in needs:
         if needed:
-            raise ConfigError(f"verifiers_env({type(source_env).__name__}): {why}; here a task is one reply and its score")
+            raise ConfigError(
+                f"verifiers_env({type(source_env).__name__}): {why}; here a task is one reply and "
+                "its score"
+            )
 
 
 def task_of_taskset(task: Any) -> Task:
-    """Convert a task of `verifiers.v1`: its prompts open the episode; `info["verifiers"]` has its row."""
+    """Convert a task of `verifiers.v1`: its prompts open the episode;
+    `info["verifiers"]` has its row."""
     data = task.data
-    messages: list[Any] = [] if data.system_prompt is None else [Message("system", data.system_prompt)]
-    prompt = data.prompt if isinstance(data.prompt, str) else [_openai(message) for message in data.prompt or ()]
+    messages: list[Any] = (
+        [] if data.system_prompt is None else [Message("system", data.system_prompt)]
+    )
+    prompt = (
+        data.prompt
+        if isinstance(data.prompt, str)
+        else [_openai(message) for message in data.prompt or ()]
+    )
     return Task([*messages, *as_messages(prompt)], info={ROW: data.model_dump(mode="json")})
 
 
@@ -54,17 +65,29 @@ class TasksetEnv(Env):
     def reset(self, task: Task, *, seed: int | None = None) -> None:
         row = task.info.get(ROW)
         if row is None:
-            raise EnvError(f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the taskset')
+            raise EnvError(
+                f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the '
+                "taskset"
+            )
         kind = type(self._source_env).task_type()
         self._task = made = kind(kind.data_type().model_validate(row), self._source_env.config.task)
         for needed, why in (
             (row.get("prompt") is None, "has no prompt: it needs a simulated user to begin"),
             (kind.toolsets(made.config), "has tool servers"),
-            ([f for name in ("reward", "metric") for f in made.hooks(name) if _needs_runtime(f)], "is scored in a runtime"),
-            ([judge for judge in made.plugged_judges() if _needs_runtime(judge.score)], "is judged in a runtime"),
+            (
+                [f for name in ("reward", "metric") for f in made.hooks(name) if _needs_runtime(f)],
+                "is scored in a runtime",
+            ),
+            (
+                [judge for judge in made.plugged_judges() if _needs_runtime(judge.score)],
+                "is judged in a runtime",
+            ),
         ):
             if needed:
-                raise EnvError(f"verifiers_env: {kind.__name__} {task.id} {why}; here a task is one reply and its score")
+                raise EnvError(
+                    f"verifiers_env: {kind.__name__} {task.id} {why}; here a task is one reply and "
+                    "its score"
+                )
 
     def step(self, action: Action) -> Step:
         """End the episode after one reply."""
@@ -75,7 +98,11 @@ class TasksetEnv(Env):
         trace = self._trace(trajectory)
         await self._task.score(trace)
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
-        parts = {name: float(reward.score) for name, reward in trace.rewards.items() if reward is not None}
+        parts = {
+            name: float(reward.score)
+            for name, reward in trace.rewards.items()
+            if reward is not None
+        }
         own = None if len(parts) < len(trace.rewards) else float(trace.reward)
         return Scores(own, (), parts, metrics)
 
@@ -85,14 +112,21 @@ class TasksetEnv(Env):
         v1, module, states, graph = (importlib.import_module(f"verifiers.{name}") for name in names)
         task = self._task
         trace = module.Trace(
-            task=module.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
+            task=module.TraceTask(
+                type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
+            ),
             state=states.state_cls(type(task))(),
             agent=module.AgentInfo(config=v1.AgentConfig()),
         )
         messages = trajectory.messages
         for number, message in enumerate(messages):
-            sampled, parent = bool(trajectory.turns) and number == len(messages) - 1, number - 1 if number else None
-            trace.nodes.append(graph.MessageNode(parent=parent, message=_theirs(message), sampled=sampled))
+            sampled, parent = (
+                bool(trajectory.turns) and number == len(messages) - 1,
+                number - 1 if number else None,
+            )
+            trace.nodes.append(
+                graph.MessageNode(parent=parent, message=_theirs(message), sampled=sampled)
+            )
         if trajectory.turns:
             finish = "length" if trajectory.turns[-1].finish == "length" else "stop"
             trace.calls.append(module.ModelCall(node=len(messages) - 1, finish_reason=finish))
@@ -108,9 +142,15 @@ def _needs_runtime(function: Any) -> bool:
 
 def _openai(message: Any) -> dict[str, Any]:
     """Convert a verifiers message to OpenAI's format."""
-    row = {key: value for key, value in message.model_dump(mode="json").items() if value is not None}
+    row = {
+        key: value for key, value in message.model_dump(mode="json").items() if value is not None
+    }
     calls = row.get("tool_calls", ())
-    return row | {"tool_calls": [{"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in calls]}
+    return row | {
+        "tool_calls": [
+            {"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in calls
+        ]
+    }
 
 
 def _theirs(message: Message) -> dict[str, Any]:
@@ -119,7 +159,11 @@ def _theirs(message: Message) -> dict[str, Any]:
     if message.role == "assistant":
         row["reasoning_content"] = message.reasoning
         row["tool_calls"] = [
-            {"id": call.id or f"call_{number}", "name": call.name, "arguments": json.dumps(dict(call.arguments))}
+            {
+                "id": call.id or f"call_{number}",
+                "name": call.name,
+                "arguments": json.dumps(dict(call.arguments)),
+            }
             for number, call in enumerate(message.tool_calls)
         ] or None
     if message.role == "tool":
@@ -138,22 +182,24 @@ def verifiers_env(
 ) -> VerifiersFactory:
     """Make an environment from one of `verifiers`; needs `pip install '.[verifiers]'`.
 
-    - A `MultiTurnEnv` of `verifiers.legacy` (single-turn and tool environments included) is played turn by turn with its
-      `setup_state`, `env_response`, stop conditions and clean-up. Its rubric is the reward, with named parts. Needs
-      `pip install ./contrib/verifiers_legacy`.
-    - A `Taskset` of `verifiers.v1` is played with one reply per task, scored by the task's `@reward` and `@metric` methods.
-      Tasks that need verifiers' own agent loop or containers are rejected with the reason.
+    - A `MultiTurnEnv` of `verifiers.legacy` (single-turn and tool environments included) is played
+      turn by turn with its `setup_state`, `env_response`, stop conditions and clean-up. Its rubric
+      is the reward, with named parts. Needs `pip install ./contrib/verifiers_legacy`.
+    - A `Taskset` of `verifiers.v1` is played with one reply per task, scored by the task's
+      `@reward` and `@metric` methods. Tasks that need verifiers' own agent loop or containers are
+      rejected with the reason.
 
     Example::
 
         env = verifiers_env(vf.load_environment("wordle"))
 
     Args:
-        env: the environment or taskset; or a function without arguments that returns one, called once per process, as
-            `isolation = "process"` requires.
-        max_turns: maximum replies per episode, in addition to the limits of the environment and the run.
-        tasks: by default the rows of its dataset. Held out are the rows of its evaluation dataset, if it has one, else one in
-            five; of an infinite taskset every second task.
+        env: the environment or taskset; or a function without arguments that returns one, called
+            once per process, as `isolation = "process"` requires.
+        max_turns: maximum replies per episode, in addition to the limits of the
+            environment and the run.
+        tasks: by default the rows of its dataset. Held out are the rows of its evaluation dataset,
+            if it has one, else one in five; of an infinite taskset every second task.
         solver, demonstrator, single_turn_best: as on an Env class.
 
     Raises:
@@ -180,7 +226,9 @@ class VerifiersFactory:
         return {key: value for key, value in vars(self).items() if key != "factory"}
 
     def __repr__(self) -> str:
-        return f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
+        return (
+            f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
+        )
 
     def __call__(self) -> Env:
         made: Env = self.factory()
@@ -194,13 +242,16 @@ class VerifiersFactory:
             return factory
         if not callable(made) or isinstance(made, type):
             raise ConfigError(
-                f"verifiers_env({made!r:.80}): give a MultiTurnEnv of verifiers.legacy (with contrib/verifiers_legacy) or "
-                "a Taskset of verifiers 0.4 (an instance, not a class or its name), or a function without arguments giving one"
+                f"verifiers_env({made!r:.80}): give a MultiTurnEnv of verifiers.legacy (with "
+                "contrib/verifiers_legacy) or a Taskset of verifiers 0.4 (an instance, not a "
+                "class or its name), or a function without arguments giving one"
             )
         made = made()
         if (factory := _factory(made)) is not None:
             return factory
-        raise ConfigError(f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers")
+        raise ConfigError(
+            f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers"
+        )
 
     @property
     def tasks(self) -> TaskSource:
@@ -209,8 +260,11 @@ class VerifiersFactory:
 
 
 def _factory(source: Any) -> Any:
-    """Return a factory for a taskset, or for an object that an installed package knows; else None."""
-    if isinstance(source, type) or not all(hasattr(source, name) for name in ("load", "task_type", "bounded")):
+    """Return a factory for a taskset, or for an object that an installed
+    package knows; else None."""
+    if isinstance(source, type) or not all(
+        hasattr(source, name) for name in ("load", "task_type", "bounded")
+    ):
         return adapt(ForeignObject(source, "verifiers_env"))
     check_taskset(source)
     return _TasksetFactory(source)
@@ -225,7 +279,9 @@ class _TasksetFactory:
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         if not self.taskset.bounded:
-            found = map(task_of_taskset, itertools.islice(self.taskset, int(split != "train"), None, 2))
+            found = map(
+                task_of_taskset, itertools.islice(self.taskset, int(split != "train"), None, 2)
+            )
             return list(itertools.islice(found, n or 1000))
         unique = {task.id: task for task in map(task_of_taskset, self.taskset)}
         return split_tasks([*unique.values()], seed=seed)[split != "train"][: n or None]

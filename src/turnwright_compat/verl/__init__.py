@@ -1,1 +1,2 @@
-"""verl: its tools, interactions, agent loops and rewards, rollouts for its trainer, and its launch scripts."""
+"""verl: its tools, interactions, agent loops and rewards, rollouts for its trainer,
+and its launch scripts."""

@@ -1,4 +1,5 @@
-"""A user's own `AgentLoopBase` of verl as an agent function: one loop for each episode, over our engine."""
+"""A user's own `AgentLoopBase` of verl as an agent function: one loop for each
+episode, over our engine."""
 
 from __future__ import annotations
 
@@ -19,28 +20,53 @@ from turnwright_compat.common import accepted, attribute_config
 from turnwright_compat.sampled_rows import EngineCall, read_output, sampling_options
 from turnwright_compat.verl.tools import read_score
 
-GIVEN = ("trainer_config", "server_manager", "tokenizer", "processor", "dataset_cls", "data_config", "hf_model_type", "tools")
+GIVEN = (
+    "trainer_config",
+    "server_manager",
+    "tokenizer",
+    "processor",
+    "dataset_cls",
+    "data_config",
+    "hf_model_type",
+    "tools",
+)
 """Arguments of the constructor that verl gives."""
 SETTINGS = ("rollout", "data", "hf_model_type")
 """Arguments of `[env.args]` that are parts of verl's configuration."""
 
 
 def make_agent_function(
-    target: Any, args: Mapping[str, Any], reward: Callable[..., Any] | None, where: str, tools: list[Any]
+    target: Any,
+    args: Mapping[str, Any],
+    reward: Callable[..., Any] | None,
+    where: str,
+    tools: list[Any],
 ) -> Callable[[Task, Any], Awaitable[Scores]]:
-    """Make an agent function of a loop class; arguments of its constructor that verl does not give come from `args`.
+    """Make an agent function of a loop class; arguments of its constructor that verl does
+    not give come from `args`.
 
     `tools`: verl's objects, which the loop calls.
     """
     parameters = inspect.signature(target).parameters
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    named = [key for key, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    named = [
+        key
+        for key, one in parameters.items()
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
     own = {key: value for key, value in args.items() if key not in SETTINGS}
     for key in own:
         if key in GIVEN or (key not in named and not takes_any):
             known = [
                 one
-                for one in (*named, *SETTINGS, "reward", "reward_kwargs", "tool_config_path", "function_tool_path")
+                for one in (
+                    *named,
+                    *SETTINGS,
+                    "reward",
+                    "reward_kwargs",
+                    "tool_config_path",
+                    "function_tool_path",
+                )
                 if one not in GIVEN or one in SETTINGS
             ]
             raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, known)}")
@@ -48,12 +74,19 @@ def make_agent_function(
         if key not in (*GIVEN, *own) and parameters[key].default is inspect.Parameter.empty:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
     if missing := sorted(getattr(target, "__abstractmethods__", ())):
-        raise ConfigError(f"{where} lacks {' and '.join(missing)}; an agent loop has async run(sampling_params, **kwargs)")
+        raise ConfigError(
+            f"{where} lacks {' and '.join(missing)}; an agent loop has async run(sampling_params, "
+            "**kwargs)"
+        )
     module = import_foreign("verl.experimental.agent_loop.agent_loop")
 
     async def play(task: Task, model: Any) -> Scores:
         server = ServerManager(model)
-        config = {"actor_rollout_ref": {"rollout": _rollout_config(model.limits, args.get("rollout") or {})}}
+        config = {
+            "actor_rollout_ref": {
+                "rollout": _rollout_config(model.limits, args.get("rollout") or {})
+            }
+        }
         given = {
             "trainer_config": module.DictConfigWrap(attribute_config(config)),
             "server_manager": server,
@@ -64,19 +97,33 @@ def make_agent_function(
             "hf_model_type": args.get("hf_model_type"),
             "tools": module.ToolListWrap(list(tools)),
         }
-        loop = target(**({key: value for key, value in given.items() if takes_any or key in named} | own))
+        loop = target(
+            **({key: value for key, value in given.items() if takes_any or key in named} | own)
+        )
         returned = await loop.run(_sampling_params(model.sampling), **_row(task))
         outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-        if not outputs or not all(getattr(one, "response_ids", None) for one in outputs):  # of a class of verl
-            raise EnvError(f"run returned {describe_value(returned)}; return an AgentLoopOutput with response_ids, or several")
+        if not outputs or not all(
+            getattr(one, "response_ids", None) for one in outputs
+        ):  # of a class of verl
+            raise EnvError(
+                f"run returned {describe_value(returned)}; return an AgentLoopOutput with "
+                "response_ids, or several"
+            )
 
         # The last of several outputs is what verl scores; its score is that of all.
         last = outputs[-1]
         score = last.reward_score
-        scores = Scores(score) if score is not None else await _computed(reward, task, model, last, where)
+        scores = (
+            Scores(score)
+            if score is not None
+            else await _computed(reward, task, model, last, where)
+        )
         logprobs = [one.response_logprobs or None for one in outputs]
         if None in logprobs and any(logprobs):
-            raise EnvError("run returned response_logprobs for some of its outputs; give them for all, or for none")
+            raise EnvError(
+                "run returned response_logprobs for some of its outputs; give them for all, or "
+                "for none"
+            )
         rows = {
             "prompt_token_ids": [one.prompt_ids for one in outputs],
             "response_ids": [one.response_ids for one in outputs],
@@ -135,10 +182,16 @@ def _row(task: Task) -> dict[str, Any]:
     }
 
 
-async def _computed(reward: Callable[..., Any] | None, task: Task, model: Any, output: Any, where: str) -> Scores:
-    """Return the score of an episode whose loop gave none; `extra_info` has what verl's reward loop adds to the row's."""
+async def _computed(
+    reward: Callable[..., Any] | None, task: Task, model: Any, output: Any, where: str
+) -> Scores:
+    """Return the score of an episode whose loop gave none; `extra_info` has what verl's reward
+    loop adds to the row's."""
     if reward is None:
-        raise EnvError(f'{where}: run returned no reward_score; give [env.args] reward = "file.py:compute_score"')
+        raise EnvError(
+            f"{where}: run returned no reward_score; give [env.args] reward = "
+            '"file.py:compute_score"'
+        )
     extra_info = {
         **(task.info.get("extra_info") or {}),
         **(vars(output).get("extra_fields") or {}),

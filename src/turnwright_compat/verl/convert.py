@@ -29,11 +29,18 @@ from turnwright_compat.convert.hydra import read_document
 from turnwright_compat.convert.sources import find_file
 
 USE = "verl:tools"
-"""How tools of verl are named (`turnwright_compat`); their files are settings of the environment."""
+"""How tools of verl are named (`turnwright_compat`); their files are
+settings of the environment."""
 R, M, D = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.", "data."
 AL, TR = "algorithm.", "trainer."
 AC, MO, RC = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "algorithm.rollout_correction."
-PARSERS = {"hermes": "hermes", "llama3_json": "llama3", "gpt_oss": "harmony", "qwen3_coder": "qwen3_coder", "glm": "glm"}
+PARSERS = {
+    "hermes": "hermes",
+    "llama3_json": "llama3",
+    "gpt_oss": "harmony",
+    "qwen3_coder": "qwen3_coder",
+    "glm": "glm",
+}
 
 
 def _template_args(draft: Draft, value: Any) -> str | None:
@@ -49,7 +56,8 @@ OWN_LOOPS = ("single_turn_agent", "tool_agent")
 def _estimator(draft: Draft, value: Any) -> str | None:
     if value == "gae":
         raise ConfigError(
-            'adv_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or reinforce_plus_plus'
+            'adv_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or '
+            "reinforce_plus_plus"
         )
     names = {
         "grpo": "grpo",
@@ -74,11 +82,23 @@ def _correction(draft: Draft) -> None:
     given, low_high = draft.given, draft.given.get(f"{RC}rollout_rs_threshold")
     if given.get(f"{RC}rollout_is") == "token":
         draft.put("train.correction", "tis", origin=f"{RC}rollout_is")
-        draft.put("train.correction_high", draft.number(f"{RC}rollout_is_threshold", 2.0), origin=f"{RC}rollout_is_threshold")
-    elif given.get(f"{RC}rollout_is") == "sequence" or "sequence" in str(given.get(f"{RC}rollout_rs")):
+        draft.put(
+            "train.correction_high",
+            draft.number(f"{RC}rollout_is_threshold", 2.0),
+            origin=f"{RC}rollout_is_threshold",
+        )
+    elif given.get(f"{RC}rollout_is") == "sequence" or "sequence" in str(
+        given.get(f"{RC}rollout_rs")
+    ):
         draft.put("train.correction", "sequence_mis", origin=f"{RC}rollout_is")
-        draft.put("train.correction_high", draft.number(f"{RC}rollout_is_threshold", 3.0), origin=f"{RC}rollout_is_threshold")
-    elif "geometric" in str(given.get(f"{RC}rollout_rs")) or "seq_mean" in str(given.get(f"{RC}rollout_rs")):
+        draft.put(
+            "train.correction_high",
+            draft.number(f"{RC}rollout_is_threshold", 3.0),
+            origin=f"{RC}rollout_is_threshold",
+        )
+    elif "geometric" in str(given.get(f"{RC}rollout_rs")) or "seq_mean" in str(
+        given.get(f"{RC}rollout_rs")
+    ):
         draft.put("train.correction", "sequence_mis_mean", origin=f"{RC}rollout_rs")
         if isinstance(low_high, int | float):
             draft.put("train.correction_high", low_high, origin=f"{RC}rollout_rs_threshold")
@@ -86,7 +106,10 @@ def _correction(draft: Draft) -> None:
         draft.put("train.correction", "icepop", origin=f"{RC}rollout_rs")
     if "train.correction" in draft.values and draft.values.get("train.old_logprobs") == "engine":
         draft.values.pop("train.old_logprobs")
-        draft.notes.append("bypass_mode is left out: with a correction, the ratio's denominator is the trainer's policy")
+        draft.notes.append(
+            "bypass_mode is left out: with a correction, the ratio's denominator is the trainer's "
+            "policy"
+        )
 
 
 def _finish(draft: Draft) -> None:
@@ -99,12 +122,21 @@ def _finish(draft: Draft) -> None:
         draft.put("rollout.groups", int(mini), origin=f"{AC}ppo_mini_batch_size")
     steps = given.get(f"{TR}total_training_steps")
     if steps is None:
-        draft.put("train.data_epochs", draft.number(f"{TR}total_epochs", 30), origin=f"{TR}total_epochs")
+        draft.put(
+            "train.data_epochs", draft.number(f"{TR}total_epochs", 30), origin=f"{TR}total_epochs"
+        )
     if (ratio := draft.number(f"{AC}optim.lr_warmup_steps_ratio", 0)) > 0:
         if isinstance(steps, int):
-            draft.put("train.lr_warmup_steps", int(ratio * steps), origin=f"{AC}optim.lr_warmup_steps_ratio")
+            draft.put(
+                "train.lr_warmup_steps",
+                int(ratio * steps),
+                origin=f"{AC}optim.lr_warmup_steps_ratio",
+            )
         else:
-            why = "the number of steps is known when the tasks are: set train.lr_warmup_steps to that share of them"
+            why = (
+                "the number of steps is known when the tasks are: set train.lr_warmup_steps to "
+                "that share of them"
+            )
             draft.reasons[f"{AC}optim.lr_warmup_steps_ratio"] = why
     _loss_terms(draft)
     _environment(draft)
@@ -113,7 +145,8 @@ def _finish(draft: Draft) -> None:
     _asynchronous(draft)
     if f"{AL}adv_estimator" not in given:
         draft.incomplete.append(
-            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; grpo is written"
+            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; "
+            "grpo is written"
         )
     if not (draft.number(f"{MO}lora_rank", 0) or draft.number(f"{MO}lora.rank", 0)):
         for key in ("lora.alpha", "lora.targets", "lora.rank"):
@@ -127,11 +160,20 @@ def _loss_terms(draft: Draft) -> None:
         draft.put("train.kl", draft.number(f"{AC}kl_loss_coef", 0.001), origin=f"{AC}kl_loss_coef")
         draft.put("train.kl_in", "loss", origin=f"{AC}use_kl_loss")
         draft.read(f"{AC}kl_loss_type")
-        same("train.kl_estimator", kl="k1", k1="k1", abs="k1", mse="k2", k2="k2", low_var_kl="k3", k3="k3")(
-            draft, given.get(f"{AC}kl_loss_type", "low_var_kl")
-        )
+        same(
+            "train.kl_estimator",
+            kl="k1",
+            k1="k1",
+            abs="k1",
+            mse="k2",
+            k2="k2",
+            low_var_kl="k3",
+            k3="k3",
+        )(draft, given.get(f"{AC}kl_loss_type", "low_var_kl"))
     elif draft.isset(f"{AL}use_kl_in_reward"):
-        draft.put("train.kl", draft.number(f"{AL}kl_ctrl.kl_coef", 0.001), origin=f"{AL}kl_ctrl.kl_coef")
+        draft.put(
+            "train.kl", draft.number(f"{AL}kl_ctrl.kl_coef", 0.001), origin=f"{AL}kl_ctrl.kl_coef"
+        )
         draft.put("train.kl_in", "reward", origin=f"{AL}use_kl_in_reward")
     if given.get(f"{AL}norm_adv_by_std_in_grpo") is False:
         draft.put("train.advantage", "mean", origin=f"{AL}norm_adv_by_std_in_grpo")
@@ -153,11 +195,24 @@ def _loss_terms(draft: Draft) -> None:
 
 def _environment(draft: Draft) -> None:
     given = draft.given
-    if (path := given.get("reward.custom_reward_function.path") or given.get("custom_reward_function.path")) is not None:
+    if (
+        path := given.get("reward.custom_reward_function.path")
+        or given.get("custom_reward_function.path")
+    ) is not None:
         names = (given.get(f"{one}custom_reward_function.name") for one in ("reward.", ""))
-        origin = ", ".join(f"{one}custom_reward_function.{key}" for one in ("reward.", "") for key in ("path", "name"))
-        draft.put("env.args.reward", f"{path}:{next(filter(None, names), 'compute_score')}", origin=origin)
-    draft.reasons.update(dict.fromkeys((f"{M}enable", f"{R}multi_turn"), f"{NO_EFFECT}: turns and tools need no switch here"))
+        origin = ", ".join(
+            f"{one}custom_reward_function.{key}"
+            for one in ("reward.", "")
+            for key in ("path", "name")
+        )
+        draft.put(
+            "env.args.reward", f"{path}:{next(filter(None, names), 'compute_score')}", origin=origin
+        )
+    draft.reasons.update(
+        dict.fromkeys(
+            (f"{M}enable", f"{R}multi_turn"), f"{NO_EFFECT}: turns and tools need no switch here"
+        )
+    )
     own_loop = _agent_loop(draft)
     _turns(draft, own_loop)
     length = draft.number(f"{D}max_response_length", 512)
@@ -166,7 +221,10 @@ def _environment(draft: Draft) -> None:
 
 def _agent_loop(draft: Draft) -> bool:
     """Name the agent loop of the user, if the settings do; return whether there is one."""
-    named, config = draft.given.get(f"{R}agent.default_agent_loop"), draft.given.get(f"{R}agent.agent_loop_config_path")
+    named, config = (
+        draft.given.get(f"{R}agent.default_agent_loop"),
+        draft.given.get(f"{R}agent.agent_loop_config_path"),
+    )
     own = named not in (None, *OWN_LOOPS)
     if not own and config is None:
         return False
@@ -178,11 +236,17 @@ def _agent_loop(draft: Draft) -> bool:
         pass  # the settings decide for a loop of verl, whatever others the file has
     elif len(loops) == 1 and not own:
         ((name, target),) = loops.items()
-        draft.notes.append(f"rows name their loop there (agent_name); {name} is the one of the file, and plays all rows here")
+        draft.notes.append(
+            f"rows name their loop there (agent_name); {name} is the one of the file, and plays "
+            "all rows here"
+        )
         _use_loop(draft, target, origin)
     elif config is None or loops or own:
         listed = f"; the file has {', '.join(loops)}" if loops else ""
-        draft.incomplete.append(f"the agent loop {named or 'of each row'} is not read{listed}: set [[env]] use = file.py:Class")
+        draft.incomplete.append(
+            f"the agent loop {named or 'of each row'} is not read{listed}: set [[env]] use = "
+            "file.py:Class"
+        )
         draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
     else:
         draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
@@ -192,10 +256,23 @@ def _agent_loop(draft: Draft) -> bool:
 def _use_loop(draft: Draft, target: str, origin: str) -> None:
     draft.put("env.use", python_name(draft, target), origin=origin)
     prefix = "env.args."
-    kept = {"max_parallel_calls", "max_tool_response_length", "tool_response_truncate_side", "tool_config_path"}
-    settings = {key: draft.values.pop(f"{prefix}{key}") for key in sorted(kept) if f"{prefix}{key}" in draft.values}
+    kept = {
+        "max_parallel_calls",
+        "max_tool_response_length",
+        "tool_response_truncate_side",
+        "tool_config_path",
+    }
+    settings = {
+        key: draft.values.pop(f"{prefix}{key}")
+        for key in sorted(kept)
+        if f"{prefix}{key}" in draft.values
+    }
     if settings:  # a loop reads them in its configuration
-        draft.put("env.args.rollout", {"multi_turn": settings}, origin=", ".join(f"{M}{key}" for key in settings))
+        draft.put(
+            "env.args.rollout",
+            {"multi_turn": settings},
+            origin=", ".join(f"{M}{key}" for key in settings),
+        )
 
 
 def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
@@ -205,7 +282,8 @@ def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
     path = find_file(str(config), draft.folder)
     if path is None:
         draft.incomplete.append(
-            f"{config} (agent_loop_config_path) was not found, so the agent loop is not known: set [[env]] use = file.py:Class"
+            f"{config} (agent_loop_config_path) was not found, so the agent loop is not known: set "
+            "[[env]] use = file.py:Class"
         )
         return {}
     try:
@@ -218,7 +296,8 @@ def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
 
 
 def _turns(draft: Draft, own_loop: bool) -> None:
-    """Set the replies of an episode: as many as either bound allows, else all that fit, and one without tools and loops."""
+    """Set the replies of an episode: as many as either bound allows, else all that fit, and one
+    without tools and loops."""
     given = draft.given
     bounds = {f"{M}max_assistant_turns": given.get(f"{M}max_assistant_turns")}
     if isinstance(users := given.get(f"{M}max_user_turns"), int) and users > 0:
@@ -231,9 +310,14 @@ def _turns(draft: Draft, own_loop: bool) -> None:
     several = given.get(f"{M}enable", given.get(f"{R}multi_turn")) is True
     if several or own_loop or given.get(f"{R}agent.default_agent_loop") == "tool_agent":
         length = int(draft.number(f"{D}max_response_length", 512))
-        draft.put("limits.turns", length, origin=f"{M}max_assistant_turns, {M}enable, {R}agent.default_agent_loop")
+        draft.put(
+            "limits.turns",
+            length,
+            origin=f"{M}max_assistant_turns, {M}enable, {R}agent.default_agent_loop",
+        )
         draft.notes.append(
-            "max_assistant_turns is not set, so turns are unlimited there: limits.turns is the tokens of an episode"
+            "max_assistant_turns is not set, so turns are unlimited there: limits.turns is the "
+            "tokens of an episode"
         )
         return
     draft.put("limits.turns", 1, origin=f"{M}enable")
@@ -242,7 +326,10 @@ def _turns(draft: Draft, own_loop: bool) -> None:
 def _tool_defaults(draft: Draft) -> None:
     """Set verl's limits of tool results where tools are given."""
     tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
-    if not any(f"env.args.{one}" in draft.values for one in tools) or draft.values.get("env.use", USE) != USE:
+    if (
+        not any(f"env.args.{one}" in draft.values for one in tools)
+        or draft.values.get("env.use", USE) != USE
+    ):
         return
     for key, value in (("max_parallel_calls", 1), ("max_tool_response_length", 256)):
         if f"env.args.{key}" not in draft.values:
@@ -263,12 +350,15 @@ def _distillation(draft: Draft) -> None:
     ]
     if mode != "k1" or given.get(f"{loss}use_policy_gradient") is not True:
         raise ConfigError(
-            f"distillation_loss.loss_mode = {mode} without use_policy_gradient is a loss that is not here; "
-            'use k1 with policy gradients, or write the recipe with [[teacher]] signal = "loss" (docs/reference/teachers.md)'
+            f"distillation_loss.loss_mode = {mode} without use_policy_gradient is a loss that is "
+            "not here; "
+            'use k1 with policy gradients, or write the recipe with [[teacher]] signal = "loss" '
+            "(docs/reference/teachers.md)"
         )
     if len(models) != 1:
         raise ConfigError(
-            "distillation of several teachers by a column of rows; write a [[teacher]] for each, with environments"
+            "distillation of several teachers by a column of rows; write a [[teacher]] for each, "
+            "with environments"
         )
     draft.teacher["path"] = str(models[0][1])
     draft.teacher["signal"] = "advantage"
@@ -285,8 +375,14 @@ def _asynchronous(draft: Draft) -> None:
     program = str(draft.given.get("$program"))
     if "fully_async" in program:
         draft.put("schedule.mode", "async", origin=program)
-        batch = draft.number(f"{AC}ppo_mini_batch_size", 256) * draft.number("async_training.require_batches", 1)
-        draft.put("rollout.groups", int(batch), origin=f"{AC}ppo_mini_batch_size, async_training.require_batches")
+        batch = draft.number(f"{AC}ppo_mini_batch_size", 256) * draft.number(
+            "async_training.require_batches", 1
+        )
+        draft.put(
+            "rollout.groups",
+            int(batch),
+            origin=f"{AC}ppo_mini_batch_size, async_training.require_batches",
+        )
         if (total := draft.number("rollout.total_rollout_steps", 0)) > 0:
             steps = max(1, int(total / batch))
             draft.put("train.steps", steps, origin="rollout.total_rollout_steps")
@@ -296,7 +392,8 @@ def _asynchronous(draft: Draft) -> None:
 
 
 def _sanity(draft: Draft, value: Any) -> str | None:
-    """Convert the check of the tokenization: verl makes it at the end of each rollout, ours has a share of the episodes."""
+    """Convert the check of the tokenization: verl makes it at the end of each rollout, ours has a
+    share of the episodes."""
     levels = {level: level for level in ("strict", "ignore_strippable", "disable", "off")}
     problem = same("rollout.sanity", **levels)(draft, value)
     if problem is None and str(value).lower() == "strict":
@@ -336,8 +433,12 @@ RULES: dict[str, Any] = {
     f"{AC}optim.betas": "train.betas",
     f"{AC}optim.clip_grad": "train.max_grad_norm",
     f"{AC}grad_clip": "train.max_grad_norm",
-    f"{AC}optim.lr_scheduler_type": same("train.schedule", constant="constant", cosine="cosine", linear="linear"),
-    f"{AC}optim.lr_decay_style": same("train.schedule", constant="constant", cosine="cosine", linear="linear"),
+    f"{AC}optim.lr_scheduler_type": same(
+        "train.schedule", constant="constant", cosine="cosine", linear="linear"
+    ),
+    f"{AC}optim.lr_decay_style": same(
+        "train.schedule", constant="constant", cosine="cosine", linear="linear"
+    ),
     f"{AC}optim.lr_warmup_steps": unless_off("train.lr_warmup_steps"),
     f"{AC}optim.lr_warmup_steps_ratio": noted,
     f"{AC}ppo_mini_batch_size": noted,
@@ -350,7 +451,10 @@ RULES: dict[str, Any] = {
     f"{AC}freeze_vision_tower": switch("train.vision", "frozen"),
     f"{AC}policy_loss.loss_mode": _loss,
     f"{AC}loss_agg_mode": same(
-        "train.aggregation", token_mean="token", seq_mean_token_mean="trajectory", seq_mean_token_sum_norm="fixed"
+        "train.aggregation",
+        token_mean="token",
+        seq_mean_token_mean="trajectory",
+        seq_mean_token_sum_norm="fixed",
     ),
     f"{AC}loss_scale_factor": unless_off("train.fixed_length"),
     f"{AC}use_kl_loss": noted,
@@ -409,7 +513,9 @@ RULES: dict[str, Any] = {
     "async_training.require_batches": noted,
     f"{TR}total_epochs": noted,
     f"{TR}test_freq": lambda draft, value: draft.put("eval.every", max(0, int(value))),
-    f"{TR}save_freq": lambda draft, value: draft.put("checkpoint.every", int(value)) if int(value) > 0 else None,
+    f"{TR}save_freq": lambda draft, value: (
+        draft.put("checkpoint.every", int(value)) if int(value) > 0 else None
+    ),
     f"{TR}max_actor_ckpt_to_keep": unless_off("checkpoint.keep"),
     f"{TR}default_local_dir": "out",
     f"{TR}logger": trackers,
@@ -424,27 +530,55 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     **{
         f"distillation.distillation_loss.{one}": (_TEACHER, ())
         for one in (
-            *("loss_mode", "topk", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp", "log_prob_min_clamp"),
-            *("use_policy_gradient", "policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+            *(
+                "loss_mode",
+                "topk",
+                "use_task_rewards",
+                "distillation_loss_coef",
+                "loss_max_clamp",
+                "log_prob_min_clamp",
+            ),
+            *(
+                "use_policy_gradient",
+                "policy_loss_mode",
+                "clip_ratio",
+                "clip_ratio_low",
+                "clip_ratio_high",
+            ),
         )
     },
     "distillation.teacher_key": (_TEACHER, ()),
-    f"{D}reward_fn_key": ("every column of a row reaches the reward under its own name", ("data_source",)),
+    f"{D}reward_fn_key": (
+        "every column of a row reaches the reward under its own name",
+        ("data_source",),
+    ),
     f"{D}audio_key": ("no audio", ("audios",)),
     f"{D}shuffle": ("tasks are always shuffled, by the seed", (True,)),
     f"{D}validation_shuffle": ("an evaluation plays every held-out task", (False,)),
-    f"{D}truncation": ("prompts over limits.prompt_tokens are skipped, counted and listed", ("error",)),
-    f"{D}filter_overlong_prompts": ("prompts over limits.prompt_tokens are skipped, counted and listed", (True,)),
+    f"{D}truncation": (
+        "prompts over limits.prompt_tokens are skipped, counted and listed",
+        ("error",),
+    ),
+    f"{D}filter_overlong_prompts": (
+        "prompts over limits.prompt_tokens are skipped, counted and listed",
+        (True,),
+    ),
     f"{D}train_max_samples": ("all rows are used; cut the file", (-1,)),
     f"{D}val_max_samples": ("see eval.tasks", (-1,)),
     f"{D}custom_cls.path": ("write [[env]] tasks = file.py:function", (None,)),
     f"{D}custom_cls.name": ("write [[env]] tasks = file.py:function", (None,)),
-    f"{D}mm_processor_kwargs": ("images are processed by the model directory's settings", ({}, None)),
+    f"{D}mm_processor_kwargs": (
+        "images are processed by the model directory's settings",
+        ({}, None),
+    ),
     f"{D}return_raw_chat": ("messages are kept", (True, False)),
     f"{D}gen_batch_size": ("see [schedule]", ()),
     f"{D}mask_truncated": ("see train.overlong_filter", (False,)),
     f"{AL}lam": ("no critic, so no GAE", (1, 1.0)),
-    f"{AL}filter_groups.metric": ("write train.group_filter", ("seq_reward", "seq_final_reward", "acc", "score", None)),
+    f"{AL}filter_groups.metric": (
+        "write train.group_filter",
+        ("seq_reward", "seq_final_reward", "acc", "score", None),
+    ),
     f"{AL}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
     f"{AL}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
     f"{AL}kl_ctrl.target_kl": ("the weight of the KL term is constant", ()),
@@ -464,16 +598,31 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{AC}optim.num_cycles": ("half a cosine", (0.5,)),
     f"{AC}optim.warmup_style": ("see train.schedule", (None, "constant")),
     f"{AC}optim.lr_warmup_init": ("the rate rises from a share of its peak", (0,)),
-    f"{R}over_sample_rate": ("train.refill asks for more groups only where some are replaced", (0,)),
+    f"{R}over_sample_rate": (
+        "train.refill asks for more groups only where some are replaced",
+        (0,),
+    ),
     f"{R}ignore_eos": ("a reply ends at the template's end tokens", (False,)),
-    f"{R}repetition_penalty": ("no penalties: they would not be part of the trained distribution", (1, 1.0)),
-    f"{R}val_kwargs.do_sample": ("evaluations are played sampled, and greedily with eval.greedy", ()),
+    f"{R}repetition_penalty": (
+        "no penalties: they would not be part of the trained distribution",
+        (1, 1.0),
+    ),
+    f"{R}val_kwargs.do_sample": (
+        "evaluations are played sampled, and greedily with eval.greedy",
+        (),
+    ),
     f"{R}do_sample": ("training samples", (True,)),
-    f"{R}single_turn_response_length": ("a reply has the limit of the episode; set limits.turn_tokens", (None,)),
+    f"{R}single_turn_response_length": (
+        "a reply has the limit of the episode; set limits.turn_tokens",
+        (None,),
+    ),
     f"{R}calculate_log_probs": ("logprobs of sampled ids are always returned", (True,)),
     f"{M}num_repeat_rollouts": ("see rollout.group_size", (None,)),
     f"{R}skip_tokenizer_init": ("machine", (True,)),
-    f"{MO}custom_chat_template": ("a template is a file here: write it to chat.jinja and set model.template", (None,)),
+    f"{MO}custom_chat_template": (
+        "a template is a file here: write it to chat.jinja and set model.template",
+        (None,),
+    ),
     f"{MO}trust_remote_code": ("no code of model directories is run", (False,)),
     "reward.reward_manager.name": (_MANAGER, ("naive",)),
     "reward_model.reward_manager": (_MANAGER, ("naive",)),
@@ -483,7 +632,10 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{AL}pf_ppo.reweight_method": ("no sampling of trajectories by reward", ("pow",)),
     f"{AL}pf_ppo.weight_pow": ("no sampling of trajectories by reward", (2.0, 2)),
     "reward.num_workers": ("rewards run beside the episodes; see env.reward_isolation", ()),
-    "reward_model.enable": ("no reward model served by the trainer; call yours in the reward", (False,)),
+    "reward_model.enable": (
+        "no reward model served by the trainer; call yours in the reward",
+        (False,),
+    ),
     f"{TR}val_before_train": ("the policy is always evaluated before reinforcement", (True,)),
     f"{TR}val_only": ("`turnwright eval`", (False,)),
     f"{TR}resume_mode": ("a run continues with --resume", ("auto", "disable")),
@@ -498,26 +650,126 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *(f"{R}*gpu*", f"{R}name", f"{R}mode", f"{R}*parallel*", f"{R}dtype", f"{R}enforce_eager", f"{R}*cache*"),
+    *(
+        f"{R}*gpu*",
+        f"{R}name",
+        f"{R}mode",
+        f"{R}*parallel*",
+        f"{R}dtype",
+        f"{R}enforce_eager",
+        f"{R}*cache*",
+    ),
     *(f"{R}max_num_*", f"{R}log_prob_*", f"{R}engine_kwargs*", f"{R}enable_*", f"{R}load_format"),
-    *(f"{R}layered_summon", f"{R}disable_log_stats", f"{R}checkpoint_engine*", f"{R}trace*", f"{R}prometheus*"),
+    *(
+        f"{R}layered_summon",
+        f"{R}disable_log_stats",
+        f"{R}checkpoint_engine*",
+        f"{R}trace*",
+        f"{R}prometheus*",
+    ),
     *(f"{R}profiler*", f"{R}quantization*", f"{R}nnodes", f"{R}update_weights*", f"{R}cudagraph*"),
-    *(f"{R}multi_stage*", f"{R}scheduling_policy", f"{R}logprobs_mode", f"{R}mtp*", f"{R}agent.num_workers"),
-    *(f"{R}skip_rollout*", f"{R}free_*", f"{R}disaggregation*", f"{R}full_determinism", f"{R}use_*"),
-    *("actor_rollout_ref.ref.*", "actor_rollout_ref.hybrid_engine", "actor_rollout_ref.nccl_timeout", "critic.*"),
-    *(f"{AC}fsdp_config*", f"{AC}megatron*", f"{AC}*micro_batch*", f"{AC}strategy", f"{AC}*parallel*"),
-    *(f"{AC}use_dynamic_bsz", f"{AC}use_torch_compile", f"{AC}use_fused*", f"{AC}use_remove*", f"{AC}entropy_*"),
-    *(f"{AC}checkpoint*", f"{AC}profiler*", f"{AC}data_loader*", f"{AC}optim.*offload*", f"{AC}optim.override*"),
-    *(f"{AC}optim.optimizer_*", f"{AC}veomni*", f"{AC}qat*", f"{AC}optim.total_training_steps", f"{AC}optim.zero_*"),
-    *(f"{AC}pad_*", f"{AC}router_replay.*", f"{AC}optim.lr_decay_steps", f"{MO}use_*", f"{MO}override_*"),
-    *(f"{MO}enable_activation*", f"{MO}external_lib", f"{MO}fused_*", f"{MO}tokenizer_path", f"{MO}exclude_modules"),
-    *(f"{MO}lora.*", f"{MO}mtp*", f"{MO}tiled_mlp*", f"{MO}hf_config_path", f"{MO}lora_adapter_path", f"{TR}nnodes"),
+    *(
+        f"{R}multi_stage*",
+        f"{R}scheduling_policy",
+        f"{R}logprobs_mode",
+        f"{R}mtp*",
+        f"{R}agent.num_workers",
+    ),
+    *(
+        f"{R}skip_rollout*",
+        f"{R}free_*",
+        f"{R}disaggregation*",
+        f"{R}full_determinism",
+        f"{R}use_*",
+    ),
+    *(
+        "actor_rollout_ref.ref.*",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.nccl_timeout",
+        "critic.*",
+    ),
+    *(
+        f"{AC}fsdp_config*",
+        f"{AC}megatron*",
+        f"{AC}*micro_batch*",
+        f"{AC}strategy",
+        f"{AC}*parallel*",
+    ),
+    *(
+        f"{AC}use_dynamic_bsz",
+        f"{AC}use_torch_compile",
+        f"{AC}use_fused*",
+        f"{AC}use_remove*",
+        f"{AC}entropy_*",
+    ),
+    *(
+        f"{AC}checkpoint*",
+        f"{AC}profiler*",
+        f"{AC}data_loader*",
+        f"{AC}optim.*offload*",
+        f"{AC}optim.override*",
+    ),
+    *(
+        f"{AC}optim.optimizer_*",
+        f"{AC}veomni*",
+        f"{AC}qat*",
+        f"{AC}optim.total_training_steps",
+        f"{AC}optim.zero_*",
+    ),
+    *(
+        f"{AC}pad_*",
+        f"{AC}router_replay.*",
+        f"{AC}optim.lr_decay_steps",
+        f"{MO}use_*",
+        f"{MO}override_*",
+    ),
+    *(
+        f"{MO}enable_activation*",
+        f"{MO}external_lib",
+        f"{MO}fused_*",
+        f"{MO}tokenizer_path",
+        f"{MO}exclude_modules",
+    ),
+    *(
+        f"{MO}lora.*",
+        f"{MO}mtp*",
+        f"{MO}tiled_mlp*",
+        f"{MO}hf_config_path",
+        f"{MO}lora_adapter_path",
+        f"{TR}nnodes",
+    ),
     *(f"{TR}n_gpus_per_node", f"{TR}device", f"{TR}use_legacy*", f"{TR}ray_*", f"{TR}*esi*"),
-    *(f"{TR}default_hdfs_dir", f"{TR}del_local*", f"{TR}max_critic*", f"{TR}resume_from*", f"{TR}npu_*"),
+    *(
+        f"{TR}default_hdfs_dir",
+        f"{TR}del_local*",
+        f"{TR}max_critic*",
+        f"{TR}resume_from*",
+        f"{TR}npu_*",
+    ),
     *(f"{TR}use_v1*", f"{TR}v1.*", f"{TR}remove_*", "ray_*", "global_profiler*", "rollout.n*"),
-    *("reward.reward_model*", "reward_model.*", "reward.sandbox*", "hydra.*", "--*", f"{D}dataloader*"),
-    *(f"{D}filter_overlong_prompts_workers", f"{D}use_shm", f"{D}return_*", f"{D}trust_remote*", f"{D}image_patch*"),
-    *(f"{D}sampler*", f"{D}datagen*", f"{D}tokenizer", "transfer_queue*", "defaults", "async_training.*"),
+    *(
+        "reward.reward_model*",
+        "reward_model.*",
+        "reward.sandbox*",
+        "hydra.*",
+        "--*",
+        f"{D}dataloader*",
+    ),
+    *(
+        f"{D}filter_overlong_prompts_workers",
+        f"{D}use_shm",
+        f"{D}return_*",
+        f"{D}trust_remote*",
+        f"{D}image_patch*",
+    ),
+    *(
+        f"{D}sampler*",
+        f"{D}datagen*",
+        f"{D}tokenizer",
+        "transfer_queue*",
+        "defaults",
+        "async_training.*",
+    ),
     *(
         "model_engine",
         "distillation.*n_gpus*",
@@ -525,8 +777,20 @@ MACHINE = (
         "distillation.*.inference.*",
         "distillation.*num_replicas",
     ),
-    *("*._target_", "skip.*", f"{D}val_batch_size", f"{R}agent.custom_async_server*", f"{R}moe_*", f"{R}qat*"),
-    *(f"{AC}use_rollout_log_probs", "reward.reward_manager.source", "sandbox_fusion*", "custom_cls*"),
+    *(
+        "*._target_",
+        "skip.*",
+        f"{D}val_batch_size",
+        f"{R}agent.custom_async_server*",
+        f"{R}moe_*",
+        f"{R}qat*",
+    ),
+    *(
+        f"{AC}use_rollout_log_probs",
+        "reward.reward_manager.source",
+        "sandbox_fusion*",
+        "custom_cls*",
+    ),
 )
 
 SYSTEM = System(

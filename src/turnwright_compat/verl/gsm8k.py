@@ -6,7 +6,12 @@ import re
 from typing import Any
 from uuid import uuid4
 
-from turnwright_compat.verl.tool_interface import BaseInteraction, BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from turnwright_compat.verl.tool_interface import (
+    BaseInteraction,
+    BaseTool,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+)
 
 _END = 300  # characters of the solution that are read
 
@@ -22,7 +27,11 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
 
 def compute_score(
-    solution_str: str, ground_truth: str, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: str,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
     """Return `score` for the right answer, `format_score` for another one, 0 without one."""
     answer = extract_solution(solution_str, method)
@@ -34,7 +43,9 @@ def compute_score(
 class Gsm8kTool(BaseTool):
     """Checks answers; a repeated answer that is no better than the best so far costs 0.05."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         super().__init__(config, tool_schema)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
@@ -59,7 +70,9 @@ class Gsm8kTool(BaseTool):
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         state = self._instance_dict[instance_id]
-        return compute_score(state["response"], state["ground_truth"], method="flexible", format_score=0.0, score=1.0)
+        return compute_score(
+            state["response"], state["ground_truth"], method="flexible", format_score=0.0, score=1.0
+        )
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         del self._instance_dict[instance_id]
@@ -72,7 +85,9 @@ class Gsm8kInteraction(BaseInteraction):
         super().__init__(config)
         self._instance_dict: dict[str, dict[str, Any]] = {}
 
-    async def start_interaction(self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
         instance_id = instance_id or str(uuid4())
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth}
         return instance_id
@@ -80,11 +95,18 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        last = next((one["content"] for one in reversed(messages) if one.get("role") == "assistant"), "")
+        last = next(
+            (one["content"] for one in reversed(messages) if one.get("role") == "assistant"), ""
+        )
         self._instance_dict[instance_id]["response"] = last
         if await self.calculate_score(instance_id) == 1.0:
             return True, "Your response is correct!", 1.0, {}
-        return False, "Your response is incorrect! You need to reflect on your answer and try again.", 0.0, {}
+        return (
+            False,
+            "Your response is incorrect! You need to reflect on your answer and try again.",
+            0.0,
+            {},
+        )
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
         state = self._instance_dict[instance_id]

@@ -1,4 +1,5 @@
-"""What agent loops of verl are written against: their base class, what they and servers return, timers."""
+"""What agent loops of verl are written against: their base class, what they and
+servers return, timers."""
 
 from __future__ import annotations
 
@@ -100,13 +101,22 @@ class AgentLoopBase(ABC):
 
     def _render(self, messages: list[Any], tools: Any, prompt: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=prompt, tokenize=False, **self.apply_chat_template_kwargs
+            messages,
+            tools=tools,
+            add_generation_prompt=prompt,
+            tokenize=False,
+            **self.apply_chat_template_kwargs,
         )
         return text
 
     async def process_multi_modal_info(self, messages: list[Any]) -> dict[str, Any]:
         """Return the images of messages."""
-        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        parts = [
+            part
+            for message in messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+        ]
         images = [part["image"] for part in parts if part.get("type") == "image"]
         return {"images": images} if images else {}
 
@@ -115,9 +125,15 @@ class AgentLoopBase(ABC):
         return await self.process_multi_modal_info(messages)
 
     async def apply_chat_template(
-        self, messages: list[Any], tools: Any = None, images: Any = None, videos: Any = None, remove_system_prompt: bool = False
+        self,
+        messages: list[Any],
+        tools: Any = None,
+        images: Any = None,
+        videos: Any = None,
+        remove_system_prompt: bool = False,
     ) -> list[int]:
-        """Render messages to ids; with `remove_system_prompt` without what a conversation of no system message begins with."""
+        """Render messages to ids; with `remove_system_prompt` without what a conversation of no
+        system message begins with."""
         text = self._render(messages, tools, True)
         if remove_system_prompt:
             opening = self._render([{"role": "user", "content": ""}], None, False)
@@ -127,10 +143,18 @@ class AgentLoopBase(ABC):
         return found
 
     async def ct_build_initial_tokens(
-        self, messages: list[Any], tools: Any = None, images: Any = None, videos: Any = None, audios: Any = None, **_: Any
+        self,
+        messages: list[Any],
+        tools: Any = None,
+        images: Any = None,
+        videos: Any = None,
+        audios: Any = None,
+        **_: Any,
     ) -> list[int]:
         """Render the opening to ids."""
-        found: list[int] = self.tokenizer.encode(self._render(messages, tools, True), add_special_tokens=False)
+        found: list[int] = self.tokenizer.encode(
+            self._render(messages, tools, True), add_special_tokens=False
+        )
         return found[-self.rollout_config.prompt_length :]
 
     async def ct_merge_assistant_token(
@@ -143,7 +167,11 @@ class AgentLoopBase(ABC):
     ) -> tuple[MergeResult, list[int], list[float] | None]:
         """Append a reply."""
         count = len(assistant_token_ids)
-        logprobs = None if response_logprobs is None else [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
+        logprobs = (
+            None
+            if response_logprobs is None
+            else [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
+        )
         merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count, "assistant")
         return merged, [*response_mask, *[1] * count], logprobs
 
@@ -157,10 +185,16 @@ class AgentLoopBase(ABC):
         tools: Any = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
         """Append messages, and what the template writes between the reply and them."""
-        before, text = self._render(previous_messages, tools, False), self._render(updated_messages, tools, True)
+        before, text = (
+            self._render(previous_messages, tools, False),
+            self._render(updated_messages, tools, True),
+        )
         end = self.tokenizer.eos_token
         if not text.startswith(before) or end not in before:
-            raise ValueError("the template renders earlier messages differently once others follow; use one that keeps them")
+            raise ValueError(
+                "the template renders earlier messages differently once others follow; use one "
+                "that keeps them"
+            )
         closing = before[before.rindex(end) :]
         if runtime_token_ids and runtime_token_ids[-1] == self.tokenizer.eos_token_id:
             closing = closing.removeprefix(end)
@@ -168,7 +202,9 @@ class AgentLoopBase(ABC):
         added = self.tokenizer.encode(text[len(before) :], add_special_tokens=False)
         count = len(inserted) + len(added)
         logprobs = None if response_logprobs is None else [*response_logprobs, *[0.0] * count]
-        merged = MergeResult([*runtime_token_ids, *inserted, *added], len(added), "context", inserted)
+        merged = MergeResult(
+            [*runtime_token_ids, *inserted, *added], len(added), "context", inserted
+        )
         return merged, [*response_mask, *[0] * count], logprobs
 
 

@@ -14,7 +14,11 @@ from turnwright.types import Video
 def process_image(image: Any, image_patch_size: int = 14) -> Image.Image:
     """Return an image as PIL: given as such, or as a dict with `image` (PIL, path) or `bytes`."""
     if isinstance(image, dict):
-        image = BytesIO(image["bytes"]) if image.get("bytes") is not None else image.get("image", image.get("path"))
+        image = (
+            BytesIO(image["bytes"])
+            if image.get("bytes") is not None
+            else image.get("image", image.get("path"))
+        )
     if isinstance(image, str):
         image = image.removeprefix("file://")
     if isinstance(image, bytes):
@@ -31,17 +35,24 @@ def process_video(
     fps_max_frames: int | None = None,
     **settings: Any,
 ) -> Video:
-    """Return a video: a dict whose `video` is a list of frames or a file, with `fps`, `nframes`, `min_frames`, `max_frames`."""
+    """Return a video: a dict whose `video` is a list of frames or a file, with `fps`, `nframes`,
+    `min_frames`, `max_frames`."""
     if not isinstance(video, dict) or "video" not in video:
         raise NotImplementedError('a video is a dict {"video": [frames] or "file.mp4", "fps": ...}')
     source = video["video"]
     wanted = video.get("fps") or fps or 2.0
     if isinstance(source, (list, tuple)):
-        return Video([process_image(frame) for frame in source], video.get("fps") or video.get("sample_fps") or fps or 2.0)
+        return Video(
+            [process_image(frame) for frame in source],
+            video.get("fps") or video.get("sample_fps") or fps or 2.0,
+        )
     frames, rate = _decode(str(source).removeprefix("file://"))
     duration = len(frames) / rate
     count = video.get("nframes") or nframes or round(duration * wanted)
-    least, most = video.get("min_frames") or fps_min_frames or 4, video.get("max_frames") or fps_max_frames or 768
+    least, most = (
+        video.get("min_frames") or fps_min_frames or 4,
+        video.get("max_frames") or fps_max_frames or 768,
+    )
     count = min(max(count, least), most, len(frames))
     chosen = [frames[round(n * (len(frames) - 1) / max(1, count - 1))] for n in range(count)]
     return Video(chosen, count / duration)

@@ -1,7 +1,8 @@
 """Our rollouts in verl's trainers, as an agent loop.
 
-verl keeps its trainer, its servers and their weights; environments, token-exact contexts, failures and records are ours. Name
-the loop in the file of `actor_rollout_ref.rollout.agent.agent_loop_config_path`::
+verl keeps its trainer, its servers and their weights; environments, token-exact contexts, failures
+and records are ours. Name the loop in the file of
+`actor_rollout_ref.rollout.agent.agent_loop_config_path`::
 
     - name: turnwright
       _target_: turnwright_compat.verl.rollout.TurnwrightAgentLoop
@@ -33,7 +34,14 @@ from turnwright_compat.episodes import (
 )
 
 _LOOP: Any = import_foreign("verl.experimental.agent_loop.agent_loop")
-ADDED = ("agent_name", "index", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs", "multi_modal_data")
+ADDED = (
+    "agent_name",
+    "index",
+    "tools_kwargs",
+    "interaction_kwargs",
+    "need_tools_kwargs",
+    "multi_modal_data",
+)
 """Columns that verl adds to each row."""
 
 
@@ -41,9 +49,17 @@ class VerlEpisodes(Episodes):
     """An environment for verl's trainers."""
 
     def rows(self, split: str = "train", agent_name: str = "turnwright") -> list[dict[str, Any]]:
-        """Return rows of verl's dataset; `agent_name` is the loop's name in the file of agent loops."""
-        added = {"data_source": self.spec.name, "agent_name": agent_name, "reward_model": {"style": "rule", "ground_truth": ""}}
-        return [{**row, **added, "extra_info": {"index": number}} for number, row in enumerate(super().rows(split))]
+        """Return rows of verl's dataset; `agent_name` is the loop's name in
+        the file of agent loops."""
+        added = {
+            "data_source": self.spec.name,
+            "agent_name": agent_name,
+            "reward_model": {"style": "rule", "ground_truth": ""},
+        }
+        return [
+            {**row, **added, "extra_info": {"index": number}}
+            for number, row in enumerate(super().rows(split))
+        ]
 
 
 @functools.cache
@@ -55,7 +71,8 @@ def _shared(given: str) -> VerlEpisodes:
 class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
     """Agent loop of verl that plays one episode of an environment over verl's servers.
 
-    `response_mask` is 1 on sampled ids only; `reward_score` is the episode's reward, which verl puts at the last id.
+    `response_mask` is 1 on sampled ids only; `reward_score` is the episode's reward, which
+    verl puts at the last id.
     """
 
     def __init__(
@@ -77,14 +94,22 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
         """Prepare a loop.
 
         Args:
-            env: environment by name, with `settings` as of `VerlEpisodes`: what the file of agent loops has.
+            env: environment by name, with `settings` as of `VerlEpisodes`: what the
+                file of agent loops has.
             episodes: the environment, from a subclass of your own.
 
-        The others are verl's, `name` that of the loop in the file; verl's own builder of ids is not made.
+        The others are verl's, `name` that of the loop in the file; verl's own
+        builder of ids is not made.
         """
         if (env is None) == (episodes is None):
-            raise UsageError("the agent loop needs an environment: write env: NAME in the file of agent loops")
-        self.config, self.server_manager, self.tokenizer = trainer_config.config, server_manager, tokenizer
+            raise UsageError(
+                "the agent loop needs an environment: write env: NAME in the file of agent loops"
+            )
+        self.config, self.server_manager, self.tokenizer = (
+            trainer_config.config,
+            server_manager,
+            tokenizer,
+        )
         self.rollout_config = rollout = self.config.actor_rollout_ref.rollout
         if episodes is None:
             plain = {name: _plain(value) for name, value in {"env": env, **settings}.items()}
@@ -109,26 +134,51 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
         episodes, began = self.episodes, time.monotonic()
         task = self._task(kwargs)
         extra: dict[str, Any] = {}
-        session = f"det-{int(priority)}" if self.rollout_config.get("full_determinism", False) else uuid4().hex
+        session = (
+            f"det-{int(priority)}"
+            if self.rollout_config.get("full_determinism", False)
+            else uuid4().hex
+        )
         sample = functools.partial(self._sample, sampling_params, int(priority), session, extra)
-        (trajectory,) = await episodes.play([episodes.episode(task)], sample, sampling_of(sampling_params))
-        row = single_row(trajectory, self.tokenizer.eos_token_id, "verl").cut(self.rollout_config.response_length)
+        (trajectory,) = await episodes.play(
+            [episodes.episode(task)], sample, sampling_of(sampling_params)
+        )
+        row = single_row(trajectory, self.tokenizer.eos_token_id, "verl").cut(
+            self.rollout_config.response_length
+        )
         if len(row.prompt_ids) > self.rollout_config.prompt_length:
             raise UsageError(
-                f"{trajectory.key}: a prompt of {len(row.prompt_ids)} ids, and data.max_prompt_length is "
-                f"{self.rollout_config.prompt_length}; raise it, or make the environment's opening shorter"
+                f"{trajectory.key}: a prompt of {len(row.prompt_ids)} ids, and "
+                f"data.max_prompt_length is {self.rollout_config.prompt_length}; raise it, or make "
+                "the environment's opening shorter"
             )
         return self._output(trajectory, row, extra, time.monotonic() - began)
 
     def _task(self, row: Mapping[str, Any]) -> Task:
-        given = {key: value for key, value in row.items() if key not in (*ADDED, "raw_prompt") or key == TASK}
-        return self.episodes.task_of(given | {"prompt": list(row["raw_prompt"])}, "a row of verl's dataset")
+        given = {
+            key: value
+            for key, value in row.items()
+            if key not in (*ADDED, "raw_prompt") or key == TASK
+        }
+        return self.episodes.task_of(
+            given | {"prompt": list(row["raw_prompt"])}, "a row of verl's dataset"
+        )
 
     async def _sample(
-        self, params: Mapping[str, Any], priority: int, session: str, extra: dict[str, Any], request: Request
+        self,
+        params: Mapping[str, Any],
+        priority: int,
+        session: str,
+        extra: dict[str, Any],
+        request: Request,
     ) -> Generation:
         """Ask verl's servers for one reply."""
-        sampling = {**params, "logprobs": True, "max_tokens": request.max_tokens, "stop_token_ids": sorted(request.stop_ids)}
+        sampling = {
+            **params,
+            "logprobs": True,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
+        }
         if request.stop_text is not None:
             sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
         images = pictures(request.media, self.episodes.media, "verl") or None
@@ -139,14 +189,25 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
             image_data=images,
             **({"priority": priority} if priority else {}),
         )
-        extra.update({**reply.extra_fields, **{key: extra[key] for key in ("min_global_steps",) if key in extra}})
+        extra.update(
+            {
+                **reply.extra_fields,
+                **{key: extra[key] for key in ("min_global_steps",) if key in extra},
+            }
+        )
         reason = "abort" if reply.stop_reason in ("aborted", "abort") else None
         ids = list(reply.token_ids)
         return make_generation(
-            request, ids, reply.log_probs, reason, needs="actor_rollout_ref.rollout.calculate_log_probs=True"
+            request,
+            ids,
+            reply.log_probs,
+            reason,
+            needs="actor_rollout_ref.rollout.calculate_log_probs=True",
         )
 
-    def _output(self, trajectory: Trajectory, row: TrainedRow, extra: Mapping[str, Any], seconds: float) -> Any:
+    def _output(
+        self, trajectory: Trajectory, row: TrainedRow, extra: Mapping[str, Any], seconds: float
+    ) -> Any:
         """Return an `AgentLoopOutput`."""
         images = pictures(row.media, self.episodes.media, "verl")
         sampling_s = sum(turn.generate_s for turn in trajectory.turns)
@@ -178,4 +239,6 @@ def _plain(value: Any) -> Any:
     try:
         return [_plain(inner) for inner in value]
     except TypeError:
-        raise UsageError(f"the agent loop's settings are JSON data, not {type(value).__name__}") from None
+        raise UsageError(
+            f"the agent loop's settings are JSON data, not {type(value).__name__}"
+        ) from None

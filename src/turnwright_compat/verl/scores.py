@@ -29,9 +29,13 @@ def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> f
     return float(equal(answer, ground_truth, percent=True))
 
 
-def geo3k_score(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def geo3k_score(
+    predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
+) -> float:
     """Return the score of the answer, of which `format_score` is for the form."""
-    return (1.0 - format_score) * acc_reward(predict_str, ground_truth, use_boxed) + format_score * format_reward(predict_str)
+    return (1.0 - format_score) * acc_reward(
+        predict_str, ground_truth, use_boxed
+    ) + format_score * format_reward(predict_str)
 
 
 def normalize_final_answer(final_answer: str) -> str:
@@ -42,10 +46,14 @@ def normalize_final_answer(final_answer: str) -> str:
 
 
 def math_dapo_score(
-    solution_str: str, ground_truth: str, strict_box_verify: bool = False, pause_tokens_index: Any = None
+    solution_str: str,
+    ground_truth: str,
+    strict_box_verify: bool = False,
+    pause_tokens_index: Any = None,
 ) -> dict[str, Any]:
-    """Return `score`, 1 or -1, with `acc` and `pred`: of the last line after `Answer:`; without one, or with
-    `strict_box_verify`, of the last box, whose content must be the text of the answer."""
+    """Return `score`, 1 or -1, with `acc` and `pred`: of the last line after
+    `Answer:`; without one, or with `strict_box_verify`, of the last box, whose
+    content must be the text of the answer."""
     from turnwright_compat.graders.minerva import LAST, MISSING, after_answer, strict_box
 
     reply = solution_str[-LAST:]
@@ -61,7 +69,8 @@ def math_dapo_score(
 
 
 def last_boxed_only_string(string: str) -> str | None:
-    r"""Return the last ``\boxed{...}`` or ``\fbox{...}`` of a text, or what follows ``\boxed`` and a space."""
+    r"""Return the last ``\boxed{...}`` or ``\fbox{...}`` of a text, or what follows
+    ``\boxed`` and a space."""
     from turnwright_compat.graders.boxes import last_box
 
     if "\\boxed " in string:
@@ -91,7 +100,8 @@ def strip_string(string: str) -> str:
 
 
 def is_equiv(str1: str | None, str2: str | None, verbose: bool = False) -> bool:
-    """Whether two answers are the same text after rewriting, or as they are where it does not apply."""
+    """Whether two answers are the same text after rewriting, or as they are
+    where it does not apply."""
     if str1 is None or str2 is None:
         return str1 is str2
     try:
@@ -111,8 +121,11 @@ def math_reward_score(solution_str: str, ground_truth: str) -> float:
         return 0.0
 
 
-def math_verify_score(model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0) -> float:
-    """Return 1.0 for the right answer, else 0.0, and `timeout_score` where the comparison does not end."""
+def math_verify_score(
+    model_output: str, ground_truth: str, timeout_score: float = 0, timeout: float = 30.0
+) -> float:
+    """Return 1.0 for the right answer, else 0.0, and `timeout_score` where the
+    comparison does not end."""
     from turnwright_compat.graders.verified import by_verl
 
     return by_verl(model_output, ground_truth, timeout_score)
@@ -155,10 +168,14 @@ def count_answer_tags(text: str) -> tuple[int, int]:
 
 
 def search_score(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
-    """Return `score` for an answer of `ground_truth["target"]`, a quarter of it with many tags, `format_score` for another
-    answer, 0 without one."""
+    """Return `score` for an answer of `ground_truth["target"]`, a quarter of it with many tags,
+    `format_score` for another answer, 0 without one."""
     answer = extract_search_solution(solution_str)
     if answer is None:
         return 0
@@ -168,9 +185,14 @@ def search_score(
 
 
 def compute_score_subem(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> float:
-    """Return `score` for a text that has an answer of `ground_truth["target"]` in it, `format_score` for another one."""
+    """Return `score` for a text that has an answer of `ground_truth["target"]` in it,
+    `format_score` for another one."""
     answer = extract_search_solution(solution_str)
     if answer is None:
         return 0
@@ -183,12 +205,14 @@ _QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique
 SEARCH = tuple(f"searchR1_{name}" for name in _QUESTIONS)
 
 
-def default_compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
+) -> Any:
     """Return the score of a solution by the rule of its source: a number, or a dict with `score`.
 
     Raises:
-        NotImplementedError: for another source, also where verl has a rule that is not here (`prime_math`, `prime_code`,
-            `sandbox_fusion`).
+        NotImplementedError: for another source, also where verl has a rule that is not here
+            (`prime_math`, `prime_code`, `sandbox_fusion`).
     """
     found: Any
     if data_source == "openai/gsm8k":
@@ -203,7 +227,8 @@ def default_compute_score(data_source: str, solution_str: str, ground_truth: Any
         found = search_score(solution_str, ground_truth)
     else:
         raise NotImplementedError(
-            f"data_source {data_source!r} has no reward here; install verl for its others, or write compute_score"
+            f"data_source {data_source!r} has no reward here; install verl for its others, or "
+            "write compute_score"
         )
     return found if isinstance(found, dict) else float(found)
 

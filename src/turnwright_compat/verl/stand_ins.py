@@ -1,4 +1,5 @@
-"""What user code imports of verl where it is not installed: for each module of verl, where its names are ours."""
+"""What user code imports of verl where it is not installed: for each module of verl,
+where its names are ours."""
 
 TOOLS = "turnwright_compat.verl.tool_interface"
 LOOPS = "turnwright_compat.verl.loop_interface"

@@ -1,4 +1,5 @@
-"""What tools and simulated users of verl are written against: schemas, base classes, registered functions."""
+"""What tools and simulated users of verl are written against: schemas, base classes,
+registered functions."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ class OpenAIFunctionCallSchema(BaseModel):
         except json.JSONDecodeError:
             arguments = None
         wrong = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments={} if wrong else arguments), wrong
+        return OpenAIFunctionCallSchema(
+            name=parsed_schema.name, arguments={} if wrong else arguments
+        ), wrong
 
 
 class OpenAIFunctionToolCall(BaseModel):
@@ -109,11 +112,16 @@ class ToolResponse(BaseModel):
 class BaseTool:
     """Tool whose one object serves all episodes; `create` begins an instance, `release` ends it."""
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(
+        self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
         self.config = config
         found = tool_schema or self.get_openai_tool_schema()
         if found is None:
-            raise ValueError(f"{type(self).__name__} has no schema: give tool_schema, or override get_openai_tool_schema")
+            raise ValueError(
+                f"{type(self).__name__} has no schema: give tool_schema, or override "
+                "get_openai_tool_schema"
+            )
         self.tool_schema: OpenAIFunctionToolSchema = found
         self.name = found.function.name
 
@@ -121,11 +129,15 @@ class BaseTool:
         """Return the schema."""
         return getattr(self, "tool_schema", None)
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
         """Begin an instance; return its id, and a response for the model."""
         return instance_id or str(uuid4()), ToolResponse()
 
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict[str, Any]]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[Any, float, dict[str, Any]]:
         """Return a response, a reward and metrics."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
@@ -148,16 +160,23 @@ class FunctionTool:
 
     async def call(self, parameters: dict[str, Any]) -> Any:
         """Call the function, a synchronous one in a thread."""
-        return await self.fn(**parameters) if self.is_async else await asyncio.to_thread(self.fn, **parameters)
+        return (
+            await self.fn(**parameters)
+            if self.is_async
+            else await asyncio.to_thread(self.fn, **parameters)
+        )
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
 
 
 def function_tool(
-    name: str | Callable[..., Any] | None = None, *, schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None
+    name: str | Callable[..., Any] | None = None,
+    *,
+    schema: OpenAIFunctionToolSchema | dict[str, Any] | None = None,
 ) -> Any:
-    """Register a function: `@function_tool`, `@function_tool("name")`, `@function_tool(schema=...)`.
+    """Register a function: `@function_tool`, `@function_tool("name")`,
+    `@function_tool(schema=...)`.
 
     Functions of two files may have one name; a file that defines it twice is an error.
     """
@@ -168,8 +187,13 @@ def function_tool(
         key = name or fn.__name__
         known = FUNCTION_TOOL_REGISTRY.get(key)
         if known is not None and known.fn.__module__ == fn.__module__:
-            raise ValueError(f"the function tool {key!r} is registered already, by {known.fn.__qualname__}; rename one")
-        FUNCTION_TOOL_REGISTRY[key] = FunctionTool(key, fn, _schema(fn, key, schema), inspect.iscoroutinefunction(fn))
+            raise ValueError(
+                f"the function tool {key!r} is registered already, by {known.fn.__qualname__}; "
+                "rename one"
+            )
+        FUNCTION_TOOL_REGISTRY[key] = FunctionTool(
+            key, fn, _schema(fn, key, schema), inspect.iscoroutinefunction(fn)
+        )
         return fn
 
     return register
@@ -183,7 +207,8 @@ def _schema(fn: Callable[..., Any], name: str, given: Any) -> OpenAIFunctionTool
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ValueError(
-                f"the function tool {name!r}: {parameter} has no JSON schema; name each parameter, or {key}: list[T]"
+                f"the function tool {name!r}: {parameter} has no JSON schema; name each parameter, "
+                f"or {key}: list[T]"
             )
     try:
         from transformers.utils import get_json_schema

@@ -1,4 +1,5 @@
-"""Episodes with verl's tools and interactions, whose objects all episodes share: state is kept by instance ids."""
+"""Episodes with verl's tools and interactions, whose objects all episodes share: state is
+kept by instance ids."""
 
 from __future__ import annotations
 
@@ -14,15 +15,36 @@ from turnwright.config import Limits
 from turnwright.envs.env import Action, Scores, Step
 from turnwright.envs.rewards.workers import run_isolated
 from turnwright.envs.tool_env import ToolEnv, ToolEnvFactory
-from turnwright.envs.tools.results import Content, ToolResult, join_content, read_content, read_result
-from turnwright.envs.tools.stateful import Lifetime, RowArguments, ToolInstance, arguments_of, as_tool_failure
+from turnwright.envs.tools.results import (
+    Content,
+    ToolResult,
+    join_content,
+    read_content,
+    read_result,
+)
+from turnwright.envs.tools.stateful import (
+    Lifetime,
+    RowArguments,
+    ToolInstance,
+    arguments_of,
+    as_tool_failure,
+)
 from turnwright.envs.tools.tool import Tool, Tools
 from turnwright.envs.user_code import as_number, call_user, describe_value, number_of
 from turnwright.errors import EnvError, RewardError, TaskError, suggest_or_list, words
 from turnwright.types import Message, Task, ToolCall, Trajectory
 from turnwright_compat.common import accepted
 
-__all__ = ["FunctionSource", "Interaction", "Lifetime", "SharedTool", "VerlEnv", "VerlFactory", "VerlOptions", "dumped_schema"]
+__all__ = [
+    "FunctionSource",
+    "Interaction",
+    "Lifetime",
+    "SharedTool",
+    "VerlEnv",
+    "VerlFactory",
+    "VerlOptions",
+    "dumped_schema",
+]
 
 
 def dumped_schema(schema: Any) -> dict[str, Any]:
@@ -148,7 +170,11 @@ class _Instance:
 
     def _row(self, phase: str) -> dict[str, Any]:
         """Return the row's arguments of a method, in verl's form and one by one."""
-        given = {key: value for key, value in (self.given.get(f"{phase}_kwargs") or {}).items() if value is not None}
+        given = {
+            key: value
+            for key, value in (self.given.get(f"{phase}_kwargs") or {}).items()
+            if value is not None
+        }
         return {**given, f"{phase}_kwargs": given}
 
     async def _execute(self, **arguments: Any) -> Any:
@@ -180,9 +206,12 @@ class _Instance:
         if self._id is None:
             return 0.0
         method = self.source.tool.calc_reward
-        found = await call_user(partial(method, self._id), accepted(method, self._row("calc_reward")))
+        found = await call_user(
+            partial(method, self._id), accepted(method, self._row("calc_reward"))
+        )
         if found is not None and number_of(found) is None:
-            # verl itself never asks, so a tool may return anything here: its own sandbox tool returns a list of outputs.
+            # verl itself never asks, so a tool may return anything here: its own sandbox tool
+            # returns a list of outputs.
             return 0.0
         return as_number(found, f"{self.name}: calc_reward")
 
@@ -233,12 +262,16 @@ class VerlFactory(ToolEnvFactory):
         return VerlEnv(self)
 
     def __repr__(self) -> str:
-        names = [*(tool.name for tool in self.kit.shared), *(source.name for source in self.kit.sources)]
+        names = [
+            *(tool.name for tool in self.kit.shared),
+            *(source.name for source in self.kit.sources),
+        ]
         return f"verl:tools({', '.join([*names, *self.options.interactions])})"
 
 
 class VerlEnv(ToolEnv):
-    """Episode with verl's tools; a reply without calls goes to the interaction, or ends the episode."""
+    """Episode with verl's tools; a reply without calls goes to the
+    interaction, or ends the episode."""
 
     def __init__(self, factory: VerlFactory) -> None:
         super().__init__(factory)
@@ -265,7 +298,10 @@ class VerlEnv(ToolEnv):
         self._extra = dict(extra) if isinstance(extra, Mapping) else {}
         row = arguments_of(task)
         if self._extra.get("need_tools_kwargs") and not row.given:
-            raise TaskError(f"task {task.id}: need_tools_kwargs is set and there are no tools_kwargs; give the row some")
+            raise TaskError(
+                f"task {task.id}: need_tools_kwargs is set and there are no tools_kwargs; give the "
+                "row some"
+            )
         selected = self._extra.get("tool_selection")
         if selected:
             task = replace(task, info={**task.info, "tools": list(selected)})
@@ -288,15 +324,23 @@ class VerlEnv(ToolEnv):
             return
         given = self._extra.get("interaction_kwargs") or task.info.get("interaction_kwargs") or {}
         if not isinstance(given, Mapping):
-            raise TaskError(f"task {task.id}: interaction_kwargs is {type(given).__name__}; write an object with a name")
+            raise TaskError(
+                f"task {task.id}: interaction_kwargs is {type(given).__name__}; write an object "
+                "with a name"
+            )
         name = given.get("name")
         if name is None and len(known) == 1:
             name = next(iter(known))
         if not isinstance(name, str) or name not in known:
             near = suggest_or_list(str(name), known)
-            raise TaskError(f"task {task.id}: interaction_kwargs names {name!r}, which is no interaction here; {near}")
+            raise TaskError(
+                f"task {task.id}: interaction_kwargs names {name!r}, which is no interaction here; "
+                f"{near}"
+            )
         self._interaction, self._interaction_kwargs = known[name], {**given, "name": name}
-        started = await self._interaction.call("start_interaction", self._data.request_id, given=self._interaction_kwargs)
+        started = await self._interaction.call(
+            "start_interaction", self._data.request_id, given=self._interaction_kwargs
+        )
         self._interaction_id = started or self._data.request_id
 
     async def step(self, action: Action) -> Step:
@@ -313,31 +357,47 @@ class VerlEnv(ToolEnv):
             return Step(truncated=True)
         if not calls:
             return await self._interact()
-        calls, dropped = calls[: options.max_parallel_calls], calls[options.max_parallel_calls or len(calls) :]
+        calls, dropped = (
+            calls[: options.max_parallel_calls],
+            calls[options.max_parallel_calls or len(calls) :],
+        )
         if options.faithful:
             step = await self._step_faithfully(calls)
         else:
-            step = await super().step(replace(action, message=replace(action.message, tool_calls=calls)))
+            step = await super().step(
+                replace(action, message=replace(action.message, tool_calls=calls))
+            )
             data.tool_rewards.append(step.reward or 0.0)
         data.user_turns += 1
         data.messages += [message.to_dict() for message in step.observation or ()]  # type: ignore[union-attr]
-        return step._replace(info={**step.info, "tool_calls_dropped": len(dropped)}) if dropped else step
+        return (
+            step._replace(info={**step.info, "tool_calls_dropped": len(dropped)})
+            if dropped
+            else step
+        )
 
     async def _interact(self) -> Step:
         data = self._data
         if self._interaction is None:
             return Step(terminated=True)
         arguments = (self._interaction_id, [dict(message) for message in data.messages])
-        answer = await self._interaction.call("generate_response", *arguments, given=self._interaction_kwargs)
+        answer = await self._interaction.call(
+            "generate_response", *arguments, given=self._interaction_kwargs
+        )
         if not isinstance(answer, tuple) or len(answer) != 4:
-            raise EnvError(f"generate_response returned {describe_value(answer)}; return (terminate, text, score, extra)")
+            raise EnvError(
+                f"generate_response returned {describe_value(answer)}; return (terminate, text, "
+                "score, extra)"
+            )
         over, text, score, extra = answer
         data.user_turns += 1
         reward = as_number(score, "the interaction's score")
         data.turn_scores.append(reward or 0.0)
         message = Message("user", text or "")
         data.messages.append(message.to_dict())
-        info = {str(key): value for key, value in extra.items()} if isinstance(extra, Mapping) else {}
+        info = (
+            {str(key): value for key, value in extra.items()} if isinstance(extra, Mapping) else {}
+        )
         info["interaction_score"] = reward
         reward = 0.0 if self._options.faithful else reward or 0.0
         return Step(message, reward, bool(over), info=info)
@@ -356,13 +416,17 @@ class VerlEnv(ToolEnv):
             result = ToolResult(f"Unknown function '{call.name}'. Available tools: {list(tools)}")
         else:
             try:
-                result = _their_result(await call_user(tools[call.name].function, call.arguments), call.name)
+                result = _their_result(
+                    await call_user(tools[call.name].function, call.arguments), call.name
+                )
             except Exception as error:
                 result = ToolResult(f"Error executing tool '{call.name}': {words(error)}")
         content = result.content
         parts = (content,) if isinstance(content, str) else content
         cut = tuple(self._cut(part) if isinstance(part, str) else part for part in parts)
-        message = Message("tool", cut[0] if isinstance(content, str) and isinstance(cut[0], str) else cut)
+        message = Message(
+            "tool", cut[0] if isinstance(content, str) and isinstance(cut[0], str) else cut
+        )
         return replace(message, tool_call_id=call.id or None), result
 
     def _cut(self, text: str) -> str:
@@ -417,9 +481,12 @@ class VerlEnv(ToolEnv):
         }
 
     def _solution(self, trajectory: Trajectory) -> str:
-        """Return the text after the opening prompt, observations included, without special tokens."""
+        """Return the text after the opening prompt, observations included,
+        without special tokens."""
         if self._decode is None or not trajectory.turns or not trajectory.turns[-1].spans:
-            return "\n".join(message.text for message in trajectory.messages[len(trajectory.turns[0].messages) :])
+            return "\n".join(
+                message.text for message in trajectory.messages[len(trajectory.turns[0].messages) :]
+            )
         path = trajectory.path(trajectory.turns[-1].spans[-1])
         return self._decode(path[trajectory.turns[0].context :])
 
@@ -435,18 +502,25 @@ class VerlEnv(ToolEnv):
 
 
 def _their_result(value: Any, name: str) -> ToolResult:
-    """Read a tool's return value as verl does: text of what is neither text, nor a dict, nor a response."""
+    """Read a tool's return value as verl does: text of what is neither text, nor a
+    dict, nor a response."""
     reward, metrics = 0.0, {}
     if isinstance(value, tuple):
         if not 1 <= len(value) <= 3:
-            raise TypeError(f"the tool returned {len(value)} values; return (response, reward, metrics)")
+            raise TypeError(
+                f"the tool returned {len(value)} values; return (response, reward, metrics)"
+            )
         reward = number_of(value[1]) or 0.0 if len(value) > 1 and value[1] is not None else 0.0
         metrics = dict(value[2] or {}) if len(value) > 2 else {}
         value = value[0]
     if isinstance(value, Mapping):
         content: Content = json.dumps(value, ensure_ascii=False)
     else:
-        content = read_content(value, name) if isinstance(value, str) or hasattr(value, "image") else str(value)
+        content = (
+            read_content(value, name)
+            if isinstance(value, str) or hasattr(value, "image")
+            else str(value)
+        )
     return ToolResult(content, reward, metrics)
 
 
@@ -455,8 +529,11 @@ def read_score(value: Any) -> Scores:
     if not isinstance(value, Mapping):
         return Scores(as_number(value, "compute_score"))
     if "score" not in value:
-        raise RewardError(f"compute_score returned {describe_value(value)}; a dict has the key 'score'")
+        raise RewardError(
+            f"compute_score returned {describe_value(value)}; a dict has the key 'score'"
+        )
     others = {str(key): number_of(one) for key, one in value.items() if key != "score"}
     return Scores(
-        as_number(value["score"], "compute_score"), parts={key: one for key, one in others.items() if one is not None}
+        as_number(value["score"], "compute_score"),
+        parts={key: one for key, one in others.items() if one is not None},
     )

@@ -33,19 +33,30 @@ def add_record(subparsers: Any) -> None:
     help = "record programs that speak to a chat API, in front of a model or another service"
     parser = add_command(subparsers, "record", help, run_record, overrides=True)
     add_recipe(parser)
-    parser.add_argument("--port", metavar="N", type=int, default=8100, help="0 selects a free one (default: 8100)")
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=8100, help="0 selects a free one (default: 8100)"
+    )
     parser.add_argument("--out", metavar="DIR", help="the run directory to write")
-    parser.add_argument("--checkpoint", metavar="DIR", help="a checkpoint or model directory instead of the recipe's model")
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint or model directory instead of the recipe's model",
+    )
     idle = "end a session without requests for so many seconds (default: 900)"
     parser.add_argument("--idle", metavar="S", type=positive, default=900, help=idle)
-    no_key = "let every local user end sessions (default: only with a key of this command, or TURNWRIGHT_SERVE_TOKEN)"
+    no_key = (
+        "let every local user end sessions (default: only with a key of this command, or "
+        "TURNWRIGHT_SERVE_TOKEN)"
+    )
     parser.add_argument("--no-key", action="store_true", help=no_key)
 
 
 def run_record(args: argparse.Namespace) -> int:
     """Record until Ctrl-C, SIGTERM or SIGHUP, which all end it with every session written."""
     if args.recipe is None:
-        args.overrides.append("--env.use=program")  # a recipe needs one; here the programs come by themselves
+        args.overrides.append(
+            "--env.use=program"
+        )  # a recipe needs one; here the programs come by themselves
     resolved = requested(args, partial(resolve, training=False))
     if resolved is None:
         return 0
@@ -54,8 +65,11 @@ def run_record(args: argparse.Namespace) -> int:
     say = partial(print, flush=True)
     key = "" if args.no_key else os.environ.get("TURNWRIGHT_SERVE_TOKEN", "")
     access: dict[str, Any] = {"key": key, "keyless": args.no_key}
-    # A signal ends the recording in order, and this call returns. One that comes before or a second one raises.
-    record_programs(resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint, **access)
+    # A signal ends the recording in order, and this call returns. One that comes before
+    # or a second one raises.
+    record_programs(
+        resolved, port=args.port, idle_s=args.idle, note=say, checkpoint=args.checkpoint, **access
+    )
     say(f"{resolved.config.out} is written; turnwright view {resolved.config.out}")
     return 0
 
@@ -71,10 +85,12 @@ def record_programs(
     key: str = "",
     keyless: bool = False,
 ) -> list[Trajectory]:
-    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives a line for each session.
+    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives
+    a line for each session.
 
-    Requests need the `key` as their API key. By default one is made here and printed, and is needed to end a session alone:
-    programs may send any API key, which tells their sessions apart. With `keyless`, nothing needs one.
+    Requests need the `key` as their API key. By default one is made here and printed, and is needed
+    to end a session alone: programs may send any API key, which tells their sessions apart. With
+    `keyless`, nothing needs one.
     """
     from turnwright.config.dump import to_json_dict
     from turnwright.records import RunDir
@@ -87,26 +103,32 @@ def record_programs(
         from turnwright_serve.proxy.recording import record_sessions
     except ImportError as error:
         raise ConfigError(
-            f"turnwright record needs starlette and uvicorn ({error.name} is missing): pip install 'turnwright[serve]'"
+            f"turnwright record needs starlette and uvicorn ({error.name} is missing): pip install "
+            "'turnwright[serve]'"
         ) from None
 
     path = Path(resolved.config.out)
     if (path / "journal.jsonl").exists():
         raise ConfigError(f"{path} already contains a run; choose another --out")
-    resolved = replace(resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved)))
+    resolved = replace(
+        resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved))
+    )
 
     made = "" if key or keyless else secrets.token_urlsafe(24)
 
     def started(url: str) -> None:
         access = "the API key of TURNWRIGHT_SERVE_TOKEN" if key else "any API key"
         note(
-            f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or {url}/s/NAME where they add /v1; "
-            "Ctrl-C ends)"
+            f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or "
+            f"{url}/s/NAME where they add /v1; Ctrl-C ends)"
         )
         if made:
             note(f"POST {url}/s/NAME/end ends a session, with the API key {made}")
         if resolved.config.engine.kind == "chat":
-            note("the service returns text: ids are the built-in renderer's, without logprobs, and none can be trained on")
+            note(
+                "the service returns text: ids are the built-in renderer's, without logprobs, and "
+                "none can be trained on"
+            )
 
     async def record(run: RunDir) -> list[Trajectory]:
         rollout = make_rollout(resolved, [], checkpoint, "local", note, run=run, stop_on_bugs=False)

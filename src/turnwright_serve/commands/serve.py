@@ -28,11 +28,15 @@ def add_serve(subparsers: Any) -> None:
     parser = add_command(subparsers, "serve", help, run_serve, epilog=SERVE_EPILOG)
     model = "a model directory, a checkpoint or a run (its last checkpoint)"
     parser.add_argument("model", metavar="DIR", type=Path, help=model)
-    parser.add_argument("--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)")
+    parser.add_argument(
+        "--formats", choices=("vllm", "sglang"), default="vllm", help="API to serve (default: vllm)"
+    )
     host = "other than 127.0.0.1: needs TURNWRIGHT_SERVE_TOKEN, the key of all requests"
     parser.add_argument("--host", default="127.0.0.1", help=host)
     parser.add_argument("--port", metavar="N", type=int, default=8000, help="0 selects a free one")
-    parser.add_argument("--context", metavar="N", type=int, help="maximum ids of context plus reply")
+    parser.add_argument(
+        "--context", metavar="N", type=int, help="maximum ids of context plus reply"
+    )
     speculate = "draft up to N ids from earlier text, verified in one pass"
     parser.add_argument("--speculate", metavar="N", type=int, default=0, help=speculate)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -48,7 +52,9 @@ def run_serve(args: argparse.Namespace) -> int:
     if args.speculate < 0:
         raise UsageError(f"--speculate {args.speculate}: must be at least 0; 0 disables drafts")
     if not 0 < args.cache_gib < math.inf:
-        raise UsageError(f"--cache-gib {args.cache_gib:g}: must be over 0, the memory for keys and values in GiB")
+        raise UsageError(
+            f"--cache-gib {args.cache_gib:g}: must be over 0, the memory for keys and values in GiB"
+        )
 
     names = ("host", "port", "context", "device", "speculate", "weights_dir", "cache_gib")
     settings = {name: vars(args)[name] for name in names}
@@ -62,9 +68,11 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
-    """Serve a model directory, a checkpoint or a run (its last checkpoint) over HTTP until interrupted.
+    """Serve a model directory, a checkpoint or a run (its last checkpoint)
+    over HTTP until interrupted.
 
-    `note` receives a line with the URL once the server is ready; `settings` are those of `turnwright_serve.serve.serve`.
+    `note` receives a line with the URL once the server is ready; `settings` are those of
+    `turnwright_serve.serve.serve`.
     """
     from turnwright.rollouts.standalone import run_sync
     from turnwright.training.checkpoint import model_of

@@ -1,4 +1,5 @@
-"""Recording proxy: programs that call a chat API are played as episodes, and what the model sampled for them is recorded."""
+"""Recording proxy: programs that call a chat API are played as episodes, and what the model sampled
+for them is recorded."""
 
 from typing import TYPE_CHECKING
 

@@ -29,13 +29,15 @@ from turnwright_serve.proxy.wire import (
 )
 
 _KNOWN_FIELDS = """
-model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking service_tier container
-context_management mcp_servers output_config betas speed diagnostics cache_control inference_geo user_profile_id workspace_id
-billing_policy fallbacks fallback_credit_token
+model messages system tools tool_choice max_tokens stop_sequences stream metadata thinking
+service_tier container context_management mcp_servers output_config betas speed diagnostics
+cache_control inference_geo user_profile_id workspace_id billing_policy fallbacks
+fallback_credit_token
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system text that differs in each conversation of one program, and means nothing to the model."""
+"""Beginning of a system text that differs in each conversation of one program, and means
+nothing to the model."""
 
 
 class AnthropicMessages:
@@ -53,10 +55,14 @@ class AnthropicMessages:
         check_fields(fields, FIELDS, counts)
         system = [part for part in _texts(fields.get("system")) if not part.startswith(_BILLING)]
         opening = {"role": "system", "content": "\n".join(system)} if system else None
-        messages = cache.messages(body, lambda rows: [one for row in rows for one in _read(row, cache)], opening=opening)
+        messages = cache.messages(
+            body, lambda rows: [one for row in rows for one in _read(row, cache)], opening=opening
+        )
         rows = rows_of(fields.get("tools") or [], "tools")
         schemas = [
-            tool_schema(row.get("name"), row.get("description"), row["input_schema"]) for row in rows if "input_schema" in row
+            tool_schema(row.get("name"), row.get("description"), row["input_schema"])
+            for row in rows
+            if "input_schema" in row
         ]
         if len(schemas) < len(rows):
             counts["tools_left_out"] += len(rows) - len(schemas)
@@ -78,21 +84,32 @@ class AnthropicMessages:
 
     def events(self, request: WireRequest, reply: WireReply) -> Iterator[bytes]:
         """Return the pieces of a streamed reply."""
-        yield sse({"type": "message_start", "message": _message(request, reply, [])}, "message_start")
+        yield sse(
+            {"type": "message_start", "message": _message(request, reply, [])}, "message_start"
+        )
         for index, block in enumerate(_blocks(reply)):
             empty, deltas = _block_deltas(block)
             start = {"type": "content_block_start", "index": index, "content_block": block | empty}
             yield sse(start, "content_block_start")
             for delta in deltas:
-                yield sse({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
+                yield sse(
+                    {"type": "content_block_delta", "index": index, "delta": delta},
+                    "content_block_delta",
+                )
             yield sse({"type": "content_block_stop", "index": index}, "content_block_stop")
-        yield sse({"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)}, "message_delta")
+        yield sse(
+            {"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)},
+            "message_delta",
+        )
         yield sse({"type": "message_stop"}, "message_stop")
 
     def error(self, status: int, text: str) -> dict[str, Any]:
         """Return the body of an error."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-        return {"type": "error", "error": {"type": kinds.get(status, "invalid_request_error"), "message": text}}
+        return {
+            "type": "error",
+            "error": {"type": kinds.get(status, "invalid_request_error"), "message": text},
+        }
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
@@ -100,7 +117,8 @@ class AnthropicMessages:
 
 
 def _read(row: Mapping[str, Any], cache: RequestCache) -> list[WireMessage]:
-    """Return a message of the assistant, or the results of calls and the texts between them in their order."""
+    """Return a message of the assistant, or the results of calls and the texts
+    between them in their order."""
     role, content = row.get("role"), row.get("content")
     text: list[Mapping[str, Any]] = [{"type": "text", "text": content}]
     blocks = text if isinstance(content, str) else rows_of(content, "content")
@@ -123,7 +141,11 @@ def _part(block: Mapping[str, Any], cache: RequestCache) -> ContentPart:
     source = block.get("source")
     if block.get("type") != "image" or not isinstance(source, Mapping):
         raise unsupported(block)
-    return cache.of_base64(source.get("data")) if source.get("type") == "base64" else cache.of_url(source.get("url"))
+    return (
+        cache.of_base64(source.get("data"))
+        if source.get("type") == "base64"
+        else cache.of_url(source.get("url"))
+    )
 
 
 def _result(block: Mapping[str, Any], cache: RequestCache) -> WireMessage:
@@ -133,7 +155,9 @@ def _result(block: Mapping[str, Any], cache: RequestCache) -> WireMessage:
         if content is None or isinstance(content, str)
         else [_part(b, cache) for b in rows_of(content, "content")]
     )
-    return WireMessage("tool", join_parts(parts), tool_call_id=text_of(block.get("tool_use_id"), "tool_use_id"))
+    return WireMessage(
+        "tool", join_parts(parts), tool_call_id=text_of(block.get("tool_use_id"), "tool_use_id")
+    )
 
 
 def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
@@ -147,14 +171,26 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
             texts.append(text_of(block.get("text"), "the text of a content block"))
         elif kind in ("thinking", "redacted_thinking"):
             thoughts.append(str(block.get("thinking") or ""))
-            marks += [block[name] for name in ("signature", "data") if isinstance(block.get(name), str)]
+            marks += [
+                block[name] for name in ("signature", "data") if isinstance(block.get(name), str)
+            ]
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            calls.append(WireCall(str(block.get("id") or ""), text_of(block.get("name"), "the name of a call"), arguments))
+            calls.append(
+                WireCall(
+                    str(block.get("id") or ""),
+                    text_of(block.get("name"), "the name of a call"),
+                    arguments,
+                )
+            )
         else:
             raise unsupported(block)
     return WireMessage(
-        "assistant", "\n".join(texts), reasoning="\n".join(thoughts) or None, calls=tuple(calls), marks=tuple(marks)
+        "assistant",
+        "\n".join(texts),
+        reasoning="\n".join(thoughts) or None,
+        calls=tuple(calls),
+        marks=tuple(marks),
     )
 
 
@@ -167,7 +203,9 @@ def _texts(system: Any) -> list[str]:
 def _blocks(reply: WireReply) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if reply.reasoning:
-        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": reply.signature})
+        blocks.append(
+            {"type": "thinking", "thinking": reply.reasoning, "signature": reply.signature}
+        )
     if reply.text or not reply.calls:
         blocks.append({"type": "text", "text": reply.text})
     for call in reply.calls:
@@ -176,7 +214,8 @@ def _blocks(reply: WireReply) -> list[dict[str, Any]]:
 
 
 def _input(call: WireCall) -> dict[str, Any]:
-    """Return the arguments as an object; unreadable ones are the one argument that this API can carry."""
+    """Return the arguments as an object; unreadable ones are the one argument
+    that this API can carry."""
     try:
         found = json.loads(call.arguments)
     except ValueError:
@@ -188,15 +227,34 @@ def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str,
     """Return the fields of a block that are empty at its start, and the deltas that fill them."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {"thinking": "", "signature": ""}, [thought, {"type": "signature_delta", "signature": block["signature"]}]
+        return {"thinking": "", "signature": ""}, [
+            thought,
+            {"type": "signature_delta", "signature": block["signature"]},
+        ]
     if block["type"] == "text":
-        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}] if block["text"] else []
-    return {"input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}]
+        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}] if block[
+            "text"
+        ] else []
+    return {"input": {}}, [
+        {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+    ]
 
 
-def _message(request: WireRequest, reply: WireReply, content: list[dict[str, Any]]) -> dict[str, Any]:
-    row = {"id": f"msg_{reply.uid}", "type": "message", "role": "assistant", "model": request.model, "content": content}
-    return row | {"stop_reason": None, "stop_sequence": None, "usage": _usage(reply) | {"output_tokens": 1}}
+def _message(
+    request: WireRequest, reply: WireReply, content: list[dict[str, Any]]
+) -> dict[str, Any]:
+    row = {
+        "id": f"msg_{reply.uid}",
+        "type": "message",
+        "role": "assistant",
+        "model": request.model,
+        "content": content,
+    }
+    return row | {
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(reply) | {"output_tokens": 1},
+    }
 
 
 def _usage(reply: WireReply) -> dict[str, int]:

@@ -30,9 +30,9 @@ from turnwright_serve.proxy.wire import (
 )
 
 _KNOWN_FIELDS = """
-model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream stream_options user
-metadata store service_tier reasoning_effort verbosity prompt_cache_key prompt_cache_options prompt_cache_retention
-safety_identifier response_format modalities moderation
+model messages tools tool_choice parallel_tool_calls max_tokens max_completion_tokens stop stream
+stream_options user metadata store service_tier reasoning_effort verbosity prompt_cache_key
+prompt_cache_options prompt_cache_retention safety_identifier response_format modalities moderation
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -53,10 +53,16 @@ class ChatCompletions:
         check_fields(fields, FIELDS, counts)
         kind = object_of(fields.get("response_format"), "response_format").get("type", "text")
         if kind != "text":
-            raise RequestFault(f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling")
+            raise RequestFault(
+                f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling"
+            )
         messages = cache.messages(body, lambda rows: [_message(row, cache) for row in rows])
-        tools, needs_call = tool_choice(fields.get("tool_choice"), _tools(fields.get("tools"), counts))
-        limits = [positive(fields.get(name), name) for name in ("max_tokens", "max_completion_tokens")]
+        tools, needs_call = tool_choice(
+            fields.get("tool_choice"), _tools(fields.get("tools"), counts)
+        )
+        limits = [
+            positive(fields.get(name), name) for name in ("max_tokens", "max_completion_tokens")
+        ]
         return WireRequest(
             messages,
             tools,
@@ -71,13 +77,19 @@ class ChatCompletions:
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
-        message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": reply.text or (None if reply.calls else ""),
+        }
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["tool_calls"] = [_call_row(call) for call in reply.calls]
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(reply)}
-        return self._head(request, reply, "chat.completion") | {"choices": [choice], "usage": _usage(reply)}
+        return self._head(request, reply, "chat.completion") | {
+            "choices": [choice],
+            "usage": _usage(reply),
+        }
 
     def events(self, request: WireRequest, reply: WireReply) -> Iterator[bytes]:
         """Return the pieces of a streamed reply."""
@@ -87,7 +99,10 @@ class ChatCompletions:
             deltas.append({"reasoning_content": reply.reasoning})
         if reply.text:
             deltas.append({"content": reply.text})
-        deltas += [{"tool_calls": [{"index": number} | _call_row(call)]} for number, call in enumerate(reply.calls)]
+        deltas += [
+            {"tool_calls": [{"index": number} | _call_row(call)]}
+            for number, call in enumerate(reply.calls)
+        ]
         for delta in deltas:
             yield sse(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         yield sse(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(reply)}]})
@@ -98,14 +113,21 @@ class ChatCompletions:
     def error(self, status: int, text: str) -> dict[str, Any]:
         """Return the body of an error."""
         code = {401: "invalid_api_key", 404: "model_not_found"}.get(status)
-        return {"error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}}
+        return {
+            "error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}
+        }
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
         return sse(self.error(status, text))
 
     def _head(self, request: WireRequest, reply: WireReply, kind: str) -> dict[str, Any]:
-        return {"id": f"chatcmpl-{reply.uid}", "object": kind, "created": int(time.time()), "model": request.model}
+        return {
+            "id": f"chatcmpl-{reply.uid}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": request.model,
+        }
 
 
 def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
@@ -115,7 +137,11 @@ def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
         if tool.get("type") != "function" or not isinstance(function, Mapping):
             counts["tools_left_out"] += 1
             continue
-        tools.append(tool_schema(function.get("name"), function.get("description"), function.get("parameters")))
+        tools.append(
+            tool_schema(
+                function.get("name"), function.get("description"), function.get("parameters")
+            )
+        )
     return tools
 
 
@@ -125,7 +151,9 @@ def _message(row: Mapping[str, Any], cache: RequestCache) -> WireMessage:
         raise RequestFault(f"a message of role {role!r:.40}; roles are {', '.join(_ROLES)}")
     content = _content(row.get("content"), cache)
     if role == "tool":
-        return WireMessage("tool", content, tool_call_id=text_of(row.get("tool_call_id"), "tool_call_id"))
+        return WireMessage(
+            "tool", content, tool_call_id=text_of(row.get("tool_call_id"), "tool_call_id")
+        )
     if role != "assistant":
         return WireMessage(role, content)
     calls = []
@@ -135,9 +163,20 @@ def _message(row: Mapping[str, Any], cache: RequestCache) -> WireMessage:
             raise RequestFault("tool_calls: only calls of functions are supported")
         arguments = function.get("arguments") or "{}"
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(WireCall(str(call.get("id") or ""), text_of(function.get("name"), "the name of a call"), arguments))
+        calls.append(
+            WireCall(
+                str(call.get("id") or ""),
+                text_of(function.get("name"), "the name of a call"),
+                arguments,
+            )
+        )
     reasoning = row.get("reasoning_content") or row.get("reasoning")
-    return WireMessage(role, content, calls=tuple(calls), reasoning=reasoning if isinstance(reasoning, str) else None)
+    return WireMessage(
+        role,
+        content,
+        calls=tuple(calls),
+        reasoning=reasoning if isinstance(reasoning, str) else None,
+    )
 
 
 def _content(value: Any, cache: RequestCache) -> str | tuple[ContentPart, ...]:
@@ -158,7 +197,11 @@ def _content(value: Any, cache: RequestCache) -> str | tuple[ContentPart, ...]:
 
 
 def _call_row(call: WireCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def _finish(reply: WireReply) -> str:
@@ -167,4 +210,8 @@ def _finish(reply: WireReply) -> str:
 
 def _usage(reply: WireReply) -> dict[str, int]:
     total = reply.prompt_tokens + reply.sampled_tokens
-    return {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.sampled_tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": reply.sampled_tokens,
+        "total_tokens": total,
+    }

@@ -1,9 +1,11 @@
-"""Matching: which replies of the episode a request repeats, what differs, and why a conversation is not the last one continued.
+"""Matching: which replies of the episode a request repeats, what differs, and why a conversation is
+not the last one continued.
 
-A program sends its complete history with every request. A message of the assistant that is a recorded reply is replaced by the
-recorded object, so that its sampled ids are the context. It is the recorded one if nothing but counted forms differ: white
-space, the notation of arguments, arguments added by the program, reasoning left out. Everything else is the program's own text,
-which is rendered by the template and never trained.
+A program sends its complete history with every request. A message of the assistant that is a
+recorded reply is replaced by the recorded object, so that its sampled ids are the context. It is
+the recorded one if nothing but counted forms differ: white space, the notation of arguments,
+arguments added by the program, reasoning left out. Everything else is the program's own text, which
+is rendered by the template and never trained.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from turnwright.types import Message, ToolCall
 from turnwright_serve.proxy.wire import WireCall, WireMessage, WireReply, WireRequest
 
 SUMMARY_CHARS = 32
-"""Minimum length of a line of a reply whose appearance in another conversation makes that conversation a compacted one."""
+"""Minimum length of a line of a reply whose appearance in another conversation makes that
+conversation a compacted one."""
 _TAGS = re.compile(r"</?\w+>")
 """Tags around a summary, which programs take off."""
 
@@ -35,7 +38,8 @@ class Exchange:
     parent: Exchange | None
     """The exchange whose reply the conversation repeats last."""
     branch: str | None
-    """Why it does not continue a reply that nothing continued before; None where it does, and for the first one."""
+    """Why it does not continue a reply that nothing continued before; None where it does,
+    and for the first one."""
     counts: Counter[str]
     """Tolerated differences by name."""
     reply: Reply | None = None
@@ -76,7 +80,9 @@ class Exchange:
     def is_repeated_by(self, messages: list[Message]) -> bool:
         """Whether a conversation begins with this one and its reply."""
         size = len(self.messages)
-        own = self.reply is not None and len(messages) > size and messages[size] is self.reply.message
+        own = (
+            self.reply is not None and len(messages) > size and messages[size] is self.reply.message
+        )
         return own and messages[:size] == self.messages
 
 
@@ -84,7 +90,8 @@ class _Prefix(NamedTuple):
     """What the first messages of a request were read as."""
 
     last: WireMessage
-    """The last one of them, which has the same messages before it wherever it is the same object."""
+    """The last one of them, which has the same messages before it wherever
+    it is the same object."""
     messages: list[Message]
     counts: Counter[str]
     parent: Exchange | None
@@ -114,7 +121,11 @@ class History:
     def add_reply(self, exchange: Exchange, reply: Reply, wire: WireReply) -> None:
         """Remember the reply of an exchange."""
         exchange.end(reply, wire)
-        items = (f"msg_{wire.uid}", f"rs_{wire.uid}", *(f"fc_{wire.uid}_{number}" for number in range(len(wire.calls))))
+        items = (
+            f"msg_{wire.uid}",
+            f"rs_{wire.uid}",
+            *(f"fc_{wire.uid}_{number}" for number in range(len(wire.calls))),
+        )
         for mark in (wire.signature, *items, *(call.id for call in wire.calls)):
             self._by_mark[mark] = exchange
         for call, recorded in zip(wire.calls, reply.tool_calls, strict=False):
@@ -141,9 +152,12 @@ class History:
             parent.continued.append(exchange)
         return exchange
 
-    def read(self, request: WireRequest) -> tuple[list[Message], Counter[str], Exchange | None, str]:
-        """Return the conversation of a request with recorded replies in their places, the differences, the exchange whose reply
-        it repeats last, and the reason of a message of the assistant that is no recorded reply."""
+    def read(
+        self, request: WireRequest
+    ) -> tuple[list[Message], Counter[str], Exchange | None, str]:
+        """Return the conversation of a request with recorded replies in their places, the
+        differences, the exchange whose reply it repeats last, and the reason of a message of the
+        assistant that is no recorded reply."""
         wire, size = request.messages, len(request.messages)
         while size and id(wire[size - 1]) not in self._prefixes:
             size -= 1
@@ -157,7 +171,11 @@ class History:
             else:
                 found = self._find(one, parent)
                 sent = None if found is None else found.wire
-                if found is not None and sent is not None and (differences := compare(one, sent)) is not None:
+                if (
+                    found is not None
+                    and sent is not None
+                    and (differences := compare(one, sent)) is not None
+                ):
                     counts.update(differences)
                     parent = found
                     assert found.reply is not None
@@ -166,14 +184,17 @@ class History:
                     rewritten = found is not None or (not own_text and self._replied(messages))
                     own_text = own_text or ("rewritten_reply" if rewritten else "unknown_reply")
                     messages.append(_own_message(one))
-            if not own_text and number > len(wire) - 3:  # later requests change marks of the last message
+            if (
+                not own_text and number > len(wire) - 3
+            ):  # later requests change marks of the last message
                 self._prefixes[id(one)] = _Prefix(one, list(messages), Counter(counts), parent)
         for old in list(self._prefixes)[:-KEPT_PREFIXES]:
             del self._prefixes[old]
         return messages, counts, parent, own_text
 
     def _other(self, one: WireMessage, before: Sequence[Message]) -> Message:
-        """Return a message of the program; an answer to a call carries the call's recorded id and name, as in our own loops."""
+        """Return a message of the program; an answer to a call carries the call's recorded id and
+        name, as in our own loops."""
         if one.role != "tool":
             return Message(one.role, one.content)
         call_id = self._call_ids.get(one.tool_call_id or "", one.tool_call_id)
@@ -182,12 +203,15 @@ class History:
         return Message("tool", one.content, tool_call_id=call_id or None, name=name)
 
     def _find(self, one: WireMessage, parent: Exchange | None) -> Exchange | None:
-        """Return the exchange whose reply a message repeats: by an id of its own, else by its text after the same parent.
+        """Return the exchange whose reply a message repeats: by an id of its own, else by its
+        text after the same parent.
 
         Where several fit and none is certain, the result is None: nothing is guessed.
         """
         marks = (*one.marks, *(call.id for call in one.calls))
-        by_mark = {id(found): found for mark in marks if (found := self._by_mark.get(mark)) is not None}
+        by_mark = {
+            id(found): found for mark in marks if (found := self._by_mark.get(mark)) is not None
+        }
         if by_mark:
             return next(iter(by_mark.values())) if len(by_mark) == 1 else None
         same = self._by_text.get(_key(one.text, one.calls), [])
@@ -199,8 +223,11 @@ class History:
         """Whether a conversation had a reply."""
         return any(one.reply is not None and one.messages == messages for one in self.exchanges)
 
-    def _reason(self, messages: list[Message], request: WireRequest, parent: Exchange | None, agent: str) -> str | None:
-        """Return why a conversation is a branch or a beginning of its own, by comparing it with what was recorded."""
+    def _reason(
+        self, messages: list[Message], request: WireRequest, parent: Exchange | None, agent: str
+    ) -> str | None:
+        """Return why a conversation is a branch or a beginning of its own, by comparing it
+        with what was recorded."""
         if parent is None:
             return self._reason_of_root(messages, request, agent)
         if parent.is_repeated_by(messages):
@@ -221,7 +248,9 @@ class History:
         present = [id(message) for message in messages if id(message) in set(recorded)]
         return "dropped_reply" if present != recorded else "edited"
 
-    def _reason_of_root(self, messages: list[Message], request: WireRequest, agent: str) -> str | None:
+    def _reason_of_root(
+        self, messages: list[Message], request: WireRequest, agent: str
+    ) -> str | None:
         if not self.exchanges:
             return None
         if all(one.agent != agent for one in self.exchanges):
@@ -231,13 +260,18 @@ class History:
         first = self.exchanges[0]
         if next(self.summaries(messages), None) is not None:
             return "compacted"
-        if messages[0] == first.messages[0] and any(message in first.messages[1:] for message in messages[1:]):
-            return "dropped_reply" if messages[: len(first.messages)] == first.messages else "edited"
+        if messages[0] == first.messages[0] and any(
+            message in first.messages[1:] for message in messages[1:]
+        ):
+            return (
+                "dropped_reply" if messages[: len(first.messages)] == first.messages else "edited"
+            )
         return "side" if len(request.tools) < len(first.tools) or not request.tools else "subagent"
 
     def summaries(self, messages: Sequence[Message]) -> Iterator[Exchange]:
-        """Yield the exchanges whose replies are used in another conversation: a line of one is text there that was not in its
-        own conversation, or all of it is a message between others that were not."""
+        """Yield the exchanges whose replies are used in another conversation: a line of one is
+        text there that was not in its own conversation, or all of it is a message between
+        others that were not."""
         replies = {id(one.reply.message) for one in self.exchanges if one.reply is not None}
         present = {id(message) for message in messages}
         texts = {message.text for message in messages if id(message) not in replies}
@@ -246,7 +280,11 @@ class History:
                 continue
             known = {message.text for message in one.messages if message.text}
             new = texts - known
-            lines = [line for line in _TAGS.sub("", one.wire.text).splitlines() if len(line.strip()) >= SUMMARY_CHARS]
+            lines = [
+                line
+                for line in _TAGS.sub("", one.wire.text).splitlines()
+                if len(line.strip()) >= SUMMARY_CHARS
+            ]
             found = (line.strip() for line in lines if any(line.strip() in text for text in new))
             if (
                 (bool(lines) and new == texts)
@@ -257,7 +295,8 @@ class History:
 
 
 def compare(one: WireMessage, sent: WireReply) -> Counter[str] | None:
-    """Return the tolerated differences between a message and a reply as it was sent; None if they say different things."""
+    """Return the tolerated differences between a message and a reply as it was sent; None if they
+    say different things."""
     found: Counter[str] = Counter()
     if one.text != sent.text:
         texts = {"".join(text.split()): text for text in (sent.text + sent.stop_text, sent.text)}
@@ -296,7 +335,9 @@ def _arguments(text: str) -> Mapping[str, Any]:
 
 
 def _key(text: str, calls: Sequence[WireCall]) -> tuple[Any, ...]:
-    return "".join(text.split()), *((call.name, json.dumps(_arguments(call.arguments), sort_keys=True)) for call in calls)
+    return "".join(text.split()), *(
+        (call.name, json.dumps(_arguments(call.arguments), sort_keys=True)) for call in calls
+    )
 
 
 def _own_message(one: WireMessage) -> Message:

@@ -1,4 +1,7 @@
-"""Programs as agents: play an unmodified program as an episode. It runs beside a recording proxy and is scored at its end."""
+"""Programs as agents: play an unmodified program as an episode.
+
+It runs beside a recording proxy and is scored at its end.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,20 @@ MAX_OUTPUT = 2**20
 """Maximum characters of each output stream that a score reads; of longer output the end is kept."""
 END_S = 10.0
 """Seconds that a program has to end after its session did, before it is killed."""
-_INHERITED = ("PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "NODE_PATH", "SSL_CERT_FILE")
+_INHERITED = (
+    "PATH",
+    "LANG",
+    "LC_ALL",
+    "TZ",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "NODE_PATH",
+    "SSL_CERT_FILE",
+)
 """Variables of this process that a program has; others, keys among them, are not passed on."""
 _MARK = "TURNWRIGHT_SESSION"
-"""Variable by which all processes of a program are found, also those that left its process group."""
+"""Variable by which all processes of a program are found, also those that
+left its process group."""
 
 Score = Callable[["ProgramResult"], Any]
 Files = Mapping[str, str | bytes] | Callable[[Task], Mapping[str, str | bytes]]
@@ -53,7 +66,8 @@ class ProgramResult:
     trajectory: Trajectory
     """The episode's record; its `reward` is not set yet."""
     exit_code: int | None
-    """Exit status; negative for a signal; None for a function, and for a program that was killed."""
+    """Exit status; negative for a signal; None for a function, and for a
+    program that was killed."""
     output: str
     """Standard output; what a function returned, if that is a text."""
     errors: str
@@ -92,10 +106,21 @@ class ProgramEndpoint:
         return self.root.partition("/s/")[0]
 
     def values(self, directory: str | None = None) -> dict[str, str]:
-        """Return the values of `{name}` in commands and variables; `directory` is the working one as the program sees it."""
+        """Return the values of `{name}` in commands and variables; `directory` is the working one
+        as the program sees it."""
         text = "\n".join(message.text for message in self.task.messages)
-        urls = {"base_url": self.base_url, "root": self.root, "server": self.server, "key": self.key}
-        return urls | {"task": text, "model": self.model, "dir": directory or str(self.directory), "python": sys.executable}
+        urls = {
+            "base_url": self.base_url,
+            "root": self.root,
+            "server": self.server,
+            "key": self.key,
+        }
+        return urls | {
+            "task": text,
+            "model": self.model,
+            "dir": directory or str(self.directory),
+            "python": sys.executable,
+        }
 
     def variables(self, home: str) -> dict[str, str]:
         """Return the environment variables that point common clients to the session."""
@@ -135,7 +160,9 @@ class Program:
             async with shared_server() as server:
                 try:
                     gate = None if server.socket is None else (server.port, server.socket)
-                    endpoint = ProgramEndpoint(task, server.open(session), session.token, directory, self._model, gate)
+                    endpoint = ProgramEndpoint(
+                        task, server.open(session), session.token, directory, self._model, gate
+                    )
                     ended = await self._run(endpoint, session)
                 finally:
                     server.close_session(session)
@@ -173,8 +200,11 @@ class Program:
             await asyncio.gather(work, over, return_exceptions=True)
 
     async def _start(self, endpoint: ProgramEndpoint, seconds: float, until: asyncio.Event) -> _End:
-        """Run the function, the command, or the command in a sandbox, which ends when `until` is set."""
-        files = checked_files(self.files(endpoint.task) if callable(self.files) else self.files or {})
+        """Run the function, the command, or the command in a sandbox, which
+        ends when `until` is set."""
+        files = checked_files(
+            self.files(endpoint.task) if callable(self.files) else self.files or {}
+        )
         if self.sandbox is None or callable(self.command):
             write_files(endpoint.directory, files)
         if callable(self.command):
@@ -184,24 +214,39 @@ class Program:
         box = replace(self.sandbox, seconds=seconds + 2 * END_S, output=MAX_OUTPUT)
         values = endpoint.values(WORK)
         command = [fill(one, values) for one in self.command]
-        env = endpoint.variables(HOME) | {name: fill(value, values) for name, value in self.env.items()}
+        env = endpoint.variables(HOME) | {
+            name: fill(value, values) for name, value in self.env.items()
+        }
         assert endpoint.gate is not None  # the sandbox works here, so this is Linux
         try:
             ran = await run_sandboxed(box, command, env, files, endpoint.gate, until)
         except SandboxError as error:
             return _End(error=EnvError(str(error)))
-        write_files(endpoint.directory, {**ran.files, ".home/stdout": ran.stdout, ".home/stderr": ran.stderr})
+        write_files(
+            endpoint.directory,
+            {**ran.files, ".home/stdout": ran.stdout, ".home/stderr": ran.stderr},
+        )
         if ran.limit == "memory" and ran.signal is not None:
-            held = f"the program was killed: its processes together held more than {box.memory >> 20} MiB"
+            held = (
+                "the program was killed: its processes together held more than "
+                f"{box.memory >> 20} MiB"
+            )
             return _End(error=EnvError(f"{held}; give it more with sandbox = {{ memory = BYTES }}"))
         if ran.signal is not None and not ran.timed_out and not until.is_set():
-            # The relay to the endpoint gave up, or the program killed its own first process: nothing that a score could judge.
+            # The relay to the endpoint gave up, or the program killed its own first process:
+            # nothing that a score could judge.
             relay = [line for line in ran.stderr.splitlines() if line.startswith(RELAY_ENDED)]
             why = shortened(relay[-1] if relay else _last_line(ran.stderr))
-            return _End(error=EnvError(f"the program's first process in the sandbox was ended by {ran.signal}: {why}"))
+            return _End(
+                error=EnvError(
+                    f"the program's first process in the sandbox was ended by {ran.signal}: {why}"
+                )
+            )
         return _End(ran.exit_status)
 
-    async def _score(self, task: Task, model: Model, session: ProxySession, directory: Path, ended: _End) -> Any:
+    async def _score(
+        self, task: Task, model: Model, session: ProxySession, directory: Path, ended: _End
+    ) -> Any:
         stop = StopReason.DONE
         if session.limit is not None:
             stop = StopReason(session.limit.reason)
@@ -211,9 +256,23 @@ class Program:
             raise ended.error
         elif ended.code is not None and ended.code not in self.exit_codes:
             last = shortened(_last_line(ended.read(directory, "stderr")))
-            raise EnvError(f"the program ended with status {ended.code}: {last}; see exit_codes for others than 0")
-        output = ended.returned if isinstance(ended.returned, str) else ended.read(directory, "stdout")
-        given = task, model.trajectory, ended.code, output, ended.read(directory, "stderr"), directory, stop, ended.returned
+            raise EnvError(
+                f"the program ended with status {ended.code}: {last}; see exit_codes for others "
+                "than 0"
+            )
+        output = (
+            ended.returned if isinstance(ended.returned, str) else ended.read(directory, "stdout")
+        )
+        given = (
+            task,
+            model.trajectory,
+            ended.code,
+            output,
+            ended.read(directory, "stderr"),
+            directory,
+            stop,
+            ended.returned,
+        )
         value = await call_user(partial(self.score, ProgramResult(*given)), {})
         if stop is StopReason.DONE:
             return value
@@ -234,47 +293,63 @@ def program(
     models: Iterable[str] = (),
     sandbox: bool | Sandbox | Mapping[str, Any] = False,
 ) -> Program:
-    """Return an agent function that runs a program for each episode and records what the model samples for it.
+    """Return an agent function that runs a program for each episode and records what
+    the model samples for it.
 
-    The program speaks to a chat API (chat completions, Responses or Messages) at an address of this machine that is its own.
-    It has a working directory and a home directory of its own, and no variables of this process but the search paths, the
-    language and the time zone. When it ends, meets a limit or its time is over, all its processes are killed, and it is scored.
+    The program speaks to a chat API (chat completions, Responses or Messages) at an address of this
+    machine that is its own. It has a working directory and a home directory of its own, and no
+    variables of this process but the search paths, the language and the time zone. When it ends,
+    meets a limit or its time is over, all its processes are killed, and it is scored.
 
     Example::
 
-        play = turnwright_serve.program(["python", "agent.py", "{task}"], score=lambda result: float("done" in result.output))
-        trajectories = tw.rollout(play, tasks, engine)
+        play = turnwright_serve.program(["python", "agent.py", "{task}"], score=lambda result:
+        float("done" in result.output)) trajectories = tw.rollout(play, tasks, engine)
 
     Args:
-        command: the program and its arguments, in which `{task}`, `{base_url}`, `{root}`, `{key}`, `{model}`, `{dir}` and
-            `{python}` are replaced by those of the episode; or a function (also async) of a `ProgramEndpoint`, which runs in
-            this process.
-        score: function `(result) -> reward` of a `ProgramResult`; also called where a limit ended the program.
-        files: texts or bytes by relative path, written to the working directory first; or a function of the task.
+        command: the program and its arguments, in which `{task}`, `{base_url}`, `{root}`, `{key}`,
+            `{model}`, `{dir}` and `{python}` are replaced by those of the episode; or a function
+            (also async) of a `ProgramEndpoint`, which runs in this process.
+        score: function `(result) -> reward` of a `ProgramResult`; also called where a
+            limit ended the program.
+        files: texts or bytes by relative path, written to the working directory first;
+            or a function of the task.
         env: further environment variables, with the same names in braces.
-        exit_codes: exit statuses of a program that did its work; another one is a failure of the program, not a reward of 0.
-        seconds: maximum seconds of the program; None leaves 15 of `limits.wall_clock_s`, at most half of it, for its
-            end and the score.
+        exit_codes: exit statuses of a program that did its work; another one is a failure of the
+            program, not a reward of 0.
+        seconds: maximum seconds of the program; None leaves 15 of `limits.wall_clock_s`, at most
+            half of it, for its end and the score.
         tasks: tasks of the environment, as on an Env class.
-        untrained: reasons of branches (`side`, `subagent`, `compacted`, ...) whose replies are recorded and not trained.
+        untrained: reasons of branches (`side`, `subagent`, `compacted`, ...) whose replies are
+            recorded and not trained.
         models: names of models that requests may ask for; by default any.
-        sandbox: whether a command runs in a `Sandbox`, without a network but for its endpoint; or the sandbox, or a table of
-            its limits. It can read the system's programs, this Python, files and directories that the command names, and
-            `readable`. Of its working directory, regular files are copied out for the score.
+        sandbox: whether a command runs in a `Sandbox`, without a network but for its endpoint; or
+            the sandbox, or a table of its limits. It can read the system's programs, this Python,
+            files and directories that the command names, and `readable`. Of its working directory,
+            regular files are copied out for the score.
 
     Raises:
-        UsageError: for an empty command, without the packages of the extra `serve`, for a function in a sandbox, or where the
-            sandbox does not work.
+        UsageError: for an empty command, without the packages of the extra `serve`, for a function
+            in a sandbox, or where the sandbox does not work.
     """
     _server_class()
-    if not callable(command) and (isinstance(command, str) or not command or not all(isinstance(one, str) for one in command)):
-        raise UsageError(f'program: the command is a list of texts, such as ["python", "agent.py"], not {command!r:.80}')
+    if not callable(command) and (
+        isinstance(command, str) or not command or not all(isinstance(one, str) for one in command)
+    ):
+        raise UsageError(
+            'program: the command is a list of texts, such as ["python", "agent.py"], not '
+            f"{command!r:.80}"
+        )
     settings = ProxySettings(untrained=tuple(untrained), models=tuple(models))
     if sandbox and callable(command):
-        raise UsageError("program: a function runs in this process, so it cannot be in a sandbox; give a command")
+        raise UsageError(
+            "program: a function runs in this process, so it cannot be in a sandbox; give a command"
+        )
     given = command if callable(command) else tuple(command)
     box = check_sandbox(sandbox, () if callable(command) else command)
-    return Program(given, score, files, dict(env or {}), tuple(exit_codes), seconds, settings, tasks, box)
+    return Program(
+        given, score, files, dict(env or {}), tuple(exit_codes), seconds, settings, tasks, box
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +383,14 @@ async def _call(function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEnd
         return _End(error=error)
 
 
-async def _process(command: Sequence[str], endpoint: ProgramEndpoint, more: Mapping[str, str]) -> _End:
+async def _process(
+    command: Sequence[str], endpoint: ProgramEndpoint, more: Mapping[str, str]
+) -> _End:
     home, values = endpoint.directory / ".home", endpoint.values()
     home.mkdir(exist_ok=True)
-    env = {name: os.environ[name] for name in _INHERITED if name in os.environ} | endpoint.variables(str(home))
+    env = {
+        name: os.environ[name] for name in _INHERITED if name in os.environ
+    } | endpoint.variables(str(home))
     env |= {name: fill(value, values) for name, value in more.items()}
     with (home / "stdout").open("wb") as stdout, (home / "stderr").open("wb") as stderr:
         try:
@@ -325,7 +404,9 @@ async def _process(command: Sequence[str], endpoint: ProgramEndpoint, more: Mapp
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            return _End(error=EnvError(f"the program {command[0]!r:.80} cannot be started: {words(error)}"))
+            return _End(
+                error=EnvError(f"the program {command[0]!r:.80} cannot be started: {words(error)}")
+            )
     try:
         return _End(await process.wait())
     finally:
@@ -348,13 +429,16 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def kill_marked(key: str) -> int:
-    """Kill the processes that have a session's key in their environment, until none is left; return how many there were.
+    """Kill the processes that have a session's key in their environment, until none is left;
+    return how many there were.
 
     Only where `/proc` lists processes. A process that cleared its environment is not found.
     """
     mark, killed = f"{_MARK}={key}".encode(), 0
     for _ in range(100):
-        found = [one for one in Path("/proc").glob("[0-9]*/environ") if mark in _bytes(one).split(b"\0")]
+        found = [
+            one for one in Path("/proc").glob("[0-9]*/environ") if mark in _bytes(one).split(b"\0")
+        ]
         if not found:
             break
         for one in found:
@@ -376,7 +460,9 @@ def checked_files(files: Mapping[str, str | bytes]) -> Mapping[str, str | bytes]
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise EnvError(f"the file {name!r:.80} is not inside the program's directory; give relative paths")
+            raise EnvError(
+                f"the file {name!r:.80} is not inside the program's directory; give relative paths"
+            )
     return files
 
 
@@ -421,7 +507,9 @@ class _SharedServer:
                 await server.__aexit__()
 
 
-_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedServer] = weakref.WeakKeyDictionary()
+_servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedServer] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def shared_server() -> AbstractAsyncContextManager[ProxyServer]:

@@ -1,4 +1,5 @@
-"""`use = "program"`: a program as the agent function of a recipe, with the arguments of `turnwright_serve.proxy.program`."""
+"""`use = "program"`: a program as the agent function of a recipe, with the arguments of
+`turnwright_serve.proxy.program`."""
 
 from __future__ import annotations
 
@@ -13,27 +14,45 @@ from turnwright.errors import ConfigError, UsageError, suggest_or_list
 if TYPE_CHECKING:
     from turnwright_serve.proxy.programs import Program
 
-_ARGUMENTS = ("command", "agent", "score", "files", "env", "exit_codes", "seconds", "untrained", "models", "sandbox")
+_ARGUMENTS = (
+    "command",
+    "agent",
+    "score",
+    "files",
+    "env",
+    "exit_codes",
+    "seconds",
+    "untrained",
+    "models",
+    "sandbox",
+)
 
 
 def adapt(found: ForeignObject) -> Program | None:
     """Make the agent function of `[env.args]`.
 
-    `command` (a list; `{recipe}` is the recipe's directory) or `agent` (`file.py:function`), and `score` (`file.py:function`)
-    are needed; `files` and `env` are tables, `files` also `file.py:function`.
+    `command` (a list; `{recipe}` is the recipe's directory) or `agent`
+    (`file.py:function`), and `score` (`file.py:function`) are needed; `files` and `env` are
+    tables, `files` also `file.py:function`.
     """
     if not isinstance(found.target, Registered):
         return None
     args = dict(found.args)
     for key in args:
         if key not in _ARGUMENTS:
-            raise ConfigError(f'use = "program" has no argument {key!r}; {suggest_or_list(key, _ARGUMENTS)}')
+            raise ConfigError(
+                f'use = "program" has no argument {key!r}; {suggest_or_list(key, _ARGUMENTS)}'
+            )
     if ("command" in args) == ("agent" in args):
         raise ConfigError(
-            'use = "program" needs one of args.command = ["python", "agent.py"] and args.agent = "file.py:function"'
+            'use = "program" needs one of args.command = ["python", "agent.py"] and args.agent = '
+            '"file.py:function"'
         )
     if "score" not in args:
-        raise ConfigError('use = "program" needs args.score = "file.py:function", called with the result of each episode')
+        raise ConfigError(
+            'use = "program" needs args.score = "file.py:function", called with the result of '
+            "each episode"
+        )
     command: Sequence[str] | Callable[..., Any]
     if "agent" in args:
         command = _function(args.pop("agent"), "agent", found)
@@ -48,14 +67,26 @@ def adapt(found: ForeignObject) -> Program | None:
     from turnwright_serve.proxy import program
 
     try:
-        return program(command, score=_function(args.pop("score"), "score", found), files=files, env=env, **args)
+        return program(
+            command,
+            score=_function(args.pop("score"), "score", found),
+            files=files,
+            env=env,
+            **args,
+        )
     except UsageError as error:
         raise ConfigError(f'use = "program": {error}') from None
 
 
 def _command(value: Any, base: Path) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not value or not all(isinstance(one, str) for one in value):
-        raise ConfigError(f'args.command is a list of texts, such as ["python", "agent.py"], not {value!r:.80}')
+    if (
+        not isinstance(value, (list, tuple))
+        or not value
+        or not all(isinstance(one, str) for one in value)
+    ):
+        raise ConfigError(
+            f'args.command is a list of texts, such as ["python", "agent.py"], not {value!r:.80}'
+        )
     from turnwright_serve.proxy.programs import fill
 
     return [fill(one, {"recipe": str(base.resolve())}) for one in value]

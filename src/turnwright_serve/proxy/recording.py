@@ -45,11 +45,18 @@ class _Open:
 class RecordedSessions:
     """Sessions that begin with their first request and end when they are ended, idle or closed.
 
-    A session is named by its path (`/s/NAME/v1/...`), else by the program's own session header, else by its API key, of which
-    only a digest is recorded.
+    A session is named by its path (`/s/NAME/v1/...`), else by the program's own session header,
+    else by its API key, of which only a digest is recorded.
     """
 
-    def __init__(self, stream: RolloutStream, *, idle_s: float, note: Callable[[str], None], settings: ProxySettings) -> None:
+    def __init__(
+        self,
+        stream: RolloutStream,
+        *,
+        idle_s: float,
+        note: Callable[[str], None],
+        settings: ProxySettings,
+    ) -> None:
         self._stream, self._idle_s, self._note, self._settings = stream, idle_s, note, settings
         self._open: dict[str, _Open] = {}
         self._numbers: Counter[str] = Counter()
@@ -67,7 +74,11 @@ class RecordedSessions:
         """
         if path:
             if _NAME.fullmatch(path) is None:
-                raise RequestFault("a session's name has at most 100 letters, digits, dots, dashes and underscores", 404)
+                raise RequestFault(
+                    "a session's name has at most 100 letters, digits, dots, dashes and "
+                    "underscores",
+                    404,
+                )
             return path
         given = next((headers[name] for name in _SESSION_HEADERS if headers.get(name)), "")
         if given:
@@ -80,7 +91,9 @@ class RecordedSessions:
         """Return the session of a name; begin one if none is open."""
         found = self._open.get(name)
         if found is None or found.over.is_set():
-            found = self._open[name] = _Open(asyncio.get_running_loop().create_future(), time.monotonic())
+            found = self._open[name] = _Open(
+                asyncio.get_running_loop().create_future(), time.monotonic()
+            )
             self._begin(name, found)
         found.used = time.monotonic()
         return await asyncio.shield(found.ready)
@@ -117,7 +130,10 @@ class RecordedSessions:
                 await session.end()
             if session.error is not None:
                 raise session.error
-            return Scores(opened.reward, status="completed" if session.limit is None else StopReason(session.limit.reason))
+            return Scores(
+                opened.reward,
+                status="completed" if session.limit is None else StopReason(session.limit.reason),
+            )
 
         async def record() -> list[Trajectory]:
             played = await self._stream.submit(
@@ -135,7 +151,11 @@ class RecordedSessions:
             self._playing.discard(done)
             error = None if done.cancelled() else done.exception()
             if not opened.ready.done():
-                opened.ready.set_exception(RequestFault(f"the session could not begin: {error or 'the recorder is closed'}"))
+                opened.ready.set_exception(
+                    RequestFault(
+                        f"the session could not begin: {error or 'the recorder is closed'}"
+                    )
+                )
             elif error is not None:
                 self._note(f"{name}: {error}")
 
@@ -149,7 +169,9 @@ class RecordedSessions:
                 left = opened.used + self._idle_s - time.monotonic()
                 if left <= 0 and not session.busy:
                     return
-                await asyncio.wait(waits, timeout=max(left, 0.1), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    waits, timeout=max(left, 0.1), return_when=asyncio.FIRST_COMPLETED
+                )
         finally:
             for one in waits:
                 one.cancel()
@@ -161,7 +183,9 @@ def _digest(kind: str, value: str) -> str:
 
 def _line(trajectory: Trajectory) -> str:
     ids = sum(len(span.ids) for span in trajectory.spans if span.sampled)
-    branches = ", ".join(f"{name} {number}" for name, number in trajectory.branches.items() if number)
+    branches = ", ".join(
+        f"{name} {number}" for name, number in trajectory.branches.items() if number
+    )
     rows = sum(1 for _ in trajectory.samples())
     failed = "" if trajectory.error is None else f": {trajectory.error.message:.200}"
     text = f"{trajectory.key.task}: {len(trajectory.turns)} replies, {ids} sampled ids, {rows} rows"
@@ -179,23 +203,32 @@ async def record_sessions(
     key: str | None = None,
     keyed_sampling: bool = True,
 ) -> list[Trajectory]:
-    """Record the sessions of programs until cancelled; return the finished episodes. The URL goes to `on_start`.
+    """Record the sessions of programs until cancelled; return the finished episodes.
+    The URL goes to `on_start`.
 
     Args:
-        key: API key that requests need; None for none. While the server listens, a file has it for this user's clients.
+        key: API key that requests need; None for none. While the server listens, a file has it
+            for this user's clients.
         keyed_sampling: whether all requests need it, or only those that end a session.
 
     Raises:
         ConfigError: for a port that is not available, or a key that cannot be written.
     """
     async with rollout.stream() as stream:
-        sessions = RecordedSessions(stream, idle_s=idle_s, note=note, settings=settings or ProxySettings())
-        server = ProxyServer(port=port, recorded=sessions, key=key or "", keyed_sampling=keyed_sampling)
+        sessions = RecordedSessions(
+            stream, idle_s=idle_s, note=note, settings=settings or ProxySettings()
+        )
+        server = ProxyServer(
+            port=port, recorded=sessions, key=key or "", keyed_sampling=keyed_sampling
+        )
         try:
             await server.__aenter__()
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"port {port} is not available ({reason}); choose another --port, or 0 for a free one") from None
+            raise ConfigError(
+                f"port {port} is not available ({reason}); choose another --port, or 0 for a free "
+                "one"
+            ) from None
         try:
             if key:
                 tokens.publish(server.port, key)

@@ -1,11 +1,13 @@
 """What the requests of an episode repeat, parsed, read and decoded once.
 
-A program sends its complete history with every request, nearly always the same bytes and some more. A body is split in two: the
-rows of its history, and the object without them. Rows that an earlier request began with are found by comparing bytes; the
-others and the rest of the object are parsed. A body that cannot be split is parsed as one.
+A program sends its complete history with every request, nearly always the same bytes and some more.
+A body is split in two: the rows of its history, and the object without them. Rows that an earlier
+request began with are found by comparing bytes; the others and the rest of the object are parsed. A
+body that cannot be split is parsed as one.
 
-Where a body is split does not have to be trusted: if the new rows are a list, and the body with a random text in place of its
-list is an object that has this text as its history, then the body is that object with those rows. Everything else fails.
+Where a body is split does not have to be trusted: if the new rows are a list, and the body with a
+random text in place of its list is an object that has this text as its history, then the body is
+that object with those rows. Everything else fails.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ from turnwright.types import Image
 from turnwright_serve.proxy.wire import RequestFault, WireMessage, rows_of, text_of
 
 KEPT_CONVERSATIONS = 8
-"""Conversations of an episode whose messages are kept for requests that continue them; others are read again."""
+"""Conversations of an episode whose messages are kept for requests that continue them;
+others are read again."""
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
-"""Strings and brackets of JSON. A string without an end is one too: looking for its end again and again would take long."""
+"""Strings and brackets of JSON. A string without an end is one too: looking for its end again and
+again would take long."""
 _SPACE = b" \t\n\r"
 _PLACE = secrets.token_hex(16)
 """In place of the rows of a body while the rest of it is parsed."""
@@ -39,7 +43,9 @@ Row = Mapping[str, Any]
 class _Conversation:
     """Rows of a request, and the messages that were read from them."""
 
-    def __init__(self, opening: Row | None, earlier: _Conversation | None, rows: int, size: int) -> None:
+    def __init__(
+        self, opening: Row | None, earlier: _Conversation | None, rows: int, size: int
+    ) -> None:
         """Begin with the first rows of an earlier one, which are `size` messages."""
         self.opening = opening
         """The row before them that another field of the request gives."""
@@ -53,26 +59,40 @@ class _Conversation:
         """Number of messages up to each row; -1 if they may change with the next row."""
         self.messages: list[WireMessage] = [] if earlier is None else earlier.messages[:size]
 
-    def go_on(self, rows: int, size: int, body: RequestBody, sizes: list[int], messages: list[WireMessage]) -> None:
-        """Keep the first rows, which are `size` messages, and add those of a body that begins with them."""
-        self.ends[rows:], self.hashes[rows:], self.sizes[rows:] = body.ends or [], body.hashes, sizes
+    def go_on(
+        self, rows: int, size: int, body: RequestBody, sizes: list[int], messages: list[WireMessage]
+    ) -> None:
+        """Keep the first rows, which are `size` messages, and add those of a body
+        that begins with them."""
+        self.ends[rows:], self.hashes[rows:], self.sizes[rows:] = (
+            body.ends or [],
+            body.hashes,
+            sizes,
+        )
         self.messages[size:] = messages
         self.raw = body.raw[body.start : body.start + self.ends[-1]] if self.ends else b""
 
     def shared(self, raw: bytes, start: int) -> int:
         """Return the number of first rows with which the rows of a body at `start` begin."""
-        rows = bisect_left(range(1, len(self.ends) + 1), True, key=lambda size: not self._begins(raw, start, size))
+        rows = bisect_left(
+            range(1, len(self.ends) + 1), True, key=lambda size: not self._begins(raw, start, size)
+        )
         while rows and self.sizes[rows - 1] < 0:
             rows -= 1
         return rows
 
     def continued(self, raw: bytes, start: int) -> int:
-        """Return the same if a body begins with all rows, or all but the last, in which programs change marks; else 0."""
+        """Return the same if a body begins with all rows, or all but the last, in which programs
+        change marks; else 0."""
         most = len(self.ends)
-        return next((rows for rows in (most, most - 1) if rows > 0 and self._begins(raw, start, rows)), 0)
+        return next(
+            (rows for rows in (most, most - 1) if rows > 0 and self._begins(raw, start, rows)), 0
+        )
 
     def _begins(self, raw: bytes, start: int, rows: int) -> bool:
-        return raw.startswith(self.raw if rows == len(self.ends) else self.raw[: self.ends[rows - 1]], start)
+        return raw.startswith(
+            self.raw if rows == len(self.ends) else self.raw[: self.ends[rows - 1]], start
+        )
 
 
 @dataclass(slots=True)
@@ -106,7 +126,8 @@ class RequestCache:
         self._conversations: list[_Conversation] = []
 
     def parse(self, raw: bytes, name: str) -> RequestBody:
-        """Parse a body whose rows are in the field `name`; raise `RequestFault` if it is not an object."""
+        """Parse a body whose rows are in the field `name`; raise `RequestFault`
+        if it is not an object."""
         found = re.search(rb'"%s"\s*:\s*\[' % name.encode(), raw)
         body = self._split(raw, name, found.end()) if found else None
         return body or RequestBody(parse_object(raw), name, hash(raw), raw)
@@ -120,17 +141,26 @@ class RequestCache:
             return None
         try:
             rows = orjson.loads(b"[%b]" % text[earlier is not None :])
-            fields = orjson.loads(b'%b"%b"%b' % (raw[: start - 1], _PLACE.encode(), raw[close + 1 :]))
+            fields = orjson.loads(
+                b'%b"%b"%b' % (raw[: start - 1], _PLACE.encode(), raw[close + 1 :])
+            )
         except orjson.JSONDecodeError:
             return None
-        if not isinstance(fields, dict) or fields.get(name) != _PLACE or len(rows) != len(ends) or (text and not rows):
+        if (
+            not isinstance(fields, dict)
+            or fields.get(name) != _PLACE
+            or len(rows) != len(ends)
+            or (text and not rows)
+        ):
             return None
         fields[name] = rows
         hashes, last = [], earlier.hashes[known - 1] if earlier else 0
         for begin, end in zip((at, *ends), ends, strict=False):
             hashes.append(last := hash((last, raw[begin:end])))
         key = last, hash(raw[:start]), hash(raw[close:])
-        return RequestBody(fields, name, key, raw, earlier, known, start, [end - start for end in ends], hashes)
+        return RequestBody(
+            fields, name, key, raw, earlier, known, start, [end - start for end in ends], hashes
+        )
 
     def _longest(self, raw: bytes, start: int) -> tuple[_Conversation | None, int]:
         """Return the conversation with most rows that a body begins with, and their number."""
@@ -149,8 +179,8 @@ class RequestCache:
         opening: Row | None = None,
         joins: Callable[[Row], bool] = lambda row: False,
     ) -> list[WireMessage]:
-        """Return the messages of a body that was parsed last; a message is the object of an earlier request that began with the
-        same rows.
+        """Return the messages of a body that was parsed last; a message is the object of an earlier
+        request that began with the same rows.
 
         Args:
             read: reads consecutive rows.
@@ -180,7 +210,9 @@ class RequestCache:
     def of_url(self, url: Any) -> Image:
         """Return the image of a data URL; nothing is fetched and no file is read."""
         if not isinstance(url, str) or not url.startswith("data:image/"):
-            raise RequestFault("an image must be a data URL, data:image/png;base64,...; other URLs are not fetched")
+            raise RequestFault(
+                "an image must be a data URL, data:image/png;base64,...; other URLs are not fetched"
+            )
         key = blake2b(url.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         return self._images.setdefault(key, Image(url))
 
@@ -201,7 +233,8 @@ def parse_object(raw: bytes) -> Mapping[str, Any]:
 
 
 def _row_ends(raw: bytes, at: int) -> tuple[Sequence[int], int]:
-    """Return where the objects of a list end, from a place between two of them, and where the list ends: -1 if unknown."""
+    """Return where the objects of a list end, from a place between two of them, and where the
+    list ends: -1 if unknown."""
     ends, depth = [], 0
     for token in _TOKENS.finditer(raw, at):
         first = raw[token.start()]

@@ -30,9 +30,10 @@ from turnwright_serve.proxy.wire import (
 )
 
 _KNOWN_FIELDS = """
-model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls stream stream_options store
-include reasoning text truncation metadata user service_tier prompt_cache_key prompt_cache_retention safety_identifier
-client_metadata access_programs background_options context_management image moderation prompt_cache_options
+model input instructions tools tool_choice parallel_tool_calls max_output_tokens max_tool_calls
+stream stream_options store include reasoning text truncation metadata user service_tier
+prompt_cache_key prompt_cache_retention safety_identifier client_metadata access_programs
+background_options context_management image moderation prompt_cache_options
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _ROLES = ("system", "developer", "user", "assistant")
@@ -51,15 +52,30 @@ class Responses:
         counts: Counter[str] = Counter()
         fields = body.fields
         check_fields(fields, FIELDS, counts)
-        kind = object_of(object_of(fields.get("text"), "text").get("format"), "text.format").get("type", "text")
+        kind = object_of(object_of(fields.get("text"), "text").get("format"), "text.format").get(
+            "type", "text"
+        )
         if kind != "text":
-            raise RequestFault(f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling")
+            raise RequestFault(
+                f"text.format: {kind!r:.40} is not supported, since nothing constrains sampling"
+            )
         given, instructions = fields.get("input"), fields.get("instructions")
-        opening = {"role": "system", "content": text_of(instructions, "instructions")} if instructions else None
+        opening = (
+            {"role": "system", "content": text_of(instructions, "instructions")}
+            if instructions
+            else None
+        )
         if isinstance(given, str):
             body = replace(body, fields={**fields, "input": [{"role": "user", "content": given}]})
-        messages = cache.messages(body, lambda items: _Input(cache, counts).read(items), opening=opening, joins=_is_of_model)
-        tools, needs_call = tool_choice(fields.get("tool_choice"), _tools(fields.get("tools"), counts))
+        messages = cache.messages(
+            body,
+            lambda items: _Input(cache, counts).read(items),
+            opening=opening,
+            joins=_is_of_model,
+        )
+        tools, needs_call = tool_choice(
+            fields.get("tool_choice"), _tools(fields.get("tools"), counts)
+        )
         return WireRequest(
             messages,
             tools,
@@ -73,19 +89,32 @@ class Responses:
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
         status = "incomplete" if reply.finish == "length" else "completed"
-        return self._response(request, reply, status, [item | {"status": status} for item in _items(reply)])
+        return self._response(
+            request, reply, status, [item | {"status": status} for item in _items(reply)]
+        )
 
-    def _response(self, request: WireRequest, reply: WireReply, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _response(
+        self, request: WireRequest, reply: WireReply, status: str, output: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         total = reply.prompt_tokens + reply.sampled_tokens
-        usage = {"input_tokens": reply.prompt_tokens, "input_tokens_details": {"cached_tokens": 0}, "total_tokens": total}
-        usage |= {"output_tokens": reply.sampled_tokens, "output_tokens_details": {"reasoning_tokens": 0}}
+        usage = {
+            "input_tokens": reply.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "total_tokens": total,
+        }
+        usage |= {
+            "output_tokens": reply.sampled_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+        }
         return {
             "id": f"resp_{reply.uid}",
             "object": "response",
             "created_at": int(time.time()),
             "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "instructions": None,
             "metadata": {},
             "model": request.model,
@@ -103,7 +132,9 @@ class Responses:
         for number, (kind, data) in enumerate(self._events(request, reply)):
             yield sse({"type": kind, "sequence_number": number} | data, kind)
 
-    def _events(self, request: WireRequest, reply: WireReply) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _events(
+        self, request: WireRequest, reply: WireReply
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         begun = {"response": self._response(request, reply, "in_progress", [])}
         yield "response.created", begun
         yield "response.in_progress", begun
@@ -119,18 +150,26 @@ class Responses:
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
-        failed: dict[str, Any] = {"id": "resp_failed", "object": "response", "status": "failed", "output": []}
+        failed: dict[str, Any] = {
+            "id": "resp_failed",
+            "object": "response",
+            "status": "failed",
+            "output": [],
+        }
         failed["error"] = {"code": "invalid_prompt", "message": text}
         return sse({"type": "response.failed", "response": failed}, "response.failed")
 
 
 def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
-    """Return the schemas of functions; those of a namespace are `NAMESPACE.NAME`, a name that no function can have itself."""
+    """Return the schemas of functions; those of a namespace are `NAMESPACE.NAME`, a name that no
+    function can have itself."""
     tools = []
     for tool in rows_of(value or [], "tools"):
         is_group = tool.get("type") == "namespace"
         prefix = f"{text_of(tool.get('name'), 'the name of a namespace')}." if is_group else ""
-        for one in rows_of(tool.get("tools") or [], "the tools of a namespace") if is_group else [tool]:
+        for one in (
+            rows_of(tool.get("tools") or [], "the tools of a namespace") if is_group else [tool]
+        ):
             if one.get("type") != "function":
                 counts["tools_left_out"] += 1
                 continue
@@ -145,48 +184,75 @@ def _items(reply: WireReply) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     if reply.reasoning:
         content = [{"type": "reasoning_text", "text": reply.reasoning}]
-        items.append({"type": "reasoning", "id": f"rs_{reply.uid}", "summary": [], "content": content})
+        items.append(
+            {"type": "reasoning", "id": f"rs_{reply.uid}", "summary": [], "content": content}
+        )
         items[-1]["encrypted_content"] = reply.signature
     if reply.text or not reply.calls:
         text = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
-        items.append({"type": "message", "id": f"msg_{reply.uid}", "role": "assistant", "content": [text]})
+        items.append(
+            {"type": "message", "id": f"msg_{reply.uid}", "role": "assistant", "content": [text]}
+        )
     for number, call in enumerate(reply.calls):
         row = {"type": "function_call", "id": f"fc_{reply.uid}_{number}", "call_id": call.id}
         namespace, _, name = call.name.rpartition(".")
-        items.append(row | {"name": name, "arguments": call.arguments} | ({"namespace": namespace} if namespace else {}))
+        items.append(
+            row
+            | {"name": name, "arguments": call.arguments}
+            | ({"namespace": namespace} if namespace else {})
+        )
     return items
 
 
-def _item_events(item: dict[str, Any], here: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _item_events(
+    item: dict[str, Any], here: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     index = here["output_index"]
     open_item = item | {"status": "in_progress"}
     if item["type"] == "message":
         part = item["content"][0]
         place = here | {"content_index": 0}
-        yield "response.output_item.added", {"output_index": index, "item": open_item | {"content": []}}
+        yield (
+            "response.output_item.added",
+            {"output_index": index, "item": open_item | {"content": []}},
+        )
         yield "response.content_part.added", place | {"part": part | {"text": ""}}
         yield "response.output_text.delta", place | {"delta": part["text"], "logprobs": []}
         yield "response.output_text.done", place | {"text": part["text"], "logprobs": []}
         yield "response.content_part.done", place | {"part": part}
     elif item["type"] == "reasoning":
-        yield "response.output_item.added", {"output_index": index, "item": open_item | {"content": []}}
+        yield (
+            "response.output_item.added",
+            {"output_index": index, "item": open_item | {"content": []}},
+        )
         text = item["content"][0]["text"]
         yield "response.reasoning_text.delta", here | {"content_index": 0, "delta": text}
         yield "response.reasoning_text.done", here | {"content_index": 0, "text": text}
     else:
-        yield "response.output_item.added", {"output_index": index, "item": open_item | {"arguments": ""}}
+        yield (
+            "response.output_item.added",
+            {"output_index": index, "item": open_item | {"arguments": ""}},
+        )
         yield "response.function_call_arguments.delta", here | {"delta": item["arguments"]}
-        yield "response.function_call_arguments.done", here | {"arguments": item["arguments"], "name": item["name"]}
+        yield (
+            "response.function_call_arguments.done",
+            here | {"arguments": item["arguments"], "name": item["name"]},
+        )
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
 def _is_of_model(item: Mapping[str, Any]) -> bool:
     kind = item.get("type") or "message"
-    return kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+    return kind in ("reasoning", "function_call") or (
+        kind == "message" and item.get("role") == "assistant"
+    )
 
 
 class _Input:
-    """Reader of input items. Items of the model up to the next item of another author are one message."""
+    """Reader of input items.
+
+    Items of the model up to the next item of another author are one message.
+    """
 
     def __init__(self, cache: RequestCache, counts: Counter[str]) -> None:
         self._cache, self._counts = cache, counts
@@ -204,12 +270,19 @@ class _Input:
                 self._texts.append(_text(self._parts(item.get("content"))))
                 self._mark(item)
             elif kind == "reasoning":
-                self._reasoning += [str(part.get("text", "")) for part in rows_of(item.get("content") or [], "content")]
+                self._reasoning += [
+                    str(part.get("text", ""))
+                    for part in rows_of(item.get("content") or [], "content")
+                ]
                 self._mark(item)
             elif kind == "function_call":
                 name, group = text_of(item.get("name"), "the name of a call"), item.get("namespace")
                 name = f"{group}.{name}" if group else name
-                self._calls.append(WireCall(str(item.get("call_id") or ""), name, str(item.get("arguments") or "{}")))
+                self._calls.append(
+                    WireCall(
+                        str(item.get("call_id") or ""), name, str(item.get("arguments") or "{}")
+                    )
+                )
                 self._mark(item)
             else:
                 self._end_reply()
@@ -226,20 +299,26 @@ class _Input:
             messages.append(WireMessage(role, join_parts(self._parts(item.get("content")))))
         elif kind == "function_call_output":
             content = join_parts(self._parts(item.get("output")))
-            messages.append(WireMessage("tool", content, tool_call_id=text_of(item.get("call_id"), "call_id")))
+            messages.append(
+                WireMessage("tool", content, tool_call_id=text_of(item.get("call_id"), "call_id"))
+            )
         elif kind == "item_reference":
             raise RequestFault("item_reference: nothing is stored here; send the complete input")
         else:
             self._counts["items_left_out"] += 1
 
     def _mark(self, item: Mapping[str, Any]) -> None:
-        self._marks += [item[name] for name in ("id", "encrypted_content") if isinstance(item.get(name), str)]
+        self._marks += [
+            item[name] for name in ("id", "encrypted_content") if isinstance(item.get(name), str)
+        ]
 
     def _end_reply(self) -> None:
         if self._texts or self._calls or self._reasoning or self._marks:
             reasoning = "\n".join(self._reasoning) or None
             text, calls, marks = "\n".join(self._texts), tuple(self._calls), tuple(self._marks)
-            self._messages.append(WireMessage("assistant", text, reasoning=reasoning, calls=calls, marks=marks))
+            self._messages.append(
+                WireMessage("assistant", text, reasoning=reasoning, calls=calls, marks=marks)
+            )
             self._texts, self._reasoning, self._calls, self._marks = [], [], [], []
 
     def _parts(self, value: Any) -> list[ContentPart]:

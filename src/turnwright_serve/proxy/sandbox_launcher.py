@@ -1,6 +1,8 @@
-"""First program inside a program's sandbox: it writes the files, relays the proxy's port to its socket, and runs the command.
+"""First program inside a program's sandbox: it writes the files, relays the proxy's port to its
+socket, and runs the command.
 
-Uses only the standard library. It has the rights of the command, so nothing outside relies on what it does.
+Uses only the standard library. It has the rights of the command, so nothing
+outside relies on what it does.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _CHUNK = 1 << 16
 _PAUSE_S = 0.05
 """Seconds without accepting connections after an error that others must end to mend."""
 _OTHER_FILES = 16
-"""Descriptors of this process that are no connections: standard streams, the listener, the selector, those of starting."""
+"""Descriptors of this process that are no connections: standard streams, the listener, the
+selector, those of starting."""
 
 
 def main() -> None:
@@ -48,7 +51,9 @@ def main() -> None:
     listener = socket.create_server(("127.0.0.1", order["port"]), backlog=128)
     threading.Thread(target=_relay_or_end, args=(listener, order["socket"]), daemon=True).start()
     try:
-        process = subprocess.Popen(order["command"], cwd=order["work"], env=order["env"], stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            order["command"], cwd=order["work"], env=order["env"], stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         sys.exit(f"the program {order['command'][0]!r:.80} cannot be started: {error.strerror}")
     status = process.wait()
@@ -57,7 +62,10 @@ def main() -> None:
 
 
 def _relay_or_end(listener: socket.socket, path: str) -> None:
-    """Relay until the program ends. Without its endpoint the episode is no episode, so the program ends with the relay."""
+    """Relay until the program ends.
+
+    Without its endpoint the episode is no episode, so the program ends with the relay.
+    """
     try:
         Relay(listener, path, _connections_allowed()).run()
     except BaseException as error:
@@ -67,7 +75,8 @@ def _relay_or_end(listener: socket.socket, path: str) -> None:
 
 
 def _connections_allowed() -> int:
-    """Return how many connections fit in the limit on open files, at two for each beside this process's own."""
+    """Return how many connections fit in the limit on open files, at two for each
+    beside this process's own."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, (files - _OTHER_FILES) // 2)
 
@@ -96,7 +105,9 @@ class Relay:
             if self._waiting is not None and now >= self._next_at:
                 self._connect()
 
-            wanted = self._waiting is None and self._connections < self._most and now >= self._next_at
+            wanted = (
+                self._waiting is None and self._connections < self._most and now >= self._next_at
+            )
             if wanted and not accepting:
                 self._selector.register(self._listener, selectors.EVENT_READ)
             elif accepting and not wanted:
@@ -121,7 +132,8 @@ class Relay:
         self._connect()
 
     def _connect(self) -> None:
-        """Connect what was accepted to the proxy, now or later; close it where the proxy is gone, as the episode is over."""
+        """Connect what was accepted to the proxy, now or later; close it where the proxy is gone,
+        as the episode is over."""
         inner, self._waiting = self._waiting, None
         assert inner is not None
         outer = None
@@ -133,7 +145,14 @@ class Relay:
         except OSError as error:
             if outer is not None:
                 outer.close()
-            if error.errno in (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ENOSPC):
+            if error.errno in (
+                errno.EAGAIN,
+                errno.EMFILE,
+                errno.ENFILE,
+                errno.ENOBUFS,
+                errno.ENOMEM,
+                errno.ENOSPC,
+            ):
                 self._waiting, self._next_at = inner, time.monotonic() + _PAUSE_S
             else:
                 inner.close()
@@ -146,10 +165,15 @@ class Relay:
 
 
 class _Connection:
-    """Two sockets, each of which gets what the other one sends; `ended` is called when both are closed."""
+    """Two sockets, each of which gets what the other one sends; `ended` is called
+    when both are closed."""
 
     def __init__(
-        self, inner: socket.socket, outer: socket.socket, selector: selectors.BaseSelector, ended: Callable[[], None]
+        self,
+        inner: socket.socket,
+        outer: socket.socket,
+        selector: selectors.BaseSelector,
+        ended: Callable[[], None],
     ) -> None:
         self._selector, self._ended = selector, ended
         self._pipes = [_Pipe(inner, outer), _Pipe(outer, inner)]
@@ -170,7 +194,8 @@ class _Connection:
             self._register()
 
     def _register(self) -> None:
-        """Wait for what each socket is needed for: to read where there is room, to write where something waits."""
+        """Wait for what each socket is needed for: to read where there is room, to write
+        where something waits."""
         for pipe, back in (self._pipes, self._pipes[::-1]):
             events = selectors.EVENT_READ if pipe.reads else 0
             events |= selectors.EVENT_WRITE if back.held else 0
@@ -212,7 +237,8 @@ class _Pipe:
     def move(self) -> None:
         """Read and write once, without waiting; pass on the end of the source.
 
-        An error ends this direction only: what a server answered before it closed its side still arrives.
+        An error ends this direction only: what a server answered before it
+        closed its side still arrives.
         """
         try:
             if self.reads:

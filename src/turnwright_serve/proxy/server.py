@@ -1,4 +1,5 @@
-"""HTTP server of the recording proxy: `/s/TOKEN/v1/...` for each session, or `/v1/...` with the token as API key."""
+"""HTTP server of the recording proxy: `/s/TOKEN/v1/...` for each session, or `/v1/...` with
+the token as API key."""
 
 from __future__ import annotations
 
@@ -26,13 +27,14 @@ from turnwright_serve.proxy.wire import RequestFault, WireRequest
 from turnwright_serve.server import Call, Endpoint, HttpError, IntakeLimits, JsonHttpServer, RawBody
 
 HEARTBEAT_S = 5.0
-"""Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer that begins later can still
-have the status of an error."""
+"""Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer
+that begins later can still have the status of an error."""
 _AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
-"""Headers by which programs name their agents; the first value of a session, or none, is the main agent's."""
+"""Headers by which programs name their agents; the first value of a session, or
+none, is the main agent's."""
 KEPT_BYTES = 256 * 2**20
-"""Bytes of requests of which all sessions of a server keep something to read the next ones faster; those that have been without
-a request for longest drop it first."""
+"""Bytes of requests of which all sessions of a server keep something to read the next ones faster;
+those that have been without a request for longest drop it first."""
 _RETRIES = "x-stainless-retry-count"
 """Header in which the official clients count retries of a request."""
 
@@ -71,20 +73,24 @@ class ProxyServer:
     ) -> None:
         """
         Args:
-            recorded: sessions that begin with their first request; by default only opened ones are served.
-            key: API key that requests of recorded ones need, as it is or followed by a dash and any name; empty for none.
+            recorded: sessions that begin with their first request; by default
+                only opened ones are served.
+            key: API key that requests of recorded ones need, as it is or followed by a dash and
+                any name; empty for none.
             keyed_sampling: whether all of them need it, or only those that end a session.
             limits: bounds of what is taken in at once.
         """
         self._required_key = key
         self._keyed_sampling = keyed_sampling
         self._kept: dict[ProxySession, int] = {}
-        """Bytes of the requests of which a session keeps something; the last one had the last request."""
+        """Bytes of the requests of which a session keeps something; the last one
+        had the last request."""
         self._kept_bytes = 0
         self._sessions: dict[str, ProxySession] = {}
         self._recorded = recorded
         self.unknown_sessions = 0
-        """Number of requests that named no session; those of a session are counted in its episode."""
+        """Number of requests that named no session; those of a session are
+        counted in its episode."""
         routes: dict[tuple[str, str], Endpoint] = {}
         for path, dialect in (
             ("/v1/chat/completions", ChatCompletions()),
@@ -93,14 +99,24 @@ class ProxyServer:
         ):
             self._add(routes, "POST", path, partial(self._answer, dialect), dialect)
         counted = AnthropicMessages()
-        self._add(routes, "POST", "/v1/messages/count_tokens", partial(self._count_tokens, counted), counted, ends=False)
+        self._add(
+            routes,
+            "POST",
+            "/v1/messages/count_tokens",
+            partial(self._count_tokens, counted),
+            counted,
+            ends=False,
+        )
         self._add(routes, "GET", "/v1/models", self._models)
         if recorded is not None:
             self._add(routes, "POST", "/end", self._end, keyed=True)
         self._folder = tempfile.TemporaryDirectory(prefix="turnwright-")
         self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
-        """Unix socket of the server, for programs in a sandbox without a network; in a directory of this user."""
-        self._http = JsonHttpServer(routes, host=host, port=port, token=None, unix=self.socket, limits=limits)
+        """Unix socket of the server, for programs in a sandbox without a network; in a
+        directory of this user."""
+        self._http = JsonHttpServer(
+            routes, host=host, port=port, token=None, unix=self.socket, limits=limits
+        )
 
     def _add(
         self,
@@ -113,11 +129,13 @@ class ProxyServer:
         ends: bool = True,
         keyed: bool = False,
     ) -> None:
-        """Add a route. A program whose episode is over ends by the status of its answer, unless `ends` is false. A `keyed` one
-        always needs the key of recorded sessions."""
+        """Add a route. A program whose episode is over ends by the status of its answer, unless
+        `ends` is false. A `keyed` one always needs the key of recorded sessions."""
         body = RawBody if method == "POST" else None
         for prefix in ("", "/s/{token}"):
-            routes[method, prefix + path] = Endpoint(handler, body, admits=partial(self._admit, dialect, ends, keyed))
+            routes[method, prefix + path] = Endpoint(
+                handler, body, admits=partial(self._admit, dialect, ends, keyed)
+            )
 
     async def __aenter__(self) -> ProxyServer:
         await self._http.start()
@@ -167,19 +185,25 @@ class ProxyServer:
             if dialect is None:
                 raise HttpError(fault.status, str(fault)) from None
             status = dialect.end_status if ends and self._recorded is None else fault.status
-            raise HttpError(status, str(fault), dialect.error(status, str(fault)), NO_RETRY) from None
+            raise HttpError(
+                status, str(fault), dialect.error(status, str(fault)), NO_RETRY
+            ) from None
 
     def _opened(self, call: Call) -> ProxySession:
         session = self._sessions.get(call.path.get("token", "") or _key(call))
         if session is None:
             self.unknown_sessions += 1
-            raise RequestFault("no such session: its episode is over, or the base URL or API key is wrong", 401)
+            raise RequestFault(
+                "no such session: its episode is over, or the base URL or API key is wrong", 401
+            )
         return session
 
     async def _session(self, call: Call) -> ProxySession:
         if self._recorded is None:
             return self._opened(call)
-        return await self._recorded.session(self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call)))
+        return await self._recorded.session(
+            self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
+        )
 
     async def _read(self, dialect: Dialect, session: ProxySession, call: Call) -> ReadRequest:
         """Read a request, in a thread if that takes long.
@@ -188,7 +212,10 @@ class ProxyServer:
             RequestFault: as `ProxySession.read`.
         """
         assert call.parse is not None
-        named = next((f"{name}={call.headers[name]}" for name in _AGENT_HEADERS if call.headers.get(name)), "")
+        named = next(
+            (f"{name}={call.headers[name]}" for name in _AGENT_HEADERS if call.headers.get(name)),
+            "",
+        )
         async with session.reading:
             await session.turn()
             try:
@@ -199,7 +226,8 @@ class ProxyServer:
         return read
 
     def _keep(self, session: ProxySession, size: int) -> None:
-        """Count a request of which its session keeps something, and let sessions forget where all keep too much."""
+        """Count a request of which its session keeps something, and let sessions forget
+        where all keep too much."""
         self._kept[session] = self._kept.pop(session, 0) + size
         self._kept_bytes += size
         for other in list(self._kept):
@@ -214,7 +242,10 @@ class ProxyServer:
             names = (await self._session(call)).settings.models or ("turnwright",)
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
-        rows = [{"id": name, "object": "model", "created": 0, "owned_by": "turnwright"} for name in names]
+        rows = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "turnwright"}
+            for name in names
+        ]
         return {"object": "list", "data": rows}
 
     async def _end(self, call: Call) -> Any:
@@ -251,7 +282,9 @@ class ProxyServer:
         if task.done() and (problem := _problem(task)) is not None:
             return _refused(dialect, problem, session)
         if request.stream:
-            return StreamingResponse(_stream(dialect, request, task), media_type="text/event-stream")
+            return StreamingResponse(
+                _stream(dialect, request, task), media_type="text/event-stream"
+            )
         exchange = task.result()
         return _Delivered(exchange, orjson.dumps(dialect.answer(request, exchange.sent())))
 
@@ -268,7 +301,9 @@ class _Delivered(Response):
         self._exchange.mark_delivered()
 
 
-async def _stream(dialect: Dialect, request: WireRequest, task: asyncio.Task[Exchange]) -> AsyncIterator[bytes]:
+async def _stream(
+    dialect: Dialect, request: WireRequest, task: asyncio.Task[Exchange]
+) -> AsyncIterator[bytes]:
     while not task.done():
         yield dialect.heartbeat
         await asyncio.wait([task], timeout=HEARTBEAT_S)
@@ -284,7 +319,9 @@ async def _stream(dialect: Dialect, request: WireRequest, task: asyncio.Task[Exc
 def _key(call: Call) -> str:
     """Return the API key of a request."""
     scheme, _, given = call.headers.get("authorization", "").partition(" ")
-    return call.headers.get("x-api-key", "") or (given.strip() if scheme.lower() == "bearer" else "")
+    return call.headers.get("x-api-key", "") or (
+        given.strip() if scheme.lower() == "bearer" else ""
+    )
 
 
 NO_KEY = "the API key is wrong or missing; turnwright record prints it when it starts"
@@ -308,7 +345,8 @@ def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:
 
 
 def _refused(dialect: Dialect, fault: RequestFault, session: ProxySession | None) -> Response:
-    """Return the answer to a request that has no reply; after the end of an episode, in the form that ends its program."""
+    """Return the answer to a request that has no reply; after the end of an episode, in the form
+    that ends its program."""
     if session is not None:
         session.count("requests_after_end" if session.ended.is_set() else "refused_requests")
     if session is None or session.ended.is_set():

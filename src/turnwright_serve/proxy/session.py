@@ -25,10 +25,12 @@ if TYPE_CHECKING:
     from turnwright_serve.proxy.dialect import Dialect
 
 MIN_TEXT, MAX_TEXT, TEXT_PER_TOKEN = 2**20, 2**22, 16
-"""Maximum bytes of a request without its images: so many for each token of the context, at least the first, and the second
-where the context is not known. A MiB takes 0.4 s to render, in which no other request is answered."""
+"""Maximum bytes of a request without its images: so many for each token of the context, at least
+the first, and the second where the context is not known. A MiB takes 0.4 s to render, in which no
+other request is answered."""
 UNPACED_TEXT = 2**18
-"""Bytes of such text after which the next request is read at once; a longer one makes it wait for a second for each MiB."""
+"""Bytes of such text after which the next request is read at once; a longer one makes it wait
+for a second for each MiB."""
 MAX_AGENT_NAME = 200
 """Maximum characters of a header that names an agent; of a longer one, a digest is kept."""
 
@@ -38,7 +40,8 @@ class ProxySettings:
     """How a program's requests are answered."""
 
     untrained: tuple[str, ...] = ("side",)
-    """Reasons of branches whose replies are recorded and not trained (`side`, `subagent`, `compacted`, ...)."""
+    """Reasons of branches whose replies are recorded and not trained (`side`,
+    `subagent`, `compacted`, ...)."""
     models: tuple[str, ...] = ()
     """Names of models that requests may ask for; empty accepts any, since there is only one."""
 
@@ -107,7 +110,8 @@ class ProxySession:
             await asyncio.sleep(wait)
 
     def read(self, dialect: Dialect, named: str, raw: bytes) -> ReadRequest:
-        """Read a request of the agent that its headers name so; runs in a thread for a long one, while `reading` is held.
+        """Read a request of the agent that its headers name so; runs in a thread for a long one,
+        while `reading` is held.
 
         Raises:
             RequestFault: for one that cannot be read, or a model that is not served.
@@ -117,7 +121,9 @@ class ProxySession:
         agent = self._agent(named)
         if self.settings.models and request.model not in self.settings.models:
             known = ", ".join(self.settings.models)
-            raise RequestFault(f"the model {request.model!r:.80} does not exist here; models are {known}", 404)
+            raise RequestFault(
+                f"the model {request.model!r:.80} does not exist here; models are {known}", 404
+            )
         key = self._key(request, dialect.name, body, agent)
         return ReadRequest(request, agent, key, len(raw), len(raw) - _image_bytes(request))
 
@@ -131,7 +137,8 @@ class ProxySession:
         """Set when the next request is read.
 
         Raises:
-            RequestFault: for more text than any context has, which ends the episode as its context's limit does.
+            RequestFault: for more text than any context has, which ends the episode as
+                its context's limit does.
         """
         pause = max(0, read.text - UNPACED_TEXT) / 2**20
         self._next_reading = time.monotonic() + pause
@@ -147,7 +154,8 @@ class ProxySession:
         raise RequestFault(self.why_ended)
 
     def _agent(self, named: str) -> str:
-        """Return the name of an agent: the first that a session sees is `main`, others are numbered."""
+        """Return the name of an agent: the first that a session sees is
+        `main`, others are numbered."""
         if len(named) > MAX_AGENT_NAME:
             named = blake2b(named.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if named not in self.agents:
@@ -157,8 +165,8 @@ class ProxySession:
     def submit(self, read: ReadRequest, *, retried: bool) -> asyncio.Task[Exchange]:
         """Return the task that samples the reply to a request, which no client can cancel.
 
-        A request that repeats one in flight joins it. One whose reply was not delivered completely, or that is marked as a
-        retry, gets the same reply.
+        A request that repeats one in flight joins it. One whose reply was not delivered completely,
+        or that is marked as a retry, gets the same reply.
 
         Raises:
             RequestFault: after the end of the episode.
@@ -188,10 +196,16 @@ class ProxySession:
         return task
 
     def _key(self, request: WireRequest, dialect: str, body: RequestBody, agent: str) -> Hashable:
-        """Return what equal requests have in common; Codex writes the keys of a retry in another order."""
+        """Return what equal requests have in common; Codex writes the keys of a
+        retry in another order."""
         known = self._latest.get(agent)
         raw = body.raw
-        if known is not None and len(known[1]) == len(raw) and known[0] == request and _sorted(known[1]) == _sorted(raw):
+        if (
+            known is not None
+            and len(known[1]) == len(raw)
+            and known[0] == request
+            and _sorted(known[1]) == _sorted(raw)
+        ):
             return known[2]
         key = dialect, len(raw), body.key
         self._latest.pop(agent, None)
@@ -220,17 +234,30 @@ class ProxySession:
         return exchange
 
     async def count_tokens(self, request: WireRequest) -> int:
-        """Return the number of ids of a request's prompt, in which recorded replies have their sampled ids."""
+        """Return the number of ids of a request's prompt, in which recorded replies
+        have their sampled ids."""
         messages = self.history.read(request)[0]
-        known = {id(one.reply.message): one.reply.ids for one in self.history.exchanges if one.reply is not None}
-        replies = {number: known[id(message)] for number, message in enumerate(messages) if id(message) in known}
+        known = {
+            id(one.reply.message): one.reply.ids
+            for one in self.history.exchanges
+            if one.reply is not None
+        }
+        replies = {
+            number: known[id(message)]
+            for number, message in enumerate(messages)
+            if id(message) in known
+        }
         try:
             return len(await self.model.render(messages, replies, request.tools))
         except (MediaError, TemplateError, UsageError) as error:
             raise RequestFault(str(error)) from error
 
     async def _generate(self, exchange: Exchange, request: WireRequest) -> Reply:
-        given: dict[str, Any] = {"agent": exchange.agent, "tools": request.tools, "max_tokens": request.max_tokens}
+        given: dict[str, Any] = {
+            "agent": exchange.agent,
+            "tools": request.tools,
+            "max_tokens": request.max_tokens,
+        }
         given |= {"stop": request.stop, "branch": exchange.branch}
         generate: Callable[..., Awaitable[Reply]] = self.model.generate
         try:
@@ -270,19 +297,23 @@ class ProxySession:
             self.model.weigh(reply, 0.0)
 
     def _wire(self, reply: Reply, number: int, stop: tuple[str, ...]) -> WireReply:
-        """Return a reply as it is sent; calls that cannot be read are text, unless their name and arguments are known."""
+        """Return a reply as it is sent; calls that cannot be read are text, unless their name
+        and arguments are known."""
         uid = f"{self.token[:8]}{number:04d}"
         message, calls = reply.message, reply.tool_calls
         text, reasoning = message.text, message.reasoning
         if any(call.error is not None and not (call.name and call.raw) for call in calls):
             text, reasoning, calls = self.model.text_of(reply), None, ()
         sent = tuple(
-            WireCall(f"call_{uid}_{at}", call.name, call.raw or _json(call.arguments)) for at, call in enumerate(calls)
+            WireCall(f"call_{uid}_{at}", call.name, call.raw or _json(call.arguments))
+            for at, call in enumerate(calls)
         )
         turn = next(turn for turn in reversed(self.model.trajectory.turns) if turn.reply is message)
         stopped = next((one for one in stop if not calls and text.endswith(one)), "")
         text = text.removesuffix(stopped)
-        return WireReply(uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids), stopped)
+        return WireReply(
+            uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids), stopped
+        )
 
     async def end(self) -> None:
         """Refuse further requests, and cancel those in flight."""
@@ -294,14 +325,26 @@ class ProxySession:
         self._find_main()
 
     def _find_main(self) -> None:
-        """Exchange the labels of the first conversation and a later one, where the first one was a side call: it had no tools,
-        and the later one has some. Programs ask for a title first."""
+        """Exchange the labels of the first conversation and a later one, where the first one was a
+        side call: it had no tools, and the later one has some. Programs ask for a title first."""
         exchanges = self.history.exchanges
         first = exchanges[0] if exchanges else None
         if first is None or first.tools or first.continued:
             return
-        main = next((one for one in exchanges if one.branch == "subagent" and one.parent is None and one.tools), None)
-        if main is not None and main.agent == first.agent and main.reply is not None and first.reply is not None:
+        main = next(
+            (
+                one
+                for one in exchanges
+                if one.branch == "subagent" and one.parent is None and one.tools
+            ),
+            None,
+        )
+        if (
+            main is not None
+            and main.agent == first.agent
+            and main.reply is not None
+            and first.reply is not None
+        ):
             branches = self.model.trajectory.branches
             branches["subagent"] -= 1
             if not branches["subagent"]:
@@ -315,20 +358,31 @@ class ProxySession:
 def fold_roles(messages: list[Message]) -> list[Message]:
     """Return messages for a template that takes one system message, at the start.
 
-    The system and developer messages at the start become one; later ones become messages of the user.
+    The system and developer messages at the start become one; later ones
+    become messages of the user.
     """
     opening: list[Message] = []
     for message in messages:
         if message.role not in ("system", "developer"):
             break
         opening.append(message)
-    rest = [replace(one, role="user") if one.role in ("system", "developer") else one for one in messages[len(opening) :]]
+    rest = [
+        replace(one, role="user") if one.role in ("system", "developer") else one
+        for one in messages[len(opening) :]
+    ]
     return [Message("system", "\n".join(one.text for one in opening)), *rest] if opening else rest
 
 
 def _image_bytes(request: WireRequest) -> int:
-    parts = (part for message in request.messages if not isinstance(message.content, str) for part in message.content)
-    return sum(len(part.value) for part in parts if isinstance(part, Image) and isinstance(part.value, str))
+    parts = (
+        part
+        for message in request.messages
+        if not isinstance(message.content, str)
+        for part in message.content
+    )
+    return sum(
+        len(part.value) for part in parts if isinstance(part, Image) and isinstance(part.value, str)
+    )
 
 
 def _sorted(body: bytes) -> bytes:

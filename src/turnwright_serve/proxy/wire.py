@@ -1,4 +1,5 @@
-"""Data that all dialects share: requests as read, replies as sent, and what a request may ask for."""
+"""Data that all dialects share: requests as read, replies as sent, and what
+a request may ask for."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from turnwright.types import ContentPart, Message, join_texts
 IGNORED = frozenset(["temperature", "top_p", "top_k", "seed"])
 """Fields that the run's own sampling settings replace; they are counted."""
 _REFUSED_FIELDS = """
-logit_bias frequency_penalty presence_penalty repetition_penalty length_penalty min_p min_tokens ignore_eos best_of
-use_beam_search stop_token_ids bad_words logits_processors structured_outputs guided_json guided_regex guided_choice
-guided_grammar logprobs top_logprobs functions function_call audio prediction previous_response_id conversation background
-prompt web_search_options thread compaction
+logit_bias frequency_penalty presence_penalty repetition_penalty length_penalty min_p min_tokens
+ignore_eos best_of use_beam_search stop_token_ids bad_words logits_processors structured_outputs
+guided_json guided_regex guided_choice guided_grammar logprobs top_logprobs functions function_call
+audio prediction previous_response_id conversation background prompt web_search_options thread
+compaction
 """
 REFUSED = frozenset(_REFUSED_FIELDS.split())
-"""Fields that change what is sampled or returned, and that no reply here obeys; 0, false and empty values are accepted."""
+"""Fields that change what is sampled or returned, and that no reply here obeys; 0, false and
+empty values are accepted."""
 UNMET_CHOICE = "tool_choice_unmet"
 """Count of replies without a call where the request required one: nothing constrains sampling."""
 
@@ -91,12 +94,14 @@ class WireReply:
 
     @property
     def signature(self) -> str:
-        """Opaque text that is sent with the reasoning, and replaces it where a program returns only that."""
+        """Opaque text that is sent with the reasoning, and replaces it where a
+        program returns only that."""
         return base64.b64encode(f"turnwright:{self.uid}".encode()).decode()
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter[str]) -> None:
-    """Count ignored and unknown fields; raise `RequestFault` for one that changes what is sampled."""
+    """Count ignored and unknown fields; raise `RequestFault` for one that
+    changes what is sampled."""
     if body.get("n", 1) not in (None, 1):
         raise RequestFault("n: one reply for each request; send the request again for another")
     for name, value in body.items():
@@ -104,7 +109,10 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter
             counts[f"ignored_{name}"] += value is not None
         elif name in REFUSED:
             if value:
-                raise RequestFault(f"{name}: not supported, since it changes what is sampled or returned; remove it")
+                raise RequestFault(
+                    f"{name}: not supported, since it changes what is sampled or returned; remove "
+                    "it"
+                )
         elif name not in known and name != "n":
             counts["unknown_fields"] += 1
 
@@ -122,7 +130,9 @@ def tool_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     function: dict[str, Any] = {"name": name}
     if isinstance(description, str) and description:
         function["description"] = description
-    function["parameters"] = parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    function["parameters"] = (
+        parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
+    )
     return {"type": "function", "function": function}
 
 
@@ -131,7 +141,9 @@ def rows_of(value: Any, what: str) -> list[Mapping[str, Any]]:
     if not isinstance(value, list):
         raise RequestFault(f"{what} must be a list, not {type(value).__name__}")
     if not set(map(type, value)) <= {dict}:  # a long history costs a microsecond, at each call
-        number, wrong = next((number, one) for number, one in enumerate(value) if not isinstance(one, dict))
+        number, wrong = next(
+            (number, one) for number, one in enumerate(value) if not isinstance(one, dict)
+        )
         raise RequestFault(f"{what}[{number}] must be an object, not {type(wrong).__name__}")
     return value
 
@@ -160,7 +172,8 @@ def positive(value: Any, what: str) -> int | None:
 
 
 def tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Apply `tool_choice`: return the tools that are offered, none for `none`, and whether a call is required.
+    """Apply `tool_choice`: return the tools that are offered, none for `none`, and
+    whether a call is required.
 
     Nothing can force a call; a reply without a required one is counted.
     """
@@ -171,7 +184,15 @@ def tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str
 
 def stop_texts(value: Any, what: str) -> tuple[str, ...]:
     """Return stop texts."""
-    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else None
+    texts = (
+        ()
+        if value is None
+        else (value,)
+        if isinstance(value, str)
+        else tuple(value)
+        if isinstance(value, list)
+        else None
+    )
     if texts is None or not all(isinstance(one, str) and one for one in texts):
         raise RequestFault(f"{what} must be a text, or a list of texts that are not empty")
     return texts
@@ -179,10 +200,14 @@ def stop_texts(value: Any, what: str) -> tuple[str, ...]:
 
 def unsupported(part: Mapping[str, Any]) -> RequestFault:
     """Return the fault of a content part that no model here reads."""
-    return RequestFault(f"a content part of type {part.get('type')!r:.60}: only text and images are supported")
+    return RequestFault(
+        f"a content part of type {part.get('type')!r:.60}: only text and images are supported"
+    )
 
 
 def sse(data: Mapping[str, Any], event: str = "") -> bytes:
     """Return one server-sent event."""
     head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode("utf-8", "surrogatepass")
+    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode(
+        "utf-8", "surrogatepass"
+    )

@@ -4,4 +4,13 @@ from turnwright_serve.server.http import Call, Endpoint, JsonHttpServer
 from turnwright_serve.server.intake import HttpError, IntakeLimits, RawBody
 from turnwright_serve.server.routes import EngineService, Formats
 
-__all__ = ["Call", "Endpoint", "EngineService", "Formats", "HttpError", "IntakeLimits", "JsonHttpServer", "RawBody"]
+__all__ = [
+    "Call",
+    "Endpoint",
+    "EngineService",
+    "Formats",
+    "HttpError",
+    "IntakeLimits",
+    "JsonHttpServer",
+    "RawBody",
+]

@@ -1,5 +1,5 @@
-"""Request bodies of vLLM's and SGLang's clients, as far as they are read. Unknown keys are ignored, unless they request another
-sampling distribution or response form (`NEUTRAL`)."""
+"""Request bodies of vLLM's and SGLang's clients, as far as they are read. Unknown keys are ignored,
+unless they request another sampling distribution or response form (`NEUTRAL`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 BAN = -50.0
-"""Biases down from here ban an id; others are refused, since logprobs would not be of the sampling distribution."""
+"""Biases down from here ban an id; others are refused, since logprobs would not be of the
+sampling distribution."""
 Id = Annotated[int, Field(ge=0, lt=2**31)]
 Ids = Annotated[list[Id], Field(fail_fast=True)]
 """Ids; the first that is none ends their validation, since a fault costs a thousand times an id."""
@@ -23,10 +24,14 @@ MAX_TOP = 1000
 """Maximum number of most likely ids reported at one position."""
 PICTURES = Field(max_length=1000, fail_fast=True)
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty", "min_tokens", "min_new_tokens"), (0,)
+    ),
     **dict.fromkeys(("repetition_penalty", "n", "best_of"), (1,)),
     **dict.fromkeys(("use_beam_search", "stream", "echo"), (False,)),
-    **dict.fromkeys(("bad_words", "image_data", "video_data", "audio_data", "content_parts"), ([],)),
+    **dict.fromkeys(
+        ("bad_words", "image_data", "video_data", "audio_data", "content_parts"), ([],)
+    ),
     "features": ({}, []),
     "allowed_token_ids": (),
     "lora_path": (),
@@ -37,7 +42,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 class Body(BaseModel):
     """JSON object."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=()
+    )
 
     def unsupported(self) -> Iterator[str]:
         """Yield unsupported settings, including those of nested objects."""
@@ -50,7 +57,8 @@ class Body(BaseModel):
                 yield from inner.unsupported()
 
     def drop_unknown(self) -> None:
-        """Drop keys that are ignored, those of nested objects too, so that they are not kept until the reply is there."""
+        """Drop keys that are ignored, those of nested objects too, so that they are not kept
+        until the reply is there."""
         if self.model_extra:
             self.model_extra.clear()
         for name in type(self).model_fields:
@@ -72,7 +80,8 @@ class Settings(Body):
     seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
     sampling_seed: Annotated[int, Field(gt=-(2**64), lt=2**64)] | None = None
     reply_position: Annotated[int, Field(ge=0)] = 0
-    """Number of ids at the end of the prompt that earlier requests sampled for this reply; draws continue there."""
+    """Number of ids at the end of the prompt that earlier requests sampled for this reply;
+    draws continue there."""
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=10_000, fail_fast=True)] | None = None
     logit_bias: dict[Id, Annotated[float, Field(le=BAN)]] | None = None

@@ -1,4 +1,5 @@
-"""HTTP server for JSON: starlette routes on uvicorn, a schema per body, and access checks before the body is read."""
+"""HTTP server for JSON: starlette routes on uvicorn, a schema per body, and access checks
+before the body is read."""
 
 from __future__ import annotations
 
@@ -47,8 +48,8 @@ MAX_HEAD = 2**16
 IDLE_S = 75
 """Seconds that a connection may be idle between two requests."""
 ACCEPTED_AT_ONCE, BACKLOG = 64, 4096
-"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose connection finds no place
-there tries again after a second."""
+"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose
+connection finds no place there tries again after a second."""
 MAX_REPORTED = 3
 """Maximum number of schema faults that a response names."""
 
@@ -65,8 +66,9 @@ class Call:
     path: Mapping[str, str] = field(default_factory=dict)
     """Parameters of the path."""
     parse: Callable[[Callable[[bytes], Any]], Awaitable[Any]] | None = None
-    """Returns what a function makes of a body that is handed over unread, and takes the body's room back. What takes long runs
-    in a thread, so the function touches nothing that others change meanwhile. None without such a body."""
+    """Returns what a function makes of a body that is handed over unread, and takes the body's room
+    back. What takes long runs in a thread, so the function touches nothing that others change
+    meanwhile. None without such a body."""
 
 
 Handler = Callable[[Call], Awaitable[Any]]
@@ -81,14 +83,16 @@ class Endpoint:
     body: type[BaseModel] | type[bytes] | type[RawBody] | None = None
     """Schema of its body; `bytes` hands it over unread, `RawBody` by `Call.parse`."""
     changes: bool = False
-    """Whether it changes state of other clients: it then requires the token, and completes even if its client disconnects."""
+    """Whether it changes state of other clients: it then requires the token, and completes even if
+    its client disconnects."""
     max_bytes: int = MAX_BODY
     """Maximum bytes of its body."""
     bounded: bool = True
     """Whether the number of values in its body is bounded too."""
     admits: Callable[[Call], str] | None = None
-    """Decides access from the head of a request, before its body is read: returns its owner, who has a share of the room for
-    bodies and of the requests in flight, or raises `HttpError`. By default all requests have one owner, who may use all."""
+    """Decides access from the head of a request, before its body is read: returns its owner, who
+    has a share of the room for bodies and of the requests in flight, or raises `HttpError`. By
+    default all requests have one owner, who may use all."""
 
 
 Table = dict[tuple[str, str], Endpoint]
@@ -98,16 +102,19 @@ Table = dict[tuple[str, str], Endpoint]
 class JsonHttpServer:
     """Serves requests on one address.
 
-    Every request must carry the token. A web page in a browser on this machine could send requests here too, so a request must
-    also name this server as its host, carry no `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. With a
-    token from the caller, it may name any host.
+    Every request must carry the token. A web page in a browser on this machine could send
+    requests here too, so a request must also name this server as its host, carry no
+    `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. With a token from
+    the caller, it may name any host.
 
     Args:
         routes: endpoints by `(method, path)`.
-        token: required value of `authorization: Bearer ...`. By default the server generates one and writes it to a file for
-            this user's clients (`turnwright.engines.tokens`). None: the endpoints check access themselves.
+        token: required value of `authorization: Bearer ...`. By default the server generates one
+            and writes it to a file for this user's clients (`turnwright.engines.tokens`). None: the
+            endpoints check access themselves.
         keyless: whether requests that change nothing need no generated token.
-        unix: path of a Unix socket to serve too. Every user of this machine who reaches the path may connect.
+        unix: path of a Unix socket to serve too. Every user of this machine who
+            reaches the path may connect.
         listener: bound socket to serve in place of one of `host` and `port`; `close` closes it.
         limits: bounds of what is taken in at once.
     """
@@ -156,7 +163,8 @@ class JsonHttpServer:
         return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
 
     async def start(self) -> None:
-        """Start listening: OSError for an unavailable address, ConfigError when the token cannot be written."""
+        """Start listening: OSError for an unavailable address, ConfigError when the
+        token cannot be written."""
         config = _Config(
             self._app,
             self._limits,
@@ -191,7 +199,9 @@ class JsonHttpServer:
                 one.listen(BACKLOG)
 
     def _bound(self) -> socket.socket:
-        kinds = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        kinds = socket.getaddrinfo(
+            self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
         family, kind, proto, _, address = kinds[0]
         made = socket.socket(family, kind, proto)
         try:
@@ -295,7 +305,8 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that has been without a request for longest; this one, if each has a request."""
+        """Close the connection that has been without a request for longest; this one,
+        if each has a request."""
         others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
         quiet = [one for one in others if not one._in_request and not one.transport.is_closing()]
         if quiet:
@@ -348,27 +359,36 @@ class _Gate:
         await answer(scope, receive, send)
 
 
-NO_TOKEN = "the token is wrong or missing (authorization: Bearer ...); its server prints it, and the file that it names has it"
+NO_TOKEN = (
+    "the token is wrong or missing (authorization: Bearer ...); its server prints it, and "
+    "the file that it names has it"
+)
 
 
 def _has_token(headers: Mapping[str, str], token: str) -> bool:
     given = headers.get("authorization", "")
-    return hmac.compare_digest(given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace"))
+    return hmac.compare_digest(
+        given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace")
+    )
 
 
 NO_CHAT = (
-    "turnwright serve has no chat API: it takes and returns token ids (/v1/completions), since messages that are rendered "
-    "again can have other ids than those that were sampled; for a chat API run `turnwright engines start vllm --model DIR` on "
-    "the same directory or checkpoint"
+    "turnwright serve has no chat API: it takes and returns token ids (/v1/completions), since "
+    "messages that are rendered again can have other ids than those that were sampled; for a chat "
+    "API run `turnwright engines start vllm --model DIR` on the same directory or checkpoint"
 )
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 404 and request.url.path.rstrip("/").endswith(("/chat/completions", "/messages", "/responses")):
+    if error.status_code == 404 and request.url.path.rstrip("/").endswith(
+        ("/chat/completions", "/messages", "/responses")
+    ):
         return _error_response(HttpError(404, NO_CHAT, {"detail": NO_CHAT}))
     headers = dict(error.headers or {})
-    return _error_response(HttpError(error.status_code, error.detail, {"detail": error.detail}, headers))
+    return _error_response(
+        HttpError(error.status_code, error.detail, {"detail": error.detail}, headers)
+    )
 
 
 class _Arrival:
@@ -436,14 +456,18 @@ class _EndpointApp:
                     found = body.raw
                 elif endpoint.body is not None and issubclass(endpoint.body, BaseModel):
                     found = await parse(partial(_validated, endpoint.body))
-                call = Call(found, request.headers, request.query_params, request.path_params, parse)
+                call = Call(
+                    found, request.headers, request.query_params, request.path_params, parse
+                )
                 return await _call_handler(endpoint.handler, call)
 
             return await self._unless_gone(request, handle())
         finally:
             body.release()
 
-    async def _unless_gone(self, request: Request, response: Coroutine[Any, Any, Response]) -> Response:
+    async def _unless_gone(
+        self, request: Request, response: Coroutine[Any, Any, Response]
+    ) -> Response:
         """Return a response; work that changes nothing is cancelled when its client disconnects."""
         work = asyncio.ensure_future(response)
         gone = asyncio.ensure_future(request.receive())
@@ -464,7 +488,8 @@ def _validated(schema: type[BaseModel], raw: bytes) -> BaseModel:
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         messages = [
-            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"[:300] for fault in faults[:MAX_REPORTED]
+            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"[:300]
+            for fault in faults[:MAX_REPORTED]
         ]
         more = f" (and {len(faults) - MAX_REPORTED} more)" if len(faults) > MAX_REPORTED else ""
         raise HttpError(400, f"invalid request: {'; '.join(messages)}{more}") from None
@@ -484,7 +509,9 @@ async def _call_handler(handler: Handler, call: Call) -> Response:
         return _error_response(HttpError(500, str(error)))
     except Exception as error:
         _log.exception("a request failed")
-        return _error_response(HttpError(500, f"the server failed: {type(error).__name__}: {error}"))
+        return _error_response(
+            HttpError(500, f"the server failed: {type(error).__name__}: {error}")
+        )
 
 
 def _error_response(error: HttpError) -> Response:
@@ -494,8 +521,8 @@ def _error_response(error: HttpError) -> Response:
 class _Refusal(Response):
     """Error response to a request whose body may still be arriving.
 
-    A connection that is closed with data unread is reset, and its client may lose the response with it. So what arrives is
-    dropped for a while first.
+    A connection that is closed with data unread is reset, and its client may lose the response with
+    it. So what arrives is dropped for a while first.
     """
 
     def __init__(self, error: HttpError) -> None:
@@ -503,9 +530,15 @@ class _Refusal(Response):
         super().__init__(orjson.dumps(error.body), error.status, headers, "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        complete = receive.complete if isinstance(receive, _Arrival) else not has_body(Request(scope).headers)
+        complete = (
+            receive.complete
+            if isinstance(receive, _Arrival)
+            else not has_body(Request(scope).headers)
+        )
         if not complete:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):

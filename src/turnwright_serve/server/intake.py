@@ -1,8 +1,10 @@
-"""What a server takes in at once: connections, bytes of bodies, and the time that reading them takes from other requests.
+"""What a server takes in at once: connections, bytes of bodies, and the time that reading them
+takes from other requests.
 
-A request's access is decided from its head. Only then is its body read, into room that all bodies of the server share. What
-takes long to parse is parsed in a thread, one body at a time, and the event loop gets most of the time between two of them: a
-parser in C keeps Python's lock, so that a thread alone would hold up everybody else as well.
+A request's access is decided from its head. Only then is its body read, into room that all bodies
+of the server share. What takes long to parse is parsed in a thread, one body at a time, and the
+event loop gets most of the time between two of them: a parser in C keeps Python's lock, so that a
+thread alone would hold up everybody else as well.
 """
 
 from __future__ import annotations
@@ -24,14 +26,16 @@ MIB = 2**20
 MAX_VALUES = 2**21
 """Maximum values of a body: a context of two million ids. They take 0.3 s to parse."""
 MAX_KEYS, MAX_NESTED = 2**18, 2**16
-"""Maximum keys, and lists and objects, which take ten times the time and memory of a number. As many ids as a vocabulary has
-may be keys."""
+"""Maximum keys, and lists and objects, which take ten times the time and memory of a number. As
+many ids as a vocabulary has may be keys."""
 SHORT_BYTES, SHORT_VALUES = MIB, 2**13
 """Bodies within both are parsed at once, in about 2 ms."""
 PAUSE_FACTOR, SHORTEST_PAUSED_S, LONGEST_PAUSE_S = 2.0, 0.02, 1.0
-"""How much longer than a parse the pause after it is, the shortest parse that has one, and the longest pause."""
+"""How much longer than a parse the pause after it is, the shortest parse that has one,
+and the longest pause."""
 LINGER_BYTES, LINGER_S = MIB, 1.0
-"""How much of a refused body is read and dropped, and for how long, so that its sender gets to read the answer."""
+"""How much of a refused body is read and dropped, and for how long, so that its sender
+gets to read the answer."""
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
 """Strings, and what separates values in JSON."""
 _COMMA, _COLON, _OPENS = ord(","), ord(":"), b"[{"
@@ -45,7 +49,9 @@ class HttpError(Exception):
         headers: further headers of the response.
     """
 
-    def __init__(self, status: int, message: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.body = {"error": message[:2000]} if body is None else body
@@ -57,13 +63,13 @@ class IntakeLimits:
     """Bounds of one server."""
 
     connections: int = 1024
-    """Open connections, at most half of the files that the process may open. A further one closes the one that has been without
-    a request for longest; where each has one, it is refused."""
+    """Open connections, at most half of the files that the process may open. A further one closes
+    the one that has been without a request for longest; where each has one, it is refused."""
     owner_requests: int = 64
     """Requests in flight of one owner, such as a session of the proxy."""
     bodies: int = 256 * MIB
-    """Bytes of all bodies that are being received or parsed. Those that do not fit wait in turn. A longer one, of weights, has
-    all of it for itself."""
+    """Bytes of all bodies that are being received or parsed. Those that do not fit wait in turn. A
+    longer one, of weights, has all of it for itself."""
     owner_bodies: int = 64 * MIB
     """Bytes of those of one owner."""
     uncounted: int = 2**16
@@ -73,7 +79,8 @@ class IntakeLimits:
     yield_s: float = 0.5
     """Seconds that a body may take to arrive while others wait for its room."""
     head_s: float = 20.0
-    """Seconds from the first byte of a request's head to its last, and from a connection to its first request."""
+    """Seconds from the first byte of a request's head to its last, and from a
+    connection to its first request."""
     body_s: float = 30.0
     """Seconds that a body may take to arrive, and one more for each MiB."""
 
@@ -117,7 +124,8 @@ class Reservation:
 
 
 class BodyRoom:
-    """Room for the bodies of one server, granted in the order of the requests to owners that are within their share."""
+    """Room for the bodies of one server, granted in the order of the requests to owners that
+    are within their share."""
 
     def __init__(self, limits: IntakeLimits) -> None:
         self._limits = limits
@@ -162,7 +170,9 @@ class BodyRoom:
 
     def too_slow(self) -> HttpError:
         """Return the error of a body that was ended for others."""
-        return self._full(f"the body took over {self._limits.yield_s:g} s while others waited for room")
+        return self._full(
+            f"the body took over {self._limits.yield_s:g} s while others waited for room"
+        )
 
     def give_back(self, reservation: Reservation, size: int) -> None:
         """Take back so many bytes of a reservation, and grant them to those that wait."""
@@ -213,7 +223,8 @@ class BodyRoom:
 
 
 class ParseLane:
-    """Runs what reads long bodies in a thread: one at a time, the owners in turn, with pauses for the event loop."""
+    """Runs what reads long bodies in a thread: one at a time, the owners in turn, with
+    pauses for the event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str | None, deque[tuple[asyncio.Future[Any], Callable[[], Any]]]] = {}
@@ -250,7 +261,9 @@ class ParseLane:
             running.add_done_callback(partial(self._finish, result))
             return
 
-    def _finish(self, result: asyncio.Future[Any], done: asyncio.Future[tuple[float, Any, Exception | None]]) -> None:
+    def _finish(
+        self, result: asyncio.Future[Any], done: asyncio.Future[tuple[float, Any, Exception | None]]
+    ) -> None:
         if done.cancelled():  # the event loop ends
             result.cancel()
             return
@@ -332,7 +345,8 @@ class Intake:
         """Receive a body, which the caller releases.
 
         Raises:
-            HttpError: 413 for a longer one, 408 for one that does not arrive in time, 503 where there is no room.
+            HttpError: 413 for a longer one, 408 for one that does not arrive in time,
+                503 where there is no room.
         """
         declared = request.headers.get("content-length")
         size = int(declared or 0)
@@ -362,13 +376,18 @@ class Intake:
                 raise
             if slow:
                 raise self.room.too_slow() from None
-            raise HttpError(408, f"the body did not arrive within {seconds:.0f} s; send it faster") from None
+            raise HttpError(
+                408, f"the body did not arrive within {seconds:.0f} s; send it faster"
+            ) from None
 
         body.complete(b"".join(pieces), self.room)
         return body
 
-    async def parse(self, body: RawBody, owner: str | None, work: Callable[[bytes], T], *, bounded: bool) -> T:
-        """Return what `work` makes of a body, whose room is given back; in the lane, if that takes long.
+    async def parse(
+        self, body: RawBody, owner: str | None, work: Callable[[bytes], T], *, bounded: bool
+    ) -> T:
+        """Return what `work` makes of a body, whose room is given back; in the
+        lane, if that takes long.
 
         Args:
             bounded: whether the number of its values is bounded.
@@ -392,12 +411,14 @@ class Intake:
 
 
 def _separators(raw: bytes) -> tuple[int, int, int]:
-    """Return the commas, the colons, and the brackets and braces of a text, those in strings included."""
+    """Return the commas, the colons, and the brackets and braces of a text,
+    those in strings included."""
     return raw.count(b","), raw.count(b":"), raw.count(b"[") + raw.count(b"{")
 
 
 def check_values(raw: bytes) -> None:
-    """Raise `HttpError` for JSON with so many values that it would take seconds and gigabytes to parse."""
+    """Raise `HttpError` for JSON with so many values that it would take seconds
+    and gigabytes to parse."""
     values, keys, nested = _separators(raw)
     if values <= MAX_VALUES and keys <= MAX_KEYS and nested <= MAX_NESTED:
         return

@@ -9,10 +9,12 @@ from turnwright.engines.protocols import Generation, Request
 from turnwright_serve.server.intake import HttpError
 
 PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
-"""What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on with the weights of then;
-by the names that vLLM (`keep`) and SGLang (`retract`) have for it. What is held computes its cache again."""
+"""What a pause does to the replies in flight: end them, wait for their ends, or hold them, to go on
+with the weights of then; by the names that vLLM (`keep`) and SGLang (`retract`) have for it. What
+is held computes its cache again."""
 Span = dict[str, Any]
-"""Run of ids that the same weights sampled, as vLLM and SGLang report it: `version`, `start`, `end`."""
+"""Run of ids that the same weights sampled, as vLLM and SGLang report it:
+`version`, `start`, `end`."""
 
 
 class Replies:
@@ -65,7 +67,8 @@ class Replies:
             del self._running[name]
 
     async def _sample_parts(self, request: Request, spans: list[Span]) -> Generation:
-        """Sample a reply, which goes on after each pause that holds it; add to `spans` the weights of its ids."""
+        """Sample a reply, which goes on after each pause that holds it; add to `spans`
+        the weights of its ids."""
         reply: Generation | None = None
         while True:
             weights, start = self.weights, len(reply.ids) if reply else 0
@@ -79,7 +82,8 @@ class Replies:
             request = request.continued(part)
 
     async def pause(self, effect: str) -> None:
-        """Block new replies; end those in flight (`abort`), wait for them (`wait`), or hold them (`hold`)."""
+        """Block new replies; end those in flight (`abort`), wait for them (`wait`),
+        or hold them (`hold`)."""
         self._allowed.clear()
         if effect == "hold":
             if self._held is None or self._held.done():
@@ -103,7 +107,8 @@ class Replies:
             self._running[name].cancel()
 
     def _end_hold(self, *, go_on: bool) -> None:
-        """End a pause that holds replies; they go on, also those that it has yet to reach, or end with what they have."""
+        """End a pause that holds replies; they go on, also those that it has yet to reach, or
+        end with what they have."""
         if self._held is not None and not self._held.done():
             self._held.set_result(go_on)
         if not go_on:

@@ -33,19 +33,32 @@ DEFAULT_GROUP = "weight_update_group"
 PARTS = ("weights", "kv_cache")
 Formats = Literal["vllm", "sglang"]
 PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]
-"""Returns the ids, with each placeholder expanded, and the blocks of the images. Raises `MediaError`."""
+"""Returns the ids, with each placeholder expanded, and the blocks of the
+images. Raises `MediaError`."""
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
 """Formats, method, path, and what makes the endpoint of a handler."""
 
 
 def _route(
-    formats: tuple[Formats, ...], path: str, body: type[bodies.Body] | None = None, *, method: str = "POST", **rules: Any
+    formats: tuple[Formats, ...],
+    path: str,
+    body: type[bodies.Body] | None = None,
+    *,
+    method: str = "POST",
+    **rules: Any,
 ) -> Callable[[ServiceHandler], ServiceHandler]:
     """Serve a path by a method of `EngineService`; `rules` as in `Endpoint`."""
 
     def register(handler: ServiceHandler) -> ServiceHandler:
-        _ROUTES.append((formats, method, path, lambda service: Endpoint(partial(handler, service), body, **rules)))
+        _ROUTES.append(
+            (
+                formats,
+                method,
+                path,
+                lambda service: Endpoint(partial(handler, service), body, **rules),
+            )
+        )
         return handler
 
     return register
@@ -61,7 +74,8 @@ class EngineService:
     """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights."""
 
     engine: Any
-    """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not shared with other callers."""
+    """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not
+    shared with other callers."""
     _: KW_ONLY
     model: str
     score: Callable[[ScoreRequest], IdScores]
@@ -86,7 +100,11 @@ class EngineService:
 
     def routes(self, formats: Formats) -> Table:
         """Return the routes of a format."""
-        table = {(method, path): endpoint(self) for kinds, method, path, endpoint in _ROUTES if formats in kinds}
+        table = {
+            (method, path): endpoint(self)
+            for kinds, method, path, endpoint in _ROUTES
+            if formats in kinds
+        }
         if formats == "vllm":
             paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
 
@@ -118,24 +136,40 @@ class EngineService:
         *,
         scored: bool = False,
     ) -> tuple[Generation, list[Span]]:
-        """Sample one reply, with its experts from `routes_from` on; return it with the names of the weights of its ids.
+        """Sample one reply, with its experts from `routes_from` on; return it with the
+        names of the weights of its ids.
 
-        With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait for no pass of the engine.
+        With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait
+        for no pass of the engine.
         """
         if max_tokens == 0:
             if not scored:
-                raise HttpError(400, "max_tokens: 0 asks for no id, and no logprobs of the prompt are asked for either")
-            return Generation([], [], "length", 0), [{"version": self.replies.weights, "start": 0, "end": 0}]
+                raise HttpError(
+                    400,
+                    "max_tokens: 0 asks for no id, and no logprobs of the prompt are asked for "
+                    "either",
+                )
+            return Generation([], [], "length", 0), [
+                {"version": self.replies.weights, "start": 0, "end": 0}
+            ]
         given, space = given or bodies.Settings(), self._reply_space(ids)
-        stops = frozenset(given.stop_token_ids or ()) | (frozenset() if given.ignore_eos else self.end_ids)
+        stops = frozenset(given.stop_token_ids or ()) | (
+            frozenset() if given.ignore_eos else self.end_ids
+        )
         seed = given.seed if given.seed is not None else given.sampling_seed
         temperature = 1.0 if given.temperature is None else given.temperature
         texts = [given.stop] if isinstance(given.stop, str) else given.stop
         sampled = given.reply_position
         if sampled >= len(ids):
-            raise HttpError(400, f"reply_position: {sampled} of {len(ids)} ids, which leaves no prompt")
+            raise HttpError(
+                400, f"reply_position: {sampled} of {len(ids)} ids, which leaves no prompt"
+            )
         try:
-            stop_text = StopText(texts, self.decode).continued_after(ids[len(ids) - sampled :]) if texts else None
+            stop_text = (
+                StopText(texts, self.decode).continued_after(ids[len(ids) - sampled :])
+                if texts
+                else None
+            )
         except UsageError as error:
             raise HttpError(400, str(error)) from None
         request = Request(
@@ -145,7 +179,10 @@ class EngineService:
             random.getrandbits(64) if seed is None else seed,
             session or name,
             sampling=Sampling(
-                temperature, 1.0 if given.top_p is None else given.top_p, max(0, given.top_k or 0), min_p=given.min_p or 0.0
+                temperature,
+                1.0 if given.top_p is None else given.top_p,
+                max(0, given.top_k or 0),
+                min_p=given.min_p or 0.0,
             ),
             banned_ids=frozenset(given.logit_bias or ()),
             stop_text=stop_text,
@@ -156,7 +193,9 @@ class EngineService:
         )
         return await self.replies.sample(request, name)
 
-    async def _place(self, ids: list[int], urls: Sequence[str]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+    async def _place(
+        self, ids: list[int], urls: Sequence[str]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Return ids with their images, whose placeholders are expanded."""
         if not urls:
             return ids, ()
@@ -171,9 +210,14 @@ class EngineService:
         """Return how many new ids fit after a context; reject an invalid context."""
         space: int = self.engine.context - len(ids)
         if not ids or space < 1:
-            raise HttpError(400, f"{len(ids)} ids fill the context of {self.engine.context}" if ids else "no ids")
+            raise HttpError(
+                400,
+                f"{len(ids)} ids fill the context of {self.engine.context}" if ids else "no ids",
+            )
         if max(ids) >= self.engine.vocabulary:
-            raise HttpError(400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids")
+            raise HttpError(
+                400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids"
+            )
         return space
 
     def _check(self, body: bodies.Body, model: str | None = None) -> None:
@@ -184,14 +228,24 @@ class EngineService:
         body.drop_unknown()
 
     async def _score_ids(
-        self, ids: list[int], given: bodies.Settings | None, media: tuple[MediaPlacement, ...] = (), top: int = 0
+        self,
+        ids: list[int],
+        given: bodies.Settings | None,
+        media: tuple[MediaPlacement, ...] = (),
+        top: int = 0,
     ) -> IdScores:
         self._reply_space(ids)
-        temperature = 1.0 if given is None or given.score_temperature is None else given.score_temperature
-        banned = frozenset(() if given is None or given.score_banned_ids is None else given.score_banned_ids)
+        temperature = (
+            1.0 if given is None or given.score_temperature is None else given.score_temperature
+        )
+        banned = frozenset(
+            () if given is None or given.score_banned_ids is None else given.score_banned_ids
+        )
         if banned and len(banned) >= self.engine.vocabulary:
             raise HttpError(400, "score_banned_ids: every id of the vocabulary is banned")
-        return await asyncio.to_thread(self.score, ScoreRequest(ids, media, temperature, banned, top))
+        return await asyncio.to_thread(
+            self.score, ScoreRequest(ids, media, temperature, banned, top)
+        )
 
     async def _prompt_rows(
         self, ids: list[int], given: bodies.Settings, media: tuple[MediaPlacement, ...] = ()
@@ -201,11 +255,18 @@ class EngineService:
             return None
         found = await self._score_ids(ids, given, media, given.prompt_logprobs)
         tops = found.top or [{}] * len(found.logprobs)
-        every = ({**top, one: logprob} for one, logprob, top in zip(ids[1:], found.logprobs, tops, strict=True))
-        return [None, *({str(one): {"logprob": logprob} for one, logprob in row.items()} for row in every)]
+        every = (
+            {**top, one: logprob}
+            for one, logprob, top in zip(ids[1:], found.logprobs, tops, strict=True)
+        )
+        return [
+            None,
+            *({str(one): {"logprob": logprob} for one, logprob in row.items()} for row in every),
+        ]
 
     def _load(self) -> tuple[int, int, float]:
-        """Return requests that are computed, requests that wait, and the fraction of the cache that the former use."""
+        """Return requests that are computed, requests that wait, and the fraction of the
+        cache that the former use."""
         running, waiting = self.engine.queue_lengths
         return running, waiting, running / self.engine.slots
 
@@ -219,7 +280,8 @@ class EngineService:
 
     @property
     def _all_experts(self) -> int | None:
-        """First position whose experts replies hold: no request asks for them, and a server that has them sends all."""
+        """First position whose experts replies hold: no request asks for them, and a server
+        that has them sends all."""
         return 0 if self.experts else None
 
     @_vllm("/version", method="GET")
@@ -229,7 +291,12 @@ class EngineService:
     @_vllm("/v1/models", method="GET")
     async def _vllm_models(self, call: Call) -> Any:
         modalities = ["text", "image"] if self.place else ["text"]
-        row = {"id": self.model, "parent": None, "max_model_len": self.engine.context, "modalities": modalities}
+        row = {
+            "id": self.model,
+            "parent": None,
+            "max_model_len": self.engine.context,
+            "modalities": modalities,
+        }
         return {"data": [row]}
 
     @_vllm("/weight_info", method="GET")
@@ -272,7 +339,9 @@ class EngineService:
             | _npy_experts(reply)
             for index, (reply, _) in enumerate(sampled)
         ]
-        return {"id": name, "model": self.model, "choices": choices} | _usage(ids, *(reply for reply, _ in sampled))
+        return {"id": name, "model": self.model, "choices": choices} | _usage(
+            ids, *(reply for reply, _ in sampled)
+        )
 
     @_vllm("/inference/v1/generate", bodies.TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
@@ -284,11 +353,21 @@ class EngineService:
         scored = await self._prompt_rows(ids, given, media)
         parts = name, ids, given, given.max_tokens, session, media, self._all_experts
         reply, spans = await self._sample(*parts, scored=scored is not None)
-        content = [{"token_id": one, "logprob": p} for one, p in zip(reply.ids, reply.logprobs, strict=True)]
-        choice = {"index": 0, "token_ids": reply.ids, "finish_reason": reply.finish, "logprobs": {"content": content}}
+        content = [
+            {"token_id": one, "logprob": p}
+            for one, p in zip(reply.ids, reply.logprobs, strict=True)
+        ]
+        choice = {
+            "index": 0,
+            "token_ids": reply.ids,
+            "finish_reason": reply.finish,
+            "logprobs": {"content": content},
+        }
         choice["weight_versions"] = spans
         choice |= _npy_experts(reply)
-        row = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(ids, reply)
+        row = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(
+            ids, reply
+        )
         return row if scored is None else row | {"prompt_logprobs": scored}
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
@@ -367,12 +446,21 @@ class EngineService:
     @_sglang("/v1/loads", method="GET")
     async def _sglang_load(self, call: Call) -> Any:
         running, waiting, cache = self._load()
-        row = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": cache}
+        row = {
+            "dp_rank": 0,
+            "num_running_reqs": running,
+            "num_waiting_reqs": waiting,
+            "token_usage": cache,
+        }
         return {"loads": [row]}
 
     @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:
-        model = {"model_path": self.model, "served_model_name": self.model, "weight_version": self.replies.weights}
+        model = {
+            "model_path": self.model,
+            "served_model_name": self.model,
+            "weight_version": self.replies.weights,
+        }
         return model | {"has_image_understanding": self.place is not None}
 
     @_sglang("/server_info", method="GET")
@@ -388,15 +476,25 @@ class EngineService:
         if body.return_routed_experts and not self.experts:
             raise HttpError(400, "return_routed_experts: the model is no mixture of experts")
         if body.routed_experts_start_len >= len(ids) > 0:
-            raise HttpError(400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids")
+            raise HttpError(
+                400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids"
+            )
         meta: dict[str, Any] = {}
         if body.logprob_start_len == 0:
             scored = await self._score_ids(ids, given, media, body.top_logprobs_num)
             scores = [None, *scored.logprobs]
-            meta["input_token_logprobs"] = [[score, one, None] for one, score in zip(ids, scores, strict=True)]
+            meta["input_token_logprobs"] = [
+                [score, one, None] for one, score in zip(ids, scores, strict=True)
+            ]
             if body.top_logprobs_num:
-                meta["input_top_logprobs"] = [None, *([[p, one, None] for one, p in row.items()] for row in scored.top)]
-        session, max_tokens = call.headers.get("x-smg-routing-key", ""), given.max_new_tokens if given else None
+                meta["input_top_logprobs"] = [
+                    None,
+                    *([[p, one, None] for one, p in row.items()] for row in scored.top),
+                ]
+        session, max_tokens = (
+            call.headers.get("x-smg-routing-key", ""),
+            given.max_new_tokens if given else None,
+        )
         routes_from = body.routed_experts_start_len if body.return_routed_experts else None
         parts = name, ids, given, max_tokens, session, media, routes_from
         reply, spans = await self._sample(*parts, scored=body.logprob_start_len == 0)
@@ -410,10 +508,15 @@ class EngineService:
             "cached_tokens": reply.cached_tokens,
             "weight_version": spans[-1]["version"],
             "weight_versions": spans,
-            "output_token_logprobs": [[p, one, None] for one, p in zip(reply.ids, reply.logprobs, strict=True)],
+            "output_token_logprobs": [
+                [p, one, None] for one, p in zip(reply.ids, reply.logprobs, strict=True)
+            ],
         }
         if reply.drafted:
-            meta |= {"spec_num_proposed_drafts": reply.drafted, "spec_num_correct_drafts": reply.accepted}
+            meta |= {
+                "spec_num_proposed_drafts": reply.drafted,
+                "spec_num_correct_drafts": reply.accepted,
+            }
             meta["spec_accept_rate"] = reply.accepted / reply.drafted
         return {"text": self.decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
@@ -432,13 +535,17 @@ class EngineService:
 
     @_sglang("/init_weights_update_group", bodies.Meeting, changes=True)
     async def _sglang_join(self, call: Call) -> Any:
-        await self._join(call.body, call.body.group_name or DEFAULT_GROUP, call.body.backend or "nccl")
+        await self._join(
+            call.body, call.body.group_name or DEFAULT_GROUP, call.body.backend or "nccl"
+        )
         return {"success": True, "message": ""}
 
     @_sglang("/update_weights_from_distributed", bodies.Bucket, changes=True)
     async def _sglang_bucket(self, call: Call) -> Any:
         info: bodies.Bucket = call.body
-        await self.receiver.receive(info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes)
+        await self.receiver.receive(
+            info.group_name or DEFAULT_GROUP, info.names, info.dtypes, info.shapes
+        )
         return await self._apply_if_complete(info.weight_version)
 
     @_sglang("/update_weights_from_tensor", bodies.Tensors, changes=True, max_bytes=MAX_WEIGHTS)
@@ -505,7 +612,9 @@ class EngineService:
         return {"status": "resumed"}
 
     async def _join(self, info: bodies.Meeting, name: str, backend: str) -> None:
-        await self.receiver.join(info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend)
+        await self.receiver.join(
+            info.master_address, info.master_port, info.rank_offset, info.world_size, name, backend
+        )
 
     async def _sleep(self) -> None:
         await self.replies.pause("abort")
@@ -526,7 +635,8 @@ def _experts_of(reply: Generation) -> Any:
 
 
 def _npy_experts(reply: Generation) -> dict[str, str]:
-    """Return the field of a vLLM choice with the experts of a reply, an .npy file in base64; empty where it has none."""
+    """Return the field of a vLLM choice with the experts of a reply, an .npy file in base64;
+    empty where it has none."""
     from numpy import save
 
     if (experts := _experts_of(reply)) is None:
@@ -545,9 +655,18 @@ def _settings_of_each(body: bodies.Completion) -> list[bodies.Completion]:
 def _usage(ids: Sequence[int], *replies: Generation) -> dict[str, Any]:
     """Return the fields of a vLLM response that count ids."""
     count = sum(len(reply.ids) for reply in replies)
-    usage = {"prompt_tokens": len(ids), "completion_tokens": count, "total_tokens": len(ids) + count}
-    found: dict[str, Any] = {"usage": usage | {"prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens}}}
+    usage = {
+        "prompt_tokens": len(ids),
+        "completion_tokens": count,
+        "total_tokens": len(ids) + count,
+    }
+    found: dict[str, Any] = {
+        "usage": usage | {"prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens}}
+    }
     if drafted := sum(reply.drafted for reply in replies):
-        drafts = {"num_draft_tokens": drafted, "num_accepted_draft_tokens": sum(reply.accepted for reply in replies)}
+        drafts = {
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": sum(reply.accepted for reply in replies),
+        }
         found["metrics"] = {"speculative_decoding": drafts}
     return found

@@ -1,8 +1,9 @@
 """Difference between two versions of a chunk, for weights of which an update changes few.
 
-In bfloat16 most elements of a small update round to what they were. A difference has one bit for each word of two bytes,
-set where the word changed, then the low and the high bytes of what is added to the changed words, modulo 2**16. Words
-that changed mostly moved by one, so all of it compresses well. It is exact for any bytes, whatever they mean.
+In bfloat16 most elements of a small update round to what they were. A difference has one bit for
+each word of two bytes, set where the word changed, then the low and the high bytes of what is added
+to the changed words, modulo 2**16. Words that changed mostly moved by one, so all of it compresses
+well. It is exact for any bytes, whatever they mean.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import numpy as np
 
 WORD = np.dtype("<u2")
 MOST_CHANGED = 0.25
-"""Share of changed words from which no difference is made: in float32 nearly every element changes."""
+"""Share of changed words from which no difference is made: in float32 nearly
+every element changes."""
 LEVEL = 1
 """Of zlib: the fastest."""
 
 
 def encode_difference(old: bytes, new: bytes) -> bytes | None:
-    """Return what turns `old` into `new`; None for bytes of other lengths, or where it would hardly be shorter than `new`."""
+    """Return what turns `old` into `new`; None for bytes of other lengths, or where it would hardly
+    be shorter than `new`."""
     if len(old) != len(new):
         return None
     words, new_words = _words(old), _words(new)
@@ -35,7 +38,8 @@ def encode_difference(old: bytes, new: bytes) -> bytes | None:
 
 
 def apply_difference(old: bytes, difference: bytes) -> bytes:
-    """Return the new bytes; raise `ValueError` for a difference that does not fit, however it was made."""
+    """Return the new bytes; raise `ValueError` for a difference that does not
+    fit, however it was made."""
     words = _words(old).copy()
     bits = -(-len(words) // 8)
     unpack = zlib.decompressobj()
@@ -46,7 +50,9 @@ def apply_difference(old: bytes, difference: bytes) -> bytes:
     if not unpack.eof or len(body) < bits:
         raise ValueError("a difference of other bytes")
 
-    where = np.flatnonzero(np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool))
+    where = np.flatnonzero(
+        np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool)
+    )
     added = np.frombuffer(body, np.uint8, offset=bits)
     if len(added) != 2 * len(where):
         raise ValueError("a difference of other bytes")

@@ -1,4 +1,5 @@
-"""Relay of weights on a node: fetches chunks from peers, verifies and stores them, and passes them on at once."""
+"""Relay of weights on a node: fetches chunks from peers, verifies and stores them, and
+passes them on at once."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PARALLEL = 4
 AHEAD_S = 5.0
 """Seconds that a peer may take to learn of an update that its own peers know of already."""
 FROM = "from"
-"""Parameter of a request for a chunk: the digest of the bytes at its place that the asking node has."""
+"""Parameter of a request for a chunk: the digest of the bytes at its place
+that the asking node has."""
 MAX_MANIFEST = 64 * 2**20
 Url = Annotated[str, Field(pattern="^https?://", max_length=2000)]
 
@@ -50,8 +52,8 @@ class Fetch(BaseModel):
 class WeightRelay:
     """Weights of the latest policies on this node's disk, fetched from peers and served to peers.
 
-    A chunk that another policy on this disk has is copied from there. Where that has other bytes at the chunk's place, only
-    their difference is transferred, if it is shorter and the peer has both.
+    A chunk that another policy on this disk has is copied from there. Where that has other bytes at
+    the chunk's place, only their difference is transferred, if it is shorter and the peer has both.
 
     Args:
         root: directory of the policies, which this node's servers see under the same path.
@@ -62,7 +64,8 @@ class WeightRelay:
     def __init__(self, root: Path, keep: int = 2, *, token: str | None = None) -> None:
         self.root, self._keep, self._token = root.absolute(), keep, own_token(token)
         self.counts: Counter[str] = Counter()
-        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `differences`, `chunks_rejected`, `peers_failed`."""
+        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `differences`,
+        `chunks_rejected`, `peers_failed`."""
         self._have: dict[str, dict[str, tuple[Path, Chunk]]] = {}
         """By name of a directory: where each chunk is that arrived."""
         self._arrival: dict[str, asyncio.Future[None]] = {}
@@ -76,16 +79,21 @@ class WeightRelay:
         return {
             ("GET", "/weights/chunks/{digest}"): Endpoint(self._serve),
             ("GET", "/weights/counts"): Endpoint(self._count),
-            ("POST", "/weights/fetch"): Endpoint(self._order, Fetch, changes=True, max_bytes=MAX_MANIFEST, bounded=False),
+            ("POST", "/weights/fetch"): Endpoint(
+                self._order, Fetch, changes=True, max_bytes=MAX_MANIFEST, bounded=False
+            ),
         }
 
     def offer(self, directory: Path, manifest: Manifest) -> None:
         """Serve the chunks of a complete directory, as the first of all peers does."""
-        self._have[manifest.name] = {chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()}
+        self._have[manifest.name] = {
+            chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()
+        }
         self._forget()
 
     async def fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
-        """Fetch a policy unless this node has it; return its directory. Concurrent calls share one transfer.
+        """Fetch a policy unless this node has it; return its directory. Concurrent
+        calls share one transfer.
 
         Raises:
             SyncError: when a chunk cannot be had from any source.
@@ -94,7 +102,11 @@ class WeightRelay:
             raise SyncError(f"the manifest of policy {manifest.version} {fault}")
         async with self._ordering:
             known, task = self._fetching.get(manifest.name, (None, None))
-            failed = task is not None and task.done() and (task.cancelled() or task.exception() is not None)
+            failed = (
+                task is not None
+                and task.done()
+                and (task.cancelled() or task.exception() is not None)
+            )
             if task is None or failed or known != manifest:  # another one is of an earlier run
                 await cancel([] if task is None else [task])
                 task = asyncio.create_task(self._fetch(manifest, sources))
@@ -133,24 +145,37 @@ class WeightRelay:
         raise HttpError(404, f"no chunk {digest:.80} here")
 
     def _places(self) -> dict[tuple[str, int], str]:
-        """Return the digest of the chunk at each place of a file, of the latest policy that has one."""
-        return {(chunk.file, chunk.start): digest for have in self._have.values() for digest, (_, chunk) in have.items()}
+        """Return the digest of the chunk at each place of a file, of the
+        latest policy that has one."""
+        return {
+            (chunk.file, chunk.start): digest
+            for have in self._have.values()
+            for digest, (_, chunk) in have.items()
+        }
 
     def _find(self, digest: str) -> tuple[Path, Chunk] | None:
-        return next((have[digest] for have in reversed(self._have.values()) if digest in have), None)
+        return next(
+            (have[digest] for have in reversed(self._have.values()) if digest in have), None
+        )
 
     async def _fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
         name = manifest.name
         final, draft = self.root / name, self.root / f".{name}.{os.getpid()}.writing"
         chunks = list(manifest.chunks())
         loop = asyncio.get_running_loop()
-        missing = {chunk.digest: loop.create_future() for chunk in chunks if self._find(chunk.digest) is None}
+        missing = {
+            chunk.digest: loop.create_future()
+            for chunk in chunks
+            if self._find(chunk.digest) is None
+        }
         self._arrival.update(missing)
         before = self._places()
         self._have.pop(name, None)
         have = self._have[name] = dict[str, tuple[Path, Chunk]]()
         try:
-            await asyncio.to_thread(_make_files, draft, {file.name: file.size for file in manifest.files})
+            await asyncio.to_thread(
+                _make_files, draft, {file.name: file.size for file in manifest.files}
+            )
             numbered = iter(enumerate(chunks))
 
             async def work() -> None:
@@ -171,7 +196,9 @@ class WeightRelay:
                 for _ in range(PARALLEL):
                     group.create_task(work())
             await asyncio.to_thread(_replace, draft, final)
-            self._have[name] = {digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()}
+            self._have[name] = {
+                digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()
+            }
         except BaseException as error:
             self._have.pop(name, None)
             shutil.rmtree(draft, ignore_errors=True)
@@ -191,7 +218,8 @@ class WeightRelay:
         return final
 
     async def _from_peers(self, chunk: Chunk, sources: Sequence[str], old: str) -> list[bytes]:
-        """Fetch and verify a chunk from the first source that has it, as a difference from chunk `old` if that is here."""
+        """Fetch and verify a chunk from the first source that has it, as a difference from chunk
+        `old` if that is here."""
         loop, faults = asyncio.get_running_loop(), list[str]()
         for url in sources:
             peer, until = self._peer(url), loop.time() + AHEAD_S
@@ -200,14 +228,18 @@ class WeightRelay:
                 try:
                     pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}{query}", CHUNK_S)
                 except EngineError as error:
-                    if error.status == 404 and loop.time() < until:  # it does not know of the policy yet
+                    if (
+                        error.status == 404 and loop.time() < until
+                    ):  # it does not know of the policy yet
                         await asyncio.sleep(0.02)
                         continue
                     self.counts["peers_failed"] += 1
                     faults.append(str(error))
                     break
                 self.counts["bytes_fetched"] += sum(map(len, pieces))
-                is_difference = bool(old) and sum(map(len, pieces)) != chunk.size  # one is always shorter
+                is_difference = (
+                    bool(old) and sum(map(len, pieces)) != chunk.size
+                )  # one is always shorter
                 known = self._find(old) if is_difference else None
                 restored = await asyncio.to_thread(_restored, chunk, pieces, known)
                 if restored is not None:
@@ -219,7 +251,9 @@ class WeightRelay:
                     continue
                 faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
                 break
-        raise SyncError(f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}")
+        raise SyncError(
+            f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}"
+        )
 
     def _peer(self, url: str) -> HttpClient:
         if url not in self._peers:
@@ -253,7 +287,8 @@ def _content_of(known: tuple[Path, Chunk]) -> bytes:
 
 
 def _sent(found: tuple[Path, Chunk], old: tuple[Path, Chunk] | None) -> bytes:
-    """Return the bytes of a chunk, or their difference from those of chunk `old`, if there is one and it is shorter."""
+    """Return the bytes of a chunk, or their difference from those of chunk `old`, if there is
+    one and it is shorter."""
     data, difference = _content_of(found), None
     if old is not None:
         with suppress(OSError):  # deleted a moment ago
@@ -261,15 +296,19 @@ def _sent(found: tuple[Path, Chunk], old: tuple[Path, Chunk] | None) -> bytes:
     return data if difference is None else difference
 
 
-def _restored(chunk: Chunk, pieces: list[bytes], old: tuple[Path, Chunk] | None) -> list[bytes] | None:
-    """Return the bytes of a chunk from what a peer sent, a difference from chunk `old` if that is given; None where they are
-    others."""
+def _restored(
+    chunk: Chunk, pieces: list[bytes], old: tuple[Path, Chunk] | None
+) -> list[bytes] | None:
+    """Return the bytes of a chunk from what a peer sent, a difference from chunk `old` if that is
+    given; None where they are others."""
     if old is not None:
         try:
             pieces = [apply_difference(_content_of(old), b"".join(pieces))]
         except (ValueError, OSError):
             return None
-    return pieces if sum(map(len, pieces)) == chunk.size and _digest(pieces) == chunk.digest else None
+    return (
+        pieces if sum(map(len, pieces)) == chunk.size and _digest(pieces) == chunk.digest else None
+    )
 
 
 def _digest(pieces: Sequence[bytes]) -> str:
@@ -298,17 +337,25 @@ def _replace(draft: Path, final: Path) -> None:
     os.replace(draft, final)
 
 
-async def relay(root: Path, on_start: Callable[[str], None], *, host: str, port: int, token: str) -> None:
-    """Run a relay until cancelled; once it listens, `on_start` receives its URL. Raises `ConfigError` as `turnwright serve`."""
+async def relay(
+    root: Path, on_start: Callable[[str], None], *, host: str, port: int, token: str
+) -> None:
+    """Run a relay until cancelled; once it listens, `on_start` receives its URL. Raises
+    `ConfigError` as `turnwright serve`."""
     if host not in LOOPBACK and not token:
-        raise ConfigError(f"--host {host}: other machines could write here; set {TOKEN}, which the trainer must send")
+        raise ConfigError(
+            f"--host {host}: other machines could write here; set {TOKEN}, which the trainer must "
+            "send"
+        )
     weights = WeightRelay(root)
     server = JsonHttpServer(weights.routes(), host=host, port=port, token=token)
     try:
         try:
             await server.start()
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"{host}:{port} is not available ({error}); choose another --port") from None
+            raise ConfigError(
+                f"{host}:{port} is not available ({error}); choose another --port"
+            ) from None
         on_start(server.url)
         await server.run()
     finally:

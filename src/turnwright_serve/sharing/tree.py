@@ -22,10 +22,12 @@ from turnwright_serve.sharing.relay import WeightRelay, own_token
 
 
 def parents(nodes: Sequence[str]) -> dict[str, list[list[str]]]:
-    """Return the ancestors of each node in two binary trees, nearest first; those without any are children of the trainer.
+    """Return the ancestors of each node in two binary trees, nearest first; those without any are
+    children of the trainer.
 
-    The second tree has the nodes in reverse, so a node that has children in one has none in the other. Each tree carries half
-    of the chunks, so every node receives the weights once and sends them at most once, as the trainer does.
+    The second tree has the nodes in reverse, so a node that has children in one has none in the
+    other. Each tree carries half of the chunks, so every node receives the weights once and sends
+    them at most once, as the trainer does.
     """
     found: dict[str, list[list[str]]] = {node: [] for node in nodes}
     for order in (nodes, nodes[::-1]):
@@ -43,10 +45,12 @@ class WeightTree:
 
     Args:
         host: address of this process that nodes reach.
-        relay_port: port of the relay on each node (`turnwright engines relay`); None where the servers relay themselves, as
-            `turnwright serve` does: then the first server of a node reads for all.
+        relay_port: port of the relay on each node (`turnwright engines relay`); None where
+            the servers relay themselves, as `turnwright serve` does: then the first server
+            of a node reads for all.
         chunk: bytes of a chunk.
-        relays: returns the URL of the relay by host, where they come and go; in place of `relay_port`.
+        relays: returns the URL of the relay by host, where they come and
+            go; in place of `relay_port`.
         token: that of the relays; by default the value of `TURNWRIGHT_SERVE_TOKEN`.
     """
 
@@ -74,8 +78,11 @@ class WeightTree:
         *,
         base: bool = False,
     ) -> TreeWeights:
-        """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
-        manifest = await asyncio.to_thread(Manifest.of, source.directory, source.version, self._chunk, base=base)
+        """Return a source that sends a directory through the nodes of the servers at these URLs; a
+        `base` model stays there."""
+        manifest = await asyncio.to_thread(
+            Manifest.of, source.directory, source.version, self._chunk, base=base
+        )
         self._relay.offer(source.directory, manifest)
         nodes = dict(self.relays)
         for url in urls if self._relays is None else ():
@@ -92,7 +99,11 @@ class WeightTree:
         """Return the URL of the relay that reads for a server."""
         if self._relays is not None:
             return self.relays.get(node_of(url), "")
-        return url if self._relay_port is None else f"{urlsplit(url).scheme}://{node_of(url)}:{self._relay_port}"
+        return (
+            url
+            if self._relay_port is None
+            else f"{urlsplit(url).scheme}://{node_of(url)}:{self._relay_port}"
+        )
 
     async def close(self) -> None:
         """Stop serving chunks."""
@@ -105,11 +116,15 @@ class WeightTree:
         loop = asyncio.get_running_loop()
         async with self._starting.setdefault(loop, asyncio.Lock()):
             if self._server is None or self._loop is not loop:
-                server = JsonHttpServer(self._relay.routes(), host=self._host, port=0, token=self.token)
+                server = JsonHttpServer(
+                    self._relay.routes(), host=self._host, port=0, token=self.token
+                )
                 try:
                     await server.start()
                 except OSError as error:
-                    raise SyncError(f"{self._host}: cannot serve weights there ({error}); set engine.group_host") from None
+                    raise SyncError(
+                        f"{self._host}: cannot serve weights there ({error}); set engine.group_host"
+                    ) from None
                 self._server, self._loop = server, loop
         return self._server.url
 
@@ -141,7 +156,8 @@ class TreeWeights:
         return self.source.is_adapter
 
     async def send_to(self, engine: UpdatedServer) -> None:
-        """Have the node of a server fetch the weights, and the server load them from its node's disk."""
+        """Have the node of a server fetch the weights, and the server load them
+        from its node's disk."""
         self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
         directory = await self.directory_on(node_of(engine.url))
         await replace(self.source, directory=directory).send_to(engine)
@@ -150,16 +166,25 @@ class TreeWeights:
         """Have a node fetch the weights; return their directory there."""
         relay = self.tree.relays.get(host) or self.nodes.get(host)
         if not relay:
-            raise SyncError(f"{host}: nothing there fetches the weights of policy {self.version}; its server is started again")
+            raise SyncError(
+                f"{host}: nothing there fetches the weights of policy {self.version}; its server "
+                "is started again"
+            )
         # A node that joined later is a leaf: it asks a few others, and the trainer last.
         others = list(self.ancestors)[:2]
         root = await self.tree.start()
         sources = [[*above, root] for above in self.ancestors.get(relay) or (others, others[::-1])]
         http = HttpClient(relay, token=self.tree.token)
         try:
-            done = await http.post("/weights/fetch", {"manifest": orjson.Fragment(self.manifest), "sources": sources}, UPDATE_S)
+            done = await http.post(
+                "/weights/fetch",
+                {"manifest": orjson.Fragment(self.manifest), "sources": sources},
+                UPDATE_S,
+            )
         except EngineError as error:
-            raise SyncError(f"{host} did not get the weights of policy {self.version}: {error}") from error
+            raise SyncError(
+                f"{host} did not get the weights of policy {self.version}: {error}"
+            ) from error
         finally:
             await http.close()
         return Path(done["directory"])

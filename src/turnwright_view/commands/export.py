@@ -13,13 +13,33 @@ from turnwright.errors import UsageError
 
 def add_export(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export)
+    parser = add_command(
+        subparsers, "export", "write a run's episodes as Parquet or JSON lines", run_export
+    )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    parser.add_argument("out", metavar="FILE", type=Path, help="file to write, .parquet (for Hugging Face datasets) or .jsonl")
+    parser.add_argument(
+        "out",
+        metavar="FILE",
+        type=Path,
+        help="file to write, .parquet (for Hugging Face datasets) or .jsonl",
+    )
     layouts = ("samples", "sft", "trl", "verl", "dpo")
-    parser.add_argument("--columns", "--format", choices=layouts, default="samples", help="column names (default: samples)")
-    parser.add_argument("--phase", metavar="NAME", default="train", help="phase to export, or `all` (default: train)")
-    parser.add_argument("--least-reward", metavar="R", type=float, help="skip episodes with a lower reward or none")
+    parser.add_argument(
+        "--columns",
+        "--format",
+        choices=layouts,
+        default="samples",
+        help="column names (default: samples)",
+    )
+    parser.add_argument(
+        "--phase",
+        metavar="NAME",
+        default="train",
+        help="phase to export, or `all` (default: train)",
+    )
+    parser.add_argument(
+        "--least-reward", metavar="R", type=float, help="skip episodes with a lower reward or none"
+    )
 
 
 def run_export(args: argparse.Namespace) -> int:
@@ -35,7 +55,9 @@ def run_export(args: argparse.Namespace) -> int:
 
     def chosen(trajectory: Trajectory) -> bool:
         reward, minimum = trajectory.reward, args.least_reward
-        return args.phase in ("all", trajectory.key.phase) and (minimum is None or (reward is not None and reward >= minimum))
+        return args.phase in ("all", trajectory.key.phase) and (
+            minimum is None or (reward is not None and reward >= minimum)
+        )
 
     def selected() -> Iterator[Trajectory]:
         return (one for _, _, played in steps_of(args.run_dir) for one in played if chosen(one))
@@ -61,7 +83,10 @@ def run_export(args: argparse.Namespace) -> int:
 
     rows = pairs_of_each() if args.columns == "dpo" else rows_of_each()
     count = write(rows, args.columns, args.out, layout)
-    print(f"{args.out}: {count} rows" + ("" if count else f"; no episode of phase {args.phase} matches"))
+    print(
+        f"{args.out}: {count} rows"
+        + ("" if count else f"; no episode of phase {args.phase} matches")
+    )
     return 0
 
 

@@ -27,13 +27,25 @@ def add_replay(subparsers: Any) -> None:
     help = "recompute a run from its record, or rerun the loop against it"
     parser = add_command(subparsers, "replay", help, run_replay, overrides=True)
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
-    parser.add_argument("--reward", metavar="FILE.py:FUNCTION", help="a reward function to apply to every finished trajectory")
-    parser.add_argument("--loop", action="store_true", help="replay every episode with its sampled replies")
+    parser.add_argument(
+        "--reward",
+        metavar="FILE.py:FUNCTION",
+        help="a reward function to apply to every finished trajectory",
+    )
+    parser.add_argument(
+        "--loop", action="store_true", help="replay every episode with its sampled replies"
+    )
     env = "with --loop: an environment (a name, FILE.py:NAME, or `recipe`), not the recorded one"
     parser.add_argument("--env", metavar="ENV", help=env)
-    parser.add_argument("--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)")
-    parser.add_argument("--step", metavar="N", type=int, help="with --loop: only this step, as the viewer counts")
-    parser.add_argument("--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N")
+    parser.add_argument(
+        "--phase", metavar="NAME", help="with --loop: only this phase (`train`, `gate`, ...)"
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="with --loop: only this step, as the viewer counts"
+    )
+    parser.add_argument(
+        "--trajectory", metavar="TASK[/N]", help="with --loop: only this task, or its sample N"
+    )
     add_trust(parser)
 
 
@@ -52,7 +64,10 @@ def run_replay(args: argparse.Namespace) -> int:
 
     reward = load_object(args.reward) if args.reward else None
     if reward is not None and not callable(reward):
-        raise UsageError(f"--reward {args.reward}: must be a function of a trajectory, not {type(reward).__name__}")
+        raise UsageError(
+            f"--reward {args.reward}: must be a function of a trajectory, not "
+            f"{type(reward).__name__}"
+        )
 
     ok, lines = (_loop if args.loop else _record)(args, reward)
     for line in lines:
@@ -80,9 +95,15 @@ def _loop(args: argparse.Namespace, reward: Any) -> tuple[bool, Iterator[str]]:
 
     def selected(key: EpisodeKey) -> bool:
         names = (None, key.task, f"{key.task}/{key.sample}")
-        return args.trajectory in names and args.phase in (None, key.phase) and args.step in (None, key.metrics_step)
+        return (
+            args.trajectory in names
+            and args.phase in (None, key.phase)
+            and args.step in (None, key.metrics_step)
+        )
 
-    found = replay_run(args.run_dir, env=args.env, overrides=args.overrides, reward=reward, only=selected)
+    found = replay_run(
+        args.run_dir, env=args.env, overrides=args.overrides, reward=reward, only=selected
+    )
     return found.ok, _differences(found)
 
 
@@ -93,7 +114,10 @@ def _differences(found: ReplayResult) -> Iterator[str]:
         first.setdefault(one.key, one)
     for key, one in islice(first.items(), MAX_DIFFERENCES):
         where = f" at {one.where}" if one.where else ""
-        yield f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}: differs in {one.what}{where}"
+        yield (
+            f"{key.phase} {key.metrics_step} / {key.task} / {key.sample}: differs in "
+            f"{one.what}{where}"
+        )
         yield f"    recorded  {one.recorded}"
         yield f"    now       {one.now}"
 

@@ -14,12 +14,18 @@ from turnwright.errors import TurnwrightError, UsageError
 
 def add_track(subparsers: Any) -> None:
     """Register the command."""
-    parser = add_command(subparsers, "track", "send the metrics of a run to trackio, wandb or tensorboard", run_track)
+    parser = add_command(
+        subparsers, "track", "send the metrics of a run to trackio, wandb or tensorboard", run_track
+    )
     parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory")
     to = "trackio, wandb, tensorboard or FILE.py:CLASS; repeatable (default: the run's own)"
     parser.add_argument("--to", metavar="TRACKER", action="append", help=to)
-    parser.add_argument("--project", metavar="NAME", help="project name at the tracker (default: the run's own)")
-    parser.add_argument("--name", metavar="NAME", help="run name at the tracker (default: the run's own)")
+    parser.add_argument(
+        "--project", metavar="NAME", help="project name at the tracker (default: the run's own)"
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="run name at the tracker (default: the run's own)"
+    )
     add_trust(parser)
 
 

@@ -14,12 +14,27 @@ from turnwright.errors import UsageError, did_you_mean
 def add_view(subparsers: Any) -> None:
     """Register the command."""
     parser = add_command(subparsers, "view", "view a run: curves, trajectories, tokens", run_view)
-    parser.add_argument("run_dir", metavar="RUN", type=Path, help="a run directory; the run may be in progress")
+    parser.add_argument(
+        "run_dir", metavar="RUN", type=Path, help="a run directory; the run may be in progress"
+    )
     parser.add_argument("--against", metavar="RUN", type=Path, help="another run to compare with")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="write the viewer with the run as one self-contained file")
-    parser.add_argument("--report", action="store_true", help="write the report (RUN/report.html) and print its path")
-    parser.add_argument("--tui", action="store_true", help="view it in the terminal, for example over SSH")
-    parser.add_argument("--port", metavar="N", type=int, default=0, help="port of the page (default: a free one)")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write the viewer with the run as one self-contained file",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="write the report (RUN/report.html) and print its path",
+    )
+    parser.add_argument(
+        "--tui", action="store_true", help="view it in the terminal, for example over SSH"
+    )
+    parser.add_argument(
+        "--port", metavar="N", type=int, default=0, help="port of the page (default: a free one)"
+    )
     host = "other than 127.0.0.1: needs TURNWRIGHT_VIEW_TOKEN"
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=host)
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
@@ -76,10 +91,23 @@ def _run_dir(run_dir: Path) -> Path:
     """Return a run directory; raise `UsageError` where it is none, or of another version."""
     if not run_dir.is_dir():
         folder = run_dir.parent
-        near = did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()]) if folder.is_dir() else ""
-        raise UsageError(f"{run_dir}: no such run directory; {near or 'name the directory that `turnwright train` printed'}")
-    if not any((run_dir / name).exists() for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")):
-        why = "not a run directory (no config.json, no metrics.jsonl); name the directory that train printed"
+        near = (
+            did_you_mean(run_dir.name, [p.name for p in folder.iterdir() if p.is_dir()])
+            if folder.is_dir()
+            else ""
+        )
+        raise UsageError(
+            f"{run_dir}: no such run directory; "
+            f"{near or 'name the directory that `turnwright train` printed'}"
+        )
+    if not any(
+        (run_dir / name).exists()
+        for name in ("config.json", "metrics.jsonl", "summary.json", "trajectories.jsonl")
+    ):
+        why = (
+            "not a run directory (no config.json, no metrics.jsonl); name the directory that "
+            "train printed"
+        )
         raise UsageError(f"{run_dir}: {why}")
     from turnwright.records.run_dir import check_version
 
@@ -88,14 +116,19 @@ def _run_dir(run_dir: Path) -> Path:
 
 
 def _announce(run_dir: Path, address: str) -> None:
-    """Print the diagnoses of a run and the differences found by the sanity check, and open the page, if there is one."""
+    """Print the diagnoses of a run and the differences found by the sanity check, and open the
+    page, if there is one."""
     import webbrowser
 
     from turnwright.display.diagnosis import findings, lines_of_run, table
     from turnwright.display.run_data import read_run
 
     found = findings(run_dir, read_run(run_dir).rows, [])
-    sanity = ["", "sanity check: built ids differ from the chat template's render", *table(found)] if found else []
+    sanity = (
+        ["", "sanity check: built ids differ from the chat template's render", *table(found)]
+        if found
+        else []
+    )
     diagnoses = [f"diagnosis: {line}" for line in lines_of_run(run_dir)]
     for line in (*diagnoses, *sanity):
         print(line, flush=True)

@@ -15,7 +15,18 @@ from turnwright.types import EpisodeKey, Failure, Message, Trajectory, Turn
 MAX_VALUE_CHARS = 160
 """Characters of a value in a difference."""
 _NOT_COMPARED = ("wall_s", "reward_s", "error")
-_TURN = ("agent", "finish", "reward", "retries", "inserted", "kept", "parent", "prompt", "context", "spans")
+_TURN = (
+    "agent",
+    "finish",
+    "reward",
+    "retries",
+    "inserted",
+    "kept",
+    "parent",
+    "prompt",
+    "context",
+    "spans",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +50,11 @@ class EpisodeDifference:
     """For a prompt: origin of the recorded id at that position."""
 
 
-def compare_episodes(recorded: Trajectory, now: Trajectory, *, template: bool = True) -> list[EpisodeDifference]:
-    """Return the differences between an episode and its replay, apart from timings, tracebacks and cache counts.
+def compare_episodes(
+    recorded: Trajectory, now: Trajectory, *, template: bool = True
+) -> list[EpisodeDifference]:
+    """Return the differences between an episode and its replay, apart from timings,
+    tracebacks and cache counts.
 
     With `template`, the chat templates must be equal too.
     """
@@ -48,9 +62,13 @@ def compare_episodes(recorded: Trajectory, now: Trajectory, *, template: bool = 
     for what, turn, old, new in _pairs(recorded, now):
         if old != new:
             where = f"turn {turn + 1}" if turn >= 0 else ""
-            differences.append(EpisodeDifference(recorded.key, what, where, short_text(old), short_text(new), turn))
+            differences.append(
+                EpisodeDifference(recorded.key, what, where, short_text(old), short_text(new), turn)
+            )
     if template and recorded.template != now.template:
-        differences.append(EpisodeDifference(recorded.key, "template", "", recorded.template, now.template))
+        differences.append(
+            EpisodeDifference(recorded.key, "template", "", recorded.template, now.template)
+        )
     return differences
 
 
@@ -79,7 +97,12 @@ def _pairs(recorded: Trajectory, now: Trajectory) -> Iterator[tuple[str, int, An
         yield what, -1, old_end.pop(what), new_end.pop(what)
     yield "rewards by row", -1, recorded.row_rewards, now.row_rewards
     yield "rewards by agent", -1, recorded.agent_rewards, now.agent_rewards
-    yield "weights", -1, [sample.weights for sample in recorded.samples()], [sample.weights for sample in now.samples()]
+    yield (
+        "weights",
+        -1,
+        [sample.weights for sample in recorded.samples()],
+        [sample.weights for sample in now.samples()],
+    )
 
 
 def _turns(old: Turn, new: Turn) -> Iterator[tuple[str, Any, Any]]:
@@ -99,14 +122,23 @@ def _messages(messages: Sequence[Message]) -> Any:
 def _outcome(trajectory: Trajectory) -> dict[str, Any]:
     row = {"failures": []} | outcome_row(trajectory)
     row["failures"] = [_failure(failure) for failure in trajectory.failures]
-    fields: dict[str, Any] = as_json({name: value for name, value in row.items() if name not in _NOT_COMPARED})
+    fields: dict[str, Any] = as_json(
+        {name: value for name, value in row.items() if name not in _NOT_COMPARED}
+    )
     return fields
 
 
 def _failure(failure: Failure | None) -> Any:
     if failure is None:
         return None
-    return [failure.type, failure.message, failure.phase, failure.kind, failure.turn, failure.recovery]
+    return [
+        failure.type,
+        failure.message,
+        failure.phase,
+        failure.kind,
+        failure.turn,
+        failure.recovery,
+    ]
 
 
 def _info(info: Mapping[str, Any]) -> Any:

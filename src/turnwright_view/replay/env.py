@@ -35,8 +35,13 @@ class RecordedEpisodeEnvs:
         """`reward` replaces the recorded reward of the episode."""
         self.episode, self.reward_override = episode, reward
         trajectory = episode.trajectory
-        chain = [*trajectory.failures, *([trajectory.error] if trajectory.error is not None else [])]
-        self.env_failures = [failure for failure in chain if failure.phase in ("reset", "step", "close")]
+        chain = [
+            *trajectory.failures,
+            *([trajectory.error] if trajectory.error is not None else []),
+        ]
+        self.env_failures = [
+            failure for failure in chain if failure.phase in ("reset", "step", "close")
+        ]
         self.reward_failures = [failure for failure in chain if failure.phase == "reward"]
         self.reward_calls = 0
         """Number of reward failures so far, plus later calls."""
@@ -61,7 +66,11 @@ class RecordedEpisodeEnvs:
         failure = self.env_failures[0] if self.env_failures else None
         if failure is None or failure.phase != phase or (turn is not None and failure.turn != turn):
             return
-        if phase == "close" and failure is self.episode.trajectory.error and (self.recovering_from or not self.opened):
+        if (
+            phase == "close"
+            and failure is self.episode.trajectory.error
+            and (self.recovering_from or not self.opened)
+        ):
             return  # the last close failed, and this is an earlier one
         del self.env_failures[0]
         if phase != "close":
@@ -70,13 +79,21 @@ class RecordedEpisodeEnvs:
 
     def error(self, failure: Failure) -> RemoteException:
         """Return a recorded failure as an exception."""
-        timed_out = failure is self.episode.trajectory.error and self.episode.trajectory.stop is StopReason.WALL_CLOCK
+        timed_out = (
+            failure is self.episode.trajectory.error
+            and self.episode.trajectory.stop is StopReason.WALL_CLOCK
+        )
         return (RecordedEnvTimeout if timed_out else RemoteException)(failure)
 
     def recover(self) -> None:
         """Raise `RestartEpisode` if the record has another attempt after the failure."""
         if self.recovering_from is not None and self.recovering_from.recovery == "attempt":
-            self.recovering_from, self.attempt_index, self.steps_taken, self.opened = None, self.attempt_index + 1, 0, False
+            self.recovering_from, self.attempt_index, self.steps_taken, self.opened = (
+                None,
+                self.attempt_index + 1,
+                0,
+                False,
+            )
             raise RestartEpisode("the record has a new attempt")
 
     def opening(self) -> tuple[Message, ...]:
@@ -84,10 +101,15 @@ class RecordedEpisodeEnvs:
         turns = self.attempt.turns
         if not turns:
             return read_messages(self.attempt.observation or ())
-        return read_messages(turns[0].observation) if turns[0].observation is not None else turns[0].turn.messages
+        return (
+            read_messages(turns[0].observation)
+            if turns[0].observation is not None
+            else turns[0].turn.messages
+        )
 
     def step(self, number: int) -> Step:
-        """Return the recorded step after a turn of the attempt, or raise its `InvalidAction` or failure."""
+        """Return the recorded step after a turn of the attempt, or raise its
+        `InvalidAction` or failure."""
         turns = self.attempt.turns
         if number >= len(turns) or not turns[number].has_observation:
             at = f"the record has no answer to turn {number + 1}: the episode ended with its reply"
@@ -99,11 +121,17 @@ class RecordedEpisodeEnvs:
             after = turns[number + 1]
             inserted = after.turn.inserted
             seen = after.turn.messages if inserted is None else InlineObservation(inserted)
-            return Step(seen if after.observation is None else read_observation(after.observation), turn.reward, info=turn.info)
+            return Step(
+                seen if after.observation is None else read_observation(after.observation),
+                turn.reward,
+                info=turn.info,
+            )
         if self.attempt.has_observation:
             return Step(read_observation(self.attempt.observation), turn.reward, info=turn.info)
         error = self.episode.trajectory.error
-        if error is not None and error.phase == "step":  # the step returned, but its observation could not be read
+        if (
+            error is not None and error.phase == "step"
+        ):  # the step returned, but its observation could not be read
             return Step(_UnreadableObservation(self.error(error)), turn.reward, info=turn.info)  # type: ignore[arg-type]
         trajectory = self.episode.trajectory
         truncated = trajectory.stop is StopReason.ENV_TRUNCATED
@@ -115,7 +143,9 @@ class RecordedEpisodeEnvs:
             value = self.reward_override(trajectory)
             return await value if isawaitable(value) else value
         if "own" not in self.episode.scores:
-            raise self._next_reward_failure() or RemoteException(Failure("NotRecorded", "the record has no reward", "reward"))
+            raise self._next_reward_failure() or RemoteException(
+                Failure("NotRecorded", "the record has no reward", "reward")
+            )
         value, failed = self.episode.scores["own"]
         if self.reward_calls < failed and (failure := self._next_reward_failure()):
             raise failure
@@ -129,16 +159,22 @@ class RecordedEpisodeEnvs:
     def group_failure(self) -> RemoteException | None:
         """Return the next recorded failure of the group's reward."""
         _, failed = self.episode.scores.get("group", (None, self.reward_calls + 1))
-        single = self.reward_failures and self.reward_failures[0].message.startswith("the group's reward is ")
+        single = self.reward_failures and self.reward_failures[0].message.startswith(
+            "the group's reward is "
+        )
         return None if single or self.reward_calls >= failed else self._next_reward_failure()
 
     @property
     def group_value(self) -> Any:
         """Value of the group's reward for this episode."""
-        return _scores(self.episode.scores["group"][0]) if "group" in self.episode.scores else math.nan
+        return (
+            _scores(self.episode.scores["group"][0]) if "group" in self.episode.scores else math.nan
+        )
 
 
-def group_reward(recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]) -> list[Any]:
+def group_reward(
+    recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectories: Sequence[Trajectory]
+) -> list[Any]:
     """Return the recorded reward of a group, or raise its failure."""
     envs = [recorded[trajectory.key] for trajectory in trajectories]
     if failures := list(filter(None, [one.group_failure() for one in envs])):
@@ -147,7 +183,8 @@ def group_reward(recorded: Mapping[EpisodeKey, RecordedEpisodeEnvs], trajectorie
 
 
 class RecordedEnv(Env):
-    """One instance of a recorded environment; it ignores actions, so the replies must be compared separately."""
+    """One instance of a recorded environment; it ignores actions, so the replies must
+    be compared separately."""
 
     def __init__(self, episode: RecordedEpisodeEnvs) -> None:
         self._episode = episode
@@ -161,8 +198,12 @@ class RecordedEnv(Env):
 
     @property
     def snapshots(self) -> bool:
-        """Whether the next recorded failure was recovered from a snapshot, or occurred in such a recovery."""
-        here = [one.phase == "step" and one.turn == self._count for one in self._episode.env_failures[:2]]
+        """Whether the next recorded failure was recovered from a snapshot, or
+        occurred in such a recovery."""
+        here = [
+            one.phase == "step" and one.turn == self._count
+            for one in self._episode.env_failures[:2]
+        ]
         if not here or not here[0]:
             return False
         recovery = self._episode.env_failures[0].recovery

@@ -1,4 +1,5 @@
-"""Index of a run's trajectories: byte offsets, and one row of the table per trajectory in memory."""
+"""Index of a run's trajectories: byte offsets, and one row of the table per
+trajectory in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ from turnwright.display.run_data import (
 )
 from turnwright.records.run_dir import complete_lines
 
-MAX_SCANNED = 128 * 2**20  # maximum bytes searched for a text per request; the next request continues
+MAX_SCANNED = (
+    128 * 2**20
+)  # maximum bytes searched for a text per request; the next request continues
 PAGE = 100
 
 
@@ -87,9 +90,15 @@ class TableFilter(NamedTuple):
             low, high = getattr(self, name)
             get = attrgetter(name)
             if low is not None:
-                entries = [entry for entry in entries if (value := get(entry)) is not None and value >= low]
+                entries = [
+                    entry for entry in entries if (value := get(entry)) is not None and value >= low
+                ]
             if high is not None:
-                entries = [entry for entry in entries if (value := get(entry)) is not None and value <= high]
+                entries = [
+                    entry
+                    for entry in entries
+                    if (value := get(entry)) is not None and value <= high
+                ]
         return entries
 
 
@@ -161,7 +170,9 @@ class TrajectoryIndex:
         return False
 
     def _reset_counts(self) -> None:
-        self._counts: dict[str, Counter[str]] = {name: Counter() for name in ("phase", "stop", "error", "tool")}
+        self._counts: dict[str, Counter[str]] = {
+            name: Counter() for name in ("phase", "stop", "error", "tool")
+        }
         self._counted = 0
 
     def _follow(self) -> None:
@@ -172,11 +183,18 @@ class TrajectoryIndex:
             self._stop.wait(0.001 if more else 0.5)
 
     def find(
-        self, wanted: TableFilter, start: int = 0, most: int = PAGE, newest: bool = False, worst: bool = False
+        self,
+        wanted: TableFilter,
+        start: int = 0,
+        most: int = PAGE,
+        newest: bool = False,
+        worst: bool = False,
     ) -> dict[str, Any]:
-        """Return `most` matching `rows` from the index `start` on, their `total` (None in a text search), and the `next` start.
+        """Return `most` matching `rows` from the index `start` on, their `total` (None in a text
+        search), and the `next` start.
 
-        The newest come first, or those of the worst reward (none before any); `next` is None at the end.
+        The newest come first, or those of the worst reward (none before any);
+        `next` is None at the end.
         """
         matching = wanted.among(self.entries[::-1] if newest else self.entries[:])
         if worst:
@@ -184,9 +202,15 @@ class TrajectoryIndex:
         if wanted.text:
             return self._search(matching, wanted.text, start, most)
         rows = [entry._asdict() for entry in matching[start : start + most]]
-        return {"rows": rows, "total": len(matching), "next": start + most if start + most < len(matching) else None}
+        return {
+            "rows": rows,
+            "total": len(matching),
+            "next": start + most if start + most < len(matching) else None,
+        }
 
-    def _search(self, matching: Sequence[IndexEntry], text: str, start: int, most: int) -> dict[str, Any]:
+    def _search(
+        self, matching: Sequence[IndexEntry], text: str, start: int, most: int
+    ) -> dict[str, Any]:
         needle = orjson.dumps(text)[1:-1].lower()
         rows: list[dict[str, Any]] = []
         scanned = 0
@@ -206,19 +230,27 @@ class TrajectoryIndex:
         """What could not be read, one line each."""
         lines = [unreadable_lines(self.trajectories, self.unreadable)] if self.unreadable else []
         if self.failed:
-            which = "1 record that was opened" if len(self.failed) == 1 else f"{len(self.failed)} records that were opened"
+            which = (
+                "1 record that was opened"
+                if len(self.failed) == 1
+                else f"{len(self.failed)} records that were opened"
+            )
             lines.append(f"{self.trajectories.name}: {which} cannot be read")
         return lines
 
     def facets(self) -> dict[str, list[str]]:
-        """Return the values of each filter, the most frequent first; only new entries are counted."""
+        """Return the values of each filter, the most frequent first; only
+        new entries are counted."""
         with self._counting:
             entries = self.entries[self._counted :]
             for name in ("phase", "stop", "error"):
                 self._counts[name].update(map(attrgetter(name), entries))
             self._counts["tool"].update(tool for entry in entries for tool in entry.tools)
             self._counted += len(entries)
-            return {name: [value for value, _ in counts.most_common(50) if value] for name, counts in self._counts.items()}
+            return {
+                name: [value for value, _ in counts.most_common(50) if value]
+                for name, counts in self._counts.items()
+            }
 
     def entry(self, at: int) -> tuple[int, IndexEntry] | None:
         """Return (number, entry) at an offset, or None if no trajectory starts there."""
@@ -276,7 +308,8 @@ def _entry(at: int, row: Row) -> IndexEntry:
 
 
 def _mentions(line: bytes, text: str) -> bool:
-    """Return whether a text of the record has another in it; a record that cannot be read has none."""
+    """Return whether a text of the record has another in it; a record that
+    cannot be read has none."""
     return bool(read_line(line, lambda row: any(text.lower() in one.lower() for one in texts(row))))
 
 

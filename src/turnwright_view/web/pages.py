@@ -13,7 +13,15 @@ from typing import Any
 
 from turnwright.display.diagnosis import FILE as SANITY
 from turnwright.display.diagnosis import diagnose, findings
-from turnwright.display.run_data import Row, integer, lines_of, mapping, number, read_run, sentence_of
+from turnwright.display.run_data import (
+    Row,
+    integer,
+    lines_of,
+    mapping,
+    number,
+    read_run,
+    sentence_of,
+)
 from turnwright.display.text import csp_digest, text_of, visible
 from turnwright.errors import TraceError
 from turnwright.records.episode_metrics import METRICS, flatten_row
@@ -37,11 +45,23 @@ def overview(store: TrajectoryIndex, since: int = 0) -> dict[str, Any]:
             for row in run.rows[since:]
         ],
         "since": since,
-        "summary": {truncate(str(k)): v for k, v in run.summary.items() if isinstance(v, (bool, str)) or number(v) is not None},
+        "summary": {
+            truncate(str(k)): v
+            for k, v in run.summary.items()
+            if isinstance(v, (bool, str)) or number(v) is not None
+        },
         "settings": [[truncate(part) for part in row] for row in settings(run)[0]],
-        "diagnoses": [[one.name, truncate(one.fault), truncate(one.remedy)] for one in diagnose(run.rows, run.summary)],
+        "diagnoses": [
+            [one.name, truncate(one.fault), truncate(one.remedy)]
+            for one in diagnose(run.rows, run.summary)
+        ],
         "findings": [
-            {"cause": truncate(one.cause), "sentence": truncate(one.sentence), "where": truncate(one.where), "count": one.count}
+            {
+                "cause": truncate(one.cause),
+                "sentence": truncate(one.sentence),
+                "where": truncate(one.where),
+                "count": one.count,
+            }
             | {"columns": [[name, truncate(text)] for name, text in one.columns]}
             for one in findings(store.path, run.rows, [])
         ],
@@ -60,7 +80,9 @@ def name_of(store: TrajectoryIndex) -> str:
 
 def facets(store: TrajectoryIndex) -> dict[str, list[str]]:
     """Return the values that the table can be filtered by."""
-    return {name: [truncate(value, 400) for value in values] for name, values in store.facets().items()}
+    return {
+        name: [truncate(value, 400) for value in values] for name, values in store.facets().items()
+    }
 
 
 def glossary() -> dict[str, list[str]]:
@@ -76,7 +98,8 @@ def truncate(text: str, limit: int = MAX_TEXT) -> str:
 
 
 def escape_json(value: Any) -> Any:
-    """Return JSON with control and hidden characters escaped in all texts and keys; everything sent to the page passes here."""
+    """Return JSON with control and hidden characters escaped in all texts and keys; everything sent
+    to the page passes here."""
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, Mapping):
@@ -97,7 +120,8 @@ NO_TRAINING = "not of a training step"
 
 
 def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[str, Any]:
-    """Return one trajectory in full; of a record that cannot be read, the reason in place of its error.
+    """Return one trajectory in full; of a record that cannot be read, the
+    reason in place of its error.
 
     Such a record is counted by the index, since its line had nothing wrong until it was opened.
     """
@@ -108,12 +132,17 @@ def trajectory(store: TrajectoryIndex, number_: int, entry: IndexEntry) -> dict[
         raise
     except Exception as error:
         store.failed.add(entry.at)
-        why = f"the record cannot be read: {type(error).__name__}: {error}; byte {entry.at} of {store.trajectories.name}"
+        why = (
+            f"the record cannot be read: {type(error).__name__}: {error}; byte {entry.at} of "
+            f"{store.trajectories.name}"
+        )
         row = {"error": {"type": type(error).__name__, "phase": "reading", "message": why}}
         return _page_of(store, number_, entry, row, {})
 
 
-def _page_of(store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, trained: Row) -> dict[str, Any]:
+def _page_of(
+    store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, trained: Row
+) -> dict[str, Any]:
     spans = [span for span in row.get("spans") or () if isinstance(span, Mapping)]
     logprobs, advantages = mapping(trained.get("logprobs")), mapping(trained.get("advantages"))
     left, policies = MAX_TOKENS, read_run(store.path).policies
@@ -124,13 +153,20 @@ def _page_of(store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, 
         if policies.is_frozen(span):
             rows[-1] |= {"untrained": "frozen", "untrained_from": 0}
         left -= len(rows[-1].get("tokens") or ())
-    task, error, stop = mapping(row.get("task")), mapping(row.get("error")), str(row.get("stop") or "")
+    task, error, stop = (
+        mapping(row.get("task")),
+        mapping(row.get("error")),
+        str(row.get("stop") or ""),
+    )
     return {
         "at": entry.at,
         "number": number_,
-        "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()} | {"step": str(entry.step)},
+        "key": {name: truncate(str(value)) for name, value in mapping(row.get("key")).items()}
+        | {"step": str(entry.step)},
         "answer": None if task.get("answer") is None else truncate(text_of(task["answer"])),
-        "opening": [_message(message) for message in task.get("messages") or ()] if not row.get("turns") else [],
+        "opening": [_message(message) for message in task.get("messages") or ()]
+        if not row.get("turns")
+        else [],
         **{name: number(row.get(name)) for name in ("reward", "wall_s", "reward_s")},
         **{
             name: {truncate(str(k)): number(v) for k, v in mapping(row.get(name)).items()}
@@ -141,13 +177,18 @@ def _page_of(store: TrajectoryIndex, number_: int, entry: IndexEntry, row: Row, 
         "error": _failure(error) if error else None,
         "failures": [_failure(mapping(one)) for one in row.get("failures") or ()],
         "advantage": number(trained.get("advantage")),
-        "untrained": truncate(str(trained.get("reason") or "")) if entry.phase == "train" else NO_TRAINING,
+        "untrained": truncate(str(trained.get("reason") or ""))
+        if entry.phase == "train"
+        else NO_TRAINING,
         "spans": rows,
         "turns": [_turn(turn) for turn in row.get("turns") or () if isinstance(turn, Mapping)],
-        "failed": [_turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)],
+        "failed": [
+            _turn(turn) for turn in row.get("failed_turns") or () if isinstance(turn, Mapping)
+        ],
         "final": [_message(message) for message in row.get("final") or ()],
         "siblings": [
-            listed(one._asdict()) | {"advantage": number(store.trained(one).get("advantage"))} for one in store.siblings(entry)
+            listed(one._asdict()) | {"advantage": number(store.trained(one).get("advantage"))}
+            for one in store.siblings(entry)
         ],
         "sanity": list(_sanity(store.path, entry)),
     }
@@ -162,10 +203,17 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         "agent": truncate(str(span.get("agent") or "main"), 80),
         "text": truncate(str(span.get("text") or "")),
         "version": number(span.get("version")),
-        "media": [found for block in span.get("media") or () for found in media_of(mapping(block).get("media"))],
+        "media": [
+            found
+            for block in span.get("media") or ()
+            for found in media_of(mapping(block).get("media"))
+        ],
     }
     if span.get("untrained"):
-        one |= {"untrained": truncate(str(span["untrained"]), 80), "untrained_from": integer(span.get("untrained_from", 0))}
+        one |= {
+            "untrained": truncate(str(span["untrained"]), 80),
+            "untrained_from": integer(span.get("untrained_from", 0)),
+        }
     texts, logprobs = span.get("tokens"), span.get("logprobs")
     if isinstance(texts, list) and len(texts) == len(ids):
         count = max(0, min(left, len(ids)))
@@ -173,7 +221,11 @@ def _span(span: Row, trainer: Any, advantages: Any, left: int) -> dict[str, Any]
         one["tokens"] = [truncate(str(text), 400) for text in texts[:count]]
         one |= {"logprobs": [], "trainer": []}
         values = {"logprobs": logprobs, "trainer": trainer, "advantages": advantages}
-        one |= {name: [number(v) for v in found[:count]] for name, found in values.items() if isinstance(found, list)}
+        one |= {
+            name: [number(v) for v in found[:count]]
+            for name, found in values.items()
+            if isinstance(found, list)
+        }
     else:
         one["ids"] = list(map(integer, ids[:200]))
     return one
@@ -193,7 +245,11 @@ def _turn(turn: Row) -> dict[str, Any]:
         "finish": truncate(str(turn.get("finish") or ""), 80),
         **{name: number(turn.get(name)) for name in ("reward", "generate_s", "env_s")},
         "retries": number(turn.get("retries")) or 0,
-        "info": {truncate(str(k), 80): truncate(text_of(v), 2000) for k, v in list(info.items())[:50] if k != "tool_log"},
+        "info": {
+            truncate(str(k), 80): truncate(text_of(v), 2000)
+            for k, v in list(info.items())[:50]
+            if k != "tool_log"
+        },
         "calls": [
             {"tool": truncate(str(mapping(c).get("tool")), 80), "s": number(mapping(c).get("s"))}
             | {"error": truncate(str(mapping(c).get("error") or ""), 80)}
@@ -209,15 +265,26 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, Sequence) and not isinstance(content, str):
         for part in content:
             images += media_of(part)
-        content = "".join(str(mapping(p).get("text") or "") if isinstance(p, Mapping) else text_of(p) for p in content)
+        content = "".join(
+            str(mapping(p).get("text") or "") if isinstance(p, Mapping) else text_of(p)
+            for p in content
+        )
     calls = []
     for call in row.get("tool_calls") or ():
         function = mapping(mapping(call).get("function"))
         name, error = str(function.get("name") or ""), str(mapping(call).get("error") or "")
-        calls.append({"name": truncate(name, 200), "arguments": truncate(text_of(function.get("arguments")))})
+        calls.append(
+            {"name": truncate(name, 200), "arguments": truncate(text_of(function.get("arguments")))}
+        )
         calls[-1]["error"] = truncate(error, 400)
-    author = {"role": truncate(str(row.get("role") or "?"), 80), "name": truncate(str(row.get("name") or ""), 80)}
-    texts = {"text": truncate(text_of(content)), "reasoning": truncate(text_of(row.get("reasoning_content") or ""))}
+    author = {
+        "role": truncate(str(row.get("role") or "?"), 80),
+        "name": truncate(str(row.get("name") or ""), 80),
+    }
+    texts = {
+        "text": truncate(text_of(content)),
+        "reasoning": truncate(text_of(row.get("reasoning_content") or "")),
+    }
     return {**author, **texts, "calls": calls, "images": images}
 
 
@@ -229,12 +296,16 @@ def media_of(part: Any) -> list[dict[str, Any]]:
     name = row.get("image")
     if row.get("type") != "image" or not isinstance(name, str) or not HASH.fullmatch(name):
         return []
-    return [{"hash": name, "width": integer(row.get("width")), "height": integer(row.get("height"))}]
+    return [
+        {"hash": name, "width": integer(row.get("width")), "height": integer(row.get("height"))}
+    ]
 
 
 def _failure(failure: Row) -> dict[str, Any]:
     names = ("type", "message", "phase", "traceback", "kind", "place", "recovery")
-    return {name: truncate(str(failure.get(name) or "")) for name in names} | {"turn": integer(failure.get("turn", -1))}
+    return {name: truncate(str(failure.get(name) or "")) for name in names} | {
+        "turn": integer(failure.get("turn", -1))
+    }
 
 
 def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
@@ -242,20 +313,38 @@ def _sanity(path: Path, entry: IndexEntry) -> Iterator[dict[str, Any]]:
     key = [entry.phase, entry.played, entry.task, entry.sample, entry.attempt]
     for _, row in lines_of(path / SANITY, []):
         if row.get("key") == key:
-            columns = [[name, truncate(str(row.get(name) or ""), 2000)] for name in ("sampled", "canonical", "sent")]
+            columns = [
+                [name, truncate(str(row.get(name) or ""), 2000)]
+                for name in ("sampled", "canonical", "sent")
+            ]
             texts = {name: truncate(str(row.get(name))) for name in ("cause", "sentence")}
             yield texts | {"columns": columns, "turn": integer(row.get("turn"))}
 
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = ("base.js", "data.js", "charts.js", "overview.js", "table.js", "tokens.js", "trajectory.js", "app.js")
-MAX_BYTES = 24 * 2**20  # maximum bytes of trajectories and images in a self-contained file; the page reports what is left out
+SCRIPTS = (
+    "base.js",
+    "data.js",
+    "charts.js",
+    "overview.js",
+    "table.js",
+    "tokens.js",
+    "trajectory.js",
+    "app.js",
+)
+MAX_BYTES = 24 * 2**20
+"""Maximum bytes of trajectories and images in a self-contained file.
+
+The page reports what is left out.
+"""
 
 
 @cache
 def script() -> str:
     """Return the page's code."""
-    return "'use strict';\n" + "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    return "'use strict';\n" + "\n".join(
+        (ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS
+    )
 
 
 @cache
@@ -275,7 +364,10 @@ ICON = (
     'stroke="#4a86e0" stroke-width="2" fill="none" stroke-linecap="round"/></svg>'
 )
 SERVED: dict[str, Callable[[], tuple[str, str]]] = {
-    "/": lambda: ("text/html; charset=utf-8", _page(SERVED_HEAD, '<script src="/app.js"></script>')),
+    "/": lambda: (
+        "text/html; charset=utf-8",
+        _page(SERVED_HEAD, '<script src="/app.js"></script>'),
+    ),
     "/app.js": lambda: ("text/javascript; charset=utf-8", script()),
     "/icon.svg": lambda: ("image/svg+xml", ICON),
     "/app.css": lambda: ("text/css; charset=utf-8", style()),
@@ -283,9 +375,11 @@ SERVED: dict[str, Callable[[], tuple[str, str]]] = {
 
 
 def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTES) -> int:
-    """Write the viewer and its runs as one file, which needs no server and no network; return its number of trajectories.
+    """Write the viewer and its runs as one file, which needs no server and no network; return
+    its number of trajectories.
 
-    Failures and each step's worst and best come first within `max_bytes` of trajectories and images.
+    Failures and each step's worst and best come first within `max_bytes` of
+    trajectories and images.
     """
     stores = [TrajectoryIndex(path) for path in runs]
     left = max_bytes // max(len(stores), 1)
@@ -297,14 +391,19 @@ def self_contained(runs: Iterable[Path], out: Path, *, max_bytes: int = MAX_BYTE
         count += len(kept)
         rows = [listed(entry._asdict()) for entry in store.entries if entry.at in kept]
         run = escape_json(overview(store) | {"list": rows})
-        data["runs"].append(run | {"trajectories": kept, "images": images, "all": len(store.entries)})
+        data["runs"].append(
+            run | {"trajectories": kept, "images": images, "all": len(store.entries)}
+        )
     code, css = script(), style()
     policy = (
-        f"default-src 'none'; script-src 'sha256-{csp_digest(code)}'; style-src 'sha256-{csp_digest(css)}'; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src 'sha256-{csp_digest(code)}'; style-src "
+        f"'sha256-{csp_digest(css)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{css}</style>'
-    body = f'<script type="application/json" id="data">{embed_json(data)}</script>\n<script>{code}</script>'
+    body = (
+        '<script type="application/json" '
+        f'id="data">{embed_json(data)}</script>\n<script>{code}</script>'
+    )
     try:
         out.write_text(_page(head, body), encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,5 @@
-"""HTTP server of the viewer: local connections only unless a token is set, only a run's own files, only our scripts."""
+"""HTTP server of the viewer: local connections only unless a token is set, only a run's own
+files, only our scripts."""
 
 from __future__ import annotations
 
@@ -42,16 +43,21 @@ _Answer = tuple[HTTPStatus, str, bytes]
 class ViewerServer:
     """Serves one run, or two for comparison.
 
-    On loopback without a token, requests must name this server as their host, which blocks DNS rebinding. With a token, every
-    request must carry it in a cookie, which the address `/?token=...` sets.
+    On loopback without a token, requests must name this server as their host, which
+    blocks DNS rebinding. With a token, every request must carry it in a cookie, which
+    the address `/?token=...` sets.
     """
 
-    def __init__(self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = "") -> None:
-        """Listen, by default on a free port; another `host` than loopback needs a token of at least `MIN_TOKEN` characters."""
+    def __init__(
+        self, runs: Sequence[Path], port: int = 0, *, host: str = HOSTS[0], token: str = ""
+    ) -> None:
+        """Listen, by default on a free port; another `host` than loopback needs a token of at least
+        `MIN_TOKEN` characters."""
         if host not in HOSTS and not token:
             raise UsageError(
-                f"--host {host} allows other machines, so the viewer needs a token: set TURNWRIGHT_VIEW_TOKEN to at least "
-                f"{MIN_TOKEN} characters, or leave --host out and forward a port (docs/viewer.md)"
+                f"--host {host} allows other machines, so the viewer needs a token: set "
+                f"TURNWRIGHT_VIEW_TOKEN to at least {MIN_TOKEN} characters, or leave --host out "
+                "and forward a port (docs/viewer.md)"
             )
         if token and (len(token) < MIN_TOKEN or quote(token, safe="") != token):
             needs = f"at least {MIN_TOKEN} characters, all of them letters, digits or _.-~"
@@ -61,7 +67,10 @@ class ViewerServer:
             self._http = _Http((host, port), _Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"{host} port {port} is unavailable ({reason}); choose another with --host or --port") from error
+            raise UsageError(
+                f"{host} port {port} is unavailable ({reason}); choose another with --host or "
+                "--port"
+            ) from error
         self._http.daemon_threads = True
         self._http.stores = self.stores  # type: ignore[attr-defined]
         self._http.token = token  # type: ignore[attr-defined]
@@ -111,8 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
                 stack.enter_context(store.paused())
             status, kind, body = self._answer()
         self.send_response(status)
-        if status is HTTPStatus.SEE_OTHER:  # removes the token from the address, and so from the browser's history
-            self.send_header("Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/")
+        if (
+            status is HTTPStatus.SEE_OTHER
+        ):  # removes the token from the address, and so from the browser's history
+            self.send_header(
+                "Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
+            )
             self.send_header("Location", "/")
         for name, value in HEADERS.items():
             self.send_header(name, value)
@@ -131,14 +144,20 @@ class _Handler(BaseHTTPRequestHandler):
             if self._token and parts.path == "/" and _same(query.get("token", ""), self._token):
                 return _error(HTTPStatus.SEE_OTHER, "")
             if not self._own():
-                why = "open the address that turnwright view printed, with its token" if self._token else "wrong host"
+                why = (
+                    "open the address that turnwright view printed, with its token"
+                    if self._token
+                    else "wrong host"
+                )
                 return _error(HTTPStatus.FORBIDDEN, f"access denied: {why}")
             found = self._find(parts.path, query)
         except (KeyError, ValueError, IndexError):
             return _error(HTTPStatus.BAD_REQUEST, "invalid request")
         except OSError as error:
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, f"cannot be read: {error.strerror}")
-        except Exception as error:  # files of a run may hold anything; the browser still gets its answer
+        except (
+            Exception
+        ) as error:  # files of a run may hold anything; the browser still gets its answer
             why = single_line(f"cannot be displayed: {type(error).__name__}: {error}", 400)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR, why)
         return found or _error(HTTPStatus.NOT_FOUND, "not found")
@@ -149,7 +168,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _own(self) -> bool:
         if self._token:
-            pairs = (pair.strip().partition("=") for pair in (self.headers.get("Cookie") or "").split(";"))
+            pairs = (
+                pair.strip().partition("=")
+                for pair in (self.headers.get("Cookie") or "").split(";")
+            )
             return any(name == COOKIE and _same(value, self._token) for name, _, value in pairs)
         port = self.server.server_address[1]  # type: ignore[index]
         return (self.headers.get("Host") or "").lower() in {f"{host}:{port}" for host in HOSTS}
@@ -175,11 +197,16 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/api/facets":
             return _json({"name": pages.name_of(store), "facets": pages.facets(store)})
         if path == "/api/list":
-            start, limit = max(0, int(query.get("start", "0"))), max(1, min(int(query.get("most", PAGE)), 1000))
+            start, limit = (
+                max(0, int(query.get("start", "0"))),
+                max(1, min(int(query.get("most", PAGE)), 1000)),
+            )
             newest, worst = (query.get(name) == "1" for name in ("newest", "worst"))
             found = store.find(filter_of(query), start, limit, newest, worst)
             found["rows"] = [pages.listed(row) for row in found["rows"]]
-            return _json(found | {"count": len(store.entries), "read": store.read, "size": store.size})
+            return _json(
+                found | {"count": len(store.entries), "read": store.read, "size": store.size}
+            )
         if path == "/api/trajectory":
             entry = store.entry(int(query["at"]))
             return None if entry is None else _json(pages.trajectory(store, *entry))
@@ -193,7 +220,9 @@ def filter_of(query: dict[str, str]) -> TableFilter:
         low, high = (query.get(f"{name}_{end}", "") for end in ("min", "max"))
         return float(low) if low else None, float(high) if high else None
 
-    words = {name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")}
+    words = {
+        name: query.get(name, "") for name in ("phase", "stop", "error", "tool", "task", "text")
+    }
     return TableFilter(step=bounds("step"), reward=bounds("reward"), turns=bounds("turns"), **words)
 
 

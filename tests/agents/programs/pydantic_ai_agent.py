@@ -5,7 +5,11 @@ import sys
 
 from pydantic_ai import Agent
 
-names = {"chat": "openai-chat:turnwright", "responses": "openai-responses:turnwright", "anthropic": "anthropic:turnwright"}
+names = {
+    "chat": "openai-chat:turnwright",
+    "responses": "openai-responses:turnwright",
+    "anthropic": "anthropic:turnwright",
+}
 agent = Agent(names[sys.argv[2]], instructions="You use a shell.")
 
 

@@ -11,11 +11,18 @@ TOOL = {
     "function": {
         "name": "shell",
         "description": "Run a command.",
-        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
     },
 }
 client = openai.OpenAI()
-messages = [{"role": "system", "content": "You use a shell."}, {"role": "user", "content": sys.argv[1]}]
+messages = [
+    {"role": "system", "content": "You use a shell."},
+    {"role": "user", "content": sys.argv[1]},
+]
 while True:
     given = {"model": "turnwright", "messages": messages, "tools": [TOOL]}
     if sys.argv[2:] == ["stream"]:

@@ -6,18 +6,36 @@ import sys
 
 import openai
 
-PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
-TOOL = {"type": "function", "name": "shell", "description": "Run a command.", "parameters": PARAMETERS, "strict": False}
+PARAMETERS = {
+    "type": "object",
+    "properties": {"command": {"type": "string"}},
+    "required": ["command"],
+}
+TOOL = {
+    "type": "function",
+    "name": "shell",
+    "description": "Run a command.",
+    "parameters": PARAMETERS,
+    "strict": False,
+}
 client = openai.OpenAI()
 items = [{"role": "user", "content": sys.argv[1]}]
 while True:
-    given = {"model": "turnwright", "instructions": "You use a shell.", "input": items, "tools": [TOOL], "store": False}
+    given = {
+        "model": "turnwright",
+        "instructions": "You use a shell.",
+        "input": items,
+        "tools": [TOOL],
+        "store": False,
+    }
     if sys.argv[2:] == ["stream"]:
         with client.responses.stream(**given) as stream:
             response = stream.get_final_response()
     else:
         response = client.responses.create(**given)
-    items += [item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output]
+    items += [
+        item.model_dump(exclude_none=True, exclude={"parsed_arguments"}) for item in response.output
+    ]
     calls = [item for item in response.output if item.type == "function_call"]
     if not calls:
         break

@@ -1,12 +1,14 @@
 """Attention over cache slots; attention in the vision tower.
 
-In a step of the engine, rows are at different positions of different slots. A row is one token. Each row attends alone, whether
-it decodes or belongs to a prompt, with the query heads of a key head as its queries. So the arithmetic of a position is always
-the same, and its bits depend only on the ids up to it.
+In a step of the engine, rows are at different positions of different slots. A row is one token.
+Each row attends alone, whether it decodes or belongs to a prompt, with the query heads of a key
+head as its queries. So the arithmetic of a position is always the same, and its bits depend
+only on the ids up to it.
 
-Vision towers of the Qwen-VL kind concatenate the patches of all images and restrict attention to each image. Without a flash
-kernel transformers makes one call per image and layer, which for small images costs more than the arithmetic. Here images of
-one size attend in one call, others one by one.
+Vision towers of the Qwen-VL kind concatenate the patches of all images and restrict
+attention to each image. Without a flash kernel transformers makes one call per image and
+layer, which for small images costs more than the arithmetic. Here images of one size attend
+in one call, others one by one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from turnwright.engines.local.kv_cache import KVCache
 from turnwright.errors import EngineError
 
 FLASH: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-"""The kernel of scaled_dot_product_attention on CPUs, which also returns the log-sum-exp; None where torch lacks it."""
+"""The kernel of scaled_dot_product_attention on CPUs, which also returns the log-sum-exp; None
+where torch lacks it."""
 ATTENTION_NAME = "turnwright_slots"
 """Name of this attention in transformers' registry."""
 
@@ -64,10 +67,17 @@ def batch_prompts(runs: Sequence[AttentionRun], device: torch.device) -> list[Pr
     """Return batches of the runs of prompts, whose rows are at most half padding."""
     batches: list[list[AttentionRun]] = []
     count = keys = 0
-    for run in sorted((run for run in runs if run.slot is not None), key=lambda run: (run.length, run.count)):
+    for run in sorted(
+        (run for run in runs if run.slot is not None), key=lambda run: (run.length, run.count)
+    ):
         batch = batches[-1] if batches else []
         padded = (len(batch) + 1) * run.count
-        if not batch or batch[0].length != run.length or padded > 2 * (count + run.count) or keys + run.length > MOST_KEYS:
+        if (
+            not batch
+            or batch[0].length != run.length
+            or padded > 2 * (count + run.count)
+            or keys + run.length > MOST_KEYS
+        ):
             batches.append(batch := [])
             count = keys = 0
         batch.append(run)
@@ -75,7 +85,10 @@ def batch_prompts(runs: Sequence[AttentionRun], device: torch.device) -> list[Pr
     made = []
     for batch in batches:
         at = [[run.first + min(n, run.count - 1) for n in range(batch[-1].count)] for run in batch]
-        rows, slots = torch.tensor(at, device=device), torch.tensor([run.slot for run in batch], device=device)
+        rows, slots = (
+            torch.tensor(at, device=device),
+            torch.tensor([run.slot for run in batch], device=device),
+        )
         made.append(PromptBatch(rows, slots, batch[0].length))
     return made
 
@@ -91,13 +104,16 @@ class AttentionPlan:
     """[rows] slot that each row writes to."""
     runs: list[AttentionRun]
     chunk: int | None
-    """Keys per attention call, with prompt rows attending one by one, for exact bits; None where these are not claimed."""
+    """Keys per attention call, with prompt rows attending one by one, for exact bits; None where
+    these are not claimed."""
     touched: int = 0
     """Number of layers that attended."""
     batches: list[PromptBatch] = field(init=False)
     """Runs of prompts that attend together."""
     row_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(default_factory=dict)
+    masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+        default_factory=dict
+    )
     fully_masked_chunks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,32 +122,44 @@ class AttentionPlan:
             self.runs = [run for run in self.runs if run.slot is None]
 
     def rows_of_keys(self, heads: int) -> torch.Tensor:
-        """[rows * heads] storage indices of each row's keys, over single-head rows; computed once per step."""
+        """[rows * heads] storage indices of each row's keys, over single-head rows;
+        computed once per step."""
         if heads not in self.row_indices:
             each = torch.arange(heads, device=self.slots.device)
-            row_indices = (self.slots[:, None] * heads + each) * self.cache.capacity + self.positions[:, None]
+            row_indices = (
+                self.slots[:, None] * heads + each
+            ) * self.cache.capacity + self.positions[:, None]
             self.row_indices[heads] = row_indices.reshape(-1)
         return self.row_indices[heads]
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Additive masks [count, 1, 1, length] of the runs and [runs, 1, rows, length] of the batches, computed once per step
-        and window size."""
+    def mask(
+        self, window: int | None, dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Additive masks [count, 1, 1, length] of the runs and [runs, 1, rows, length] of the
+        batches, computed once per step and window size."""
         found = self.masks.get(window)
         if found is None:
-            longest = max([*(run.length for run in self.runs), *(batch.length for batch in self.batches), 0])
+            longest = max(
+                [*(run.length for run in self.runs), *(batch.length for batch in self.batches), 0]
+            )
             keys = torch.arange(longest, device=self.positions.device)
             positions = self.positions[:, None]
             hidden = keys > positions
             if window is not None:
                 hidden |= keys <= positions - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None, None]
-            of_runs = [mask[run.first : run.first + run.count, ..., : run.length] for run in self.runs]
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
+                hidden, -torch.inf
+            )[:, None, None]
+            of_runs = [
+                mask[run.first : run.first + run.count, ..., : run.length] for run in self.runs
+            ]
             of_batches = [mask[batch.rows, 0, 0, : batch.length][:, None] for batch in self.batches]
             found = self.masks[window] = of_runs, of_batches
         return found
 
     def fully_masked(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
-        """[count, rows] whether a row attends to no key of a chunk, computed once per step and window size."""
+        """[count, rows] whether a row attends to no key of a chunk, computed once per
+        step and window size."""
         found = self.fully_masked_chunks.get(window)
         if found is None:
             starts = torch.arange(0, count * chunk, chunk, device=self.positions.device)[:, None]
@@ -155,20 +183,31 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Store new keys and values and attend, as an attention function of transformers.
 
-    From [1, query heads, rows, head size], key and value likewise with their own number of heads, to [1, rows, query heads,
-    value size]. `sliding_window` is the number of keys visible to a row, itself included; None for all.
+    From [1, query heads, rows, head size], key and value likewise with their own number of heads,
+    to [1, rows, query heads, value size]. `sliding_window` is the number of keys visible to a row,
+    itself included; None for all.
     """
     if turnwright_plan is None:
-        raise EngineError(f"{type(module).__name__} does not pass the engine's plan to its attention; use a server")
+        raise EngineError(
+            f"{type(module).__name__} does not pass the engine's plan to its attention; use a "
+            "server"
+        )
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise EngineError(f"{type(module).__name__} uses '{name}', which the local engine does not support; use a server")
+            raise EngineError(
+                f"{type(module).__name__} uses '{name}', which the local engine does not support; "
+                "use a server"
+            )
     plan, rows, kv = turnwright_plan, query.shape[2], key.shape[1]
     plan.touched += 1
     keys, values = plan.cache.layer(int(module.layer_idx), key, value)
     rows_of_keys = plan.rows_of_keys(kv)
-    keys.view(-1, key.shape[3]).index_copy_(0, rows_of_keys, key[0].transpose(0, 1).reshape(-1, key.shape[3]))
-    values.view(-1, value.shape[3]).index_copy_(0, rows_of_keys, value[0].transpose(0, 1).reshape(-1, value.shape[3]))
+    keys.view(-1, key.shape[3]).index_copy_(
+        0, rows_of_keys, key[0].transpose(0, 1).reshape(-1, key.shape[3])
+    )
+    values.view(-1, value.shape[3]).index_copy_(
+        0, rows_of_keys, value[0].transpose(0, 1).reshape(-1, value.shape[3])
+    )
     folded = query[0].transpose(0, 1).reshape(rows, kv, -1, query.shape[3])
     masks, batch_masks = plan.mask(sliding_window, query.dtype)
     if plan.chunk is not None and any(run.length > plan.chunk for run in plan.runs):
@@ -178,7 +217,9 @@ def attend(
     for run, mask in zip(plan.runs, masks, strict=True):
         rows_slice = slice(run.first, run.first + run.count)
         their = _keys_of(run, keys, 0, run.length), _keys_of(run, values, 0, run.length)
-        out[rows_slice] = F.scaled_dot_product_attention(folded[rows_slice], *their, attn_mask=mask, scale=scaling)
+        out[rows_slice] = F.scaled_dot_product_attention(
+            folded[rows_slice], *their, attn_mask=mask, scale=scaling
+        )
     for batch, mask in zip(plan.batches, batch_masks, strict=True):
         _attend_together(batch, folded, keys, values, mask, scaling, out)
     return out.view(1, rows, -1, value.shape[3]), None
@@ -202,13 +243,16 @@ def _in_chunks(
 ) -> torch.Tensor:
     """Attend over chunks of keys that start at fixed positions, combined by their log-sum-exp.
 
-    The kernel splits long key ranges depending on their length, which would affect the bits; up to a chunk's size it does not.
-    A chunk after a row's last key has the weight exp(-inf) = 0 and leaves the row's bits unchanged.
+    The kernel splits long key ranges depending on their length, which would affect the bits; up to
+    a chunk's size it does not. A chunk after a row's last key has the weight exp(-inf) = 0 and
+    leaves the row's bits unchanged.
     """
     assert plan.chunk is not None
     (rows, kv, shared, _), chunk = query.shape, plan.chunk
     count = -(-max(run.length for run in plan.runs) // chunk)
-    outs = torch.zeros((count, rows, kv, shared, values.shape[3]), dtype=torch.float32, device=query.device)
+    outs = torch.zeros(
+        (count, rows, kv, shared, values.shape[3]), dtype=torch.float32, device=query.device
+    )
     sums = torch.zeros((count, rows, kv, shared), dtype=torch.float32, device=query.device)
     for run, mask in zip(plan.runs, masks, strict=True):
         rows_slice = slice(run.first, run.first + run.count)
@@ -239,14 +283,19 @@ def _attend_together(
     scaling: float | None,
     out: torch.Tensor,
 ) -> None:
-    """Write the attention of a batch's runs, each over the keys of its slot, to `out` [rows, key heads, shared, size]."""
+    """Write the attention of a batch's runs, each over the keys of its slot, to `out` [rows, key
+    heads, shared, size]."""
     runs, most = batch.rows.shape
     kv, shared, size = query.shape[1:]
     q = query[batch.rows].permute(0, 2, 3, 1, 4).reshape(runs, kv, shared * most, size)
     k, v = (store[batch.slots, :, : batch.length] for store in (keys, values))
     mask = mask[:, :, None].expand(runs, 1, shared, most, -1).reshape(runs, 1, shared * most, -1)
     found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    out.index_copy_(0, batch.rows.view(-1), found.view(runs, kv, shared, most, -1).permute(0, 3, 1, 2, 4).flatten(0, 1))
+    out.index_copy_(
+        0,
+        batch.rows.view(-1),
+        found.view(runs, kv, shared, most, -1).permute(0, 3, 1, 2, 4).flatten(0, 1),
+    )
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
@@ -268,7 +317,8 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attend within runs, as an attention function of transformers.
 
-    From [1, heads, patches, size] to [1, patches, heads, size]; `cu_seq_lens_q` has the start of each run, and the end.
+    From [1, heads, patches, size] to [1, patches, heads, size]; `cu_seq_lens_q` has the start
+    of each run, and the end.
     """
     assert cu_seq_lens_q is not None
     edges = cu_seq_lens_q.tolist()
@@ -279,12 +329,15 @@ def run_attention(
         out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
         return out.transpose(1, 2).flatten(0, 1)[None], None
     runs = zip(*(run.split(sizes, dim=2) for run in (query, key, value)), strict=True)
-    outs = [F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2) for q, k, v in runs]
+    outs = [
+        F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2) for q, k, v in runs
+    ]
     return torch.cat(outs, dim=1), None
 
 
 def use_run_attention(module: nn.Module) -> None:
-    """Use `run_attention` in a module's towers whose attention takes runs and is transformers' default."""
+    """Use `run_attention` in a module's towers whose attention takes runs and is
+    transformers' default."""
     for run in module.modules():
         config = getattr(run, "config", None)
         takes = "cu_seqlens" in inspect.signature(run.forward).parameters and hasattr(run, "qkv")

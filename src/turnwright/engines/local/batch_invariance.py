@@ -1,4 +1,5 @@
-"""Start-up check of whether a row's bits are independent of its batch, and with which slice lengths."""
+"""Start-up check of whether a row's bits are independent of its batch, and
+with which slice lengths."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ _GRANULES = (32, 64, 128, 256)
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def calibrate_batch_invariance(model: EngineModel) -> bool:
-    """Set the model's granule to the smallest safe one and check that batching does not change bits.
+    """Set the model's granule to the smallest safe one and check that
+    batching does not change bits.
 
-    Takes some milliseconds for a tiny model, and a few forward passes of up to 128 rows for any. Return whether a sequence had
-    the same bits alone and in a batch, computed at once and in pieces.
+    Takes some milliseconds for a tiny model, and a few forward passes of up to 128
+    rows for any. Return whether a sequence had the same bits alone and in a batch,
+    computed at once and in pieces.
     """
     model.reserve(8, min(model.context, 64))
     if model.adapters is not None:
@@ -27,8 +30,15 @@ def calibrate_batch_invariance(model: EngineModel) -> bool:
         return False
     if model.fused is None:
         heads = int(model.config.num_attention_heads)
-        sizes = {(k.shape[1], heads // k.shape[1], k.shape[3], v.shape[3], k.dtype) for k, v in model.cache.layers.values()}
-        granules = [g for g in _GRANULES if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)]
+        sizes = {
+            (k.shape[1], heads // k.shape[1], k.shape[3], v.shape[3], k.dtype)
+            for k, v in model.cache.layers.values()
+        }
+        granules = [
+            g
+            for g in _GRANULES
+            if FLASH is not None and all(_is_granule_safe(g, CHUNK, *size) for size in sizes)
+        ]
         if granules:
             model.granule = granules[0]
         else:  # no slice is safe: always attend over the full capacity in one call
@@ -41,8 +51,11 @@ def calibrate_batch_invariance(model: EngineModel) -> bool:
     return same
 
 
-def _is_granule_safe(granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype) -> bool:
-    """Return whether attention has the same bits for all slice lengths up to `reach` that are multiples of `granule`."""
+def _is_granule_safe(
+    granule: int, reach: int, kv: int, shared: int, size: int, value_size: int, dtype: torch.dtype
+) -> bool:
+    """Return whether attention has the same bits for all slice lengths up to `reach` that are
+    multiples of `granule`."""
     random = torch.Generator().manual_seed(0)
     query = torch.randn(3, kv, shared, size, generator=random).to(dtype)
     keys = torch.randn(3, kv, reach, size, generator=random).to(dtype)
@@ -55,18 +68,26 @@ def _is_granule_safe(granule: int, reach: int, kv: int, shared: int, size: int, 
             mask = torch.zeros(3, 1, 1, length, dtype=dtype)
             mask[..., valid:] = -torch.inf
             part = keys[:, :, :length], values[:, :, :length]
-            for out in (F.scaled_dot_product_attention(query, *part, attn_mask=mask), FLASH(query, *part, attn_mask=mask)[0]):
+            for out in (
+                F.scaled_dot_product_attention(query, *part, attn_mask=mask),
+                FLASH(query, *part, attn_mask=mask)[0],
+            ):
                 full = out if full is None else full
                 if not torch.equal(out, full):
                     return False
     return True
 
 
-def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, keep: list[int]) -> torch.Tensor:
-    """Run a pass over synthetic ids: `decode` rows of slots 0, 1, ... at one position, then runs of (slot, start, count)."""
+def _probe(
+    model: EngineModel, runs: list[tuple[int, int, int]], decode: int, keep: list[int]
+) -> torch.Tensor:
+    """Run a pass over synthetic ids: `decode` rows of slots 0, 1, ... at one position, then runs of
+    (slot, start, count)."""
 
     def word(slot: int, position: int) -> int:
-        return (17 + 131 * position + 37 * (slot if slot > 1 else 0)) % model.vocabulary  # slots 0 and 1 hold the same ids
+        return (
+            17 + 131 * position + 37 * (slot if slot > 1 else 0)
+        ) % model.vocabulary  # slots 0 and 1 hold the same ids
 
     slots = [0, 1] if decode else []
     tokens, positions = [word(slot, decode) for slot in slots], [decode for _ in slots]
@@ -80,7 +101,8 @@ def _probe(model: EngineModel, runs: list[tuple[int, int, int]], decode: int, ke
 
 
 def _same_bits(model: EngineModel) -> bool:
-    """Compare logits and cache of a sequence computed at once in slot 0 and in pieces beside others in slot 1."""
+    """Compare logits and cache of a sequence computed at once in slot 0 and in pieces
+    beside others in slot 1."""
     length = min(20, model.context)
     if length < 4:
         return True
@@ -92,4 +114,8 @@ def _same_bits(model: EngineModel) -> bool:
     if not torch.equal(expected, torch.stack(found)):
         return False
     units = -(-length // model.cache.unit)  # positions after the last are zero in both
-    return all(torch.equal(store[0, :, :units], store[1, :, :units]) for pair in model.cache.layers.values() for store in pair)
+    return all(
+        torch.equal(store[0, :, :units], store[1, :, :units])
+        for pair in model.cache.layers.values()
+        for store in pair
+    )

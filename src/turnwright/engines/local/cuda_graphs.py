@@ -1,4 +1,5 @@
-"""Passes in which every row decodes, as CUDA graphs: Python launches such a pass more slowly than a GPU computes it."""
+"""Passes in which every row decodes, as CUDA graphs: Python launches such a pass more slowly
+than a GPU computes it."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
 
 _log = logging.getLogger(__name__)
 LENGTHS = (256, 1024)
-"""Attended keys are rounded up to multiples of the first up to the second, from there on of the second."""
+"""Attended keys are rounded up to multiples of the first up to the second, from
+there on of the second."""
 Pass = Callable[[Tensor, AttentionPlan, Tensor], Tensor]
-"""From a batch [3, rows] of ids, positions and slots, its attention and the rows wanted to logits."""
+"""From a batch [3, rows] of ids, positions and slots, its attention and the
+rows wanted to logits."""
 MOST_GRAPHS = 32
-"""Graphs that are kept, each with the memory of its pass; then the one recorded first is dropped."""
+"""Graphs that are kept, each with the memory of its pass; then the one
+recorded first is dropped."""
 _RECORDING = threading.Lock()
 """Engines of one process record one at a time."""
 
@@ -52,12 +56,18 @@ class DecodeGraphs:
         """False once recording failed: the model's pass cannot be recorded."""
 
     def forward(
-        self, compute: Pass, tokens: list[int], positions: list[int], slots: list[int], length: int, keep: list[int]
+        self,
+        compute: Pass,
+        tokens: list[int],
+        positions: list[int],
+        slots: list[int],
+        length: int,
+        keep: list[int],
     ) -> Tensor | None:
         """Run a pass over rows of which row i decodes in slot i, over at most `length` keys.
 
-        Return the logits [padded number of `keep`, vocabulary], which the next pass may overwrite; None if it cannot be
-        recorded.
+        Return the logits [padded number of `keep`, vocabulary], which the next pass may overwrite;
+        None if it cannot be recorded.
         """
         if self._storage != self._cache.storage:  # the graphs would write where the cache was
             self._made.clear()
@@ -87,7 +97,9 @@ class DecodeGraphs:
 
         def run() -> Tensor:
             count = min(given.shape[1], self._cache.slots + 1)
-            plan = AttentionPlan(self._cache, given[1], given[2], [AttentionRun(0, count, length)], None)
+            plan = AttentionPlan(
+                self._cache, given[1], given[2], [AttentionRun(0, count, length)], None
+            )
             return compute(given, plan, wanted)
 
         try:
@@ -95,13 +107,17 @@ class DecodeGraphs:
         except RuntimeError as error:
             self.usable = False
             reason = " ".join(str(error).split())[:200]
-            _log.warning("local engine: passes cannot be recorded as CUDA graphs, decoding is slower: %s", reason)
+            _log.warning(
+                "local engine: passes cannot be recorded as CUDA graphs, decoding is slower: %s",
+                reason,
+            )
             return None
         return Recorded(graph, given, wanted, logits)
 
 
 def record(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Record what a function computes, without other threads' work; return the graph, and the result that replays overwrite."""
+    """Record what a function computes, without other threads' work; return the graph, and the
+    result that replays overwrite."""
     with _RECORDING:
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -59,8 +59,13 @@ def fault_of(request: Request, vocabulary: int) -> str:
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
     temperature = request.sampling.temperature
-    if not is_finite_number(temperature) or (temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE):
-        return f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
+    if not is_finite_number(temperature) or (
+        temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE
+    ):
+        return (
+            f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to "
+            f"{1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
+        )
     if fault := request.sampling.fault():
         return fault
     if not request.banned_ids:
@@ -70,13 +75,18 @@ def fault_of(request: Request, vocabulary: int) -> str:
     return _banned_fault(request.banned_ids, vocabulary)
 
 
-@lru_cache(maxsize=64)  # all requests of a rollout share one set, of 100,000 ids where a tokenizer uses few of a model's rows
+# All requests of a rollout share one set, of 100,000 ids where a tokenizer uses few of a
+# model's rows.
+@lru_cache(maxsize=64)
 def _banned_fault(banned: frozenset[int], vocabulary: int) -> str:
     if any(type(one) is not int for one in banned):
         return "banned_ids must be a frozenset of ids"
     low, high = min(banned), max(banned)
     if low < 0 or high >= vocabulary:
-        return f"banned_ids: id {low if low < 0 else high} is not in the vocabulary of {vocabulary} ids"
+        return (
+            f"banned_ids: id {low if low < 0 else high} is not in the vocabulary of "
+            f"{vocabulary} ids"
+        )
     return "banned_ids: every id of the vocabulary is banned" if len(banned) == vocabulary else ""
 
 
@@ -87,35 +97,42 @@ def _reject_bool(one: Any) -> bool:
 MAX_SLOTS = 1024
 """Default of cached sequences, where memory allows."""
 MAX_FAILED_STEPS = 3
-"""Consecutive failed steps after which the engine counts as failed; one or two may be a request's fault."""
+"""Consecutive failed steps after which the engine counts as failed; one or two may
+be a request's fault."""
 
 
 class LocalEngine:
-    """Samples replies from a Hugging Face causal model with continuous batching, in torch, on a CPU or a GPU.
+    """Samples replies from a Hugging Face causal model with continuous batching, in
+    torch, on a CPU or a GPU.
 
-    It holds its own copy of the weights, which change only by `update`. A reply's ids and logprobs depend, to the last bit, on
-    the weights, the context, the sampling settings and the seed. They do not depend on other calls, their order or the cache,
-    nor on interruptions: a reply that another call continues (`Request.reply_position`) is the one without an interruption.
-    This is verified at the start (`exact`) and claimed only on CPUs in float32.
+    It holds its own copy of the weights, which change only by `update`. A reply's ids and logprobs
+    depend, to the last bit, on the weights, the context, the sampling settings and the seed. They
+    do not depend on other calls, their order or the cache, nor on interruptions: a reply that
+    another call continues (`Request.reply_position`) is the one without an interruption. This is
+    verified at the start (`exact`) and claimed only on CPUs in float32.
 
     Args:
-        model: transformers module that uses the attention interface (Llama, Qwen, Mistral ...), or a config for random
-            weights. Module and config are copied, never shared.
+        model: transformers module that uses the attention interface (Llama, Qwen, Mistral ...), or
+            a config for random weights. Module and config are copied, never shared.
         renderer: kept as `engine.renderer` for the rollout; the engine itself does not use text.
-        context: maximum number of ids of context plus reply; by default the model's `max_position_embeddings`.
-        slots: number of cached sequences; by default 1024 or as many as fit into `cache_gib`. Further calls wait, and idle
-            sessions are evicted, longest idle first; results do not change.
+        context: maximum number of ids of context plus reply; by default the model's
+            `max_position_embeddings`.
+        slots: number of cached sequences; by default 1024 or as many as fit into
+            `cache_gib`. Further calls wait, and idle sessions are evicted, longest idle
+            first; results do not change.
         version: policy version of the given weights.
         device, dtype: device and type of the computation; by default the module's.
         cache_gib: memory for keys and values in GiB; bounds the default of `slots`.
         sampler: draws the ids; benchmarks and tests may force them.
-        speculate: maximum number of ids drafted after each id by lookup in the context, verified in one pass; 0 drafts none. It
-            computes more rows in fewer passes. Replies do not change, to the bit where `exact`.
-        adapters: LoRA adapters of policies that share the model, each without effect until its first update; `adapter` returns
-            the engine of one.
+        speculate: maximum number of ids drafted after each id by lookup in the context, verified in
+            one pass; 0 drafts none. It computes more rows in fewer passes. Replies do not change,
+            to the bit where `exact`.
+        adapters: LoRA adapters of policies that share the model, each without effect until its
+            first update; `adapter` returns the engine of one.
 
     Raises:
-        EngineError: when the model is not supported, or an adapter's layers are not linear layers of its decoder.
+        EngineError: when the model is not supported, or an adapter's layers are not
+            linear layers of its decoder.
     """
 
     def __init__(
@@ -137,32 +154,42 @@ class LocalEngine:
         config = getattr(model, "config", model).get_text_config()
         self.context = context if context is not None else int(config.max_position_embeddings)
         if self.context < 2 or (slots is not None and slots < 1):
-            raise EngineError(f"context {self.context} and slots {slots}: at least 2 ids and 1 slot are required")
+            raise EngineError(
+                f"context {self.context} and slots {slots}: at least 2 ids and 1 slot are required"
+            )
         if speculate < 0:
-            raise EngineError(f"speculate must be a number of ids to draft, 0 for none; not {speculate}")
+            raise EngineError(
+                f"speculate must be a number of ids to draft, 0 for none; not {speculate}"
+            )
         self._model = EngineModel(model, self.context, device, dtype, adapters)
         try:
             self.exact = calibrate_batch_invariance(self._model)
         except (AttributeError, KeyError, TypeError) as error:
             kind = type(self._model.module).__name__
             raise EngineError(
-                f"{kind} does not use transformers' attention interface as required: {error!r}; use a server"
+                f"{kind} does not use transformers' attention interface as required: {error!r}; "
+                "use a server"
             ) from error
-        """Whether the start-up check found results independent of batching; False where this is not claimed."""
+        """Whether the start-up check found results independent of batching; False
+        where this is not claimed."""
         if self._model.adapters is not None:
             self._model.adapters.reset()  # they were random for the check
         if self._model.on_cpu and not self.exact:
             warnings.warn(
-                "local engine: on this machine the last bits of a row depend on other rows of its batch, so equal seeds may "
-                "rarely give different replies (draws within about 1e-5 of a boundary); try torch.set_num_threads(1), float32",
+                "local engine: on this machine the last bits of a row depend on other rows of its "
+                "batch, so equal seeds may rarely give different replies (draws within about 1e-5 "
+                "of a boundary); try torch.set_num_threads(1), float32",
                 stacklevel=2,
             )
         self.slots = slots if slots is not None else _default_slots(self._model, cache_gib)
-        self._scheduler = Scheduler(self._model, sampler or Sampler(), self.slots, speculate, version)
+        self._scheduler = Scheduler(
+            self._model, sampler or Sampler(), self.slots, speculate, version
+        )
         self._worker = Worker(self._scheduler, SHORT_STEP_S if self._model.on_cpu else 0.0)
         self.asleep = False
         """Whether its memory is released; calls are refused until `wake` or `update`."""
-        # An engine that is garbage-collected without `close` must not leave its thread and weights alive.
+        # An engine that is garbage-collected without `close` must not leave its
+        # thread and weights alive.
         self._finalizer = weakref.finalize(self, self._worker.stop)
         self._finalizer.atexit = False
 
@@ -181,7 +208,9 @@ class LocalEngine:
         try:
             model = from_directory(Path(path), options.get("dtype") or "auto")
         except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: not a causal model that transformers can load: {error}") from error
+            raise ModelError(
+                f"{path}: not a causal model that transformers can load: {error}"
+            ) from error
         return cls(model, **options)
 
     @property
@@ -205,7 +234,8 @@ class LocalEngine:
         return self._model.weight_bytes
 
     def cache_bytes_of(self, sequences: int | None, length: int) -> int:
-        """Return the bytes that the cache grows to with this many sequences of `length` ids; None counts all slots."""
+        """Return the bytes that the cache grows to with this many sequences of `length` ids;
+        None counts all slots."""
         slots = self.slots if sequences is None else min(sequences, self.slots)
         return self._model.cache_bytes_of(slots, min(length, self.context))
 
@@ -220,7 +250,8 @@ class LocalEngine:
         return self._scheduler.versions[0]
 
     def adapter(self, number: int) -> AdapterEngine:
-        """Return the engine of a policy that shares this model: with adapter `number` from 1, or without one for 0."""
+        """Return the engine of a policy that shares this model: with adapter `number` from 1,
+        or without one for 0."""
         return AdapterEngine(self, number)
 
     @property
@@ -240,7 +271,8 @@ class LocalEngine:
 
     @property
     def records_experts(self) -> bool:
-        """Whether replies can hold the experts of each id: a mixture of experts whose layers have one number of them."""
+        """Whether replies can hold the experts of each id: a mixture of experts whose layers
+        have one number of them."""
         return bool(self._model.recording)
 
     def add_pixel_source(self, pixels: Any) -> None:
@@ -257,11 +289,13 @@ class LocalEngine:
     async def generate(self, request: Request) -> Generation:
         """Sample one reply.
 
-        `max_tokens` is clipped to the rest of the context. Cancelling the call frees its slot at the next step.
+        `max_tokens` is clipped to the rest of the context. Cancelling the call frees
+        its slot at the next step.
 
         Raises:
-            BackendContractError: for an invalid request: missing or unknown ids, images that the model or the ids do not
-                support, a full context, max_tokens below 1, a policy newer than the engine's, or an invalid setting.
+            BackendContractError: for an invalid request: missing or unknown ids, images that the
+                model or the ids do not support, a full context, max_tokens below 1, a policy newer
+                than the engine's, or an invalid setting.
             EngineError: the engine failed or is closed.
         """
         return await self._generate(request, 0)
@@ -270,7 +304,9 @@ class LocalEngine:
         prompt = self._check_request(request, self._scheduler.versions[adapter])
         limit = min(request.max_tokens, self.context - len(prompt))
         keys, view = self._context_media(request, prompt)
-        call = ActiveCall(request, prompt, limit, asyncio.get_running_loop().create_future(), keys, view, adapter)
+        call = ActiveCall(
+            request, prompt, limit, asyncio.get_running_loop().create_future(), keys, view, adapter
+        )
         self._worker.post(partial(self._scheduler.submit, call))
         try:
             result: Generation = await call.future
@@ -288,7 +324,10 @@ class LocalEngine:
         """
         self._worker.check()
         if self._scheduler.failed_steps >= MAX_FAILED_STEPS:
-            raise EngineError(f"the last {self._scheduler.failed_steps} steps of the local engine failed; see its log")
+            raise EngineError(
+                f"the last {self._scheduler.failed_steps} steps of the local engine failed; see "
+                "its log"
+            )
 
     def release(self, session: str) -> None:
         """End a session; its cache slots may be reused."""
@@ -307,10 +346,12 @@ class LocalEngine:
             self._worker.post(lambda: self._worker.deliver(self._scheduler.abort(adapter)))
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted, and the cache is cleared.
+        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted,
+        and the cache is cleared.
 
-        All weights are checked before the first is copied: on an error, engine, calls and cache are unchanged. The weights are
-        iterated over where the engine computes, twice unless they are an iterator.
+        All weights are checked before the first is copied: on an error, engine, calls and
+        cache are unchanged. The weights are iterated over where the engine computes, twice
+        unless they are an iterator.
 
         Returns:
             `fingerprint` of the weights as received.
@@ -319,13 +360,16 @@ class LocalEngine:
             SyncError: when a name or a shape does not match.
             EngineError: the engine failed or is closed.
         """
-        return await asyncio.wrap_future(self._worker.ask(lambda: self._update_weights(weights, version)))
+        return await asyncio.wrap_future(
+            self._worker.ask(lambda: self._update_weights(weights, version))
+        )
 
     async def sleep(self) -> None:
-        """Release memory for other users of the device, until `wake` or `update`; calls in flight first end as aborted.
+        """Release memory for other users of the device, until `wake` or `update`; calls in
+        flight first end as aborted.
 
-        The key-value cache and image features are dropped; weights on a GPU move to host memory. Later samples have the same
-        bits as without sleep.
+        The key-value cache and image features are dropped; weights on a GPU move to host memory.
+        Later samples have the same bits as without sleep.
 
         Raises:
             EngineError: the engine failed or is closed.
@@ -339,7 +383,8 @@ class LocalEngine:
         await asyncio.wrap_future(self._worker.ask(self._wake))
 
     async def drop_cache(self) -> None:
-        """Release the memory of keys, values and image features unless calls are in flight; the next call computes them anew.
+        """Release the memory of keys, values and image features unless calls are in flight; the
+        next call computes them anew.
 
         Later samples have the same bits. Raises `EngineError` when the engine failed or is closed.
         """
@@ -374,7 +419,9 @@ class LocalEngine:
         self._scheduler.versions[0] = version
         return digest
 
-    async def _update_adapter(self, number: int, weights: Iterable[tuple[str, Any]], version: int) -> str:
+    async def _update_adapter(
+        self, number: int, weights: Iterable[tuple[str, Any]], version: int
+    ) -> str:
         adapters = self._model.adapters
         assert adapters is not None
 
@@ -395,53 +442,73 @@ class LocalEngine:
         if self.asleep:
             raise EngineError(f"{where}: the local engine is asleep; call wake or update first")
         if wrong_ids or not ids:
-            raise BackendContractError(f"{where}: {wrong_ids or 'no ids; a request needs the complete context'}")
+            raise BackendContractError(
+                f"{where}: {wrong_ids or 'no ids; a request needs the complete context'}"
+            )
         if fault := fault_of(request, self._model.vocabulary):
             raise BackendContractError(f"{where}: {fault}")
         sampled = request.reply_position
         if type(sampled) is not int or not 0 <= sampled < len(ids):
             raise BackendContractError(
-                f"{where}: reply_position must be below the {len(ids)} ids of the context, not {sampled!r:.80}"
+                f"{where}: reply_position must be below the {len(ids)} ids of the context, not "
+                f"{sampled!r:.80}"
             )
         if len(ids) + 1 > self.context:
-            raise BackendContractError(f"{where}: {len(ids)} ids fill the context of {self.context}")
+            raise BackendContractError(
+                f"{where}: {len(ids)} ids fill the context of {self.context}"
+            )
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._model.vocabulary:
             wrong = low if low < 0 else high
-            raise BackendContractError(f"{where}: id {wrong} is not in the vocabulary of {self._model.vocabulary} ids")
+            raise BackendContractError(
+                f"{where}: id {wrong} is not in the vocabulary of {self._model.vocabulary} ids"
+            )
         if request.min_version > version:
             raise BackendContractError(
-                f"{where}: requests policy version {request.min_version}, the engine has {version}; update it first"
+                f"{where}: requests policy version {request.min_version}, the engine has "
+                f"{version}; update it first"
             )
         return ids
 
-    def _context_media(self, request: Request, ids: list[int]) -> tuple[list[int], ContextMedia | None]:
+    def _context_media(
+        self, request: Request, ids: list[int]
+    ) -> tuple[list[int], ContextMedia | None]:
         """Return the cache keys of a context, and its media."""
         where, media = f"session {request.session!r}, call {request.call}", request.media
         seen = self._scheduler.seen
         if seen is None or not (seen.has_pixel_source or media):
             if media:
-                raise BackendContractError(f"{where}: {len(media)} images or videos, but {self._model.blind}")
+                raise BackendContractError(
+                    f"{where}: {len(media)} images or videos, but {self._model.blind}"
+                )
             return ids, None
         if media and media[-1].end > len(ids):
-            raise BackendContractError(f"{where}: an image is at {media[-1].start} to {media[-1].end} of {len(ids)} ids")
+            raise BackendContractError(
+                f"{where}: an image is at {media[-1].start} to {media[-1].end} of {len(ids)} ids"
+            )
         keys = ids_with_media_keys(ids, media) if media else ids
         if not seen.vision.pad_ids.isdisjoint(keys):
             strays = sum(key in seen.vision.pad_ids for key in keys)
-            raise BackendContractError(f"{where}: {strays} image placeholders belong to none of {len(media)} images")
+            raise BackendContractError(
+                f"{where}: {strays} image placeholders belong to none of {len(media)} images"
+            )
         return keys, ContextMedia(ids, media, seen.vision) if media else None
 
 
 class AdapterEngine:
-    """Policy that shares the model of a local engine with others, and differs from them by a LoRA adapter.
+    """Policy that shares the model of a local engine with others, and differs
+    from them by a LoRA adapter.
 
-    Its calls are computed in the passes of the others. They have caches and a version of their own, so that an update touches
-    only this policy. Sleeping, waking and closing concern the shared engine.
+    Its calls are computed in the passes of the others. They have caches and a version of
+    their own, so that an update touches only this policy. Sleeping, waking and closing
+    concern the shared engine.
     """
 
     def __init__(self, shared: LocalEngine, number: int) -> None:
         if not 0 <= number < len(shared._scheduler.versions):
-            raise EngineError(f"adapter {number}: the engine has {len(shared._scheduler.versions) - 1}, from 1")
+            raise EngineError(
+                f"adapter {number}: the engine has {len(shared._scheduler.versions) - 1}, from 1"
+            )
         self.shared, self.number = shared, number
 
     @property
@@ -484,8 +551,9 @@ class AdapterEngine:
         self.shared._abort(self.number)
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Replace the adapter's matrices, given by peft's names: this policy's calls in flight first end as aborted, and its
-        cache is cleared. All are checked before the first is copied. Wakes the shared engine.
+        """Replace the adapter's matrices, given by peft's names: this policy's calls in flight
+        first end as aborted, and its cache is cleared. All are checked before the first is copied.
+        Wakes the shared engine.
 
         Returns:
             `fingerprint` of the matrices as received.
@@ -495,7 +563,10 @@ class AdapterEngine:
             EngineError: the engine failed or is closed, or this policy has no adapter.
         """
         if not self.number:
-            raise EngineError("a policy without an adapter shares its weights with others; update the shared engine")
+            raise EngineError(
+                "a policy without an adapter shares its weights with others; update the shared "
+                "engine"
+            )
         return await self.shared._update_adapter(self.number, weights, version)
 
     async def sleep(self) -> None:
@@ -516,6 +587,9 @@ def _default_slots(model: EngineModel, cache_gib: float) -> int:
     each = model.cache.bytes_per_position * (model.context + 1)
     slots = int(min(MAX_SLOTS, max(1, cache_gib * 2**30 // each)))
     if slots < 8:
-        text = "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context or increase cache_gib"
+        text = (
+            "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context "
+            "or increase cache_gib"
+        )
         _log.warning(text, cache_gib, slots, model.context)
     return slots

@@ -1,10 +1,11 @@
 """Products of few rows in bfloat16, with the bits of a library's products of many.
 
-oneDNN multiplies a tile of rows by the matrix unit of the processor (AMX); for a row or two that takes
-as long as for all of the tile. A vector kernel that reads the weights as oneDNN packed them takes
-half of the time, and can add up in the same order: 16 pairs of inputs by fused multiplications, and
-blocks of them one after the other, in one or several parts. Neither the packed layout nor the
-number of parts is documented, so both are found by a probe, and without a match nothing changes.
+oneDNN multiplies a tile of rows by the matrix unit of the processor (AMX); for a row or two
+that takes as long as for all of the tile. A vector kernel that reads the weights as oneDNN
+packed them takes half of the time, and can add up in the same order: 16 pairs of inputs by
+fused multiplications, and blocks of them one after the other, in one or several parts. Neither
+the packed layout nor the number of parts is documented, so both are found by a probe, and
+without a match nothing changes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 MOST = 8
-"""Rows up to which the kernel is faster than a tile of 64 on one thread: 30 layers took 69 and 126 ms for one row, 99 and
-130 for 8, 102 and 100 for 12. On two threads, among which only the library divides its work, they took 79 and 98 for 4 rows,
-103 and 81 for 6."""
+"""Rows up to which the kernel is faster than a tile of 64 on one thread: 30 layers took 69 and 126
+ms for one row, 99 and 130 for 8, 102 and 100 for 12. On two threads, among which only the library
+divides its work, they took 79 and 98 for 4 rows, 103 and 81 for 6."""
 
 
 def few_rows_at_most(threads: int) -> int:
@@ -61,7 +62,8 @@ def packed_numbers(packed: Tensor) -> np.ndarray:
 
 
 def find_order(packed: Tensor, inputs: Tensor, outputs: Tensor) -> int:
-    """Return the `part` with which the kernel repeats the library's products to the bit; 0 if none does.
+    """Return the `part` with which the kernel repeats the library's products to
+    the bit; 0 if none does.
 
     Args:
         packed: a packed matrix.
@@ -79,7 +81,9 @@ def find_order(packed: Tensor, inputs: Tensor, outputs: Tensor) -> int:
 
     some = slice(None, None, max(1, len(inputs) // MOST))
     blocks = inner // PANEL
-    for part in sorted({-(-blocks // parts) * PANEL for parts in range(1, blocks + 1)}, reverse=True):
+    for part in sorted(
+        {-(-blocks // parts) * PANEL for parts in range(1, blocks + 1)}, reverse=True
+    ):
         few = FewRows(packed, (out, inner), part)
         if torch.equal(few.product(inputs[some]), outputs[some]):
             return part

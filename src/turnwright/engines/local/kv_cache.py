@@ -17,10 +17,12 @@ Move = tuple[int, int, int, int]
 
 @dataclass(slots=True)
 class KVCache:
-    """Static key-value storage: per layer two tensors [slots + 1, heads, capacity / unit, head size * unit].
+    """Static key-value storage: per layer two tensors [slots + 1, heads, capacity /
+    unit, head size * unit].
 
-    The last slot is scratch: padding rows write there, and nothing reads it. A layer is allocated at its first write, with the
-    shape written. Content after the valid positions of a slot is finite and always masked.
+    The last slot is scratch: padding rows write there, and nothing reads it. A layer is allocated
+    at its first write, with the shape written. Content after the valid positions of a slot is
+    finite and always masked.
     """
 
     slots: int
@@ -28,21 +30,23 @@ class KVCache:
     """Positions per slot."""
     layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     kernels: Any = None
-    """Kernels of the fused pass, if that reads the cache: `numba_kernels.BLOCK` positions are then stored together, in an order
-    known to it, and copied together."""
+    """Kernels of the fused pass, if that reads the cache: `numba_kernels.BLOCK` positions are then
+    stored together, in an order known to it, and copied together."""
     half: bool = False
     """Whether the fused pass keeps keys and values in bfloat16."""
     routes: torch.Tensor | None = None
-    """[slots + 1, capacity, expert layers, k] experts of each position; None for a model without routers."""
+    """[slots + 1, capacity, expert layers, k] experts of each position; None for a
+    model without routers."""
     storage: int = 0
     """Number of times that the tensors were replaced."""
     sources: np.ndarray = field(init=False)
-    """[slots + 1] slot from which a reader in units takes a slot's first `shared` positions: they have equal bits in both, and
-    slots that share a source find them in the processor's cache."""
+    """[slots + 1] slot from which a reader in units takes a slot's first `shared` positions: they
+    have equal bits in both, and slots that share a source find them in the processor's cache."""
     shared: np.ndarray = field(init=False)
     """[slots + 1] number of those positions, a multiple of `unit`."""
     _stores: list[Any] = field(default_factory=list)
-    """The tensors of `layers`; on a CPU their bytes as arrays of numpy, which copies a slot at a fifth of the cost."""
+    """The tensors of `layers`; on a CPU their bytes as arrays of numpy, which copies a slot
+    at a fifth of the cost."""
 
     def __post_init__(self) -> None:
         self.sources, self.shared = np.zeros((2, self.slots + 1), dtype=np.int64)
@@ -61,7 +65,8 @@ class KVCache:
     def bytes_per_position(self) -> int:
         """Bytes per position of a slot, in all layers allocated so far."""
         each: int = sum(
-            2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit for keys, _ in self.layers.values()
+            2 * keys.shape[1] * keys.shape[3] * keys.element_size() // self.unit
+            for keys, _ in self.layers.values()
         )
         return each if self.routes is None else each + int(self.routes[0, :1].nbytes)
 
@@ -71,8 +76,11 @@ class KVCache:
         total: int = sum(store.nbytes for store in self._stores)
         return total if self.routes is None else total + int(self.routes.nbytes)
 
-    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the storage of a layer, allocating it like `key` and `value` [1, heads, n, head size] if new."""
+    def layer(
+        self, index: int, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the storage of a layer, allocating it like `key` and `value` [1,
+        heads, n, head size] if new."""
         found = self.layers.get(index)
         if found is None:
             found = self.layers[index] = (self._empty(key), self._empty(value))
@@ -80,7 +88,8 @@ class KVCache:
         return found
 
     def blocks(self, index: int, heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the storage of a CPU layer in units, as flat arrays of float32, or of int16 for bfloat16.
+        """Return the storage of a CPU layer in units, as flat arrays of
+        float32, or of int16 for bfloat16.
 
         Layers are first asked for in their order.
         """
@@ -88,10 +97,14 @@ class KVCache:
             dtype = torch.bfloat16 if self.half else torch.float32
             self.layer(index, *[torch.empty(1, heads, 0, size * self.unit, dtype=dtype)] * 2)
         kind = np.int16 if self.half else np.float32
-        keys, values = (store.view(kind).reshape(-1) for store in self._stores[2 * index : 2 * index + 2])
+        keys, values = (
+            store.view(kind).reshape(-1) for store in self._stores[2 * index : 2 * index + 2]
+        )
         return keys, values
 
-    def take_routes(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def take_routes(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         """Allocate storage for the experts of every position, `shape` values each."""
         self.routes = _zeros((self.slots + 1, self.capacity, *shape), dtype, device)
         return self.routes
@@ -132,7 +145,9 @@ class KVCache:
             flat = np.array(moves, dtype=np.int64).reshape(-1)
             for store in self._stores:
                 _, heads, blocks, width = store.shape
-                self.kernels.copy_blocks(store.view(np.float32).reshape(-1), flat, heads, blocks, width // 4)
+                self.kernels.copy_blocks(
+                    store.view(np.float32).reshape(-1), flat, heads, blocks, width // 4
+                )
             self.kernels.share_blocks(flat, self.sources, self.shared)
         elif self._stores and isinstance(self._stores[0], np.ndarray):
             for source, target, start, end in moves:
@@ -145,14 +160,19 @@ class KVCache:
                 self._copy_together(together)
 
     def rewind(self, rewound: Sequence[tuple[int, int]]) -> None:
-        """End the sharing of positions of slots, those of each from a position on, before they are overwritten."""
+        """End the sharing of positions of slots, those of each from a position on, before
+        they are overwritten."""
         if rewound and self.kernels is not None:
-            self.kernels.end_sharing(np.array(rewound, dtype=np.int64).reshape(-1), self.sources, self.shared)
+            self.kernels.end_sharing(
+                np.array(rewound, dtype=np.int64).reshape(-1), self.sources, self.shared
+            )
 
     def _copy_together(self, moves: Sequence[Move]) -> None:
-        """Make copies of which none reads or writes what an earlier one writes: a GPU takes as long for many as for one.
+        """Make copies of which none reads or writes what an earlier one writes: a GPU takes as
+        long for many as for one.
 
-        All are read before one is written. Positions before a start are copied with them; the slots have the same ids there.
+        All are read before one is written. Positions before a start are copied with them; the slots
+        have the same ids there.
         """
         sources, targets = (self._slots([move[part] for move in moves]) for part in (0, 1))
         start, end = min(move[2] for move in moves), max(move[3] for move in moves)
@@ -163,7 +183,8 @@ class KVCache:
             store[targets, :, units] = store[sources, :, units]
 
     def swap(self, pairs: Sequence[tuple[int, int]], length: int) -> None:
-        """Exchange the first `length` positions of two slots, for several pairs of different slots."""
+        """Exchange the first `length` positions of two slots, for several
+        pairs of different slots."""
         ones, others = zip(*pairs, strict=True)
         there, back = self._slots([*ones, *others]), self._slots([*others, *ones])
         if self.routes is not None:
@@ -176,7 +197,11 @@ class KVCache:
     def _slots(self, numbers: list[int]) -> Any:
         """Return slots as an index that needs no transfer to the device at each use."""
         store = self._stores[0] if self._stores else None
-        return torch.tensor(numbers, device=store.device) if isinstance(store, torch.Tensor) else numbers
+        return (
+            torch.tensor(numbers, device=store.device)
+            if isinstance(store, torch.Tensor)
+            else numbers
+        )
 
     def zero(self, slot: int | None = None) -> None:
         """Zero a slot, or all of them: non-finite values would pass through a mask."""
@@ -185,7 +210,8 @@ class KVCache:
             store[slice(None) if slot is None else slot] = 0
 
     def zero_from(self, slot: int, start: int) -> None:
-        """Zero a slot from a position on; not in units, whose reader never passes the last position."""
+        """Zero a slot from a position on; not in units, whose reader never
+        passes the last position."""
         if self.unit == 1:
             for store in self._stores:
                 store[slot, :, start:] = 0
@@ -196,17 +222,23 @@ class KVCache:
 
 
 def batch_moves(moves: Sequence[Move]) -> Iterator[list[Move]]:
-    """Split copies, in order, into lists of which none reads or writes what an earlier one writes, and of which at most half is
-    more than was asked for."""
+    """Split copies, in order, into lists of which none reads or writes what an earlier one writes,
+    and of which at most half is more than was asked for."""
     together: list[Move] = []
     written: set[int] = set()
     first = last = asked = 0
     for source, target, start, end in moves:
         widened = (len(together) + 1) * (max(last, end) - min(first, start))
-        if together and (source in written or target in written or widened > 2 * (asked + end - start)):
+        if together and (
+            source in written or target in written or widened > 2 * (asked + end - start)
+        ):
             yield together
             together, written = [], set()
-        first, last, asked = (min(first, start), max(last, end), asked + end - start) if together else (start, end, end - start)
+        first, last, asked = (
+            (min(first, start), max(last, end), asked + end - start)
+            if together
+            else (start, end, end - start)
+        )
         together.append((source, target, start, end))
         written.add(target)
     if together:

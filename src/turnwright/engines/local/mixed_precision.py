@@ -1,10 +1,11 @@
-"""Matrix products in bfloat16 on CPUs; everything between them, and the weights of training, in float32.
+"""Matrix products in bfloat16 on CPUs; everything between them, and the weights
+of training, in float32.
 
-Processors with AMX or AVX512-BF16 multiply bfloat16 several times as fast as float32. In mixed precision
-the inputs and the weights of a linear layer are rounded to bfloat16, and so is its output; sums
-inside a product are in float32. Norms, rotary positions, attention, activations and sampling are in
-float32 as ever. `PackedMatrix.product` is the one place that says how a product is computed, for the
-engine and for the trainer alike.
+Processors with AMX or AVX512-BF16 multiply bfloat16 several times as fast as float32. In mixed
+precision the inputs and the weights of a linear layer are rounded to bfloat16, and so is its
+output; sums inside a product are in float32. Norms, rotary positions, attention, activations and
+sampling are in float32 as ever. `PackedMatrix.product` is the one place that says how a product is
+computed, for the engine and for the trainer alike.
 
 A library adds up a row's products in an order that depends on how many rows are multiplied at once.
 So rows go in tiles of `TILE`, the last one padded, or in several tiles at once where a probe found
@@ -34,7 +35,8 @@ TILE = 64
 MOST_ROWS = 256
 """Rows of a product at most, a multiple of `TILE`; larger products gain little more."""
 OFF = "TURNWRIGHT_NO_BFLOAT16"
-"""Environment variable that makes a processor one without products in bfloat16, for tests and comparisons."""
+"""Environment variable that makes a processor one without products in bfloat16, for
+tests and comparisons."""
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +46,8 @@ def _has_bfloat16_units() -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16 faster than float32, and this torch lets it."""
+    """Return whether this processor multiplies bfloat16 faster than float32,
+    and this torch lets it."""
     return not os.environ.get(OFF) and _has_bfloat16_units()
 
 
@@ -66,7 +69,8 @@ class PackedMatrix:
         self._few = FewRows(self._packed, self.shape, order.part) if order.part else None
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them to `out` of any type."""
+        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them
+        to `out` of any type."""
         inputs = inputs.bfloat16()
         if len(inputs) <= self._rows:
             if self._few is not None and len(inputs) <= self._few_rows:
@@ -103,20 +107,23 @@ def round_weights(*parts: Tensor) -> Tensor:
 
 
 def times_weight(slope: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of inputs [N, in], from that of the outputs [N, out] and the weight [out, in], all bfloat16."""
+    """Return the gradient of inputs [N, in], from that of the outputs [N, out] and the weight
+    [out, in], all bfloat16."""
     return (pad_rows(slope) @ weight)[: len(slope)]
 
 
 def times_inputs(slope: Tensor, inputs: Tensor) -> Tensor:
-    """Return the gradient of a weight [out, in], from those of the outputs [N, out] and the inputs [N, in], all bfloat16."""
+    """Return the gradient of a weight [out, in], from those of the outputs [N, out] and the inputs
+    [N, in], all bfloat16."""
     return pad_rows(slope).T @ pad_rows(inputs)
 
 
 def pad_rows(rows: Tensor) -> Tensor:
-    """Fill up rows with zeros to one of few numbers of them, at most an eighth more or the end of a tile.
+    """Fill up rows with zeros to one of few numbers of them, at most an eighth
+    more or the end of a tile.
 
-    A library keeps code for each size that it multiplied, up to 1,024 of them: for one layer of width
-    576, a product and its transpose took 2.4 MB for each number of rows, up to 1.2 GB.
+    A library keeps code for each size that it multiplied, up to 1,024 of them: for one layer of
+    width 576, a product and its transpose took 2.4 MB for each number of rows, up to 1.2 GB.
     """
     step = max(TILE, 1 << max(0, len(rows).bit_length() - 4))
     missing = -len(rows) % step
@@ -135,35 +142,46 @@ class Order:
     rows: int
     """Most rows at once, whole tiles up to `MOST_ROWS`."""
     part: int
-    """Inputs that a tile sums up before it adds them to those before, for `FewRows`; 0 where no kernel repeats its bits."""
+    """Inputs that a tile sums up before it adds them to those before, for `FewRows`; 0 where no
+    kernel repeats its bits."""
 
 
 @lru_cache(maxsize=256)
 def order_of(out: int, inner: int, threads: int) -> Order:
     """Find the order of additions of a library's products with a matrix [out, inner].
 
-    `threads` is part of the key: a library divides a product among threads. The sums of the probe nearly
-    cancel, so another order shows in the rounded result.
+    `threads` is part of the key: a library divides a product among threads. The sums of the probe
+    nearly cancel, so another order shows in the rounded result.
     """
     draw = torch.Generator().manual_seed(out * 1_000_003 + inner)
     half = inner // 2
-    inputs, weight = torch.randn(MOST_ROWS, inner, generator=draw), torch.randn(out, inner, generator=draw)
+    inputs, weight = (
+        torch.randn(MOST_ROWS, inner, generator=draw),
+        torch.randn(out, inner, generator=draw),
+    )
     inputs[:, half : 2 * half] = inputs[:, :half].flip(1)
     weight[:, half : 2 * half] = -weight[:, :half].flip(1) + 1e-3 * weight[:, half : 2 * half]
-    rounded, packed = inputs.bfloat16(), torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
+    rounded, packed = (
+        inputs.bfloat16(),
+        torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE),
+    )
     in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
 
     most = TILE
-    while most < MOST_ROWS and torch.equal(_linear(rounded[: most + TILE], packed), in_tiles[: most + TILE]):
+    while most < MOST_ROWS and torch.equal(
+        _linear(rounded[: most + TILE], packed), in_tiles[: most + TILE]
+    ):
         most += TILE
     return Order(most, find_order(packed, rounded[:TILE], in_tiles[:TILE]))
 
 
 class MixedLinear(nn.Linear):  # type: ignore[misc]
-    """Linear layer that multiplies in bfloat16; inputs, outputs, weights and gradients are float32."""
+    """Linear layer that multiplies in bfloat16; inputs, outputs, weights and
+    gradients are float32."""
 
     packed: PackedMatrix | None = None
-    """Copy of the weights that an engine multiplies with, from `pack`; None packs them at each use."""
+    """Copy of the weights that an engine multiplies with, from `pack`; None
+    packs them at each use."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the layer."""
@@ -175,7 +193,8 @@ class MixedLinear(nn.Linear):  # type: ignore[misc]
         return outputs.view(*inputs.shape[:-1], -1)
 
     def pack(self, rounded: Tensor | None = None) -> None:
-        """Keep a packed copy of the weights as they are now; `rounded` are those of `round_weights`, if they are there."""
+        """Keep a packed copy of the weights as they are now; `rounded` are those of
+        `round_weights`, if they are there."""
         self.packed = PackedMatrix(round_weights(self.weight) if rounded is None else rounded)
 
 
@@ -203,7 +222,8 @@ def is_mixed(module: nn.Module) -> bool:
 
 
 def use_mixed_products(decoder: nn.Module, head: nn.Module | None) -> None:
-    """Make the linear layers of a decoder and an output head multiply in bfloat16, in place, by a change of class."""
+    """Make the linear layers of a decoder and an output head multiply in bfloat16, in
+    place, by a change of class."""
     for layer in [*decoder.modules(), *([] if head is None else [head])]:
         if type(layer) is nn.Linear:
             layer.__class__ = MixedLinear
@@ -224,7 +244,8 @@ def plain_products(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def packed_once(layer: nn.Module, rounded: Tensor | None = None) -> Iterator[None]:
-    """Pack a layer's weights once for all uses in this context, in which they do not change; nothing for another layer."""
+    """Pack a layer's weights once for all uses in this context, in which they do not change;
+    nothing for another layer."""
     if not isinstance(layer, MixedLinear) or layer.packed is not None:
         yield
         return

@@ -32,7 +32,8 @@ PROBE_ROWS = 5
 
 @dataclass(frozen=True, slots=True)
 class MoERouter:
-    """Module that chooses experts: hidden [N, d] -> logits [N, experts], scores [N, k], indices [N, k]."""
+    """Module that chooses experts: hidden [N, d] -> logits [N, experts], scores
+    [N, k], indices [N, k]."""
 
     name: str
     module: nn.Module
@@ -45,7 +46,8 @@ class MoERouter:
 def find_routers(model: nn.Module) -> list[MoERouter]:
     """Return a model's routers in layer order; none for a dense model.
 
-    A router is a module with a `weight` [experts, d] and a `top_k` that returns logits, scores and indices for random rows.
+    A router is a module with a `weight` [experts, d] and a `top_k` that returns logits, scores and
+    indices for random rows.
     """
     routers = []
     for name, module in model.named_modules():
@@ -54,7 +56,12 @@ def find_routers(model: nn.Module) -> list[MoERouter]:
             continue
         experts = weight.shape[0]
         given = probe_router(module)
-        if given is None or given[0].shape != (PROBE_ROWS, experts) or given[1].shape != given[2].shape or given[2].dim() != 2:
+        if (
+            given is None
+            or given[0].shape != (PROBE_ROWS, experts)
+            or given[1].shape != given[2].shape
+            or given[2].dim() != 2
+        ):
             continue
         layer = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), -1)
         routers.append(MoERouter(name, module, int(experts), int(given[2].shape[1]), layer))
@@ -64,22 +71,31 @@ def find_routers(model: nn.Module) -> list[MoERouter]:
 def probe_router(module: nn.Module) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return a module's output for random rows; None when it is not (logits, scores, indices)."""
     # Sharded weights are gathered on every rank, since all ranks probe the same modules.
-    full = {name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()}
+    full = {
+        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in module.named_parameters()
+    }
     weight = full["weight"]
-    rows = torch.randn(PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    rows = torch.randn(PROBE_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(
+        weight.device, weight.dtype
+    )
     try:
         with torch.no_grad():
             given = torch.func.functional_call(module, full, (rows,))
     except Exception:  # not a router of hidden states only
         return None
-    if not isinstance(given, tuple) or len(given) != 3 or not all(isinstance(one, Tensor) for one in given):
+    if (
+        not isinstance(given, tuple)
+        or len(given) != 3
+        or not all(isinstance(one, Tensor) for one in given)
+    ):
         return None
     logits, scores, indices = given
     return (logits, scores, indices) if not indices.is_floating_point() else None
 
 
 class RouteRecorder:
-    """Records the experts of every row beside its keys and values, by hooks on the module's routers."""
+    """Records the experts of every row beside its keys and values, by hooks on
+    the module's routers."""
 
     def __init__(self, module: nn.Module, cache: KVCache) -> None:
         self._cache = cache
@@ -95,7 +111,9 @@ class RouteRecorder:
     def __bool__(self) -> bool:
         return bool(self.routers)
 
-    def _record(self, number: int, _module: nn.Module, _given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _record(
+        self, number: int, _module: nn.Module, _given: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
         if self.rows is None:
             return
         slots, positions = self.rows
@@ -103,7 +121,9 @@ class RouteRecorder:
         store = self._cache.routes
         if store is None:
             shape = len(self.routers), chosen.shape[1]
-            store = self._cache.take_routes(shape, torch.uint8 if self.width == 1 else torch.int16, chosen.device)
+            store = self._cache.take_routes(
+                shape, torch.uint8 if self.width == 1 else torch.int16, chosen.device
+            )
         store[slots, positions, number] = chosen.to(store.dtype)
 
     def read(self, slot: int, start: int, end: int) -> ExpertRoutes:
@@ -127,7 +147,8 @@ SLOTS_PER_CALL = 16
 
 
 class EngineModel:
-    """Causal language model in evaluation mode, with its cache: a copy of a module, or random weights for a config."""
+    """Causal language model in evaluation mode, with its cache: a copy of a module, or random
+    weights for a config."""
 
     def __init__(
         self,
@@ -159,7 +180,10 @@ class EngineModel:
         elif self.adapters is not None:
             self.adapters.hook()
         self.recording = RouteRecorder(own, self.cache) if self.fused is None else None
-        """Recorder of experts; empty without routers. The fused pass supports only models without routers."""
+        """Recorder of experts; empty without routers.
+
+        The fused pass supports only models without routers.
+        """
         # The tower keeps its own attention, since images are not rows of slots.
         (own if self.tower is None else self.tower.text).set_attn_implementation(ATTENTION_NAME)
         self.module = own
@@ -171,20 +195,25 @@ class EngineModel:
         self.graphs = DecodeGraphs(self.cache, self.device) if recorded else None
         """Passes as CUDA graphs; None on a CPU, with images and with routers."""
         self.granule = 256
-        """Attended key counts are rounded up to a multiple of this; the fused pass reads exact counts."""
+        """Attended key counts are rounded up to a multiple of this; the fused
+        pass reads exact counts."""
         self.chunk: int | None = CHUNK if self.on_cpu else None
-        """Keys per attention call, which makes bits independent of their count; None where exact bits are not claimed."""
+        """Keys per attention call, which makes bits independent of their count; None where exact
+        bits are not claimed."""
         self.slots_per_call = SLOTS_PER_CALL if self.on_cpu else 1 << 30
         """Slots that attend in one call, over the keys of the longest; a GPU attends in one."""
         # One more position than the context, for the last id of a full context.
         self._max_positions = context + 1
         rope = getattr(self.config, "rope_parameters", None) or {}
         if rope.get("rope_type") in ("dynamic", "longrope"):
-            original = rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            original = (
+                rope.get("original_max_position_embeddings") or self.config.max_position_embeddings
+            )
             if context > original:
                 raise EngineError(
-                    f"the model's rotary embedding ({rope['rope_type']}) changes for all rows after {original} positions, and "
-                    f"context is {context}; set context to at most {original}"
+                    f"the model's rotary embedding ({rope['rope_type']}) changes for all rows "
+                    f"after {original} positions, and context is {context}; set context to at most "
+                    f"{original}"
                 )
 
     @property
@@ -192,7 +221,11 @@ class EngineModel:
         """Bytes of weights and buffers, packed ones included."""
         tensors = chain(self.module.parameters(), self.module.buffers())
         own = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
-        packed = [layer.packed for layer in self.module.modules() if isinstance(layer, MixedLinear) and layer.packed]
+        packed = [
+            layer.packed
+            for layer in self.module.modules()
+            if isinstance(layer, MixedLinear) and layer.packed
+        ]
         in_pass = 0 if self.fused is None else self.fused.packed_bytes
         total: int = sum(own.values()) + sum(matrix.nbytes for matrix in packed) + in_pass
         return total
@@ -207,7 +240,8 @@ class EngineModel:
         return 0 if self.adapters is None else self.adapters.of(slot)
 
     def reserve(self, slots: int, positions: int) -> None:
-        """Ensure that the cache has this many slots and positions; sizes double, so growth is rare."""
+        """Ensure that the cache has this many slots and positions; sizes
+        double, so growth is rare."""
         if slots > self.cache.slots or positions > self.cache.capacity:
             self.cache.resize(*self._grown(slots, positions))
 
@@ -266,52 +300,80 @@ class EngineModel:
         keep: list[int],
         media: RowMedia | None = None,
     ) -> torch.Tensor:
-        """Run one pass over rows of one token each, with the target slot of each; lengths of `parts` are rounded up here.
+        """Run one pass over rows of one token each, with the target slot of each; lengths of
+        `parts` are rounded up here.
 
-        Return the logits of the rows `keep`, [padded number of them, vocabulary], which the next pass may overwrite.
+        Return the logits of the rows `keep`, [padded number of them, vocabulary], which the
+        next pass may overwrite.
         """
         if self.adapters is not None:
             self.adapters.prepare(self.cache.slots + 1, self.device)
         if self.fused is not None:
             return self.fused.forward(tokens, positions, slots, keep, media)
-        if self.graphs is not None and self.graphs.usable and len(parts) == 1 and parts[0].slot is None:
-            logits = self.graphs.forward(self._logits, tokens, positions, slots, parts[0].length, keep)
+        if (
+            self.graphs is not None
+            and self.graphs.usable
+            and len(parts) == 1
+            and parts[0].slot is None
+        ):
+            logits = self.graphs.forward(
+                self._logits, tokens, positions, slots, parts[0].length, keep
+            )
             if logits is not None:
                 return logits
-        batch = padded_rows(tokens, positions, slots, round_up_rows(len(tokens)), self.cache.scratch, self.device)
+        batch = padded_rows(
+            tokens, positions, slots, round_up_rows(len(tokens)), self.cache.scratch, self.device
+        )
         for part in parts:
             part.length = min(-(-part.length // self.granule) * self.granule, self.cache.capacity)
         plan = AttentionPlan(self.cache, batch[1], batch[2], parts, self.chunk)
         if self.recording:
             self.recording.rows = batch[2], batch[1]
-        wanted = torch.tensor(keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device)
+        wanted = torch.tensor(
+            keep + [0] * (round_up_rows(len(keep)) - len(keep)), device=self.device
+        )
         return self._logits(batch, plan, wanted, media)
 
     def _logits(
-        self, batch: torch.Tensor, plan: AttentionPlan, wanted: torch.Tensor, media: RowMedia | None = None
+        self,
+        batch: torch.Tensor,
+        plan: AttentionPlan,
+        wanted: torch.Tensor,
+        media: RowMedia | None = None,
     ) -> torch.Tensor:
-        """Return the logits of the rows `wanted` of a batch [3, rows] of ids, positions and slots."""
+        """Return the logits of the rows `wanted` of a batch [3, rows] of
+        ids, positions and slots."""
         logits: torch.Tensor
         if self.adapters is not None:
             self.adapters.begin(batch[2])
         if self.tower is None:
             logits = self.module(
-                input_ids=batch[:1], position_ids=batch[1:2], use_cache=False, logits_to_keep=wanted, turnwright_plan=plan
+                input_ids=batch[:1],
+                position_ids=batch[1:2],
+                use_cache=False,
+                logits_to_keep=wanted,
+                turnwright_plan=plan,
             ).logits[0]
         else:
             given, places, features = batch[1:2], None, None
             if media is not None:
                 if self.tower.uses_mrope:
                     padding = batch.shape[1] - len(media.rotary_positions[0])
-                    rotary = torch.tensor([row + [0] * padding for row in media.rotary_positions], device=self.device)
+                    rotary = torch.tensor(
+                        [row + [0] * padding for row in media.rotary_positions], device=self.device
+                    )
                     given = rotary[:, None]
                 if media.feature_rows:
-                    places, features = torch.tensor(media.feature_rows, device=self.device), ImageFeatures.join(media.features)
+                    places, features = (
+                        torch.tensor(media.feature_rows, device=self.device),
+                        ImageFeatures.join(media.features),
+                    )
             hidden = self.tower.decode(batch[:1], given, places, features, turnwright_plan=plan)
             logits = self.tower.head(hidden[0].index_select(0, wanted))
         if plan.touched != self.config.num_hidden_layers:
             raise EngineError(
-                f"{type(self.module).__name__}: only {plan.touched} of {self.config.num_hidden_layers} layers use "
-                "transformers' attention interface, so the local engine cannot cache the others; use a server"
+                f"{type(self.module).__name__}: only {plan.touched} of "
+                f"{self.config.num_hidden_layers} layers use transformers' attention interface, so "
+                "the local engine cannot cache the others; use a server"
             )
         return logits

@@ -1,13 +1,13 @@
 """Kernels of the fused passes, compiled by numba: float32 rows on one core, each row by itself.
 
-Arrays of int16 hold bfloat16: their numbers are widened when they are read and rounded to the nearest, ties to even, when they
-are written. All arithmetic is in float32.
+Arrays of int16 hold bfloat16: their numbers are widened when they are read and rounded to the
+nearest, ties to even, when they are written. All arithmetic is in float32.
 
-No sum is reassociated. Every row follows one order of operations that depends only on its own length. So its bits are the
-same in any batch, in decoding and in a prompt.
+No sum is reassociated. Every row follows one order of operations that depends only on its own
+length. So its bits are the same in any batch, in decoding and in a prompt.
 
-All kernels are in this file because numba's disk cache is invalidated only by changes to a function's own file. Vector sizes
-are multiples of `WIDTH`; addresses count floats.
+All kernels are in this file because numba's disk cache is invalidated only by changes to a
+function's own file. Vector sizes are multiples of `WIDTH`; addresses count floats.
 """
 
 from __future__ import annotations
@@ -48,18 +48,26 @@ _vector = _Vector(name="turnwright_vector")
 
 
 def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector) -> Any:
-    """Define an operation for kernels; `arguments` has one letter each: (a)rray, (i)nteger, (f)loat, (v)ector."""
+    """Define an operation for kernels; `arguments` has one letter each: (a)rray,
+    (i)nteger, (f)loat, (v)ector."""
     kinds = {"i": types.int64, "f": types.float32, "v": _vector}
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         pointers = [
-            context.make_array(kind)(context, builder, value).data if isinstance(kind, types.Array) else value
+            context.make_array(kind)(context, builder, value).data
+            if isinstance(kind, types.Array)
+            else value
             for kind, value in zip(signature.args, values, strict=True)
         ]
         return build(builder, *pointers)
 
     def typed(given: tuple[Any, ...]) -> Any:
-        return result(*(kind if letter == "a" else kinds[letter] for letter, kind in zip(arguments, given, strict=True))), code
+        return result(
+            *(
+                kind if letter == "a" else kinds[letter]
+                for letter, kind in zip(arguments, given, strict=True)
+            )
+        ), code
 
     forms = {
         1: lambda typing, a: typed((a,)),
@@ -80,14 +88,18 @@ def _is_half(data: Any) -> bool:
 def _load(builder: Any, data: Any, index: Any) -> Any:
     if not _is_half(data):
         return builder.load(_at(builder, data, index, _VECTOR), align=4)
-    upper = builder.zext(builder.load(_at(builder, data, index, _HALF_VECTOR), align=2), _BIT_VECTOR)
+    upper = builder.zext(
+        builder.load(_at(builder, data, index, _HALF_VECTOR), align=2), _BIT_VECTOR
+    )
     return builder.bitcast(builder.shl(upper, ir.Constant(_BIT_VECTOR, [16] * WIDTH)), _VECTOR)
 
 
 def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
     if _is_half(data):
         upper = _rounded(builder, value, lambda number: ir.Constant(_BIT_VECTOR, [number] * WIDTH))
-        builder.store(builder.trunc(upper, _HALF_VECTOR), _at(builder, data, index, _HALF_VECTOR), align=2)
+        builder.store(
+            builder.trunc(upper, _HALF_VECTOR), _at(builder, data, index, _HALF_VECTOR), align=2
+        )
     else:
         builder.store(value, _at(builder, data, index, _VECTOR), align=4)
     return ir.Constant(_INT, 0)
@@ -95,7 +107,9 @@ def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
 
 def _put(builder: Any, data: Any, index: Any, value: Any) -> Any:
     if _is_half(data):
-        value = builder.trunc(_rounded(builder, value, lambda number: ir.Constant(_BITS, number)), _HALF)
+        value = builder.trunc(
+            _rounded(builder, value, lambda number: ir.Constant(_BITS, number)), _HALF
+        )
     builder.store(value, builder.gep(data, [index]))
     return ir.Constant(_INT, 0)
 
@@ -121,7 +135,9 @@ def _half_of_pairs(builder: Any, data: Any, index: Any, *, second: bool) -> Any:
 def _repeat(builder: Any, data: Any, index: Any) -> Any:
     value = builder.load(builder.gep(data, [index]))
     if _is_half(data):
-        value = builder.bitcast(builder.shl(builder.zext(value, _BITS), ir.Constant(_BITS, 16)), _FLOAT)
+        value = builder.bitcast(
+            builder.shl(builder.zext(value, _BITS), ir.Constant(_BITS, 16)), _FLOAT
+        )
     return _spread(builder, value)
 
 
@@ -145,8 +161,12 @@ def _swap_control(builder: Any, after: Any) -> Any:
 
 
 def _spread(builder: Any, value: Any) -> Any:
-    single = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_BITS, 0))
-    return builder.shuffle_vector(single, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BIT_VECTOR, [0] * WIDTH))
+    single = builder.insert_element(
+        ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_BITS, 0)
+    )
+    return builder.shuffle_vector(
+        single, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BIT_VECTOR, [0] * WIDTH)
+    )
 
 
 def _fetch(builder: Any, data: Any, index: Any) -> Any:
@@ -155,7 +175,9 @@ def _fetch(builder: Any, data: Any, index: Any) -> Any:
     kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
     call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     where = builder.bitcast(builder.gep(data, [index]), byte)
-    builder.call(call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))])  # to read, into the second cache, data
+    builder.call(
+        call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))]
+    )  # to read, into the second cache, data
     return ir.Constant(_INT, 0)
 
 
@@ -165,7 +187,9 @@ def _all(value: float) -> Any:
 
 def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDTH}f32"), [a, b, c])
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDTH}f32"), [a, b, c]
+    )
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:
@@ -189,20 +213,24 @@ def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
 def _exp(builder: Any, x: Any) -> Any:
     """e**x for x up to 88, within 2 units in the last place; 0 below -87.7, NaN for NaN.
 
-    x = n ln 2 + r with |r| <= ln(2) / 2. n comes from adding a number so large that the sum has no fraction bits; then Taylor's
-    polynomial of degree 7, with a relative error below 1e-8.
+    x = n ln 2 + r with |r| <= ln(2) / 2. n comes from adding a number so large that the sum has no
+    fraction bits; then Taylor's polynomial of degree 7, with a relative error below 1e-8.
     """
     x = builder.select(builder.fcmp_ordered("<", x, _all(-88.0)), _all(-88.0), x)
     x = builder.select(builder.fcmp_ordered(">", x, _all(88.0)), _all(88.0), x)
     large = _all(12582912.0)  # 1.5 * 2**23
     shifted = _fused(builder, x, _all(1.4426950408889634), large)
     count = builder.fsub(shifted, large)
-    rest = _fused(builder, count, _all(-0.693359375), x)  # ln 2 in two parts, the first exact in few bits
+    rest = _fused(
+        builder, count, _all(-0.693359375), x
+    )  # ln 2 in two parts, the first exact in few bits
     rest = _fused(builder, count, _all(2.12194440e-4), rest)
     value = _all(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
         value = _fused(builder, value, rest, _all(factor))
-    raised = builder.add(builder.bitcast(shifted, _BIT_VECTOR), ir.Constant(_BIT_VECTOR, [127] * WIDTH))
+    raised = builder.add(
+        builder.bitcast(shifted, _BIT_VECTOR), ir.Constant(_BIT_VECTOR, [127] * WIDTH)
+    )
     scale = builder.shl(raised, ir.Constant(_BIT_VECTOR, [23] * WIDTH))
     return builder.fmul(value, builder.bitcast(scale, _VECTOR))
 
@@ -233,8 +261,8 @@ horizontal_max = _operation("v", _folded(_greater), types.float32)
 
 
 def _kernel(*forms: str) -> Callable[[Any], Any]:
-    """Compile the forms of a kernel, or load them from numba's cache; argument letters as above, (n) for an int64 array and (h)
-    for one of bfloat16."""
+    """Compile the forms of a kernel, or load them from numba's cache; argument letters as above,
+    (n) for an int64 array and (h) for one of bfloat16."""
     kinds = {
         "a": types.float32[::1],
         "h": types.int16[::1],
@@ -245,7 +273,8 @@ def _kernel(*forms: str) -> Callable[[Any], Any]:
 
     def compiled(function: Any) -> Any:
         kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
-        # Where there is no directory to keep it in, it is compiled by every process, which takes some seconds.
+        # Where there is no directory to keep it in, it is compiled by every process,
+        # which takes some seconds.
         with contextlib.suppress(RuntimeError):
             kernel.enable_caching()
         for letters in forms:
@@ -256,7 +285,8 @@ def _kernel(*forms: str) -> Callable[[Any], Any]:
     return compiled
 
 
-# Kernels allocate nothing; counting references to their arrays took a quarter of `attend` with keys in the processor's cache.
+# Kernels allocate nothing; counting references to their arrays took a quarter of `attend` with keys
+# in the processor's cache.
 _inner = numba.njit(inline="never", error_model="numpy", _nrt=False)
 
 
@@ -275,7 +305,8 @@ def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
 
 @_kernel("aanafa", "ahnafh")
 def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
-    """Add `change` to rows of the residual stream, if not empty, and write their norms to `out` consecutively."""
+    """Add `change` to rows of the residual stream, if not empty, and write their norms
+    to `out` consecutively."""
     size = weight.size
     for to in range(rows.size):
         at = rows[to] * size
@@ -287,7 +318,8 @@ def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-unt
 
 @_kernel("aiia", "hiih")
 def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
-    """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate * sigmoid(gate) * value."""
+    """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate *
+    sigmoid(gate) * value."""
     one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
     for row in range(rows):
         for i in range(0, size, WIDTH):
@@ -297,11 +329,14 @@ def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
 
 
 FLUSHING = 0x9FC0
-"""Control register with which numbers below float32's normal range count as zero; it rounds to nearest and raises nothing."""
+"""Control register with which numbers below float32's normal range count as zero; it rounds to
+nearest and raises nothing."""
 PANEL = 32
-"""Outputs that a packed matrix stores together, and inputs that one instruction of a matrix unit sums up."""
+"""Outputs that a packed matrix stores together, and inputs that one instruction of
+a matrix unit sums up."""
 AHEAD = 4096
-"""How many numbers before their use weights are fetched; 30 layers took 89 ms with it and 138 without."""
+"""How many numbers before their use weights are fetched; 30 layers took 89 ms
+with it and 138 without."""
 
 
 @_inner
@@ -320,7 +355,10 @@ def _multiply_panel(inputs, row_at, inner, part, packed, panel_at, ahead, out, t
                     prefetch(packed, at + AHEAD)
                     prefetch(packed, at + AHEAD + PANEL)
                 a, b = fused(even, evens(packed, at), a), fused(odd, odds(packed, at), b)
-                c, d = fused(even, evens(packed, at + PANEL), c), fused(odd, odds(packed, at + PANEL), d)
+                c, d = (
+                    fused(even, evens(packed, at + PANEL), c),
+                    fused(odd, odds(packed, at + PANEL), d),
+                )
             left_part, right_part = add(left_part, add(a, b)), add(right_part, add(c, d))
         left, right = add(left, left_part), add(right, right_part)
     store(out, to, left)
@@ -340,13 +378,16 @@ def multiply_few(inputs, rows, inner, packed, outs, part, out):  # type: ignore[
     for panel in range(0, outs, PANEL):
         for row in range(rows):
             to = row * outs + panel
-            _multiply_panel(inputs, row * inner, inner, part, packed, panel * inner, row == 0, out, to)
+            _multiply_panel(
+                inputs, row * inner, inner, part, packed, panel * inner, row == 0, out, to
+            )
     swap_control(before)
 
 
 @_inner
 def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ignore[no-untyped-def]
-    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a projection, in place."""
+    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a
+    projection, in place."""
     if bias.size:
         for i in range(0, size, WIDTH):
             store(x, at + i, add(load(x, at + i), load(bias, bias_at + i)))
@@ -380,10 +421,38 @@ def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # t
 
 @_inner
 def _scores(  # type: ignore[no-untyped-def]
-    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+    query,
+    q_at,
+    group,
+    size,
+    keys,
+    common,
+    shared,
+    origin,
+    count,
+    scale,
+    scores,
+    reach,
+    values,
+    ahead,
 ):
     """Softmax weights of `count` keys for each query head of a group."""
-    _dots(query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead)
+    _dots(
+        query,
+        q_at,
+        group,
+        size,
+        keys,
+        common,
+        shared,
+        origin,
+        count,
+        scale,
+        scores,
+        reach,
+        values,
+        ahead,
+    )
     end = (count + BLOCK - 1) // BLOCK * BLOCK
     for head in range(group):
         _softmax(scores, head * reach, count, end)
@@ -391,11 +460,26 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @_inner
 def _dots(  # type: ignore[no-untyped-def]
-    query, q_at, group, size, keys, common, shared, origin, count, scale, scores, reach, values, ahead
+    query,
+    q_at,
+    group,
+    size,
+    keys,
+    common,
+    shared,
+    origin,
+    count,
+    scale,
+    scores,
+    reach,
+    values,
+    ahead,
 ):
-    """Scaled products of each query head of a group with `count` keys, heads in pairs, and the last of an odd number alone.
+    """Scaled products of each query head of a group with `count` keys, heads in pairs, and the
+    last of an odd number alone.
 
-    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch the values of these keys.
+    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch
+    the values of these keys.
     """
     zero, factor = broadcast(np.float32(0)), broadcast(scale)
     end = (count + BLOCK - 1) // BLOCK * BLOCK
@@ -405,7 +489,9 @@ def _dots(  # type: ignore[no-untyped-def]
             mine, theirs = q_at + head * size, q_at + (head + 1) * size
             a, b, c, d = zero, zero, zero, zero
             e, f, g, h = zero, zero, zero, zero
-            for i in range(0, size, 2):  # even and odd dimensions apart: eight sums, none of which waits for another
+            for i in range(
+                0, size, 2
+            ):  # even and odd dimensions apart: eight sums, none of which waits for another
                 at = (common if first < shared else origin) + first * size + i * BLOCK
                 if ahead and head == 0:
                     for line in range(0, 2 * BLOCK, WIDTH):
@@ -413,10 +499,20 @@ def _dots(  # type: ignore[no-untyped-def]
                 one, two = load(keys, at), load(keys, at + WIDTH)
                 three, four = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
                 x, y = repeat(query, mine + i), repeat(query, mine + i + 1)
-                a, b, e, f = fused(x, one, a), fused(x, two, b), fused(y, three, e), fused(y, four, f)
+                a, b, e, f = (
+                    fused(x, one, a),
+                    fused(x, two, b),
+                    fused(y, three, e),
+                    fused(y, four, f),
+                )
                 if pair:
                     x, y = repeat(query, theirs + i), repeat(query, theirs + i + 1)
-                    c, d, g, h = fused(x, one, c), fused(x, two, d), fused(y, three, g), fused(y, four, h)
+                    c, d, g, h = (
+                        fused(x, one, c),
+                        fused(x, two, d),
+                        fused(y, three, g),
+                        fused(y, four, h),
+                    )
             store(scores, head * reach + first, multiply(add(a, e), factor))
             store(scores, head * reach + first + WIDTH, multiply(add(b, f), factor))
             if pair:
@@ -447,10 +543,11 @@ def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
 def _mixture(  # type: ignore[no-untyped-def]
     scores, reach, group, size, values, common, shared, origin, count, out, to, keys, ahead
 ):
-    """Weighted sum of `count` values for each query head of a group, the first `shared` at `common`, the others at `origin`.
+    """Weighted sum of `count` values for each query head of a group, the first `shared` at
+    `common`, the others at `origin`.
 
-    Two heads and two vectors of a value are added up at once where there are as many. Unless `ahead` is 0, prefetch the keys
-    at that offset from the others, which are used next.
+    Two heads and two vectors of a value are added up at once where there are as many. Unless
+    `ahead` is 0, prefetch the keys at that offset from the others, which are used next.
     """
     for i in range(to, to + group * size, WIDTH):
         store(out, i, broadcast(np.float32(0)))
@@ -461,18 +558,52 @@ def _mixture(  # type: ignore[no-untyped-def]
             fetched = ahead if head == 0 and first >= shared else 0
             paired = size // (2 * WIDTH) * 2 * WIDTH if head + 1 < group else 0
             for part in range(0, paired, 2 * WIDTH):
-                _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, fetched)
+                _mix_four(
+                    scores,
+                    reach,
+                    head,
+                    size,
+                    values,
+                    base,
+                    first,
+                    last,
+                    out,
+                    to,
+                    part,
+                    keys,
+                    fetched,
+                )
             for one in range(head, min(head + 2, group)):
                 for part in range(paired, size, WIDTH):
-                    _mix_one(scores, reach, one, size, values, base, first, last, out, to, part, keys, fetched)
+                    _mix_one(
+                        scores,
+                        reach,
+                        one,
+                        size,
+                        values,
+                        base,
+                        first,
+                        last,
+                        out,
+                        to,
+                        part,
+                        keys,
+                        fetched,
+                    )
 
 
 @_inner
 def _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
-    """Add the values from `first` to `last` to two vectors, from `part` on, of a head and of the next one."""
+    """Add the values from `first` to `last` to two vectors, from `part` on, of a
+    head and of the next one."""
     zero = broadcast(np.float32(0))
     mine, theirs, rest, next_head = to + head * size, to + (head + 1) * size, part + WIDTH, head + 1
-    a, b, c, d = load(out, mine + part), load(out, mine + rest), load(out, theirs + part), load(out, theirs + rest)
+    a, b, c, d = (
+        load(out, mine + part),
+        load(out, mine + rest),
+        load(out, theirs + part),
+        load(out, theirs + rest),
+    )
     e, f, g, h = zero, zero, zero, zero
     for key in range(first, last - 1, 2):  # even and odd keys apart
         at, left, right = base + key * size, head * reach + key, next_head * reach + key
@@ -499,7 +630,8 @@ def _mix_four(scores, reach, head, size, values, base, first, last, out, to, par
 
 @_inner
 def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
-    """Add the values from `first` to `last` to one vector of a head, in the order of `_mix_four`."""
+    """Add the values from `first` to `last` to one vector of a head, in the
+    order of `_mix_four`."""
     mine, weight = to + head * size + part, head * reach
     a, e = load(out, mine), broadcast(np.float32(0))
     for key in range(first, last - 1, 2):
@@ -510,7 +642,9 @@ def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part
         a = fused(repeat(scores, weight + key), load(values, at), a)
         e = fused(repeat(scores, weight + key + 1), load(values, at + size), e)
     if (last - first) % 2:
-        a = fused(repeat(scores, weight + last - 1), load(values, base + (last - 1) * size + part), a)
+        a = fused(
+            repeat(scores, weight + last - 1), load(values, base + (last - 1) * size + part), a
+        )
     store(out, mine, add(a, e))
 
 
@@ -571,21 +705,64 @@ def attend(  # type: ignore[no-untyped-def]
             mine = (heads + head) * size
             _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
             origin = (slot * kv + head) * capacity * size
-            _keep(qkv, at + mine, at + mine + kv * size, size, bias, mine + kv * size, keys, values, origin, places[row])
+            _keep(
+                qkv,
+                at + mine,
+                at + mine + kv * size,
+                size,
+                bias,
+                mine + kv * size,
+                keys,
+                values,
+                origin,
+                places[row],
+            )
             ahead = 0  # keys of the same slot are cached already
             if follower != slot:
-                ahead = capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
+                ahead = (
+                    capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
+                )
             q_at, to = at + head * group * size, (row * heads + head * group) * size
             common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
-            _scores(qkv, q_at, group, size, keys, common, first, origin, count, scale, scores, reach, values, new)
-            _mixture(scores, reach, group, size, values, common, first, origin, count, out, to, keys, ahead)
+            _scores(
+                qkv,
+                q_at,
+                group,
+                size,
+                keys,
+                common,
+                first,
+                origin,
+                count,
+                scale,
+                scores,
+                reach,
+                values,
+                new,
+            )
+            _mixture(
+                scores,
+                reach,
+                group,
+                size,
+                values,
+                common,
+                first,
+                origin,
+                count,
+                out,
+                to,
+                keys,
+                ahead,
+            )
 
 
 @_kernel("aaaafaaniii")
 def rotate(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size
 ):
-    """Add the biases of rows and rotate their query and key heads, in place and as `attend` does."""
+    """Add the biases of rows and rotate their query and key heads, in place
+    and as `attend` does."""
     for row in range(turns.size):
         at, turn = row * (heads + 2 * kv) * size, turns[row] * size
         for i in range((heads + kv) * size, (heads + 2 * kv) * size if bias.size else 0, WIDTH):
@@ -600,7 +777,8 @@ def rotate(  # type: ignore[no-untyped-def]
 def attend_paths(  # type: ignore[no-untyped-def]
     qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
-    """Attend from rotated rows of training, each to the rows on its path, with the arithmetic of `attend`.
+    """Attend from rotated rows of training, each to the rows on its path, with
+    the arithmetic of `attend`.
 
     Args:
         qkv: projections per row, from `rotate`.
@@ -626,14 +804,48 @@ def attend_paths(  # type: ignore[no-untyped-def]
             row = paths[starts[slot] + place]
             for head in range(kv):
                 origin = (slot * kv + head) * capacity * size
-                q_at, to, count = row * width + head * group * size, (row * heads + head * group) * size, place + 1
-                _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, scores, capacity, values, False)
-                _mixture(scores, capacity, group, size, values, origin, 0, origin, count, out, to, keys, 0)
+                q_at, to, count = (
+                    row * width + head * group * size,
+                    (row * heads + head * group) * size,
+                    place + 1,
+                )
+                _scores(
+                    qkv,
+                    q_at,
+                    group,
+                    size,
+                    keys,
+                    origin,
+                    0,
+                    origin,
+                    count,
+                    scale,
+                    scores,
+                    capacity,
+                    values,
+                    False,
+                )
+                _mixture(
+                    scores,
+                    capacity,
+                    group,
+                    size,
+                    values,
+                    origin,
+                    0,
+                    origin,
+                    count,
+                    out,
+                    to,
+                    keys,
+                    0,
+                )
 
 
 @_inner
 def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untyped-def]
-    """Replace the gradients of softmax weights from `start` on by those of the products of queries and keys, in place."""
+    """Replace the gradients of softmax weights from `start` on by those of the products of
+    queries and keys, in place."""
     total = broadcast(np.float32(0))
     for i in range(start, start + end, WIDTH):
         total = fused(load(weights, i), load(slopes, i), total)
@@ -645,10 +857,15 @@ def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untype
 
 @_inner
 def _gather(rows, paths, start, length, width, column, size, into, to):  # type: ignore[no-untyped-def]
-    """Copy a vector of each row of a path to `into` from `to` on, `WIDTH` numbers of all rows after the other."""
+    """Copy a vector of each row of a path to `into` from `to` on, `WIDTH` numbers of all
+    rows after the other."""
     for part in range(0, size, WIDTH):
         for place in range(length):
-            store(into, to + (part * length + place * WIDTH), load(rows, paths[start + place] * width + column + part))
+            store(
+                into,
+                to + (part * length + place * WIDTH),
+                load(rows, paths[start + place] * width + column + part),
+            )
 
 
 @_inner
@@ -664,7 +881,8 @@ def _scatter(rows, paths, start, length, width, column, size, given, origin):  #
 def _query_slopes(  # type: ignore[no-untyped-def]
     qkv, q_at, slope, s_at, size, length, count, weights, slopes, first, gathered, qkv_slope
 ):
-    """Add the gradients of one query, and of the `count` keys and values that it attends to, which are in `gathered`."""
+    """Add the gradients of one query, and of the `count` keys and values that it attends to,
+    which are in `gathered`."""
     to_k, to_v = length * size, 2 * length * size
     for part in range(0, size, WIDTH):
         q, g, back = load(qkv, q_at + part), load(slope, s_at + part), load(qkv_slope, q_at + part)
@@ -679,16 +897,33 @@ def _query_slopes(  # type: ignore[no-untyped-def]
 
 @_kernel("annnhhiiiifaaaaa")
 def attend_paths_slope(  # type: ignore[no-untyped-def]
-    qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, weights, slopes, gathered, slope, qkv_slope
+    qkv,
+    paths,
+    starts,
+    owners,
+    keys,
+    values,
+    capacity,
+    heads,
+    kv,
+    size,
+    scale,
+    weights,
+    slopes,
+    gathered,
+    slope,
+    qkv_slope,
 ):
-    """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its other arguments are the same.
+    """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its
+    other arguments are the same.
 
-    With p the softmax weights of a row: dv_j = p_j do, dp_j = v_j do, ds_j = p_j (dp_j - sum_i p_i dp_i) scale, dq = sum_j ds_j
-    k_j and dk_j = ds_j q.
+    With p the softmax weights of a row: dv_j = p_j do, dp_j = v_j do, ds_j = p_j (dp_j - sum_i p_i
+    dp_i) scale, dq = sum_j ds_j k_j and dk_j = ds_j q.
 
     Args:
         weights, slopes: two buffers as `scores`.
-        gathered: buffer of 3 * capacity * size floats, for the keys of a path and the gradients of its keys and values.
+        gathered: buffer of 3 * capacity * size floats, for the keys of a path and the
+            gradients of its keys and values.
         slope: [rows, heads, size], gradient of the output.
         qkv_slope: like `qkv`.
     """
@@ -696,7 +931,11 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
     for slot in range(owners.size):
         start, length = starts[slot], starts[slot + 1] - starts[slot]
         for head in range(kv):
-            origin, k_column, v_column = (slot * kv + head) * capacity * size, (heads + head) * size, (heads + kv + head) * size
+            origin, k_column, v_column = (
+                (slot * kv + head) * capacity * size,
+                (heads + head) * size,
+                (heads + kv + head) * size,
+            )
             for place in range(length):
                 at = paths[start + place] * width
                 _columns(qkv, at + k_column, size, keys, origin, place)
@@ -710,15 +949,56 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
                 row, count = paths[start + place], place + 1
                 q_at, at = row * width + head * group * size, (row * heads + head * group) * size
                 end = (count + BLOCK - 1) // BLOCK * BLOCK
-                _scores(qkv, q_at, group, size, keys, origin, 0, origin, count, scale, weights, capacity, values, False)
-                _dots(slope, at, group, size, values, origin, 0, origin, count, one, slopes, capacity, values, False)
+                _scores(
+                    qkv,
+                    q_at,
+                    group,
+                    size,
+                    keys,
+                    origin,
+                    0,
+                    origin,
+                    count,
+                    scale,
+                    weights,
+                    capacity,
+                    values,
+                    False,
+                )
+                _dots(
+                    slope,
+                    at,
+                    group,
+                    size,
+                    values,
+                    origin,
+                    0,
+                    origin,
+                    count,
+                    one,
+                    slopes,
+                    capacity,
+                    values,
+                    False,
+                )
                 for query in range(group):
                     first, mine = query * capacity, query * size
                     for i in range(first + count, first + end):
                         slopes[i] = 0.0  # what is stored there may be anything
                     _score_slopes(weights, slopes, first, end, scale)
                     _query_slopes(
-                        qkv, q_at + mine, slope, at + mine, size, length, count, weights, slopes, first, gathered, qkv_slope
+                        qkv,
+                        q_at + mine,
+                        slope,
+                        at + mine,
+                        size,
+                        length,
+                        count,
+                        weights,
+                        slopes,
+                        first,
+                        gathered,
+                        qkv_slope,
                     )
             _scatter(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
             _scatter(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
@@ -726,9 +1006,11 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
 
 @_inner
 def _norm_back(x, at, size, weight, eps, slope, s_at, beside, out, weight_slope):  # type: ignore[no-untyped-def]
-    """Gradients of `_norm` of one vector: write that of the vector, plus `beside` if not empty, and add that of the weight.
+    """Gradients of `_norm` of one vector: write that of the vector, plus `beside` if not empty,
+    and add that of the weight.
 
-    y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy x) and dw = sum of dy x r.
+    y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy
+    x) and dw = sum of dy x r.
     """
     squares, products = broadcast(np.float32(0)), broadcast(np.float32(0))
     for i in range(0, size, WIDTH):
@@ -749,7 +1031,8 @@ def _norm_back(x, at, size, weight, eps, slope, s_at, beside, out, weight_slope)
 
 @_kernel("aafhaaa", "aafaaaa")
 def norm_slope(hidden, weight, eps, slope, beside, out, weight_slope):  # type: ignore[no-untyped-def]
-    """Gradients of RMSNorm of rows: write those of the rows plus `beside`, if not empty, and add that of the weight."""
+    """Gradients of RMSNorm of rows: write those of the rows plus `beside`, if not empty, and
+    add that of the weight."""
     for at in range(0, hidden.size, weight.size):
         _norm_back(hidden, at, weight.size, weight, eps, slope, at, beside, out, weight_slope)
 
@@ -758,7 +1041,8 @@ def norm_slope(hidden, weight, eps, slope, beside, out, weight_slope):  # type: 
 def rotate_slope(  # type: ignore[no-untyped-def]
     qkv, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size, slope, q_norm_slope, k_norm_slope
 ):
-    """Replace gradients of rotated rows by those of the projections with their bias, `qkv`; add those of the head norms."""
+    """Replace gradients of rotated rows by those of the projections with their bias, `qkv`; add
+    those of the head norms."""
     half, nothing = size // 2, slope[:0]
     for row in range(turns.size):
         at, turn = row * (heads + 2 * kv) * size, turns[row] * size
@@ -793,7 +1077,8 @@ def swiglu_slope(both, rows, size, slope, out):  # type: ignore[no-untyped-def]
 
 @_kernel("aniii")
 def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-def]
-    """Copy positions from slot to slot, one move after the other, and the rest of the blocks that they begin and end in.
+    """Copy positions from slot to slot, one move after the other, and the rest of the blocks
+    that they begin and end in.
 
     Args:
         store: [slots, heads, blocks, width].
@@ -819,7 +1104,8 @@ def _end_sharing(slot, keep, sources, shared):  # type: ignore[no-untyped-def]
 
 @_kernel("nnn")
 def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
-    """Let targets of moves, as above, be read where the complete blocks that were copied are, and end what overwriting ends."""
+    """Let targets of moves, as above, be read where the complete blocks that were copied are, and
+    end what overwriting ends."""
     for m in range(0, moves.size, 4):
         source, target, complete = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
         _end_sharing(target, moves[m + 2], sources, shared)
@@ -829,6 +1115,7 @@ def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
 
 @_kernel("nnn")
 def end_sharing(rewound, sources, shared):  # type: ignore[no-untyped-def]
-    """End the sharing of positions that will be overwritten: those of each slot from a position on, [slots, 2]."""
+    """End the sharing of positions that will be overwritten: those of each slot from a
+    position on, [slots, 2]."""
     for i in range(0, rewound.size, 2):
         _end_sharing(rewound[i], rewound[i + 1], sources, shared)

@@ -1,7 +1,8 @@
-"""Low-precision weights: codes and scales, values on their grid, packed tensors, and rounding of activations.
+"""Low-precision weights: codes and scales, values on their grid, packed tensors, and
+rounding of activations.
 
-int4 has one scale per group of inputs: scale = amax / 7, codes -7..7. fp8 (e4m3fn) has one scale per block of a matrix: scale =
-amax / 448. A matrix is [..., out, in]; experts are stacked in front.
+int4 has one scale per group of inputs: scale = amax / 7, codes -7..7. fp8 (e4m3fn) has one scale
+per block of a matrix: scale = amax / 448. A matrix is [..., out, in]; experts are stacked in front.
 """
 
 from __future__ import annotations
@@ -21,8 +22,14 @@ from turnwright.engines.local.vision import auto_class
 
 INT4_MAX, FP8_MAX = 7, 448.0
 FP8 = torch.float8_e4m3fn
-PACKED, SCALE, SHAPE, SCALE_FP8 = "weight_packed", "weight_scale", "weight_shape", "weight_scale_inv"
-"""Last parts of tensor names in packed files: of compressed-tensors' int4, and of transformers' fp8."""
+PACKED, SCALE, SHAPE, SCALE_FP8 = (
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_scale_inv",
+)
+"""Last parts of tensor names in packed files: of compressed-tensors' int4, and
+of transformers' fp8."""
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -32,18 +39,21 @@ class WeightGrid:
 
     kind: Literal["int4", "fp8"]
     size: int
-    """Inputs per scale (int4), or side of a block (fp8) and channels per scale of its activations."""
+    """Inputs per scale (int4), or side of a block (fp8) and channels per
+    scale of its activations."""
     activations: bool = False
     """Whether inputs of a layer are rounded to fp8 as well."""
     scale_dtype: torch.dtype | None = None
     """Data type of int4 scales; None is that of the weights. fp8 has float32."""
 
     def codes(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a matrix's codes (int8 or e4m3, its shape) and scales ([..., out, groups] or [..., rows, columns])."""
+        """Return a matrix's codes (int8 or e4m3, its shape) and scales ([..., out, groups] or
+        [..., rows, columns])."""
         parts = self._split(weight.detach())
         amax = parts.float().abs().amax(self._within, keepdim=True)
         dtype = torch.float32 if self.kind == "fp8" else self.scale_dtype or weight.dtype
-        # Rounded to its stored type before dividing, so that codes fit the scale that a server reads.
+        # Rounded to its stored type before dividing, so that codes fit the
+        # scale that a server reads.
         scale = (amax / (INT4_MAX if self.kind == "int4" else FP8_MAX)).to(dtype)
         divided = parts.float() / torch.where(scale == 0, 1, scale).float()
         if self.kind == "int4":
@@ -63,7 +73,8 @@ class WeightGrid:
         return self.values(*self.codes(weight), weight.dtype)
 
     def round_inputs(self, inputs: Tensor) -> Tensor:
-        """Round activations to fp8 with a scale per row and `size` channels; a narrower layer is one group."""
+        """Round activations to fp8 with a scale per row and `size` channels; a
+        narrower layer is one group."""
         parts = inputs.unflatten(-1, (-1, min(self.size, inputs.shape[-1]))).float()
         scale = parts.abs().amax(-1, keepdim=True) / FP8_MAX
         scale = torch.where(scale == 0, 1, scale)
@@ -74,7 +85,11 @@ class WeightGrid:
         """Return why a matrix cannot be quantized, or an empty string."""
         rows, columns = shape[-2:]
         if self.kind == "int4":
-            return f"{columns} inputs are no multiple of quant.group = {self.size}" if columns % self.size else ""
+            return (
+                f"{columns} inputs are no multiple of quant.group = {self.size}"
+                if columns % self.size
+                else ""
+            )
         # transformers reads other shapes wrongly: it takes rows // scale rows for the block's side.
         ragged = next((side for side in (rows, columns) if side % self.size), 0)
         return f"a side of {ragged} is no multiple of quant.block = {self.size}" if ragged else ""
@@ -95,18 +110,32 @@ class WeightGrid:
         yield stem + SHAPE, torch.tensor(weight.shape)
 
     def config(self, ignore: Iterable[str]) -> dict[str, Any]:
-        """Return `quantization_config` of config.json for a packed directory; `ignore` are linear layers in full precision."""
+        """Return `quantization_config` of config.json for a packed directory; `ignore` are linear
+        layers in full precision."""
         if self.kind == "fp8":
             block = [self.size, self.size]
-            shared = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+            shared = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": block,
+            }
             return shared | {"modules_to_not_convert": sorted(ignore)}
-        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": self.size}
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": self.size,
+        }
         return {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "ignore": sorted(ignore),
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}},
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}
+            },
         }
 
     @property
@@ -120,28 +149,43 @@ class WeightGrid:
 
 
 def packed_grid(quantization: Mapping[str, Any]) -> WeightGrid | None:
-    """Return the grid that `quantization_config` describes, or None for a layout that only transformers reads."""
+    """Return the grid that `quantization_config` describes, or None for a layout that
+    only transformers reads."""
     if quantization.get("quant_method") == "fp8":
         block: list[int] = quantization.get("weight_block_size") or []
-        return WeightGrid("fp8", block[0], activations=True) if len(block) == 2 and block[0] == block[1] else None
+        return (
+            WeightGrid("fp8", block[0], activations=True)
+            if len(block) == 2 and block[0] == block[1]
+            else None
+        )
     groups = quantization.get("config_groups")
-    if quantization.get("format") != "pack-quantized" or not isinstance(groups, dict) or len(groups) != 1:
+    if (
+        quantization.get("format") != "pack-quantized"
+        or not isinstance(groups, dict)
+        or len(groups) != 1
+    ):
         return None
     group = next(iter(groups.values()))
     weights = group.get("weights") or {}
     fits = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-    if any(weights.get(key) != value for key, value in fits.items()) or group.get("input_activations"):
+    if any(weights.get(key) != value for key, value in fits.items()) or group.get(
+        "input_activations"
+    ):
         return None
     return WeightGrid("int4", weights["group_size"])
 
 
-def unpack(tensors: Mapping[str, Tensor], grid: WeightGrid, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def unpack(
+    tensors: Mapping[str, Tensor], grid: WeightGrid, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Yield the plain tensors of a packed file, packed ones as values on the grid in `dtype`."""
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
         if last == PACKED:
             nibbles = (tensor.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-            codes = (nibbles - 8).to(torch.int8).flatten(-2)[..., : int(tensors[f"{stem}.{SHAPE}"][-1])]
+            codes = (
+                (nibbles - 8).to(torch.int8).flatten(-2)[..., : int(tensors[f"{stem}.{SHAPE}"][-1])]
+            )
             yield f"{stem}.weight", grid.values(codes, tensors[f"{stem}.{SCALE}"], dtype)
         elif tensor.dtype == FP8:
             yield name, grid.values(tensor, tensors[f"{stem}.{SCALE_FP8}"], dtype)
@@ -166,13 +210,16 @@ def input_grid(layer: nn.Module) -> WeightGrid | None:
 
 
 _LOADING = threading.RLock()
-"""Held while transformers loads a model: it replaces methods of its classes meanwhile, so two threads leave them replaced."""
+"""Held while transformers loads a model: it replaces methods of its classes meanwhile, so two
+threads leave them replaced."""
 
 
 def from_directory(root: Path, dtype: Any, **options: Any) -> Any:
-    """Call `from_pretrained` of the class that a model directory needs; packed weights are read as values on their grid.
+    """Call `from_pretrained` of the class that a model directory needs; packed weights are read
+    as values on their grid.
 
-    A layout of `quantization_config` that is unknown here is left to transformers. Threads may call this at once.
+    A layout of `quantization_config` that is unknown here is left to transformers.
+    Threads may call this at once.
     """
     with _LOADING:
         return _from_directory(root, dtype, **options)
@@ -192,6 +239,8 @@ def _from_directory(root: Path, dtype: Any, **options: Any) -> Any:
         tensors |= load_file(file)
     del config.quantization_config
     weights = dict(unpack(tensors, grid, computed if dtype == "auto" else dtype))
-    with torch.device("meta"):  # an auto class needs a directory, the model's own class takes tensors
+    with torch.device(
+        "meta"
+    ):  # an auto class needs a directory, the model's own class takes tensors
         own = type(kind.from_config(config))
     return own.from_pretrained(None, config=config, state_dict=weights, **options)

@@ -30,9 +30,10 @@ def _mix(value: np.ndarray) -> np.ndarray:
 def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform numbers in [0, 1), one per (seed, position).
 
-    The generator is splitmix64 (Steele, Lea and Flood, 2014). Its n-th output is a mix of ``state + n * golden``, which gives
-    random access to positions. The seed is mixed first, since callers may use consecutive seeds. Both arguments are [n] uint64,
-    the result is [n] float32 with 24 random bits each, so none rounds up to 1.
+    The generator is splitmix64 (Steele, Lea and Flood, 2014). Its n-th output is a mix of
+    ``state + n * golden``, which gives random access to positions. The seed is mixed first, since
+    callers may use consecutive seeds. Both arguments are [n] uint64, the result is [n] float32 with
+    24 random bits each, so none rounds up to 1.
     """
     mixed = _mix(_mix(seeds + _GOLDEN) + (positions + np.uint64(1)) * _GOLDEN)
     drawn: np.ndarray = (mixed >> _S40).astype(np.float32) * np.float32(2.0**-24)
@@ -40,7 +41,8 @@ def counter_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 ROWS = 16
-"""Batches are padded to a multiple of this many rows, for a single code path: no scalar tail, one kind of matrix product."""
+"""Batches are padded to a multiple of this many rows, for a single code path: no scalar tail, one
+kind of matrix product."""
 
 
 def round_up_rows(count: int) -> int:
@@ -49,29 +51,45 @@ def round_up_rows(count: int) -> int:
 
 
 def padded_rows(
-    tokens: list[int], positions: list[int], slots: list[int], count: int, scratch: int, device: torch.device | None = None
+    tokens: list[int],
+    positions: list[int],
+    slots: list[int],
+    count: int,
+    scratch: int,
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return ids, positions and slots of rows as a tensor [3, count], filled up with rows of the slot `scratch`."""
+    """Return ids, positions and slots of rows as a tensor [3, count], filled up with rows
+    of the slot `scratch`."""
     padding = count - len(tokens)
     rows = [tokens + [0] * padding, positions + [0] * padding, slots + [scratch] * padding]
     return torch.tensor(rows, device=device)
 
 
 class Sampler:
-    """Samples one id per row. Subclasses may override `pick`, for instance to force ids in a benchmark."""
+    """Samples one id per row.
 
-    def __call__(self, logits: torch.Tensor, draws: Sequence[RowDraw]) -> tuple[list[int], list[float]]:
+    Subclasses may override `pick`, for instance to force ids in a benchmark.
+    """
+
+    def __call__(
+        self, logits: torch.Tensor, draws: Sequence[RowDraw]
+    ) -> tuple[list[int], list[float]]:
         """Sample one id per row from its request's distribution.
 
-        Rows with different distributions form separate batches. A row's result depends only on its logits and (seed, position).
-        Logits are [m, vocabulary], m at least the padded number of `draws`; further rows are ignored.
+        Rows with different distributions form separate batches. A row's result depends only on its
+        logits and (seed, position). Logits are [m, vocabulary], m at least the padded number of
+        `draws`; further rows are ignored.
 
-        Return ids and logprobs, one per draw. A non-finite logprob means that the row has no distribution.
+        Return ids and logprobs, one per draw. A non-finite logprob means that the
+        row has no distribution.
         """
         sampling, banned = draws[0].request.sampling, draws[0].request.banned_ids
         kinds: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
         # One rollout's requests have the same objects, which are compared much faster than hashed.
-        if not all(draw.request.sampling is sampling and draw.request.banned_ids is banned for draw in draws):
+        if not all(
+            draw.request.sampling is sampling and draw.request.banned_ids is banned
+            for draw in draws
+        ):
             for index, draw in enumerate(draws):
                 kinds.setdefault((draw.request.sampling, draw.request.banned_ids), []).append(index)
         if len(kinds) <= 1:
@@ -79,34 +97,51 @@ class Sampler:
             return ids[: len(draws)], logprobs[: len(draws)]
         ids, logprobs = [0] * len(draws), [0.0] * len(draws)
         for (sampling, banned), rows in kinds.items():
-            take = torch.tensor(rows + rows[:1] * (round_up_rows(len(rows)) - len(rows)), device=logits.device)
+            take = torch.tensor(
+                rows + rows[:1] * (round_up_rows(len(rows)) - len(rows)), device=logits.device
+            )
             some, their = self._draw(logits[take], [draws[row] for row in rows], sampling, banned)
             for row, id_, logprob in zip(rows, some, their, strict=False):
                 ids[row], logprobs[row] = id_, logprob
         return ids, logprobs
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
-        """Return the first ids, [m] int64, whose cumulative weight exceeds the rows' uniform numbers.
+        """Return the first ids, [m] int64, whose cumulative weight exceeds
+        the rows' uniform numbers.
 
-        `cdf` has cumulative weights [m, vocabulary], unnormalized, nondecreasing; rows after the number of `draws` are padding.
+        `cdf` has cumulative weights [m, vocabulary], unnormalized, nondecreasing; rows after the
+        number of `draws` are padding.
         """
-        seeds = np.array([draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64)
+        seeds = np.array(
+            [draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64
+        )
         positions = np.array([draw.position for draw in draws], dtype=np.uint64)
         random = np.zeros(cdf.shape[0], dtype=np.float32)
         random[: len(draws)] = counter_uniforms(seeds, positions)
         total = cdf[:, -1]
-        # The product may round up to the total, past the last id; the next smaller number replaces it.
-        target = torch.minimum(torch.from_numpy(random).to(cdf.device) * total, torch.nextafter(total, torch.zeros_like(total)))
-        # `right` takes the first id whose cumulative weight is above the target: ids of weight 0 are never sampled.
+        # The product may round up to the total, past the last id; the next
+        # smaller number replaces it.
+        target = torch.minimum(
+            torch.from_numpy(random).to(cdf.device) * total,
+            torch.nextafter(total, torch.zeros_like(total)),
+        )
+        # `right` takes the first id whose cumulative weight is above the target: ids of
+        # weight 0 are never sampled.
         return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
 
     def _draw(
-        self, logits: torch.Tensor, draws: Sequence[RowDraw], sampling: Sampling, banned: frozenset[int]
+        self,
+        logits: torch.Tensor,
+        draws: Sequence[RowDraw],
+        sampling: Sampling,
+        banned: frozenset[int],
     ) -> tuple[list[int], list[float]]:
         scores = masked_scores(logits, sampling, banned)
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
-        ids = ids.clamp(max=scores.shape[1] - 1)  # rows of NaN end past the vocabulary; their logprob is NaN
+        ids = ids.clamp(
+            max=scores.shape[1] - 1
+        )  # rows of NaN end past the vocabulary; their logprob is NaN
         logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
         return ids.tolist(), logprobs.tolist()

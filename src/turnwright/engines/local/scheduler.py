@@ -1,4 +1,5 @@
-"""Continuous batching: each step computes one token of every running reply and all new prompts, in one pass."""
+"""Continuous batching: each step computes one token of every running reply and all new
+prompts, in one pass."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from turnwright.engines.local.kv_cache import Move
 from turnwright.engines.local.model import EngineModel
 from turnwright.engines.local.sampler import Sampler
 from turnwright.engines.local.slots import GRACE, Slot, SlotTable
-from turnwright.engines.local.step_rows import ActiveCall, Drafter, EngineBatch, Outcome, caused_error
+from turnwright.engines.local.step_rows import (
+    ActiveCall,
+    Drafter,
+    EngineBatch,
+    Outcome,
+    caused_error,
+)
 from turnwright.engines.local.vision import ImageFeatureCache
 from turnwright.engines.protocols import Finish, Generation
 from turnwright.errors import EngineError, TurnwrightError
@@ -24,16 +31,20 @@ from turnwright.types import ROUTES, Media
 
 _log = logging.getLogger(__name__)
 SORT_THRESHOLD = 64
-"""Rows are swapped when a longer one precedes a shorter one by this many keys, so that short rows do not pay for long ones."""
+"""Rows are swapped when a longer one precedes a shorter one by this many keys, so that short rows
+do not pay for long ones."""
 
 
 class Scheduler:
     """Schedules calls over slots and steps; single-threaded, without event loops.
 
-    Scheduling never changes a reply: a row's results do not depend on its slot, its step or other rows.
+    Scheduling never changes a reply: a row's results do not depend on its
+    slot, its step or other rows.
     """
 
-    def __init__(self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0, version: int = 0) -> None:
+    def __init__(
+        self, model: EngineModel, sampler: Sampler, slots: int, speculate: int = 0, version: int = 0
+    ) -> None:
         self.model = model
         self.sampler = sampler
         self.speculate = speculate
@@ -86,8 +97,8 @@ class Scheduler:
         return [(call, self._generation(call, "abort")) for call in ended]
 
     def clear_cache(self, adapter: int | None = None) -> None:
-        """Drop everything computed from replaced weights, or by an adapter, of which no call may be running. Adapters change no
-        image features."""
+        """Drop everything computed from replaced weights, or by an adapter, of which no call may be
+        running. Adapters change no image features."""
         for slot in self.table.slots:
             if adapter in (None, self.model.adapter_of(slot.index)):
                 self.table.vacate(slot)
@@ -95,7 +106,10 @@ class Scheduler:
             self.seen.clear()
 
     def step(self) -> list[Outcome]:
-        """Compute one step and return the calls that ended. A failing step ends only the call that causes the failure."""
+        """Compute one step and return the calls that ended.
+
+        A failing step ends only the call that causes the failure.
+        """
         torch_settings.keep()
         with torch.inference_mode():
             try:
@@ -108,9 +122,11 @@ class Scheduler:
         return ended
 
     def _failed(self, error: Exception) -> list[Outcome]:
-        """Restart the calls of a failed step one at a time; the call that fails alone ends with the error.
+        """Restart the calls of a failed step one at a time; the call that fails
+        alone ends with the error.
 
-        Draws depend on neither other calls nor the cache, so the remaining calls get the same replies.
+        Draws depend on neither other calls nor the cache, so the remaining
+        calls get the same replies.
         """
         suspects, self.running = self.running, []
         for call in suspects:
@@ -144,12 +160,16 @@ class Scheduler:
             batch = self._decode_rows_in_place()
         if self.seen is not None:
             batch.media = batch.rotary_positions()
-            self._encode_images(self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens))
+            self._encode_images(
+                self.seen, self.model.rows_per_step(len(batch.tokens)) - len(batch.tokens)
+            )
         self._feed(batch)
         self._end(batch.broken)
         if not batch.tokens:
             return batch.broken
-        logits = self.model.forward(batch.tokens, batch.positions, batch.slots, batch.runs, batch.keep, batch.media)
+        logits = self.model.forward(
+            batch.tokens, batch.positions, batch.slots, batch.runs, batch.keep, batch.media
+        )
         if not batch.drawing:
             return batch.broken
         ids, logprobs = self.sampler(logits, batch.draws())
@@ -162,16 +182,20 @@ class Scheduler:
             if call.ids:
                 if call.drafter is None:
                     call.drafter = Drafter(call.prompt, self.speculate)
-                # The last id of a reply is sampled but not fed, so a draft is one shorter than the remaining ids.
+                # The last id of a reply is sampled but not fed, so a draft is one shorter
+                # than the remaining ids.
                 max_draft = min(space, call.limit - len(call.ids) - 1)
                 excluded = (call.request.banned_ids, call.request.stop_ids)
                 space -= len(call.drafter.propose(call.ids, max_draft, excluded))
 
     def _decode_rows_in_place(self) -> EngineBatch:
-        """Batch with each reply's row at the index of its slot; replies with a draft follow and attend like prompts."""
+        """Batch with each reply's row at the index of its slot; replies with a draft follow
+        and attend like prompts."""
         decoding = [call for call in self.running if call.ids and not call.draft]
         self._compact(decoding)
-        places = sorted(((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index)
+        places = sorted(
+            ((call.slot, call) for call in decoding if call.slot), key=lambda pair: pair[0].index
+        )
         block = self.model.slots_per_call
         if len(places) > block:
             self._sort([slot for slot, _ in places])
@@ -181,7 +205,11 @@ class Scheduler:
         runs = batch.runs
         for slot, call in places:
             index, valid = slot.index, slot.valid
-            batch.tokens[index], batch.positions[index], batch.slots[index] = slot.seq[valid], valid, index
+            batch.tokens[index], batch.positions[index], batch.slots[index] = (
+                slot.seq[valid],
+                valid,
+                index,
+            )
             batch.drawing.append(call)
             batch.keep.append(index)
             slot.valid = valid + 1
@@ -194,11 +222,16 @@ class Scheduler:
             if call.draft:
                 first = len(batch.tokens)
                 batch.decode((call,))
-                runs.append(AttentionRun(first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]))
+                runs.append(
+                    AttentionRun(
+                        first, len(batch.tokens) - first, batch.positions[-1] + 1, batch.slots[-1]
+                    )
+                )
         return batch
 
     def _admit(self) -> None:
-        """Place waiting calls in order of arrival; a call that cannot be placed does not block later ones."""
+        """Place waiting calls in order of arrival; a call that cannot be placed does
+        not block later ones."""
         self._changed = False
         if not self.waiting:
             return
@@ -212,7 +245,10 @@ class Scheduler:
                 left.append(call)
                 continue
             request = call.request
-            names = _own(request.session, call.adapter), request.group and _own(request.group, call.adapter)
+            names = (
+                _own(request.session, call.adapter),
+                request.group and _own(request.group, call.adapter),
+            )
             placement = self.table.place(call.keys, *names)
             if placement is None:
                 left.append(call)
@@ -237,7 +273,9 @@ class Scheduler:
         if not high or high[0].index < allowed:
             return
         gaps = [slot for slot in self.table.slots[: high[0].index] if slot.call is None]
-        self._swap([(slot, gap) for gap, slot in zip(gaps, high, strict=False) if slot.index > gap.index])
+        self._swap(
+            [(slot, gap) for gap, slot in zip(gaps, high, strict=False) if slot.index > gap.index]
+        )
 
     def _sort(self, rows: list[Slot]) -> None:
         """Swap the two rows that are furthest from the order of their lengths."""
@@ -252,7 +290,10 @@ class Scheduler:
 
     def _swap(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
         """Exchange pairs of different slots."""
-        self.model.cache.swap([(one.index, other.index) for one, other in pairs], max(slot.valid for slot in chain(*pairs)))
+        self.model.cache.swap(
+            [(one.index, other.index) for one, other in pairs],
+            max(slot.valid for slot in chain(*pairs)),
+        )
         for one, other in pairs:
             if self.model.adapters is not None:
                 self.model.adapters.swap(one.index, other.index)
@@ -273,7 +314,10 @@ class Scheduler:
                 try:
                     self._add_media(call, batch, start, start + count)
                 except (TurnwrightError, OSError) as error:
-                    fault = f"session {call.request.session!r}: an image of its context is unavailable: {error}"
+                    fault = (
+                        f"session {call.request.session!r}: an image of its context is "
+                        f"unavailable: {error}"
+                    )
                     batch.broken.append((call, caused_error(fault, error)))
                     continue
             batch.runs.append(AttentionRun(len(batch.tokens), count, start + count, slot.index))
@@ -297,7 +341,9 @@ class Scheduler:
             end = min(len(call.prompt), start + space)
             space -= end - start
             if call.view is not None:
-                wanted += [(media, size) for media, size, _, _ in call.view.features_between(start, end)]
+                wanted += [
+                    (media, size) for media, size, _, _ in call.view.features_between(start, end)
+                ]
         seen.prepare(wanted)
 
     def _add_media(self, call: ActiveCall, batch: EngineBatch, start: int, end: int) -> None:
@@ -308,7 +354,9 @@ class Scheduler:
         rotary = None
         if view is not None:
             found = view.features_between(start, end)
-            features = [self.seen.features(media, size).take(part) for media, size, _, part in found]
+            features = [
+                self.seen.features(media, size).take(part) for media, size, _, part in found
+            ]
             for (_, _, pads, _), rows in zip(found, features, strict=True):
                 media.feature_rows += [first + at - start for at in pads]
                 media.features.append(rows)
@@ -330,7 +378,9 @@ class Scheduler:
                 end = row + 1
                 result = self._append(call, ids[row], logprobs[row])
             if result is not None:
-                ended.append((call, self._generation(call, result) if isinstance(result, str) else result))
+                ended.append(
+                    (call, self._generation(call, result) if isinstance(result, str) else result)
+                )
             row = end
         self._end(ended)
         return ended
@@ -344,7 +394,9 @@ class Scheduler:
         ids.append(id_)
         call.logprobs.append(logprob)
         try:
-            if id_ in request.stop_ids or (request.stop_text is not None and request.stop_text.completes(ids)):
+            if id_ in request.stop_ids or (
+                request.stop_text is not None and request.stop_text.completes(ids)
+            ):
                 return "stop"
         except Exception as error:  # from the request's own decoder
             return caused_error(_step_fault(call, error), error)
@@ -353,8 +405,11 @@ class Scheduler:
         slot.seq.append(id_)
         return None
 
-    def _append_draft(self, call: ActiveCall, ids: list[int], logprobs: list[float]) -> Finish | EngineError | None:
-        """Append sampled ids as far as the draft was correct; return why the call ends, None if it continues."""
+    def _append_draft(
+        self, call: ActiveCall, ids: list[int], logprobs: list[float]
+    ) -> Finish | EngineError | None:
+        """Append sampled ids as far as the draft was correct; return why the call ends,
+        None if it continues."""
         slot, drafter, draft, ended, taken = call.slot, call.drafter, call.draft, None, 0
         assert slot is not None
         assert drafter is not None
@@ -385,14 +440,16 @@ class Scheduler:
                 self._free_slot(call)
 
     def _no_distribution(self, call: ActiveCall, logprob: float) -> EngineError:
-        """Return the error for a row without a distribution; zero its slot, since non-finite values pass through masks."""
+        """Return the error for a row without a distribution; zero its slot, since non-finite
+        values pass through masks."""
         slot = call.slot
         assert slot is not None
         self.model.cache.zero(slot.index)
         slot.valid = 0
         return EngineError(
-            f"session {call.request.session!r}: logprob {logprob} at position {call.position} of the reply; the weights of "
-            f"version {self.versions[call.adapter]} overflow, or every id is banned: check the last training updates"
+            f"session {call.request.session!r}: logprob {logprob} at position {call.position} of "
+            f"the reply; the weights of version {self.versions[call.adapter]} overflow, or every "
+            "id is banned: check the last training updates"
         )
 
     def _free_slot(self, call: ActiveCall) -> None:
@@ -417,7 +474,8 @@ class Scheduler:
 
 
 def _own(name: str, adapter: int) -> str:
-    """Return the name of a session or group among those of all adapters, whose caches must not be shared."""
+    """Return the name of a session or group among those of all adapters, whose
+    caches must not be shared."""
     return f"{adapter}\0{name}" if adapter else name
 
 

@@ -1,4 +1,7 @@
-"""Assignment of sessions to cache slots: prefix matching, sharing and eviction. Plain Python, no tensors."""
+"""Assignment of sessions to cache slots: prefix matching, sharing and eviction.
+
+Plain Python, no tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WORTH_WAITING = 16
-"""Positions shared with a sibling from which a prompt waits for the sibling's instead of computing them twice."""
+"""Positions shared with a sibling from which a prompt waits for the sibling's instead of
+computing them twice."""
 GRACE = 16
-"""Steps for which an idle slot is reserved for its session while others run: most environments respond within them."""
+"""Steps for which an idle slot is reserved for its session while others run: most
+environments respond within them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,14 +66,16 @@ class SlotTable:
     def __init__(self, count: int) -> None:
         self.slots = [Slot(index) for index in range(count)]
         self._free = (1 << count) - 1
-        """Bit `index` is set for a slot without a call and a session: the lowest one is found at once."""
+        """Bit `index` is set for a slot without a call and a session: the lowest
+        one is found at once."""
         self._sessions: dict[str, list[Slot]] = {}
         self._groups: dict[str, set[Slot]] = {}
         self.step = 0
         """Step counter, advanced by the scheduler."""
 
     def place(self, ids: list[int], session: str, group: str) -> Placement | None:
-        """Find and take a slot for a call; None when no slot is free or idle, or a sibling is computing the same prompt."""
+        """Find and take a slot for a call; None when no slot is free or idle, or a sibling is
+        computing the same prompt."""
         limit = len(ids) - 1  # the last id is always computed, for its logits
         mine = self._sessions.get(session, ())
         own, kept = None, -1
@@ -81,7 +88,11 @@ class SlotTable:
         if own is not None and kept > 0 and (kept == own.valid or kept == limit):
             # Of use are only siblings that go on as this call does, and a few ids show which.
             end = kept + WORTH_WAITING
-            siblings = [slot for slot in siblings if slot.seq[kept:end] == ids[kept:end]] if end <= limit else []
+            siblings = (
+                [slot for slot in siblings if slot.seq[kept:end] == ids[kept:end]]
+                if end <= limit
+                else []
+            )
             if not siblings:
                 return self._take(Placement(own, kept), ids, session, group)
         donor, given, soon = self._donor(ids, limit, [*mine, *siblings])
@@ -100,8 +111,15 @@ class SlotTable:
                 return None
         if donor is not None and given > 0 and (target is not own or given > kept):
             in_place = max(kept, 0) if target is own else 0
-            return self._take(Placement(target, given, None if donor is target else donor, in_place), ids, session, group)
-        return self._take(Placement(target, max(kept, 0) if target is own else 0), ids, session, group)
+            return self._take(
+                Placement(target, given, None if donor is target else donor, in_place),
+                ids,
+                session,
+                group,
+            )
+        return self._take(
+            Placement(target, max(kept, 0) if target is own else 0), ids, session, group
+        )
 
     def finish(self, slot: Slot) -> None:
         """End the call in a slot; its cache stays for the session's next call."""
@@ -138,8 +156,11 @@ class SlotTable:
         one.index, other.index = other.index, one.index
         self.slots[one.index], self.slots[other.index] = one, other
 
-    def _donor(self, ids: list[int], limit: int, others: list[Slot]) -> tuple[Slot | None, int, int]:
-        """Return the slot with the longest cached prefix, its length, and the longest prefix being computed."""
+    def _donor(
+        self, ids: list[int], limit: int, others: list[Slot]
+    ) -> tuple[Slot | None, int, int]:
+        """Return the slot with the longest cached prefix, its length, and the longest
+        prefix being computed."""
         best, given, soon = None, 0, 0
         for slot in others:
             promised = common_prefix(slot.seq, ids, limit)

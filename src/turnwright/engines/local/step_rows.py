@@ -1,10 +1,12 @@
 """One engine step as rows of tokens; speculative drafts.
 
-Speculative decoding by prompt lookup: the ids that followed the last ids earlier in the context are drafted (Saxena, 2023).
+Speculative decoding by prompt lookup: the ids that followed the last ids earlier in the context
+are drafted (Saxena, 2023).
 
-A pass feeds drafted ids like prompt rows and so computes the distribution after each. Every position is sampled from its own
-distribution with its own random number (seed, position), as without drafts; a row counts while the ids before it match the
-draft. Nothing is accepted or rejected at random: a draft changes only how many ids one pass samples. Verification in one pass
+A pass feeds drafted ids like prompt rows and so computes the distribution after each. Every
+position is sampled from its own distribution with its own random number (seed, position), as
+without drafts; a row counts while the ids before it match the draft. Nothing is accepted or
+rejected at random: a draft changes only how many ids one pass samples. Verification in one pass
 follows Leviathan et al. (2023), for a deterministic draft.
 """
 
@@ -55,8 +57,11 @@ class Drafter:
         """Number of drafted ids; `accepted` of them were sampled."""
         self.accepted = 0
 
-    def propose(self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()) -> list[int]:
-        """Draft at most `limit` ids after a reply, up to an excluded one; they are kept as `open` until `record_accepted`."""
+    def propose(
+        self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()
+    ) -> list[int]:
+        """Draft at most `limit` ids after a reply, up to an excluded one; they are kept as `open`
+        until `record_accepted`."""
         self._ids += reply[len(self._ids) - self._prompt :]
         ids, followers = self._ids, self._followers
         for end in range(self._known, len(ids)):
@@ -65,10 +70,14 @@ class Drafter:
                     followers[tuple(ids[end - length : end])] = end
         self._known = max(self._known, len(ids))
         draft: list[int] = []
-        at = next((followers[last] for length in LENGTHS if (last := tuple(ids[-length:])) in followers), None)
+        at = next(
+            (followers[last] for length in LENGTHS if (last := tuple(ids[-length:])) in followers),
+            None,
+        )
         if at is not None:
             for step in range(min(limit, self._draft_length)):
-                # Past the end of the context the draft continues from itself, so short cycles are drafted repeatedly.
+                # Past the end of the context the draft continues from itself, so short cycles
+                # are drafted repeatedly.
                 found = ids[at + step] if at + step < len(ids) else draft[at + step - len(ids)]
                 if any(found in some for some in excluded):
                     break
@@ -77,7 +86,8 @@ class Drafter:
         return draft
 
     def record_accepted(self, accepted: int) -> None:
-        """Record how many ids of the last draft were sampled; shorten wrong drafts and lengthen correct ones."""
+        """Record how many ids of the last draft were sampled; shorten wrong drafts and
+        lengthen correct ones."""
         count, self.open = len(self.open), []
         if not count:
             return
@@ -118,7 +128,14 @@ class ActiveCall:
 
     def restart(self) -> None:
         """Discard the sampled ids; sampling again gives the same ones."""
-        self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = None, 0, [], [], None, True
+        self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = (
+            None,
+            0,
+            [],
+            [],
+            None,
+            True,
+        )
 
     @property
     def position(self) -> int:
@@ -172,7 +189,8 @@ class EngineBatch:
     """Calls whose images are unavailable."""
 
     def decode(self, calls: Iterable[ActiveCall]) -> None:
-        """Append the rows of the replies' last ids and drafts; calls whose prompts are not computed yet have none."""
+        """Append the rows of the replies' last ids and drafts; calls whose prompts are not
+        computed yet have none."""
         tokens, positions, slots, drawing = self.tokens, self.positions, self.slots, self.drawing
         first = len(tokens)
         for call in calls:

@@ -38,7 +38,8 @@ class TorchSettings:
 
 
 def _set_default_device(device: torch.device) -> None:
-    """Set the default device; none where it is the CPU, since torch looks up any in each call that makes a tensor."""
+    """Set the default device; none where it is the CPU, since torch looks up any in each
+    call that makes a tensor."""
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
@@ -58,7 +59,8 @@ _kept: _Kept | None = None
 
 @contextmanager
 def kept(threads: int, on_change: Callable[[str], None]) -> Iterator[None]:
-    """Keep float32, the CPU and a number of threads as the process' settings until the context ends.
+    """Keep float32, the CPU and a number of threads as the process'
+    settings until the context ends.
 
     `on_change` receives what `keep` set back. After it, dtype and device are those of before.
     """
@@ -75,6 +77,7 @@ def kept(threads: int, on_change: Callable[[str], None]) -> Iterator[None]:
 
 
 def keep() -> None:
-    """Set back what other code changed; called before each computation of a run, and nothing outside of `kept`."""
+    """Set back what other code changed; called before each computation of a run, and
+    nothing outside of `kept`."""
     if _kept is not None and (changed := _kept.settings.restore()):
         _kept.on_change(changed)

@@ -1,8 +1,9 @@
 """Split a VLM into tower and decoder; cache of image features.
 
-Models are recognized by structure, not by name: a body with `get_image_features`, and below it a decoder that takes embeddings.
-The steps in between (features replace placeholder embeddings, or are added after layers) are done here. So an image is encoded
-once and its features are used wherever needed.
+Models are recognized by structure, not by name: a body with `get_image_features`, and below
+it a decoder that takes embeddings. The steps in between (features replace placeholder
+embeddings, or are added after layers) are done here. So an image is encoded once and its
+features are used wherever needed.
 """
 
 from __future__ import annotations
@@ -64,11 +65,14 @@ class ImageFeatures:
         if len(parts) == 1:
             return parts[0]
         deep = zip(*(part.deep for part in parts), strict=True)
-        return cls(torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in deep))
+        return cls(
+            torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in deep)
+        )
 
 
 class SplitVLM:
-    """Vision-language model split into tower, decoder and head; `ModelError` has the reason where that is impossible."""
+    """Vision-language model split into tower, decoder and head; `ModelError` has the reason
+    where that is impossible."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -93,7 +97,8 @@ class SplitVLM:
         return [merged.take(slice(start, end)) for start, end in pairwise(ends)]
 
     def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> ImageFeatures:
-        """Encode merged pixel values of images, or of videos, into concatenated features, `sizes` rows for each."""
+        """Encode merged pixel values of images, or of videos, into concatenated features,
+        `sizes` rows for each."""
         video = is_video(arrays)
         make = getattr(self.body, "get_video_features" if video else "get_image_features", None)
         if make is None:
@@ -103,11 +108,16 @@ class SplitVLM:
         given = {name: _tensor(value, first) for name, value in arrays.items() if name in taken}
         made = make(**given, return_dict=True)
         rows = _flatten(made.pooler_output)
-        deep = tuple(_flatten(layer) for layer in getattr(made, "deepstack_features", None) or ()) if self.deep else ()
+        deep = (
+            tuple(_flatten(layer) for layer in getattr(made, "deepstack_features", None) or ())
+            if self.deep
+            else ()
+        )
         if len(rows) != sum(sizes):
             raise ModelError(
-                f"{type(self.module).__name__} returns {len(rows)} features for {len(sizes)} {'videos' if video else 'images'} "
-                f"with {sum(sizes)} placeholders; the processor's settings do not match the model"
+                f"{type(self.module).__name__} returns {len(rows)} features for {len(sizes)} "
+                f"{'videos' if video else 'images'} with {sum(sizes)} placeholders; the "
+                "processor's settings do not match the model"
             )
         return ImageFeatures(rows, deep)
 
@@ -121,8 +131,9 @@ class SplitVLM:
     ) -> Tensor:
         """Return the decoder's last hidden state, [B, T, width].
 
-        `positions` are [1 or B, T], or [3, B, T] for time, height and width; always passed, since a model would otherwise
-        continue from those of its last images. `places` are the [n] ascending indices of `features` in the flattened [B, T].
+        `positions` are [1 or B, T], or [3, B, T] for time, height and width; always passed, since a
+        model would otherwise continue from those of its last images. `places` are the [n] ascending
+        indices of `features` in the flattened [B, T].
         """
         embeds_btd = self.embed(ids_bt)
         if features is not None and places is not None:
@@ -133,9 +144,15 @@ class SplitVLM:
                 media_bt[places] = True
                 more["visual_pos_masks"] = media_bt.view_as(ids_bt)
                 more["deepstack_visual_embeds"] = list(features.deep)
-        # No mask: padding is on the right, outside causal attention. No cache, and three position rows instead of four:
-        # otherwise transformers would search for packed rows.
-        output = self.text(inputs_embeds=embeds_btd, position_ids=positions, attention_mask=None, use_cache=False, **more)
+        # No mask: padding is on the right, outside causal attention. No cache, and three position
+        # rows instead of four: otherwise transformers would search for packed rows.
+        output = self.text(
+            inputs_embeds=embeds_btd,
+            position_ids=positions,
+            attention_mask=None,
+            use_cache=False,
+            **more,
+        )
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -149,8 +166,8 @@ class SplitVLM:
             got = self.head(self.decode(ids_bt, positions))
         if not torch.equal(own, got):
             raise ModelError(
-                f"{type(self.module).__name__} computes more than its decoder and head: logits differ by "
-                f"{float((own - got).abs().max()):.3g}; its images are not supported"
+                f"{type(self.module).__name__} computes more than its decoder and head: logits "
+                f"differ by {float((own - got).abs().max()):.3g}; its images are not supported"
             )
 
 
@@ -163,7 +180,11 @@ def auto_class(config: Any) -> Any:
     """Return the transformers auto class for a config: with images if it has a vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM if getattr(config, "vision_config", None) is None else AutoModelForImageTextToText
+    return (
+        AutoModelForCausalLM
+        if getattr(config, "vision_config", None) is None
+        else AutoModelForImageTextToText
+    )
 
 
 def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
@@ -180,13 +201,24 @@ def _find_parts(module: Any) -> tuple[Any, Any, nn.Module]:
     name = type(module).__name__
     body = getattr(module, getattr(module, "base_model_prefix", "") or "model", None)
     head = module.get_output_embeddings()
-    if not isinstance(body, nn.Module) or not isinstance(head, nn.Module) or not hasattr(body, "get_image_features"):
-        raise ModelError(f"{name} lacks a body with get_image_features and a head; its images are not supported")
+    if (
+        not isinstance(body, nn.Module)
+        or not isinstance(head, nn.Module)
+        or not hasattr(body, "get_image_features")
+    ):
+        raise ModelError(
+            f"{name} lacks a body with get_image_features and a head; its images are not supported"
+        )
     if "token_type_ids" in inspect.signature(body.forward).parameters:
-        raise ModelError(f"{name} lets image placeholders attend to later ones, which is not supported")
+        raise ModelError(
+            f"{name} lets image placeholders attend to later ones, which is not supported"
+        )
     for part in ("language_model", "text_model"):
         text = getattr(body, part, None)
-        if isinstance(text, nn.Module) and "inputs_embeds" in inspect.signature(text.forward).parameters:
+        if (
+            isinstance(text, nn.Module)
+            and "inputs_embeds" in inspect.signature(text.forward).parameters
+        ):
             return body, text, head
     raise ModelError(f"{name} lacks a decoder that takes embeddings; its images are not supported")
 
@@ -199,7 +231,11 @@ def _tensor(value: Any, like: Tensor) -> Tensor:
 
 def _flatten(parts: Any) -> Tensor:
     """Flatten features given as one tensor or one per image."""
-    return parts.flatten(0, -2) if isinstance(parts, Tensor) else torch.cat([part.flatten(0, -2) for part in parts])
+    return (
+        parts.flatten(0, -2)
+        if isinstance(parts, Tensor)
+        else torch.cat([part.flatten(0, -2) for part in parts])
+    )
 
 
 CACHE_BYTES = 2**28
@@ -213,9 +249,9 @@ Shape = tuple[int, tuple[tuple[str, tuple[int, ...]], ...]]
 class ImageFeatureCache:
     """Image features by media key, cleared with the weights that made them.
 
-    Features do not depend on other images to the bit. Small images of one shape are encoded in batches of a fixed size, filled
-    by repetition, and only after a check that batching changes no bit. Above `CACHE_BYTES` the least recently used are evicted,
-    and recomputed when needed.
+    Features do not depend on other images to the bit. Small images of one shape are encoded in
+    batches of a fixed size, filled by repetition, and only after a check that batching changes no
+    bit. Above `CACHE_BYTES` the least recently used are evicted, and recomputed when needed.
     """
 
     def __init__(self, tower: SplitVLM) -> None:
@@ -230,7 +266,8 @@ class ImageFeatureCache:
         self._earlier: list[weakref.ref[Any]] = []
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Add a source of pixel values; the latest is tried first, and sources are held weakly except the latest."""
+        """Add a source of pixel values; the latest is tried first, and sources are held
+        weakly except the latest."""
         self._earlier = [weakref.ref(found) for found in self._sources() if found is not pixels]
         self._last = pixels
 
@@ -243,7 +280,9 @@ class ImageFeatureCache:
     def vision(self) -> Any:
         """Vision processor of the latest source."""
         if self._last is None:
-            raise EngineError("a request has images, but no pixel source; call engine.add_pixel_source(pixels)")
+            raise EngineError(
+                "a request has images, but no pixel source; call engine.add_pixel_source(pixels)"
+            )
         return self._last.vision
 
     def features(self, media: Media, size: int) -> ImageFeatures:
@@ -255,7 +294,10 @@ class ImageFeatureCache:
         return self._cached[media.key]
 
     def prepare(self, wanted: Sequence[tuple[Media, int]]) -> None:
-        """Encode images together before `features` is called. Failures are left to `features`, which reports them."""
+        """Encode images together before `features` is called.
+
+        Failures are left to `features`, which reports them.
+        """
         fresh: dict[Shape, dict[str, Any]] = {}
         for media, size in wanted:
             if media.key not in self._cached:
@@ -289,14 +331,21 @@ class ImageFeatureCache:
         """Return how many images of a shape are encoded per tower pass."""
         if shape not in self._batch_sizes:
             count = max(1, MIN_FEATURES_PER_PASS // max(1, shape[0]))
-            self._batch_sizes[shape] = count if count > 1 and self._same_bits(shape[0], chunk, count) else 1
+            self._batch_sizes[shape] = (
+                count if count > 1 and self._same_bits(shape[0], chunk, count) else 1
+            )
         return self._batch_sizes[shape]
 
     def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
-        """Return whether an image's features are identical at every batch index and beside other images."""
-        other = {name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()}
+        """Return whether an image's features are identical at every batch index
+        and beside other images."""
+        other = {
+            name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()
+        }
         copies = self.tower.encode(self.vision.merge([chunk] * count), [size] * count)
-        mixed = self.tower.encode(self.vision.merge([*[other] * (count - 1), chunk]), [size] * count)
+        mixed = self.tower.encode(
+            self.vision.merge([*[other] * (count - 1), chunk]), [size] * count
+        )
         return all(copies[0].same(features) for features in (*copies[1:], mixed[-1]))
 
     def _pixels(self, media: Media) -> Any:
@@ -311,7 +360,11 @@ class ImageFeatureCache:
 
     def _sources(self) -> list[Any]:
         """Return the live sources, latest first."""
-        return [pixels for pixels in (self._last, *(ref() for ref in self._earlier)) if pixels is not None]
+        return [
+            pixels
+            for pixels in (self._last, *(ref() for ref in self._earlier))
+            if pixels is not None
+        ]
 
 
 def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
@@ -328,17 +381,21 @@ class ContextMedia:
         """Offset of rotary positions after the context from plain positions."""
 
     def rotary_positions(self, start: int, end: int) -> Any:
-        """Return rotary positions from `start` to `end`, [3, end - start]; None where they equal plain positions."""
+        """Return rotary positions from `start` to `end`, [3, end - start]; None where they
+        equal plain positions."""
         found = self._vision.positions(len(self._ids), self._placed, start=start)
         return None if found is None else found[:, : end - start]
 
     def features_between(self, start: int, end: int) -> list[tuple[Media, int, list[int], slice]]:
-        """Return features between two positions: medium, its number of rows, positions, and the slice of rows."""
+        """Return features between two positions: medium, its number of rows, positions,
+        and the slice of rows."""
         found = []
         for block in self._placed:
             if block.end <= start or block.start >= end:
                 continue
-            pads = [at for at in range(block.start, block.end) if self._ids[at] in self._vision.pad_ids]
+            pads = [
+                at for at in range(block.start, block.end) if self._ids[at] in self._vision.pad_ids
+            ]
             inside = [number for number, at in enumerate(pads) if start <= at < end]
             if inside:
                 part = slice(inside[0], inside[-1] + 1)

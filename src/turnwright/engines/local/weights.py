@@ -17,16 +17,20 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash named tensors: sensitive to every bit, to names, types and shapes, but not to their order.
+    """Hash named tensors: sensitive to every bit, to names, types and
+    shapes, but not to their order.
 
-    Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random keys k_i (multilinear hashing:
-    Carter and Wegman, 1979); blocks and tensors are combined by a cryptographic hash. It detects lost, stale, swapped and
-    damaged weights, not forgery. Tensors may be on any device; a million fp32 weights take about 1 ms. Return 32 hexadecimal
-    digits.
+    Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random
+    keys k_i (multilinear hashing: Carter and Wegman, 1979); blocks and tensors are combined by a
+    cryptographic hash. It detects lost, stale, swapped and damaged weights, not forgery. Tensors
+    may be on any device; a million fp32 weights take about 1 ms. Return 32 hexadecimal digits.
     """
     # A separate header per tensor makes boundaries between names and shapes unambiguous.
     rows = [
-        (f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}", _blocks(tensor))
+        (
+            f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}",
+            _blocks(tensor),
+        )
         for name, tensor in weights
     ]
     digest = blake2b(digest_size=16)
@@ -58,8 +62,8 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def check_weights(module: torch.nn.Module, weights: Weights) -> Weights:
-    """Return the weights, as a list if they are an iterator; raise `SyncError` where names, shapes or tied values do not match
-    the module's.
+    """Return the weights, as a list if they are an iterator; raise `SyncError` where names, shapes
+    or tied values do not match the module's.
 
     A tied weight may be given under one of its names or all of them.
     """
@@ -76,25 +80,42 @@ def check_weights(module: torch.nn.Module, weights: Weights) -> Weights:
             raise SyncError(f"weight {name!r} was given twice; send each name once")
         if name not in own:
             raise SyncError(
-                f"weight {name!r} is unknown to {type(module).__name__}; send Hugging Face names, as in state_dict()"
+                f"weight {name!r} is unknown to {type(module).__name__}; send Hugging Face names, "
+                "as in state_dict()"
             )
         if tensor.shape != own[name].shape:
-            raise SyncError(f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has {tuple(own[name].shape)}")
+            raise SyncError(
+                f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has "
+                f"{tuple(own[name].shape)}"
+            )
         given[name] = tensor if name in tied else None  # weights may be made one at a time
     missing = [names[0] for names in places.values() if not any(name in given for name in names)]
     if missing:
-        raise SyncError(f"{len(missing)} weights are missing, first {missing[0]!r}; an update must contain all of them")
+        raise SyncError(
+            f"{len(missing)} weights are missing, first {missing[0]!r}; an update must contain all "
+            "of them"
+        )
     for names in places.values():
-        first, *rest = [tensor for name in names if (tensor := given.get(name)) is not None] or [None]
+        first, *rest = [tensor for name in names if (tensor := given.get(name)) is not None] or [
+            None
+        ]
         if not all(torch.equal(first, other.to(first.device)) for other in rest):
-            raise SyncError(f"{' and '.join(names)} are one weight in the engine but were given different values")
+            raise SyncError(
+                f"{' and '.join(names)} are one weight in the engine but were given different "
+                "values"
+            )
     return weights
 
 
 Take = Callable[[str, torch.Tensor], None]
 
 
-def copy_weights(module: torch.nn.Module, weights: Weights, packed: Collection[str] = (), pack: Take | None = None) -> str:
+def copy_weights(
+    module: torch.nn.Module,
+    weights: Weights,
+    packed: Collection[str] = (),
+    pack: Take | None = None,
+) -> str:
     """Copy checked weights, but give those named in `packed` to `pack`.
 
     Return the fingerprint of the copies where the types match, so that a failed copy is detected.

@@ -1,4 +1,5 @@
-"""Runs a scheduler on the event loops that wait for its replies, or on a thread where steps are long."""
+"""Runs a scheduler on the event loops that wait for its replies, or on a thread
+where steps are long."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ _log = logging.getLogger(__name__)
 Command = Callable[[], Any]
 
 SHORT_STEP_S = 0.01
-"""Seconds of CPU of a mean step below which steps run on an event loop; its other callbacks wait that long for one."""
+"""Seconds of CPU of a mean step below which steps run on an event loop; its other callbacks
+wait that long for one."""
 MEAN_OF_STEPS = 8
 """Number of steps over which their time is averaged."""
 
 
 class Worker:
-    """Runs a scheduler, one step at a time: on its callers' event loops while steps are short, else on a thread of its own.
+    """Runs a scheduler, one step at a time: on its callers' event loops while steps are short,
+    else on a thread of its own.
 
-    A thread and an event loop that both compute Python pass the interpreter lock from core to core, which costs a tiny model
-    about a fifth of its CPU and gains nothing. A long step, or one on a GPU, leaves the lock to the loop for most of its time.
+    A thread and an event loop that both compute Python pass the interpreter lock from core to core,
+    which costs a tiny model about a fifth of its CPU and gains nothing. A long step, or one on a
+    GPU, leaves the lock to the loop for most of its time.
     """
 
     def __init__(self, scheduler: Scheduler, short_step_s: float) -> None:
@@ -47,8 +51,8 @@ class Worker:
         self._failure: BaseException | None = None
 
     def post(self, command: Command) -> None:
-        """Queue a command, to run in sequence before the next step. Those of one iteration of an event loop run together, so
-        that their calls are computed together. Raises as `check`."""
+        """Queue a command, to run in sequence before the next step. Those of one iteration of an
+        event loop run together, so that their calls are computed together. Raises as `check`."""
         loop = _running_loop()
         with self._lock:
             self.check()
@@ -76,10 +80,15 @@ class Worker:
         return answer
 
     def check(self) -> None:
-        """Check that commands are accepted. Raises `EngineError` when the engine is closed, or has failed."""
+        """Check that commands are accepted.
+
+        Raises `EngineError` when the engine is closed, or has failed.
+        """
         with self._lock:
             if self._failure is not None:
-                raise EngineError(f"the local engine failed earlier: {self._failure!r}; make a new one") from self._failure
+                raise EngineError(
+                    f"the local engine failed earlier: {self._failure!r}; make a new one"
+                ) from self._failure
             if self._closing:
                 raise EngineError("the local engine is closed; make a new one")
 
@@ -132,7 +141,9 @@ class Worker:
         """Have the thread compute a step; the caller holds the lock."""
         self._thread_asked = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="turnwright-local-engine", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run, name="turnwright-local-engine", daemon=True
+            )
             self._thread.start()
         self._lock.notify()
 
@@ -163,7 +174,10 @@ class Worker:
                     if self.scheduler.busy and not self._short:
                         self._ask_thread()
                     elif self.scheduler.busy:
-                        for loop in {call.future.get_loop() for call in (*self.scheduler.running, *self.scheduler.waiting)}:
+                        for loop in {
+                            call.future.get_loop()
+                            for call in (*self.scheduler.running, *self.scheduler.waiting)
+                        }:
                             self._schedule(loop)
             except BaseException as error:
                 self._fail(error)
@@ -205,7 +219,9 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: Any) -> None:
+def _call_on(
+    loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], argument: Any
+) -> None:
     """Call a function on a loop, at once if it runs here; nothing waits on a closed loop."""
     if loop is _running_loop():
         function(argument)

@@ -12,7 +12,8 @@ from turnwright.errors import UsageError
 
 
 class EngineList:
-    """URLs of servers in a text file, one a line; empty lines and lines that start with # are comments.
+    """URLs of servers in a text file, one a line; empty lines and lines that
+    start with # are comments.
 
     A missing file is an empty list. Writers take turns, and readers see a complete file.
     """
@@ -22,10 +23,15 @@ class EngineList:
 
     def urls(self) -> tuple[str, ...]:
         """Return the URLs, each once; raise `UsageError` for a line that is none."""
-        found = dict.fromkeys(line.rstrip("/") for line in self._lines() if line and not line.startswith("#"))
+        found = dict.fromkeys(
+            line.rstrip("/") for line in self._lines() if line and not line.startswith("#")
+        )
         for url in found:
             if not url.startswith(("http://", "https://")):
-                raise UsageError(f"{self.path}: {url!r:.100} is no URL; write one per line, as in http://host:8000")
+                raise UsageError(
+                    f"{self.path}: {url!r:.100} is no URL; write one per line, as in "
+                    "http://host:8000"
+                )
         return tuple(found)
 
     def add(self, url: str) -> bool:
@@ -67,4 +73,6 @@ class EngineList:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
         except OSError as error:
-            raise UsageError(f"{self.path}: cannot be written ({error.strerror}); name another file") from None
+            raise UsageError(
+                f"{self.path}: cannot be written ({error.strerror}); name another file"
+            ) from None

@@ -1,4 +1,5 @@
-"""Experts that servers routed tokens to, in the forms of vLLM and SGLang, as extras of a generation."""
+"""Experts that servers routed tokens to, in the forms of vLLM and SGLang, as
+extras of a generation."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ MAX_HEADER = 1024
 """Bytes of an .npy header; three dimensions take 118."""
 
 
-def vllm_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last position fed, to extras.
+def vllm_experts(
+    given: Any, request: Request, sampled: int, breach: Breach
+) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last
+    position fed, to extras.
 
     `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
     """
@@ -33,14 +37,20 @@ def vllm_experts(given: Any, request: Request, sampled: int, breach: Breach) -> 
             raise ValueError(f"{len(data) - start} bytes of shape {shape}")
         routes = ExpertRoutes.from_bytes(data[start:], size, shape[1], shape[2])
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
-        raise breach("routed_experts", f"are not an .npy file of integers [positions, layers, k]: {error}") from error
+        raise breach(
+            "routed_experts", f"are not an .npy file of integers [positions, layers, k]: {error}"
+        ) from error
     return _as_extras(routes, len(request.ids) + sampled - 1 - len(routes), request, breach)
 
 
-def sglang_experts(given: Any, request: Request, sampled: int, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent without a shape.
+def sglang_experts(
+    given: Any, request: Request, sampled: int, breach: Breach
+) -> Mapping[str, tuple[int, ExpertRoutes]]:
+    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers,
+    k], sent without a shape.
 
-    The positions run from the requested one to the last one fed. Missing or unrequested data is ignored.
+    The positions run from the requested one to the last one fed. Missing or
+    unrequested data is ignored.
     """
     positions = len(request.ids) + sampled - 1 - request.routes_from
     if given is None or ROUTES not in request.extras or not positions:
@@ -48,7 +58,10 @@ def sglang_experts(given: Any, request: Request, sampled: int, breach: Breach) -
     data = _bytes(given, breach)
     numbers, rest = divmod(len(data), 4 * positions)
     if rest or not numbers:
-        raise breach("meta_info.routed_experts", f"are {len(data)} bytes, not int32 numbers of {positions} positions")
+        raise breach(
+            "meta_info.routed_experts",
+            f"are {len(data)} bytes, not int32 numbers of {positions} positions",
+        )
     try:
         routes = ExpertRoutes.from_bytes(data, 4, 1, numbers)
     except ValueError as error:
@@ -56,9 +69,14 @@ def sglang_experts(given: Any, request: Request, sampled: int, breach: Breach) -
     return _as_extras(routes, request.routes_from, request, breach)
 
 
-def _as_extras(routes: ExpertRoutes, start: int, request: Request, breach: Breach) -> Mapping[str, tuple[int, ExpertRoutes]]:
+def _as_extras(
+    routes: ExpertRoutes, start: int, request: Request, breach: Breach
+) -> Mapping[str, tuple[int, ExpertRoutes]]:
     if not 0 <= start <= request.routes_from:
-        raise breach("routed_experts", f"start at position {start}; those from {request.routes_from} on were requested")
+        raise breach(
+            "routed_experts",
+            f"start at position {start}; those from {request.routes_from} on were requested",
+        )
     return {ROUTES: (start, routes)}
 
 

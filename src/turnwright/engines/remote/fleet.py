@@ -1,4 +1,5 @@
-"""Many servers as one engine; a server that dies, hangs, loses its weights or violates the contract loses no trajectory."""
+"""Many servers as one engine; a server that dies, hangs, loses its weights or violates the
+contract loses no trajectory."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ LEAVE_S = 30.0
 SAMPLED = 32
 """Servers among which a new session chooses the least busy."""
 SPARE_SHARE = 0.75
-"""A session leaves a server that is merely full only for one with fewer calls than this fraction of its limit."""
+"""A session leaves a server that is merely full only for one with fewer calls than this
+fraction of its limit."""
 MAX_CONTRACT_ERRORS = 4
 """Contract errors that one call tolerates; a misconfigured server causes one every time."""
 
@@ -45,15 +47,17 @@ MAX_CONTRACT_ERRORS = 4
 class Fleet:
     """Servers of one model as one engine.
 
-    - All turns of a session go to one server, which caches their prefix; a new session goes to the least busy server.
-    - Servers join and leave at any time (`add`, `remove`, or a list that is watched). One that joins first gets the latest
-      weights and must sample from them.
-    - A call that gets no response, or one that violates the contract, is retried on another server with the same ids.
-    - A server that failed gets no calls before a check of its health and of its logprobs for known ids. A server with old
-      weights gets the latest ones first.
+    - All turns of a session go to one server, which caches their prefix; a new session goes
+      to the least busy server.
+    - Servers join and leave at any time (`add`, `remove`, or a list that is watched). One that
+      joins first gets the latest weights and must sample from them.
+    - A call that gets no response, or one that violates the contract, is retried on another
+      server with the same ids.
+    - A server that failed gets no calls before a check of its health and of its logprobs for known
+      ids. A server with old weights gets the latest ones first.
     - A server that fails its checks (stopped, hung) loses its calls in flight to the others.
-    - At most `most` calls run on a server, and new sessions go to it only while its queue and cache have room; at most
-      `most_waiting` calls wait.
+    - At most `most` calls run on a server, and new sessions go to it only while its queue and cache
+      have room; at most `most_waiting` calls wait.
 
     Example::
 
@@ -84,7 +88,9 @@ class Fleet:
         self.delivery = delivery or WeightDelivery()
         self.members = [self._member(engine) for engine in engines]
         self.version = min((engine.version for engine in engines), default=0)
-        self.renderer = next((engine.renderer for engine in engines if engine.renderer is not None), None)
+        self.renderer = next(
+            (engine.renderer for engine in engines if engine.renderer is not None), None
+        )
         self.counts: Counter[str] = Counter()
         """`asked_again/TYPE`, `waited`, `updates`, `joined`, `left`, `sessions_moved`."""
         self._homes: dict[str, Replica] = {}
@@ -110,8 +116,11 @@ class Fleet:
 
     @property
     def context(self) -> int | None:
-        """Maximum number of ids of context plus reply that every server takes; None while no server reported it."""
-        known = [member.engine.context for member in self.members if member.engine.context is not None]
+        """Maximum number of ids of context plus reply that every server takes; None while
+        no server reported it."""
+        known = [
+            member.engine.context for member in self.members if member.engine.context is not None
+        ]
         return min(known, default=None)
 
     def set_renderer(self, renderer: Any) -> None:
@@ -127,7 +136,10 @@ class Fleet:
             member.engine.add_pixel_source(pixels)
 
     async def open(self) -> None:
-        """Check every server; those that do not respond join later. Called automatically before the first call."""
+        """Check every server; those that do not respond join later.
+
+        Called automatically before the first call.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # tasks and futures of an earlier loop ended with it
             self._loop, self._opened = loop, loop.create_future()
@@ -152,7 +164,9 @@ class Fleet:
                 self._loop = None
                 self._opened.cancel()
                 raise
-            self._health_tasks = {member: loop.create_task(self._health_loop(member)) for member in self.members}
+            self._health_tasks = {
+                member: loop.create_task(self._health_loop(member)) for member in self.members
+            }
             self._opened.set_result(None)
             if self._listed is not None:
                 self._run(self._follow_list())
@@ -163,7 +177,8 @@ class Fleet:
         """Sample one reply on any available server.
 
         Raises:
-            EngineError: after `attempts` failures, or when no server was available for `patience_s`.
+            EngineError: after `attempts` failures, or when no server was
+                available for `patience_s`.
         """
         if self.delivery.first is not None and self._latest is None:
             async with self._initial_lock:
@@ -190,8 +205,13 @@ class Fleet:
                 break
             self.counts[f"asked_again/{type(fault).__name__}"] += 1
         servers = len({id(member) for member in failed})
-        kind = BackendContractError if isinstance(fault, BackendContractError) else EngineUnavailable
-        raise kind(f"no response after {len(failed)} attempts on {servers} of {len(self.members)} servers: {fault}") from fault
+        kind = (
+            BackendContractError if isinstance(fault, BackendContractError) else EngineUnavailable
+        )
+        raise kind(
+            f"no response after {len(failed)} attempts on {servers} of {len(self.members)} "
+            f"servers: {fault}"
+        ) from fault
 
     def release(self, session: str) -> None:
         """End a session; a later call of it may go to any server."""
@@ -208,7 +228,9 @@ class Fleet:
             await asyncio.gather(*tasks, return_exceptions=True)
         for member in self.members:
             member.abort_calls()
-        await asyncio.gather(*(member.engine.close() for member in self.members), return_exceptions=True)
+        await asyncio.gather(
+            *(member.engine.close() for member in self.members), return_exceptions=True
+        )
         if self.delivery.tree is not None:
             await self.delivery.tree.close()
         self._loop = None
@@ -241,12 +263,15 @@ class Fleet:
             self._health_tasks[member] = self._loop.create_task(self._health_loop(member))
 
     async def remove(self, url: str, *, seconds: float = LEAVE_S) -> None:
-        """Remove a server: it gets no further calls, and its sessions move; those in flight have some seconds to end.
+        """Remove a server: it gets no further calls, and its sessions move; those in flight
+        have some seconds to end.
 
         Raises:
             ConfigError: for a server that the fleet lacks.
         """
-        member = next((member for member in self.members if member.engine.url == url.rstrip("/")), None)
+        member = next(
+            (member for member in self.members if member.engine.url == url.rstrip("/")), None
+        )
         if member is None:
             raise ConfigError(f"the fleet has no server {url}")
         self.members.remove(member)
@@ -285,7 +310,8 @@ class Fleet:
                 return
         fault = fault or "it lists none"
         raise EngineUnavailable(
-            f"{self._listed.file.path}: no server after {seconds:g} s (turnwright engines join URL): {fault}"
+            f"{self._listed.file.path}: no server after {seconds:g} s (turnwright engines join "
+            f"URL): {fault}"
         )
 
     async def _follow_list(self) -> None:
@@ -298,7 +324,8 @@ class Fleet:
             last = fault
 
     def _read_list(self) -> str:
-        """Begin to add and remove servers to match the list; return what is wrong, or an empty string."""
+        """Begin to add and remove servers to match the list; return what is
+        wrong, or an empty string."""
         assert self._listed is not None
         try:
             self._wanted = frozenset(self._listed.file.urls())
@@ -310,7 +337,9 @@ class Fleet:
         have = {member.engine.url for member in self.members} | self._joining.keys()
         for url in sorted(self._wanted - have):
             self._joining[url] = self._run(self._join(url))
-        return "; ".join(self._join_faults[url] for url in sorted(self._join_faults.keys() & self._wanted))
+        return "; ".join(
+            self._join_faults[url] for url in sorted(self._join_faults.keys() & self._wanted)
+        )
 
     async def _join(self, url: str) -> None:
         """Add a listed server; one that does not respond is asked again at the next reading."""
@@ -347,13 +376,18 @@ class Fleet:
             up = any(member.state in ("up", "loading") for member in self.members)
             since = None if up else since if since is not None else loop.time()
             if since is not None and loop.time() - since > self._settings.patience_s:
-                reasons = "; ".join(f"{member.engine.url}: {member.fault}" for member in self.members)
+                reasons = "; ".join(
+                    f"{member.engine.url}: {member.fault}" for member in self.members
+                )
                 count, seconds = len(self.members), self._settings.patience_s
-                raise EngineUnavailable(f"none of {count} servers was available for {seconds:g} s: {reasons}")
+                raise EngineUnavailable(
+                    f"none of {count} servers was available for {seconds:g} s: {reasons}"
+                )
             await self._wait_for_slot()
 
     def _least_busy(self, failed: Sequence[Replica]) -> Replica | None:
-        """Return the least busy of the servers that take new sessions, or of a sample where there are many."""
+        """Return the least busy of the servers that take new sessions, or of a sample
+        where there are many."""
         groups = [self.members]
         if len(self.members) > SAMPLED:  # looking at 1,000 takes a quarter of a millisecond
             groups.insert(0, random.sample(self.members, SAMPLED))
@@ -365,11 +399,15 @@ class Fleet:
 
     async def _wait_for_slot(self) -> None:
         if len(self._queue) >= self._settings.most_waiting:
-            raise EngineError(f"{len(self._queue)} calls already wait for a server (most_waiting); lower rollout.concurrency")
+            raise EngineError(
+                f"{len(self._queue)} calls already wait for a server (most_waiting); lower "
+                "rollout.concurrency"
+            )
         place = asyncio.get_running_loop().create_future()
         self._queue.append(place)
         self.counts["waited"] += 1
-        # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with the result.
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives
+        # together with the result.
         try:
             async with asyncio.timeout(min(1.0, self._settings.patience_s / 4)):
                 await place
@@ -403,18 +441,24 @@ class Fleet:
                 async with asyncio.timeout(self._settings.check_s):
                     await member.check_now.wait()
             member.check_now.clear()
-            if self._asleep:  # a server that woke or restarted now would take memory the trainer uses
+            if (
+                self._asleep
+            ):  # a server that woke or restarted now would take memory the trainer uses
                 continue
             try:
                 well = await member.check(self._settings.health_s, lambda: self._latest_for(member))
             except Exception as error:  # a bug in a check must not end the checks
-                _log.exception("the check of %s raised an unexpected error", member.engine.display_name)
+                _log.exception(
+                    "the check of %s raised an unexpected error", member.engine.display_name
+                )
                 member.fault, member.state, well = repr(error), "doubted", False
             if well:
                 self._admit_all()
             elif not self._asleep:  # it may have been put to sleep during the check
                 await self._restart_server(member)
-            await asyncio.sleep(self._settings.check_s / 10)  # limits the rate of checks when every call fails
+            await asyncio.sleep(
+                self._settings.check_s / 10
+            )  # limits the rate of checks when every call fails
 
     # Weights
 
@@ -453,7 +497,8 @@ class Fleet:
         return fingerprint
 
     async def sleep(self) -> None:
-        """Make every server release its memory; calls in flight first end as aborted. The next weights wake the servers.
+        """Make every server release its memory; calls in flight first end as aborted. The next
+        weights wake the servers.
 
         Until then no server is called, checked or started.
 
@@ -462,20 +507,27 @@ class Fleet:
         """
         await self.open()
         self._asleep = True
-        found = await asyncio.gather(*(m.sleep() for m in self.members if m.state == "up"), return_exceptions=True)
+        found = await asyncio.gather(
+            *(m.sleep() for m in self.members if m.state == "up"), return_exceptions=True
+        )
         for error in found:
             if isinstance(error, EngineUnavailable):
-                _log.warning("%s; the server is left as it is", error)  # down, or about to be found so
+                _log.warning(
+                    "%s; the server is left as it is", error
+                )  # down, or about to be found so
             elif isinstance(error, BaseException):
                 self._asleep = False
                 raise error
 
-    async def load_from_disk(self, directory: str | Path, version: int, *, changed: bool = True) -> None:
+    async def load_from_disk(
+        self, directory: str | Path, version: int, *, changed: bool = True
+    ) -> None:
         """Make every server load the weights of a directory, and verify them, as `update_from`."""
         await self.update_from(DiskWeights(Path(directory), version), changed=changed)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Send weights to every server and verify them; `changed` tells whether they differ from the previous ones.
+        """Send weights to every server and verify them; `changed` tells whether they
+        differ from the previous ones.
 
         Raises `SyncError` when no server has them.
         """
@@ -483,7 +535,10 @@ class Fleet:
         self._asleep = False
         wanted = await self._expected_scores()
         members = list(self.members)  # others join meanwhile
-        updates = (m.update(source, changed=changed, wanted=wanted, tolerance=self.delivery.tolerance) for m in members)
+        updates = (
+            m.update(source, changed=changed, wanted=wanted, tolerance=self.delivery.tolerance)
+            for m in members
+        )
         found = await asyncio.gather(*updates, return_exceptions=True)
         faults = []
         for member, error in zip(members, found, strict=True):
@@ -492,20 +547,32 @@ class Fleet:
             member.state = "up" if error is None else "doubted"
             if isinstance(error, (EngineError, SyncError, TimeoutError)):
                 member.fault = str(error)
-                member.outdated = self._latest is not None  # a partial update; the latest complete weights follow
+                member.outdated = (
+                    self._latest is not None
+                )  # a partial update; the latest complete weights follow
                 faults.append(f"{member.engine.url}: {error}")
                 _log.warning("%s", faults[-1])
             elif error is not None:
                 raise error
-        have_it = {member for member, error in zip(members, found, strict=True) if error is None and member in self.members}
+        have_it = {
+            member
+            for member, error in zip(members, found, strict=True)
+            if error is None and member in self.members
+        }
         if not have_it and self._listed is None:
             self._admit_all()
-            raise SyncError(f"no server of {len(faults)} has the weights of policy {source.version}: {'; '.join(faults)}")
+            raise SyncError(
+                f"no server of {len(faults)} has the weights of policy {source.version}: "
+                f"{'; '.join(faults)}"
+            )
         self._latest, self.version = source, source.version
         self._proven = None if wanted is None else wanted.label
         for member in self.members:
             if member not in have_it:  # the weights are sent before its next call
-                member.outdated, member.state = True, "doubted" if member.state == "up" else member.state
+                member.outdated, member.state = (
+                    True,
+                    "doubted" if member.state == "up" else member.state,
+                )
             else:
                 member.outdated = False
             member.check_now.set()
@@ -519,27 +586,45 @@ class Fleet:
         seconds, version = self._settings.patience_s, self.version
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not any(member.state == "up" and not member.outdated for member in self.members):
+                while not any(
+                    member.state == "up" and not member.outdated for member in self.members
+                ):
                     await asyncio.sleep(LIST_S / 10)
                 return
         self._admit_all()
-        raise SyncError(f"no server has the weights of policy {version} after {seconds:g} s: {'; '.join(faults)}")
+        raise SyncError(
+            f"no server has the weights of policy {version} after {seconds:g} s: "
+            f"{'; '.join(faults)}"
+        )
 
     def _latest_for(self, member: Replica) -> LatestWeights:
         """Return the latest weights, with scores that prove them on a server."""
         scores = self._proven
         if scores is None:
-            same = (m for m in self.members if m is not member and m.engine.kind == member.engine.kind and m.state == "up")
-            scores = next((m.proof.label for m in same if m.proof is not None and not m.outdated), None)
+            same = (
+                m
+                for m in self.members
+                if m is not member and m.engine.kind == member.engine.kind and m.state == "up"
+            )
+            scores = next(
+                (m.proof.label for m in same if m.proof is not None and not m.outdated), None
+            )
         return LatestWeights(self._latest, scores, self.delivery.tolerance)
 
     async def _expected_scores(self) -> ExpectedScores | None:
         """Return the trainer's current scores of the servers' known ids."""
         if self.delivery.expected_logprobs is None or not self.members:
             return None
-        scores = tuple(await asyncio.to_thread(self.delivery.expected_logprobs, self.members[0].engine.known_ids))
+        scores = tuple(
+            await asyncio.to_thread(
+                self.delivery.expected_logprobs, self.members[0].engine.known_ids
+            )
+        )
         before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
-        return ExpectedScores(self._trainer_label, self._trainer_label.max_difference(before) if before is not None else 0.0)
+        return ExpectedScores(
+            self._trainer_label,
+            self._trainer_label.max_difference(before) if before is not None else 0.0,
+        )
 
 
 def _check_servers(engines: Sequence[RemoteEngine], listed: ListedServers | None) -> None:

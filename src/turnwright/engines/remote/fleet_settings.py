@@ -39,7 +39,10 @@ class FleetSettings:
     def __post_init__(self) -> None:
         positive = min(self.check_s, self.health_s, self.patience_s) > 0
         if min(self.most, self.attempts, self.misses) < 1 or not positive:
-            raise ConfigError("a fleet's most, attempts and misses must be at least 1; check_s, health_s and patience_s over 0")
+            raise ConfigError(
+                "a fleet's most, attempts and misses must be at least 1; check_s, health_s and "
+                "patience_s over 0"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

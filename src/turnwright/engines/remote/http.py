@@ -24,8 +24,8 @@ from turnwright.http_sessions import (
 MAX_RESPONSE_BYTES = 256 * 2**20
 """Longer responses are aborted."""
 KEEPALIVE_S = 3.0
-"""Seconds before an idle connection is dropped. uvicorn and llama.cpp drop theirs after 5 s, and a request written to a
-connection while its server closes it gets no response."""
+"""Seconds before an idle connection is dropped. uvicorn and llama.cpp drop theirs after 5 s, and a
+request written to a connection while its server closes it gets no response."""
 SPARE_CONNECTIONS = 8
 """Connections beyond those for calls, so that health checks never queue."""
 CONTROL_S = 10.0
@@ -33,7 +33,8 @@ CONTROL_S = 10.0
 CONNECT_S = 5.0
 """Timeout for establishing a connection."""
 RETRYABLE_STATUS = PASSING_STATUSES | {404}
-"""HTTP statuses that may differ on another server or later; 404 is a model or route that is not loaded."""
+"""HTTP statuses that may differ on another server or later; 404 is a model or
+route that is not loaded."""
 Headers = Mapping[str, str] | None
 
 
@@ -46,10 +47,11 @@ class Echo:
     count: int
 
     def strip(self, raw: bytes) -> bytes:
-        """Replace the repeated ids by their count, if they have the very bytes that were sent; otherwise return all.
+        """Replace the repeated ids by their count, if they have the very bytes that were
+        sent; otherwise return all.
 
-        Comparing bytes costs a hundredth of parsing them and comparing ids. The key cannot be part of a string, where its
-        quotation marks would be escaped.
+        Comparing bytes costs a hundredth of parsing them and comparing ids. The key cannot be part
+        of a string, where its quotation marks would be escaped.
         """
         at = raw.find(ECHO_KEY)
         start = at + len(ECHO_KEY)
@@ -62,28 +64,41 @@ ECHO_KEY = b'"prompt_token_ids":'
 
 
 def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
-    """Return the context of a request as JSON for its body, and as the echo that its response may have."""
+    """Return the context of a request as JSON for its body, and as the echo that
+    its response may have."""
     text = ids_json(request.ids)
     return orjson.Fragment(text), Echo(text, len(request.ids))
 
 
 class HttpClient:
-    """HTTP client of one server. Connections belong to an event loop; `close` closes those of the running loop."""
+    """HTTP client of one server.
 
-    def __init__(self, url: str, *, key_env: str | None = None, most: int = 256, token: str = "") -> None:
-        """Take a base URL, the variable of an API key (read at each call, never stored) or a token, and the limit of
-        concurrent calls.
+    Connections belong to an event loop; `close` closes those of the running loop.
+    """
+
+    def __init__(
+        self, url: str, *, key_env: str | None = None, most: int = 256, token: str = ""
+    ) -> None:
+        """Take a base URL, the variable of an API key (read at each call, never stored) or a token,
+        and the limit of concurrent calls.
 
         Raises `ConfigError` for an invalid URL, an unset variable, or without `aiohttp`.
         """
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"engine URL {url!r}: must start with http:// or https://, as in http://localhost:8000")
+            raise ConfigError(
+                f"engine URL {url!r}: must start with http:// or https://, as in "
+                "http://localhost:8000"
+            )
         if key_env is not None and key_env not in os.environ:
-            raise ConfigError(f"{url}: set the environment variable {key_env} to the server's API key")
+            raise ConfigError(
+                f"{url}: set the environment variable {key_env} to the server's API key"
+            )
         try:
             import aiohttp  # noqa: F401
         except ImportError:
-            raise ConfigError("HTTP engines need aiohttp: pip install 'turnwright[servers]'") from None
+            raise ConfigError(
+                "HTTP engines need aiohttp: pip install 'turnwright[servers]'"
+            ) from None
         self.url = url.rstrip("/")
         self._key_env = key_env
         self._token = token
@@ -100,12 +115,20 @@ class HttpClient:
         self._addresses: dict[str, Any] = {}
         """Parsed URLs by path: parsing one costs as much as a tenth of a request."""
 
-    async def post(self, path: str, body: Any, seconds: float, headers: Headers = None, echo: Echo | None = None) -> Any:
-        """Post a JSON body and return the JSON response; None for an empty one. `echo` is replaced by its count.
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        seconds: float,
+        headers: Headers = None,
+        echo: Echo | None = None,
+    ) -> Any:
+        """Post a JSON body and return the JSON response; None for an empty one. `echo`
+        is replaced by its count.
 
-        Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or a retryable status;
-        `EngineError`: the server rejects the request (any other status); retrying does not help; `BackendContractError`: the
-        response is not JSON.
+        Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or
+        a retryable status; `EngineError`: the server rejects the request (any other status);
+        retrying does not help; `BackendContractError`: the response is not JSON.
         """
         raw = await self._ask("POST", path, orjson.dumps(body), seconds, headers)
         return self._json(path, raw if echo is None else echo.strip(raw))
@@ -119,10 +142,13 @@ class HttpClient:
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
     async def page(self, path: str, seconds: float) -> dict[str, Any]:
-        """Return the JSON object at a path; an empty one for an empty response; raises as `post`."""
+        """Return the JSON object at a path; an empty one for an empty
+        response; raises as `post`."""
         found = await self.get(path, seconds)
         if found is not None and not isinstance(found, dict):
-            raise BackendContractError(f"{self.url}{path} returned JSON that is not an object: {found!r:.120}")
+            raise BackendContractError(
+                f"{self.url}{path} returned JSON that is not an object: {found!r:.120}"
+            )
         return found or {}
 
     async def text(self, path: str, seconds: float) -> str:
@@ -130,7 +156,8 @@ class HttpClient:
         return (await self._ask("GET", path, b"", seconds)).decode("utf-8", "replace")
 
     async def pieces(self, path: str, seconds: float) -> list[bytes]:
-        """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving them; raises as `post`."""
+        """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving
+        them; raises as `post`."""
         found = list[bytes]()
         await self._ask("GET", path, b"", seconds, pieces=found)
         return found
@@ -212,7 +239,9 @@ class HttpClient:
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError as error:
-            raise BackendContractError(f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}") from None
+            raise BackendContractError(
+                f"{self.url}{path} returned invalid JSON ({error}): {raw[:120]!r}"
+            ) from None
 
 
 def _address(url: str) -> Any:

@@ -29,13 +29,15 @@ FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 class LlamaCppEngine(RemoteEngine):
     """Client of a llama.cpp server.
 
-    It differs from the others in three ways. Ids that end inside a character have no logprob, so training needs
-    `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted as `ids_left_out`. It takes no new weights:
-    a run that started it starts it again with them (`set_restart`).
+    It differs from the others in three ways. Ids that end inside a character have no logprob,
+    so training needs `missing_logprobs`. It takes no stop ids: ids after one are dropped and
+    counted as `ids_left_out`. It takes no new weights: a run that started it starts it again
+    with them (`set_restart`).
 
-    Its plain logprobs are the model's, before any sampler. They are requested when the sampling distribution is the model's own
-    (temperature 1, nothing banned) or greedy; otherwise those after the samplers are. Keys and values are half precision
-    unless the server runs with `-ctk f32 -ctv f32 -fa off`: errors of 2e-3 to 4e-3 instead of 2e-6.
+    Its plain logprobs are the model's, before any sampler. They are requested when the sampling
+    distribution is the model's own (temperature 1, nothing banned) or greedy; otherwise those after
+    the samplers are. Keys and values are half precision unless the server runs with
+    `-ctk f32 -ctv f32 -fa off`: errors of 2e-3 to 4e-3 instead of 2e-6.
     """
 
     kind = "llama.cpp"
@@ -61,12 +63,18 @@ class LlamaCppEngine(RemoteEngine):
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         if request.media:
-            raise EngineError(f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp")
+            raise EngineError(
+                f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp"
+            )
         sampling = request.sampling
-        changed = sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
+        changed = (
+            sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
+        )
         post_sampling = bool(sampling.temperature) and changed
         samplers = ["top_k"] if sampling.top_k else []
-        samplers += ["temperature"]  # without it llama.cpp draws at temperature 1 whatever the temperature is
+        samplers += [
+            "temperature"
+        ]  # without it llama.cpp draws at temperature 1 whatever the temperature is
         samplers += ["min_p"] if sampling.min_p else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {
@@ -101,26 +109,42 @@ class LlamaCppEngine(RemoteEngine):
         return await self.http.post("/completion", body, seconds)
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        ids, stop_type = field_of(raw, "tokens", self.breach), field_of(raw, "stop_type", self.breach)
+        ids, stop_type = (
+            field_of(raw, "tokens", self.breach),
+            field_of(raw, "stop_type", self.breach),
+        )
         if raw.get("truncated"):
             raise self.breach("truncated", "is true: the ids were sampled from a truncated context")
         rows = raw.get("completion_probabilities") or ()
         entries = [(field_of(row, "id", self.breach), _logprob(row, self.breach)) for row in rows]
         logprobs = align_logprobs(ids, entries)
         if logprobs is None:
-            raise self.breach("completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids")
+            raise self.breach(
+                "completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids"
+            )
         prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
         finish, versions = FINISH.get(stop_type, str(stop_type)), SampledVersions(expected.version)
         return ServerResponse(ids, logprobs, finish, prompt, versions, cached, trim=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the `LIKELIEST` next ids and their logprobs, by id: llama.cpp does not score given ids."""
-        body = {"prompt": list(ids), "n_predict": 1, "temperature": 0.0, "n_probs": LIKELIEST, "return_tokens": True}
+        """Return the `LIKELIEST` next ids and their logprobs, by id: llama.cpp
+        does not score given ids."""
+        body = {
+            "prompt": list(ids),
+            "n_predict": 1,
+            "temperature": 0.0,
+            "n_probs": LIKELIEST,
+            "return_tokens": True,
+        }
         body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
         raw = await self.http.post("/completion", body, self.request_s)
         rows = field_of(raw, "completion_probabilities", self.breach)
         top = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
-        return [value for row in sorted(top, key=_id) for value in (float(row["id"]), float(row["logprob"]))]
+        return [
+            value
+            for row in sorted(top, key=_id)
+            for value in (float(row["id"]), float(row["logprob"]))
+        ]
 
 
 def _id(row: Any) -> int:
@@ -132,5 +156,7 @@ def _logprob(row: Any, breach: Breach) -> float:
         return row["logprob"]  # type: ignore[no-any-return]
     prob = field_of(row, "prob", breach)
     if type(prob) not in (float, int) or not 0.0 < prob <= 1.0 + 1e-6:
-        raise breach("completion_probabilities", f"contain the probability {prob!r} of a sampled id")
+        raise breach(
+            "completion_probabilities", f"contain the probability {prob!r} of a sampled id"
+        )
     return log(prob)

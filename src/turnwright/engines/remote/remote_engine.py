@@ -12,7 +12,14 @@ from uuid import uuid4
 
 from turnwright.engines.protocols import Generation, InFlight, MissingLogprobs, Request
 from turnwright.engines.remote.http import HttpClient
-from turnwright.engines.remote.response import ExpectedWeights, ServerResponse, WeightsLabel, fault_of, parsing, verify_response
+from turnwright.engines.remote.response import (
+    ExpectedWeights,
+    ServerResponse,
+    WeightsLabel,
+    fault_of,
+    parsing,
+    verify_response,
+)
 from turnwright.engines.remote.weight_sync import GroupTransfer, RequestTransfer, suppress_errors
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.errors import (
@@ -37,14 +44,53 @@ Part = Literal["weights", "kv_cache"]
 UPDATE_S = 600.0
 """Deadline for reading new weights from a disk."""
 DRAIN_S = 5.0
-"""Seconds for calls in flight to end before a weight update, where responses do not name their weights."""
+"""Seconds for calls in flight to end before a weight update, where responses do
+not name their weights."""
 ABORT_AGAIN_S = 0.05
-"""Seconds until a call that was to end is aborted again; the first time it may not have arrived yet."""
-CANARY = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
+"""Seconds until a call that was to end is aborted again; the first time it may
+not have arrived yet."""
+CANARY = (
+    3,
+    1,
+    4,
+    1,
+    5,
+    9,
+    2,
+    6,
+    5,
+    3,
+    5,
+    8,
+    9,
+    7,
+    9,
+    3,
+    2,
+    3,
+    8,
+    4,
+    6,
+    2,
+    6,
+    4,
+    3,
+    3,
+    8,
+    3,
+    2,
+    7,
+    9,
+    5,
+)
 """Ids of every vocabulary; their logprobs tell one set of weights from another."""
-KNOWN_TEXT = "The weights of this model are those of the last step: one, two, three, and what follows is checked."
-"""Text for the same where the tokenizer is known. Ids without sense are no measure for a language model: in float32 their
-logprobs were off by 5e-3 and 2e-2 nats in two libraries, those of this text by 1e-5 (SmolLM2-135M)."""
+KNOWN_TEXT = (
+    "The weights of this model are those of the last step: one, two, three, and what "
+    "follows is checked."
+)
+"""Text for the same where the tokenizer is known. Ids without sense are no measure for a language
+model: in float32 their logprobs were off by 5e-3 and 2e-2 nats in two libraries, those of this text
+by 1e-5 (SmolLM2-135M)."""
 
 
 class EngineLoad(NamedTuple):
@@ -59,10 +105,11 @@ class EngineLoad(NamedTuple):
 
 
 class RemoteEngine:
-    """One server as an engine; use a subclass: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`, `ChatEngine`.
+    """One server as an engine; use a subclass: `VllmEngine`, `SglangEngine`,
+    `LlamaCppEngine`, `ChatEngine`.
 
-    Every call is one request, and a failed request is an error (`Fleet` retries it). The exception is a server that answers
-    with `Retry-After`: the call waits for it, within the deadline.
+    Every call is one request, and a failed request is an error (`Fleet` retries it). The exception
+    is a server that answers with `Retry-After`: the call waits for it, within the deadline.
     """
 
     kind = ""
@@ -90,18 +137,21 @@ class RemoteEngine:
             renderer: renderer of the model.
             key_env: environment variable that holds an API key.
             version: policy version of the server's current weights.
-            missing_logprobs: handling of ids without a logprob: `error`, `mask` (untrained, counted) or `recompute` (the
-                trainer's own forward pass, counted).
+            missing_logprobs: handling of ids without a logprob: `error`, `mask` (untrained,
+                counted) or `recompute` (the trainer's own forward pass, counted).
             request_s: deadline of one request in seconds, unless the request's own is earlier.
             most: maximum number of concurrent connections.
-            in_flight: replies in flight during a weight update: `recompute` interrupts them and drops the prefix cache, `salt`
-                interrupts them and separates the cache by policy version, `keep` continues them on the cache they have.
+            in_flight: replies in flight during a weight update: `recompute` interrupts them and
+                drops the prefix cache, `salt` interrupts them and separates the cache by policy
+                version, `keep` continues them on the cache they have.
 
         Raises:
             ConfigError: for an invalid setting.
         """
         if missing_logprobs not in ("error", "mask", "recompute"):
-            raise ConfigError(f"missing_logprobs must be error, mask or recompute, not {missing_logprobs!r}")
+            raise ConfigError(
+                f"missing_logprobs must be error, mask or recompute, not {missing_logprobs!r}"
+            )
         if not request_s > 0 or most < 1:
             raise ConfigError("request_s must be over 0, and most at least 1")
         self.http = HttpClient(url, key_env=key_env, most=most)
@@ -118,19 +168,24 @@ class RemoteEngine:
         self.label: str | None = None
         """The server's name for the weights of `version`."""
         self.counts: Counter[str] = Counter()
-        """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`, `logprobs_missing`,
-        `draft_ids`, `draft_ids_accepted`, `images_as_pictures`, `images_sent`, `images_named`, `images_missed`."""
+        """`requests`, `tokens`, `cached_tokens`, `prompt_tokens`, `aborted`, `ids_left_out`,
+        `logprobs_missing`, `draft_ids`, `draft_ids_accepted`, `images_as_pictures`, `images_sent`,
+        `images_named`, `images_missed`."""
         self.asleep = False
-        """Whether the server released its memory: weights and cache are gone until new weights arrive."""
+        """Whether the server released its memory: weights and cache are gone
+        until new weights arrive."""
         self.pixels: Any = None
         self._weights_awake = False
         """Whether a sleeping server already has its memory for weights again."""
         self.patient = True
-        """Whether a call waits out a server's `Retry-After`; a fleet asks other servers meanwhile."""
+        """Whether a call waits out a server's `Retry-After`; a fleet asks
+        other servers meanwhile."""
         self._updates: dict[str, int] = {}
-        """Policy versions of the updates begun, by their names on the server; responses to earlier requests may name them."""
+        """Policy versions of the updates begun, by their names on the server; responses to earlier
+        requests may name them."""
         self._optional_fields: set[str] = set()
-        """Optional fields that a response had; whether the server sends them depends on its kind and version."""
+        """Optional fields that a response had; whether the server sends them depends on
+        its kind and version."""
         self._known_ids: tuple[int, ...] | None = None
         self._vocabulary_size: tuple[Any, int] | None = None
         self._neutral: tuple[Any, dict[str, Any]] | None = None
@@ -146,11 +201,14 @@ class RemoteEngine:
     @property
     def display_name(self) -> str:
         """Name in errors: kind, version and URL."""
-        return f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
+        return (
+            f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
+        )
 
     @property
     def seeded(self) -> bool:
-        """Whether requests carry seed and reply position: `turnwright serve` draws by them exactly as the local engine does."""
+        """Whether requests carry seed and reply position: `turnwright serve` draws by them exactly
+        as the local engine does."""
         return self.server_version.startswith("turnwright-")
 
     def breach(self, field_name: str, problem: str) -> BackendContractError:
@@ -167,12 +225,15 @@ class RemoteEngine:
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Query versions, model and context once, before the first request; raise `EngineError` when they are not reported."""
+        """Query versions, model and context once, before the first request; raise `EngineError`
+        when they are not reported."""
         if not self._opened:
             with parsing("the server's description", self.display_name):
                 await self._identify()
             if self.in_flight != "recompute" and (fault := self._in_flight_fault()):
-                raise ConfigError(f"{self.display_name}: engine.in_flight = {self.in_flight}: {fault}")
+                raise ConfigError(
+                    f"{self.display_name}: engine.in_flight = {self.in_flight}: {fault}"
+                )
             self._opened = True
 
     async def generate(self, request: Request) -> Generation:
@@ -190,13 +251,18 @@ class RemoteEngine:
         if self.context is not None:
             max_tokens = min(max_tokens, self.context - len(request.ids))
             if max_tokens < 1:
-                raise EngineError(f"{self.display_name}: {len(request.ids)} ids fill the context of {self.context}")
+                raise EngineError(
+                    f"{self.display_name}: {len(request.ids)} ids fill the context of "
+                    f"{self.context}"
+                )
         waited = 0
         while True:
             version = self.version
             if version < request.min_version:
                 wanted = request.min_version
-                raise StaleWeights(f"{self.display_name} has policy {version}; the request needs {wanted} or later")
+                raise StaleWeights(
+                    f"{self.display_name} has policy {version}; the request needs {wanted} or later"
+                )
             try:
                 return await self._generate(request, max_tokens)
             except StaleWeights:
@@ -205,7 +271,11 @@ class RemoteEngine:
                 self.counts["sent_again"] += 1  # weights changed on its way: its adapter is gone
             except EngineUnavailable as error:
                 waited += 1
-                if not self.patient or waited > MAX_RETRY_AFTER or not 0 < error.retry_after <= self._seconds(request):
+                if (
+                    not self.patient
+                    or waited > MAX_RETRY_AFTER
+                    or not 0 < error.retry_after <= self._seconds(request)
+                ):
                     raise
                 self.counts["waited_as_told"] += 1
                 await asyncio.sleep(error.retry_after)
@@ -240,8 +310,8 @@ class RemoteEngine:
         await self.http.close()
 
     async def end_calls(self, seconds: float) -> None:
-        """End the calls in flight as aborted, with the ids they have, and those of no other client; wait at most some seconds
-        for their responses."""
+        """End the calls in flight as aborted, with the ids they have, and those of no other client;
+        wait at most some seconds for their responses."""
         calls, loop = set(self._calls), asyncio.get_running_loop()
         end = loop.time() + seconds
         while (left := calls & self._calls) and loop.time() < end:
@@ -256,7 +326,8 @@ class RemoteEngine:
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """Ids whose scores tell one set of weights from another: the same for the life of this client."""
+        """Ids whose scores tell one set of weights from another: the same for
+        the life of this client."""
         if self._known_ids is None:
             codec = self.renderer.codec if isinstance(self.renderer, HasCodec) else None
             ids = () if codec is None else tuple(codec.encode_plain(KNOWN_TEXT))[: len(CANARY)]
@@ -270,18 +341,22 @@ class RemoteEngine:
             return WeightsLabel(name, tuple(scores))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Make the server load weights from a directory it can access, named `version`; calls in flight are interrupted.
+        """Make the server load weights from a directory it can access, named `version`; calls
+        in flight are interrupted.
 
-        Success is unproven until `weights_label` confirms it. Raises `SyncError` when the server refuses or fails.
+        Success is unproven until `weights_label` confirms it. Raises `SyncError` when the
+        server refuses or fails.
         """
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
     async def load_from_group(self, transfer: GroupTransfer) -> None:
-        """Make the server take weights from a process group, named by their version; calls in flight are interrupted.
+        """Make the server take weights from a process group, named by their version; calls
+        in flight are interrupted.
 
-        Success is unproven until `weights_label` confirms it. After a failure the server may have some of the weights; it then
-        reports a name that is no policy's, so its responses are rejected until a complete update. Raises `SyncError` when the
-        server refuses, fails, or ends before it has all weights.
+        Success is unproven until `weights_label` confirms it. After a failure the server may have
+        some of the weights; it then reports a name that is no policy's, so its responses are
+        rejected until a complete update. Raises `SyncError` when the server refuses, fails, or ends
+        before it has all weights.
         """
         await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
 
@@ -290,11 +365,15 @@ class RemoteEngine:
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Make the server use a LoRA adapter from a directory it can access, named `version`; errors as `load_from_disk`."""
-        raise SyncError(f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)")
+        """Make the server use a LoRA adapter from a directory it can access, named `version`;
+        errors as `load_from_disk`."""
+        raise SyncError(
+            f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)"
+        )
 
     async def sleep(self) -> None:
-        """Make the server release the memory of weights and cache; calls in flight end first. New weights wake it.
+        """Make the server release the memory of weights and cache; calls in flight end
+        first. New weights wake it.
 
         Raises `EngineError` when it does not.
         """
@@ -304,7 +383,8 @@ class RemoteEngine:
             self.asleep = True
 
     async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
-        """Apply new weights; a sleeping server gets its memory for weights before, and for the cache after."""
+        """Apply new weights; a sleeping server gets its memory for weights before,
+        and for the cache after."""
         await self.open()
         self._updates[str(version)] = version
         try:
@@ -320,10 +400,15 @@ class RemoteEngine:
         except NotTrainable:
             raise
         except TurnwrightError as error:
-            raise SyncError(f"{self.display_name} did not take the weights of policy {version}: {error}") from error
+            raise SyncError(
+                f"{self.display_name} did not take the weights of policy {version}: {error}"
+            ) from error
         self.version, self.label = version, await self.weights_name()
         if self.label is not None and self.label != str(version):
-            raise SyncError(f"{self.display_name} reports the weights {self.label!r} after loading policy {version}")
+            raise SyncError(
+                f"{self.display_name} reports the weights {self.label!r} after loading policy "
+                f"{version}"
+            )
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
@@ -347,7 +432,8 @@ class RemoteEngine:
 
     @property
     def names_weights(self) -> bool:
-        """Whether responses name the weights that sampled them, so that calls may be in flight during an update."""
+        """Whether responses name the weights that sampled them, so that calls may be in
+        flight during an update."""
         return False
 
     def _in_flight_fault(self) -> str:
@@ -363,19 +449,23 @@ class RemoteEngine:
         return None
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        """Return total drafted and accepted ids since the server started; None when it drafts none or reports no totals."""
+        """Return total drafted and accepted ids since the server started; None when it drafts none
+        or reports no totals."""
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return log p(ids[i] | ids[:i]) for i >= 1 at temperature 1, which identify the weights."""
+        """Return log p(ids[i] | ids[:i]) for i >= 1 at temperature 1, which
+        identify the weights."""
         return (await self.scores(ScoreRequest(ids))).logprobs
 
     async def scores(self, request: ScoreRequest) -> IdScores:
-        """Score given ids; raise `EngineError` for a distribution that the server does not compute."""
+        """Score given ids; raise `EngineError` for a distribution that the
+        server does not compute."""
         raise SyncError(f"{self.display_name}: this kind of server does not score ids")
 
     def scoring_fault(self, request: ScoreRequest) -> str:
-        """Return why the server cannot score under the distribution of a request, or an empty string; once it is open."""
+        """Return why the server cannot score under the distribution of a request, or an empty
+        string; once it is open."""
         return "this kind of server does not score ids"
 
     async def abort(self, *names: str) -> None:
@@ -399,24 +489,34 @@ class RemoteEngine:
         raise NotImplementedError
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
-        raise SyncError(f"{self.display_name}: this kind of server takes no new weights; restart it with them")
+        raise SyncError(
+            f"{self.display_name}: this kind of server takes no new weights; restart it with them"
+        )
 
     async def _sleep(self) -> None:
-        raise EngineError(f"{self.display_name}: this kind of server cannot release its memory (engine.colocate)")
+        raise EngineError(
+            f"{self.display_name}: this kind of server cannot release its memory (engine.colocate)"
+        )
 
     async def _sleeps(self) -> bool:
         """Ask a server that was put to sleep whether it still is."""
         return False
 
     async def _wake(self, part: Part) -> None:
-        """Restore memory: for weights, with undefined content; or for the cache, after which the server samples again."""
+        """Restore memory: for weights, with undefined content; or for the cache, after which the
+        server samples again."""
         raise EngineError(f"{self.display_name}: this kind of server does not sleep")
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
-        raise SyncError(f"{self.display_name}: this kind of server takes no weights by process group (engine.update)")
+        raise SyncError(
+            f"{self.display_name}: this kind of server takes no weights by process group "
+            "(engine.update)"
+        )
 
     async def _load_from_requests(self, transfer: RequestTransfer) -> None:
-        raise SyncError(f"{self.display_name}: this kind of server takes no weights in requests (engine.update)")
+        raise SyncError(
+            f"{self.display_name}: this kind of server takes no weights in requests (engine.update)"
+        )
 
     # Helpers
 
@@ -425,22 +525,40 @@ class RemoteEngine:
             raise EngineError(f"{self.display_name}: {fault}")
 
     def _scoring_fields(self, request: ScoreRequest) -> dict[str, Any]:
-        """Return the fields by which `turnwright serve` takes another distribution than the model's."""
-        found: dict[str, Any] = {} if request.temperature == 1.0 else {"score_temperature": request.temperature}
-        return found | ({"score_banned_ids": sorted(request.banned_ids)} if request.banned_ids else {})
+        """Return the fields by which `turnwright serve` takes another
+        distribution than the model's."""
+        found: dict[str, Any] = (
+            {} if request.temperature == 1.0 else {"score_temperature": request.temperature}
+        )
+        return found | (
+            {"score_banned_ids": sorted(request.banned_ids)} if request.banned_ids else {}
+        )
 
     def _neutral_sampling(self, request: Request) -> dict[str, Any]:
-        """Return the sampling settings that vLLM and SGLang share, which override its defaults and set exactly our stop ids."""
+        """Return the sampling settings that vLLM and SGLang share, which override its defaults and
+        set exactly our stop ids."""
         key, sampling = (request.sampling, request.stop_ids), request.sampling
         if self._neutral is None or self._neutral[0] != key:
-            body: dict[str, Any] = {"n": 1, "temperature": sampling.temperature, "top_p": sampling.top_p}
-            body |= {"top_k": sampling.top_k or -1, "min_p": sampling.min_p, "stop_token_ids": sorted(request.stop_ids)}
+            body: dict[str, Any] = {
+                "n": 1,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+            }
+            body |= {
+                "top_k": sampling.top_k or -1,
+                "min_p": sampling.min_p,
+                "stop_token_ids": sorted(request.stop_ids),
+            }
             body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-            self._neutral = key, body | {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+            self._neutral = (
+                key,
+                body | {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+            )
         return dict(self._neutral[1])
 
     def _vocabulary(self) -> int:
-        """Return an upper bound of valid ids, by the renderer; models have slightly more ids than their tokenizers."""
+        """Return an upper bound of valid ids, by the renderer; models have slightly more ids
+        than their tokenizers."""
         if self._vocabulary_size is None or self._vocabulary_size[0] is not self.renderer:
             bound = MAX_VOCABULARY
             if isinstance(self.renderer, HasCodec):
@@ -451,17 +569,27 @@ class RemoteEngine:
         return self._vocabulary_size[1]
 
     def _check_present(self, field_name: str, found: bool) -> bool:
-        """Return whether a response has an optional field; raise when it is missing and an earlier response had it."""
+        """Return whether a response has an optional field; raise when it is missing and an
+        earlier response had it."""
         if found:
             self._optional_fields.add(field_name)
         elif field_name in self._optional_fields:
-            raise self.breach(field_name, "is missing from the response, and earlier responses of the server had it")
+            raise self.breach(
+                field_name,
+                "is missing from the response, and earlier responses of the server had it",
+            )
         return found
 
     def _check_name(self, field_name: str, value: Any, request: str) -> None:
-        """Check that a response belongs to a request; servers may add a prefix or suffix to the request id."""
-        if self._check_present(field_name, value is not None) and (not isinstance(value, str) or request not in value):
-            raise self.breach(field_name, f"is {value!r:.80} for the request {request!r}: the response is another request's")
+        """Check that a response belongs to a request; servers may add a prefix or
+        suffix to the request id."""
+        if self._check_present(field_name, value is not None) and (
+            not isinstance(value, str) or request not in value
+        ):
+            raise self.breach(
+                field_name,
+                f"is {value!r:.80} for the request {request!r}: the response is another request's",
+            )
 
     def _seconds(self, request: Request) -> float:
         if request.deadline is None:
@@ -469,7 +597,8 @@ class RemoteEngine:
         return max(0.001, min(self.request_s, request.deadline - asyncio.get_running_loop().time()))
 
     def _abort_later(self, name: str) -> None:
-        """Abort a request in the background, for servers that do not end it when its connection closes."""
+        """Abort a request in the background, for servers that do not end it when
+        its connection closes."""
         if type(self).abort is RemoteEngine.abort:
             return
 

@@ -20,7 +20,8 @@ from turnwright.errors import EngineError, EngineUnavailable, NotTrainable, Stal
 _log = logging.getLogger(__name__)
 
 LogprobFunction = Callable[[Sequence[int]], Sequence[float]]
-"""Function of ids that returns the trainer's log p(ids[i] | ids[:i]) for i >= 1, at temperature 1."""
+"""Function of ids that returns the trainer's log p(ids[i] | ids[:i]) for i
+>= 1, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +35,23 @@ class WeightsProof:
     def check(self, now: WeightsLabel, who: str) -> None:
         """Raise StaleWeights when the server has other weights than these."""
         if now.name != self.label.name:
-            raise StaleWeights(f"{who} reports the weights {now.name!r} instead of {self.label.name!r}")
+            raise StaleWeights(
+                f"{who} reports the weights {now.name!r} instead of {self.label.name!r}"
+            )
         difference = self.label.max_difference(now)
         if difference > max(10 * self.noise, 1e-6):
             raise StaleWeights(
-                f"{who} has other weights under the same name: its logprobs of known ids moved by up to {difference:.3g} nats; "
-                f"repeated measurements differ by {self.noise:.1g}"
+                f"{who} has other weights under the same name: its logprobs of known ids moved by "
+                f"up to {difference:.3g} nats; repeated measurements differ by {self.noise:.1g}"
             )
 
 
 async def score_canary(engine: RemoteEngine, noise: float | None = None) -> WeightsProof:
     """Score the known ids on a server; twice unless the noise of its scores is known."""
     label = await engine.weights_label()
-    return WeightsProof(label, label.max_difference(await engine.weights_label()) if noise is None else noise)
+    return WeightsProof(
+        label, label.max_difference(await engine.weights_label()) if noise is None else noise
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,51 +60,59 @@ class ExpectedScores:
 
     label: WeightsLabel
     moved: float
-    """Largest difference from its scores of the previous weights, in nats; 0 for the first weights."""
+    """Largest difference from its scores of the previous weights, in nats; 0
+    for the first weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatestWeights:
-    """The latest weights of a fleet, which a server that joins or comes back gets and must sample from."""
+    """The latest weights of a fleet, which a server that joins or comes back gets
+    and must sample from."""
 
     source: WeightsSource | None
     """None before the first update."""
     scores: WeightsLabel | None = None
-    """Scores of the known ids that prove them: the trainer's, or a proven server's of the same kind."""
+    """Scores of the known ids that prove them: the trainer's, or a proven
+    server's of the same kind."""
     tolerance: float = 1e-3
     """Maximum difference from those, in nats."""
 
     def check(self, proof: WeightsProof | None, who: str) -> None:
-        """Raise StaleWeights when a server samples from other weights; without scores on both sides nothing is known."""
+        """Raise StaleWeights when a server samples from other weights; without scores on both
+        sides nothing is known."""
         if self.scores is None or proof is None:
             return
         difference = self.scores.max_difference(proof.label)
         if not difference <= self.tolerance:
             raise StaleWeights(
-                f"{who} has other weights than the fleet: its logprobs of known ids differ by up to {difference:.3g} nats "
-                f"(tolerance {self.tolerance:g})"
+                f"{who} has other weights than the fleet: its logprobs of known ids differ by up "
+                f"to {difference:.3g} nats (tolerance {self.tolerance:g})"
             )
 
 
 FULL, SPARE = 0.95, 0.85
 """Fractions of a server's cache over which it gets fewer calls, and under which it may get more."""
 ANSWER_S = 1.0
-"""Seconds for interrupted calls to arrive after a pause; calls that still wait on the server have sampled nothing."""
+"""Seconds for interrupted calls to arrive after a pause; calls that still wait on the server
+have sampled nothing."""
 SLEEPING = "is asleep (engine.colocate); new weights wake it"
 State = Literal["up", "doubted", "down", "loading", "asleep", "left"]
-"""`doubted`: a fault occurred or it joined, no calls before a check; `down`: checks fail, calls were moved; `loading`: a weight
-update runs; `asleep`: memory released until the next weights; `left`: removed from the fleet."""
+"""`doubted`: a fault occurred or it joined, no calls before a check; `down`: checks fail, calls
+were moved; `loading`: a weight update runs; `asleep`: memory released until the next weights;
+`left`: removed from the fleet."""
 
 
 class Replica:
     """A server of a fleet, its calls in flight, and the state of its weights."""
 
     def __init__(self, engine: RemoteEngine, most: int, misses: int) -> None:
-        """Run at most `most` calls concurrently; after `misses` failed checks in a row they move to other servers."""
+        """Run at most `most` calls concurrently; after `misses` failed checks in a row they
+        move to other servers."""
         self.engine = engine
         self._pausable = engine if isinstance(engine, SupportsPause) else None
         self.most = self.limit = most
-        """Maximum number of concurrent calls; `limit`, that of new sessions, follows the server's reports of its load."""
+        """Maximum number of concurrent calls; `limit`, that of new sessions, follows the
+        server's reports of its load."""
         self.state: State = "up"
         self.fault = ""
         self.proof: WeightsProof | None = None
@@ -123,7 +136,11 @@ class Replica:
     @property
     def available(self) -> bool:
         """Whether it may take a call now."""
-        return self.state == "up" and len(self.calls) < self.most and time.monotonic() >= self.not_before
+        return (
+            self.state == "up"
+            and len(self.calls) < self.most
+            and time.monotonic() >= self.not_before
+        )
 
     @property
     def accepts_sessions(self) -> bool:
@@ -136,7 +153,8 @@ class Replica:
         return len(self.calls) / self.limit
 
     def adapt(self, load: EngineLoad) -> None:
-        """Adjust `limit` to the server's load: a queue speeds nothing up, a full cache evicts what episodes come back to."""
+        """Adjust `limit` to the server's load: a queue speeds nothing up, a full cache evicts what
+        episodes come back to."""
         calls = len(self.calls)
         if load.waiting > 1 + load.running // 16:
             self.limit = max(1, self.limit // 2, min(self.limit, calls) - load.waiting)
@@ -147,8 +165,8 @@ class Replica:
 
     async def generate(self, request: Request) -> Generation:
         """Sample one reply; EngineUnavailable also when the call was moved off this server."""
-        # In the caller's task: one per call would cost a tenth of the request. Its cancellations are distinguished as
-        # `asyncio.timeout` does.
+        # In the caller's task: one per call would cost a tenth of the request. Its cancellations
+        # are distinguished as `asyncio.timeout` does.
         task = asyncio.current_task()
         assert task is not None
         cancelled = task.cancelling()
@@ -159,7 +177,8 @@ class Replica:
             if task not in self._ended or task.uncancel() > cancelled:
                 raise
             raise EngineUnavailable(
-                f"{self.engine.display_name} ended the call: {self.fault or 'a weight update started'}"
+                f"{self.engine.display_name} ended the call: "
+                f"{self.fault or 'a weight update started'}"
             ) from None
         except EngineError as error:
             self.counts[f"faults/{type(error).__name__}"] += 1
@@ -191,7 +210,8 @@ class Replica:
             await asyncio.sleep(0.005)
 
     async def check(self, seconds: float, latest: Callable[[], LatestWeights]) -> bool:
-        """Check health (within `seconds`) and weights, replace missing ones by the latest; return whether it may take calls."""
+        """Check health (within `seconds`) and weights, replace missing ones by the latest; return
+        whether it may take calls."""
         if self.state in ("loading", "asleep", "left"):
             return False
         try:
@@ -214,13 +234,20 @@ class Replica:
         except (EngineError, SyncError, TimeoutError) as error:
             self.counts["checks_failed"] += 1
             self._misses += 1
-            self.fault = str(error) or f"{self.engine.display_name} did not respond to a check in time"
+            self.fault = (
+                str(error) or f"{self.engine.display_name} did not respond to a check in time"
+            )
             if self.state == "up":
                 self.state = "doubted"
             if self._misses >= self._most_misses and self.state == "doubted":
                 self.state = "down"
                 self.counts["fallen"] += 1
-                _log.warning("%s is down after %d failed checks: %s", self.engine.display_name, self._misses, self.fault)
+                _log.warning(
+                    "%s is down after %d failed checks: %s",
+                    self.engine.display_name,
+                    self._misses,
+                    self.fault,
+                )
             if self.state == "down":
                 self.abort_calls()
             return False
@@ -240,10 +267,13 @@ class Replica:
             return
         name = await self.engine.weights_name()
         if name != label and self.engine.label == label and self.state == "up":
-            raise StaleWeights(f"{self.engine.display_name} reports the weights {name!r} instead of {label!r}")
+            raise StaleWeights(
+                f"{self.engine.display_name} reports the weights {name!r} instead of {label!r}"
+            )
 
     async def _check_weights(self, latest: LatestWeights, seconds: float) -> None:
-        """Check the weights, each request within `seconds`, and send the latest where they are missing."""
+        """Check the weights, each request within `seconds`, and send the latest
+        where they are missing."""
         source = latest.source
         async with asyncio.timeout(seconds):
             await self.engine.open()
@@ -259,7 +289,9 @@ class Replica:
                     raise
                 _log.warning("%s; sending the weights of policy %d again", stale, source.version)
         if source is not None:
-            await source.send_to(self.engine)  # which has deadlines of its own: loading takes minutes
+            await source.send_to(
+                self.engine
+            )  # which has deadlines of its own: loading takes minutes
             self.counts["reloaded"] += 1
         async with asyncio.timeout(seconds):
             proof = await _score_if_supported(self.engine)
@@ -274,11 +306,18 @@ class Replica:
         elif self.proof is None:
             self.proof = await _score_if_supported(self.engine)
 
-    async def update(self, source: WeightsSource, *, changed: bool, wanted: ExpectedScores | None, tolerance: float) -> None:
+    async def update(
+        self,
+        source: WeightsSource,
+        *,
+        changed: bool,
+        wanted: ExpectedScores | None,
+        tolerance: float,
+    ) -> None:
         """Send weights to the server and check that it samples from them.
 
-        Its scores are compared with the trainer's (`wanted`), within a tolerance in nats; without those only a change of its
-        scores is checked, if the weights changed.
+        Its scores are compared with the trainer's (`wanted`), within a tolerance in nats; without
+        those only a change of its scores is checked, if the weights changed.
         """
         self.state, engine = "loading", self.engine
         async with self.lock:
@@ -296,30 +335,36 @@ class Replica:
                 difference = wanted.label.max_difference(now.label)
                 if not difference <= tolerance:
                     raise SyncError(
-                        f"{accepted} samples from others: its logprobs of known ids differ from the trainer's by up to "
-                        f"{difference:.3g} nats (tolerance {tolerance:g})"
+                        f"{accepted} samples from others: its logprobs of known ids differ from "
+                        f"the trainer's by up to {difference:.3g} nats (tolerance {tolerance:g})"
                     )
                 if moved == 0.0 and wanted.moved > tolerance / 10:
                     raise SyncError(
-                        f"{identical}, while the trainer's moved by {wanted.moved:.3g} nats: the weights did not arrive"
+                        f"{identical}, while the trainer's moved by {wanted.moved:.3g} nats: the "
+                        "weights did not arrive"
                     )
             elif changed and before is not None and moved is not None:
                 if moved == 0.0:
                     raise SyncError(
-                        f"{identical}: the weights did not arrive (or the change is too small for the server's dtype; then "
-                        "pass expected_logprobs=)"
+                        f"{identical}: the weights did not arrive (or the change is too small for "
+                        "the server's dtype; then pass expected_logprobs=)"
                     )
                 if moved <= before.noise:
-                    text = "%s: new weights change its logprobs by %.2g nats, which is within its noise"
+                    text = (
+                        "%s: new weights change its logprobs by %.2g nats, which is within "
+                        "its noise"
+                    )
                     _log.warning(text, engine.display_name, moved)
                     engine.counts["updates_unproven"] += 1
             self.proof = now
 
     async def drain(self) -> None:
-        """End the calls in flight, keeping their ids where the server supports it, unless responses name their weights.
+        """End the calls in flight, keeping their ids where the server supports it, unless
+        responses name their weights.
 
-        Where they do, the update itself interrupts calls. A call that reaches the paused server waits there and goes on with
-        the new weights; waiting for it here would take all of a time-out.
+        Where they do, the update itself interrupts calls. A call that reaches the
+        paused server waits there and goes on with the new weights; waiting for it here
+        would take all of a time-out.
         """
         if not self.calls or self.engine.names_weights:
             return
@@ -333,7 +378,8 @@ class Replica:
             self.abort_calls()
 
     async def sleep(self) -> None:
-        """Make the server release its memory; it gets no calls until new weights wake it, or, if this fails, a check."""
+        """Make the server release its memory; it gets no calls until new weights wake it, or,
+        if this fails, a check."""
         async with self.lock:
             await self.drain()
             try:

@@ -20,16 +20,20 @@ Breach = Callable[[str, str], BackendContractError]
 
 
 def fault_of(server: str, field_name: str, problem: str) -> BackendContractError:
-    """Return the error for a response that violates the contract; `server` includes the server's version."""
+    """Return the error for a response that violates the contract; `server` includes
+    the server's version."""
     return BackendContractError(f"{server}: {field_name} {problem}")
 
 
-def align_logprobs(ids: Sequence[int], entries: Sequence[tuple[int, float]]) -> list[float | None] | None:
+def align_logprobs(
+    ids: Sequence[int], entries: Sequence[tuple[int, float]]
+) -> list[float | None] | None:
     """Assign logprob entries to ids where the match is unambiguous.
 
-    Servers may omit ids; llama.cpp omits those that end inside a character. An (id, logprob) entry that fits several ids is
-    assigned to none: a misplaced logprob is worse than a missing one. Returns one logprob per id, None where missing or
-    ambiguous; None overall when the entries are not a subsequence of the ids.
+    Servers may omit ids; llama.cpp omits those that end inside a character. An (id, logprob) entry
+    that fits several ids is assigned to none: a misplaced logprob is worse than a missing one.
+    Returns one logprob per id, None where missing or ambiguous; None overall when the entries are
+    not a subsequence of the ids.
     """
     first: list[int] = []
     place = 0
@@ -61,7 +65,8 @@ MAX_LOGPROB = 1e-3
 
 
 class SampledVersions(NamedTuple):
-    """Policy versions that sampled a response: its first id, later runs of ids, and the oldest in its context's cache."""
+    """Policy versions that sampled a response: its first id, later runs of ids, and the oldest
+    in its context's cache."""
 
     version: int
     later: Sequence[tuple[int, int]] = ()
@@ -82,18 +87,28 @@ class ExpectedWeights(NamedTuple):
     in_flight: InFlight = "recompute"
 
     def versions(self, spans: Sequence[tuple[int, str]], cached: int, who: str) -> SampledVersions:
-        """Return the versions of a response from its runs of (first id, the server's name for the weights).
+        """Return the versions of a response from its runs of (first id, the
+        server's name for the weights).
 
-        Expected are the weights at the time of the request and those of later updates. The cache of the context is older
-        than an id if its request was sent before an update that left the cache.
+        Expected are the weights at the time of the request and those of later updates.
+        The cache of the context is older than an id if its request was sent before an
+        update that left the cache.
 
         Raises:
             StaleWeights: for any other name.
         """
-        runs = [(start, self._version(str(name), who)) for start, name in spans] or [(0, self.version)]
-        later = [(start, version) for (_, before), (start, version) in pairwise(runs) if version != before]
+        runs = [(start, self._version(str(name), who)) for start, name in spans] or [
+            (0, self.version)
+        ]
+        later = [
+            (start, version)
+            for (_, before), (start, version) in pairwise(runs)
+            if version != before
+        ]
         left = self.in_flight == "keep" or (self.in_flight == "salt" and cached > 0)
-        return SampledVersions(runs[0][1], later, self.version if left and runs[-1][1] > self.version else None)
+        return SampledVersions(
+            runs[0][1], later, self.version if left and runs[-1][1] > self.version else None
+        )
 
     def _version(self, name: str, who: str) -> int:
         if self.name is None or name == self.name:
@@ -101,8 +116,8 @@ class ExpectedWeights(NamedTuple):
         if self.updates.get(name, -1) > self.version:
             return self.updates[name]
         raise StaleWeights(
-            f"{who} sampled with weights it calls {name!r}, but policy {self.version} is {self.name!r} (the server restarted, "
-            "or another client updated it)"
+            f"{who} sampled with weights it calls {name!r}, but policy {self.version} is "
+            f"{self.name!r} (the server restarted, or another client updated it)"
         )
 
 
@@ -127,13 +142,19 @@ class ServerResponse:
 
 
 def verify_response(
-    response: ServerResponse, request: Request, max_tokens: int, missing: MissingLogprobs, vocabulary: int, breach: Breach
+    response: ServerResponse,
+    request: Request,
+    max_tokens: int,
+    missing: MissingLogprobs,
+    vocabulary: int,
+    breach: Breach,
 ) -> tuple[Generation, int]:
     """Check a response and convert it to a generation; return it and the number of dropped ids.
 
-    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only with `response.trim`; servers
-    match stop texts by their own decoding. A response that ends without a stop id, a stop text or its token limit is an
-    aborted one, and another call continues the reply. `max_tokens` is the limit sent, at most `request.max_tokens`;
+    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only
+    with `response.trim`; servers match stop texts by their own decoding. A response that ends
+    without a stop id, a stop text or its token limit is an aborted one, and another call
+    continues the reply. `max_tokens` is the limit sent, at most `request.max_tokens`;
     `vocabulary` is an exclusive upper bound of valid ids.
     """
     _check_prompt(response.prompt, request.ids, breach)
@@ -141,14 +162,20 @@ def verify_response(
     if not isinstance(ids, list):
         raise breach("output ids", f"are {ids!r:.80}, not a list")
     if not set(map(type, ids)) <= {int} or (ids and not (min(ids) >= 0 and max(ids) < vocabulary)):
-        wrong = (row for row in enumerate(ids) if type(row[1]) is not int or not 0 <= row[1] < vocabulary)
+        wrong = (
+            row for row in enumerate(ids) if type(row[1]) is not int or not 0 <= row[1] < vocabulary
+        )
         position, token = next(wrong)
         known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
         raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
     if not isinstance(response.logprobs, list):
         raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
-    if response.cached < 0 or (response.cached > len(request.ids) and not request.media):  # the server counts ids per image
-        raise breach("cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids")
+    if response.cached < 0 or (
+        response.cached > len(request.ids) and not request.media
+    ):  # the server counts ids per image
+        raise breach(
+            "cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids"
+        )
     if len(ids) > max_tokens:
         raise breach("output ids", f"are {len(ids)}; at most {max_tokens} were requested")
     if len(response.logprobs) != len(ids):
@@ -157,24 +184,43 @@ def verify_response(
     logprobs: list[Any] = response.logprobs[:end]
     floats = bool(logprobs) and set(map(type, logprobs)) == {float} and isfinite(sum(logprobs))
     if not floats or min(logprobs) <= MIN_LOGPROB or max(logprobs) > MAX_LOGPROB:
-        logprobs = [_check_logprob(value, position, missing, breach) for position, value in enumerate(logprobs)]
+        logprobs = [
+            _check_logprob(value, position, missing, breach)
+            for position, value in enumerate(logprobs)
+        ]
     if not end and finish != "abort":
         raise breach("output ids", f"are empty with the finish reason {finish!r}")
     lost: MissingLogprobs = missing if None in logprobs else "error"
     if end < len(ids) and ROUTES in response.extras:  # dropped ids were not fed
         start, routes = response.extras[ROUTES]
-        response.extras = {**response.extras, ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start))}
+        response.extras = {
+            **response.extras,
+            ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start)),
+        }
     version, later, cache = response.versions
     later = [run for run in later if run[0] < end]
     generation = Generation(
-        list(ids[:end]), logprobs, finish, version, response.cached, response.extras, lost, *response.drafts, later, cache
+        list(ids[:end]),
+        logprobs,
+        finish,
+        version,
+        response.cached,
+        response.extras,
+        lost,
+        *response.drafts,
+        later,
+        cache,
     )
     return generation, len(ids) - end
 
 
 def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
     if echo is None:
-        raise breach("the prompt", "is echoed neither as ids nor as a count, so it cannot be compared with the prompt sent")
+        raise breach(
+            "the prompt",
+            "is echoed neither as ids nor as a count, so it cannot be compared with the prompt "
+            "sent",
+        )
     if type(echo) is int:
         if echo != len(sent):
             raise breach("the prompt", f"has {echo} ids on the server; {len(sent)} were sent")
@@ -182,40 +228,73 @@ def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach:
     if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
         raise breach("the prompt", f"is echoed as {echo!r:.80}, not as a list of ids")
     if echo != (sent if isinstance(sent, list) else list(sent)):
-        position = next((i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b), min(len(echo), len(sent)))
-        raise breach("the prompt", f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}")
+        position = next(
+            (i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b),
+            min(len(echo), len(sent)),
+        )
+        raise breach(
+            "the prompt",
+            f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}",  # noqa: E501
+        )
 
 
-def _find_end(response: ServerResponse, request: Request, max_tokens: int, breach: Breach) -> tuple[int, Finish]:
+def _find_end(
+    response: ServerResponse, request: Request, max_tokens: int, breach: Breach
+) -> tuple[int, Finish]:
     """Return how many ids of a response count, and its finish reason."""
     ids = response.ids
     if response.finish not in ("stop", "length", "abort"):
         raise breach("the finish reason", f"is {response.finish!r}; expected stop, length or abort")
     found = not request.stop_ids.isdisjoint(ids)
-    stop = next(position + 1 for position, token in enumerate(ids) if token in request.stop_ids) if found else 0
+    stop = (
+        next(position + 1 for position, token in enumerate(ids) if token in request.stop_ids)
+        if found
+        else 0
+    )
     if stop and stop < len(ids) and not response.trim:
-        raise breach("output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}")
-    text_end = request.stop_text.first_completion(ids[:stop] if stop else ids) if request.stop_text is not None else 0
+        raise breach(
+            "output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}"
+        )
+    text_end = (
+        request.stop_text.first_completion(ids[:stop] if stop else ids)
+        if request.stop_text is not None
+        else 0
+    )
     stop = min(filter(None, (stop, text_end)), default=0)
     if stop:
         return stop, "stop"
     if response.finish == "length":
         if len(ids) < max_tokens:
-            problem = f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is shorter than expected"
+            problem = (
+                f"is 'length' after {len(ids)} of {max_tokens} ids: the server's context is "
+                "shorter than expected"
+            )
             raise breach("the finish reason", problem)
         return len(ids), "length"
-    # The server stopped for a reason of its own (an end token that is no stop id here, an interruption): the reply continues.
+    # The server stopped for a reason of its own (an end token that is no stop id here, an
+    # interruption): the reply continues.
     return len(ids), "abort"
 
 
-def _check_logprob(value: Any, position: int, missing: MissingLogprobs, breach: Breach) -> float | None:
+def _check_logprob(
+    value: Any, position: int, missing: MissingLogprobs, breach: Breach
+) -> float | None:
     if value is None:
         if missing == "error":
-            remedy = "engine.missing_logprobs = 'mask' leaves such ids untrained, 'recompute' uses the trainer's own"
+            remedy = (
+                "engine.missing_logprobs = 'mask' leaves such ids untrained, 'recompute' "
+                "uses the trainer's own"
+            )
             raise breach("logprobs", f"have none for the id at position {position}; {remedy}")
         return None
-    if type(value) not in (float, int) or not isfinite(value) or not MIN_LOGPROB < value <= MAX_LOGPROB:
-        raise breach("logprobs", f"contain {value!r} at position {position}, which is not a log-probability")
+    if (
+        type(value) not in (float, int)
+        or not isfinite(value)
+        or not MIN_LOGPROB < value <= MAX_LOGPROB
+    ):
+        raise breach(
+            "logprobs", f"contain {value!r} at position {position}, which is not a log-probability"
+        )
     return float(value)
 
 
@@ -231,18 +310,23 @@ class WeightsLabel(NamedTuple):
         """Return the largest difference of the scores in nats; infinite when not comparable."""
         if len(self.scores) != len(other.scores):
             return float("inf")
-        return max((abs(a - b) for a, b in zip(self.scores, other.scores, strict=True)), default=0.0)
+        return max(
+            (abs(a - b) for a, b in zip(self.scores, other.scores, strict=True)), default=0.0
+        )
 
 
 @contextmanager
 def parsing(what: str, who: str) -> Iterator[None]:
-    """Parse a response: a Python error caused by an unexpected form becomes a BackendContractError."""
+    """Parse a response: a Python error caused by an unexpected form becomes a
+    BackendContractError."""
     try:
         yield
     except TurnwrightError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise fault_of(who, what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}") from error
+        raise fault_of(
+            who, what, f"has an unexpected form: {type(error).__name__}: {error!s:.200}"
+        ) from error
 
 
 def only_choice(raw: Any, breach: Breach) -> Any:
@@ -257,7 +341,8 @@ def only_choice(raw: Any, breach: Breach) -> Any:
 
 
 def field_of(raw: Any, path: str, breach: Breach) -> Any:
-    """Return a value of a response, by a path such as `choices.0.token_ids`; null counts as present."""
+    """Return a value of a response, by a path such as `choices.0.token_ids`;
+    null counts as present."""
     value = raw
     for part in path.split("."):
         try:
@@ -276,9 +361,14 @@ def number_at(raw: Any, path: str) -> int:
 
 
 def logprobs_of(
-    rows: Any, ids: Any, keys: tuple[Any, Any], read: Callable[[Any, Any, Breach], Any], breach: Breach
+    rows: Any,
+    ids: Any,
+    keys: tuple[Any, Any],
+    read: Callable[[Any, Any, Breach], Any],
+    breach: Breach,
 ) -> list[Any]:
-    """Return the logprobs of rows after comparing their ids; `keys` are those of a row's id and logprob.
+    """Return the logprobs of rows after comparing their ids; `keys` are those
+    of a row's id and logprob.
 
     Where anything differs, `read(row, id, breach)` reads each row and names the fault.
     """
@@ -292,13 +382,17 @@ INTERRUPTS = "turnwright serve computes the cache of replies in flight again; se
 
 
 def version_runs(spans: Any, breach: Breach) -> list[tuple[int, str]]:
-    """Return runs of (first id, name of the weights) from the spans that vLLM and SGLang report, which follow each other."""
+    """Return runs of (first id, name of the weights) from the spans that vLLM and SGLang report,
+    which follow each other."""
     field_name = "weight_versions"
     runs: list[tuple[int, str]] = []
     end = 0
     for span in spans:
         if field_of(span, "start", breach) != end:
-            raise breach(field_name, f"are {spans!r:.200}; each must start where the one before ends, the first at 0")
+            raise breach(
+                field_name,
+                f"are {spans!r:.200}; each must start where the one before ends, the first at 0",
+            )
         runs.append((end, str(field_of(span, "version", breach))))
         end = field_of(span, "end", breach)
     return runs

@@ -35,8 +35,9 @@ class LoraApi:
     words: str
     """Text in that response."""
     counts_calls: bool
-    """Whether it counts an adapter's calls and unloads only at zero; until then it loads and unloads no other. SGLang 0.5.19
-    loses count of calls that end before they run, so after one its adapter stays loaded."""
+    """Whether it counts an adapter's calls and unloads only at zero; until then it loads and
+    unloads no other. SGLang 0.5.19 loses count of calls that end before they run, so after one its
+    adapter stays loaded."""
 
 
 class LoraServerEngine(RemoteEngine):
@@ -57,9 +58,11 @@ class LoraServerEngine(RemoteEngine):
         """Adapters of which the server may have lost count."""
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
-        """Load or replace a LoRA adapter and use it from now on; no call may use that name meanwhile.
+        """Load or replace a LoRA adapter and use it from now on; no call may
+        use that name meanwhile.
 
-        The server needs `--enable-lora`. Raises `SyncError` when it rejects the adapter or does not list it afterwards.
+        The server needs `--enable-lora`. Raises `SyncError` when it rejects the adapter or
+        does not list it afterwards.
         """
         await self.open()
         # Not vLLM's load_inplace: 0.32.0 then reads the files again in every step of the engine.
@@ -74,18 +77,22 @@ class LoraServerEngine(RemoteEngine):
             listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
         except EngineError as error:
             raise SyncError(
-                f"{who} did not load the adapter {name!r}: {error}; adapters need a server started with {self.lora_api.needs}"
+                f"{who} did not load the adapter {name!r}: {error}; adapters need a server started "
+                f"with {self.lora_api.needs}"
             ) from error
         if name not in [row.get("id") for row in listed]:
-            raise SyncError(f"{who} accepted the adapter {name!r} but does not list it: it would answer with the base model")
+            raise SyncError(
+                f"{who} accepted the adapter {name!r} but does not list it: it would answer with "
+                "the base model"
+            )
         self.adapter, self.version = (name, version), version
 
     async def use_adapter(self, directory: Path, version: int) -> None:
         """Use a policy's adapter, under a name of this load alone; raises as `load_adapter`.
 
-        Servers load between two steps, so calls of other adapters go on, and keep their caches: names separate those. Calls of
-        this client's adapter before end as aborted. A restarted server rejects the name instead of answering with the base
-        model.
+        Servers load between two steps, so calls of other adapters go on, and keep their caches:
+        names separate those. Calls of this client's adapter before end as aborted. A restarted
+        server rejects the name instead of answering with the base model.
         """
         await self.open()
         before, self._loads = self.adapter, self._loads + 1
@@ -116,7 +123,9 @@ class LoraServerEngine(RemoteEngine):
                 await self._unload_adapter(name)
 
     async def _unload_adapter(self, name: str) -> None:
-        await suppress_errors(self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S))
+        await suppress_errors(
+            self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S)
+        )
 
     def _check_adapter_loaded(self) -> AbstractContextManager[None]:
         """Raise StaleWeights when a request shows that the server no longer knows the adapter."""
@@ -131,7 +140,8 @@ class LoraServerEngine(RemoteEngine):
                 self._note_unanswered(adapter[0])
                 raise
             raise StaleWeights(
-                f"{self.display_name} no longer has the adapter {adapter[0]!r} (it may have restarted): {error}"
+                f"{self.display_name} no longer has the adapter {adapter[0]!r} (it may have "
+                f"restarted): {error}"
             ) from error
         except BaseException:
             self._note_unanswered(adapter[0])

@@ -42,8 +42,8 @@ from turnwright.types import ROUTES, VideoRef
 
 VERSION = "meta_info.weight_version"
 ASLEEP = "asleep"
-"""Name that SGLang is given for its weights while it sleeps: it reports sleep in no other way. A restarted server reports
-another name."""
+"""Name that SGLang is given for its weights while it sleeps: it reports sleep in no other way. A
+restarted server reports another name."""
 IDLE_S = 30.0
 """Seconds for a paused server to become idle."""
 UNCOMPLETED = {"flush_cache": False}
@@ -53,13 +53,15 @@ ROUTING_KEY = "x-smg-routing-key"
 
 
 class SglangEngine(LoraServerEngine):
-    """Client of an SGLang server, whose logprobs include the temperature and whose responses name their weights."""
+    """Client of an SGLang server, whose logprobs include the temperature and whose
+    responses name their weights."""
 
     kind = "SGLang"
     lora_api = LoraApi(
         "/load_lora_adapter",
         "/unload_lora_adapter",
-        needs="--enable-lora, a --max-lora-rank and --lora-target-modules (turnwright engines start sglang --lora)",
+        needs="--enable-lora, a --max-lora-rank and --lora-target-modules (turnwright engines "
+        "start sglang --lora)",
         status=400,
         words="LoRA adapter",
         counts_calls=True,
@@ -80,8 +82,12 @@ class SglangEngine(LoraServerEngine):
             self.label = _name(model)
         self.asleep = _name(model) == ASLEEP
         if self.in_flight != "recompute" and not self.seeded:
-            schemas = field_of(await self.http.page("/openapi.json", CONTROL_S), "components.schemas", self.breach)
-            self._takes_extra_key = "extra_key" in field_of(schemas, "GenerateReqInput.properties", self.breach)
+            schemas = field_of(
+                await self.http.page("/openapi.json", CONTROL_S), "components.schemas", self.breach
+            )
+            self._takes_extra_key = "extra_key" in field_of(
+                schemas, "GenerateReqInput.properties", self.breach
+            )
 
     async def _info(self, what: Literal["model", "server"]) -> dict[str, Any]:
         try:
@@ -106,13 +112,21 @@ class SglangEngine(LoraServerEngine):
             rows = page["loads"] if isinstance(page, dict) else page
             waiting = sum(row["num_waiting_reqs"] for row in rows)
             # The older field counts waiting requests too.
-            counts = (row.get("num_running_reqs", row.get("num_reqs", 0) - row["num_waiting_reqs"]) for row in rows)
+            counts = (
+                row.get("num_running_reqs", row.get("num_reqs", 0) - row["num_waiting_reqs"])
+                for row in rows
+            )
             caches = (row["token_usage"] for row in rows if "token_usage" in row)
             return EngineLoad(int(sum(counts)), int(waiting), max(map(float, caches), default=None))
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
-        sampling = self._neutral_sampling(request) | {"max_new_tokens": max_tokens, "min_new_tokens": 0, "no_stop_trim": True}
-        # ignore_eos would disable our stop ids too; the server's own end ids are recognized in the response.
+        sampling = self._neutral_sampling(request) | {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": 0,
+            "no_stop_trim": True,
+        }
+        # ignore_eos would disable our stop ids too; the server's own end ids are
+        # recognized in the response.
         sampling["ignore_eos"] = False
         if request.banned_ids:
             sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
@@ -135,7 +149,9 @@ class SglangEngine(LoraServerEngine):
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
         headers, adapter = {ROUTING_KEY: request.session} if request.session else None, self.adapter
         with self._check_adapter_loaded():
-            raw = await self.http.post("/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo)
+            raw = await self.http.post(
+                "/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo
+            )
         if adapter is not None and _aborted_unseen(raw):
             self._miscounted.add(adapter[0])
         return raw
@@ -145,33 +161,48 @@ class SglangEngine(LoraServerEngine):
         return {"lora_path": self.adapter[0]} if self.adapter else {}
 
     def _extra_key(self) -> dict[str, str]:
-        """Return the field that separates cached prefixes by weights, where updates leave the cache."""
+        """Return the field that separates cached prefixes by weights, where
+        updates leave the cache."""
         return {} if self.in_flight == "recompute" else {"extra_key": f"turnwright-{self.version}"}
 
     def _images(self, request: Request) -> list[str]:
-        """Return the images; their ids are already expanded, and servers with #26555 keep them so."""
+        """Return the images; their ids are already expanded, and servers
+        with #26555 keep them so."""
         if self.pixels is None:
-            raise EngineError(f"{self.display_name}: the request has images, but no pixel source; call add_pixel_source")
+            raise EngineError(
+                f"{self.display_name}: the request has images, but no pixel source; call "
+                "add_pixel_source"
+            )
         if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{self.display_name}: sending videos to servers is not supported")
         store = self.pixels.store
-        return [f"data:image/png;base64,{b64encode(store.png_bytes(block.media)).decode()}" for block in request.media]
+        return [
+            f"data:image/png;base64,{b64encode(store.png_bytes(block.media)).decode()}"
+            for block in request.media
+        ]
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        ids, meta = field_of(raw, "output_ids", self.breach), field_of(raw, "meta_info", self.breach)
+        ids, meta = (
+            field_of(raw, "output_ids", self.breach),
+            field_of(raw, "meta_info", self.breach),
+        )
         finish = field_of(meta, "finish_reason", self.breach)
         reason = finish.get("type") if isinstance(finish, dict) else finish
         rows = meta.get("output_token_logprobs")
         logprobs: Sequence[Any] = [None] * len(ids)
         if rows is not None:
             if len(rows) != len(ids):
-                raise self.breach("meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids")
+                raise self.breach(
+                    "meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids"
+                )
             logprobs = logprobs_of(rows, ids, (1, 0), _logprob_of, self.breach)
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         if prompt is None and reason == "abort" and not ids:
-            prompt = len(request.ids)  # aborted in the queue: nothing was sampled, and no length is reported
+            prompt = len(
+                request.ids
+            )  # aborted in the queue: nothing was sampled, and no length is reported
         name, spans = meta.get("weight_version"), meta.get("weight_versions")
         runs: list[tuple[int, str]] = []
         if self._check_present(VERSION, name is not None):
@@ -179,16 +210,26 @@ class SglangEngine(LoraServerEngine):
         if self._check_present(f"{VERSION}s", bool(spans)):
             runs = version_runs(spans, self.breach)
         elif self.in_flight == "keep":
-            problem = "is missing: engine.in_flight = keep needs the weights of each id; update the server"
+            problem = (
+                "is missing: engine.in_flight = keep needs the weights of each id; update "
+                "the server"
+            )
             raise self.breach(f"{VERSION}s", problem)
         versions = expected.versions(runs, cached, self.display_name)
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), self.breach)
         # Each pass counts as many proposed ids as it may draft, even when it found fewer.
-        drafts = number_at(meta, "spec_num_proposed_drafts"), number_at(meta, "spec_num_correct_drafts")
-        return ServerResponse(ids, logprobs, str(reason), prompt, versions, cached, extras, drafts=drafts)
+        drafts = (
+            number_at(meta, "spec_num_proposed_drafts"),
+            number_at(meta, "spec_num_correct_drafts"),
+        )
+        return ServerResponse(
+            ids, logprobs, str(reason), prompt, versions, cached, extras, drafts=drafts
+        )
 
     async def abort(self, *names: str) -> None:
-        await asyncio.gather(*(self.http.post("/abort_request", {"rid": name}, CONTROL_S) for name in names))
+        await asyncio.gather(
+            *(self.http.post("/abort_request", {"rid": name}, CONTROL_S) for name in names)
+        )
 
     # Weights
 
@@ -199,13 +240,16 @@ class SglangEngine(LoraServerEngine):
         if request.temperature == 1.0 or self.seeded:
             return ""
         return (
-            "it reports probabilities of a prompt at temperature 1, and the policy samples at temperature "
-            f"{request.temperature:g}: serve the teacher by `turnwright serve`"
+            "it reports probabilities of a prompt at temperature 1, and the policy samples at "
+            f"temperature {request.temperature:g}: serve the teacher by `turnwright serve`"
         )
 
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
-        ids, sampling = list(request.ids), {"max_new_tokens": 0 if self.seeded else 1, "temperature": 1.0}
+        ids, sampling = (
+            list(request.ids),
+            {"max_new_tokens": 0 if self.seeded else 1, "temperature": 1.0},
+        )
         body: dict[str, Any] = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
         banned = sorted(request.banned_ids)
         if self.seeded:
@@ -216,26 +260,44 @@ class SglangEngine(LoraServerEngine):
         if request.top:
             body["top_logprobs_num"] = request.top + min(len(banned), request.top)
         if request.media:
-            body["image_data"] = self._images(Request(ids, 1, frozenset(), 0, "score", media=request.media))
+            body["image_data"] = self._images(
+                Request(ids, 1, frozenset(), 0, "score", media=request.media)
+            )
         with self._check_adapter_loaded():
             body |= {"sampling_params": sampling} | self._adapter_name() | self._extra_key()
             raw = await self.http.post("/generate", body, self.request_s)
-        meta, inside = field_of(raw, "meta_info", self.breach), {at for m in request.media for at in range(m.start, m.end)}
+        meta, inside = (
+            field_of(raw, "meta_info", self.breach),
+            {at for m in request.media for at in range(m.start, m.end)},
+        )
         rows = [_rows(meta, "input_token_logprobs", ids, self.breach)]
-        rows += [_rows(meta, name, ids, self.breach) for name in ("input_top_logprobs",) if request.top]
-        bans = _rows(meta, "input_token_ids_logprobs", ids, self.breach) if banned else [None] * len(ids)
+        rows += [
+            _rows(meta, name, ids, self.breach) for name in ("input_top_logprobs",) if request.top
+        ]
+        bans = (
+            _rows(meta, "input_token_ids_logprobs", ids, self.breach)
+            if banned
+            else [None] * len(ids)
+        )
         found, tops = [], []
         for at in range(1, len(ids)):
             row = rows[0][at]
-            # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the order of the ids anyway.
+            # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the
+            # order of the ids anyway.
             named = [row[0], ids[at]] if row[1:2] == [0] or at in inside else row
             logprob = _logprob_of(named, ids[at], self.breach)
             if type(logprob) is not float:
-                raise self.breach("meta_info.input_token_logprobs", "contain a value that is not a number")
+                raise self.breach(
+                    "meta_info.input_token_logprobs", "contain a value that is not a number"
+                )
             shift = _log_rest(bans[at], self.breach)
             found.append(logprob - shift)
             if request.top:
-                pairs = [(int(one[1]), float(one[0]) - shift) for one in rows[1][at] if one[1] not in request.banned_ids]
+                pairs = [
+                    (int(one[1]), float(one[0]) - shift)
+                    for one in rows[1][at]
+                    if one[1] not in request.banned_ids
+                ]
                 tops.append(dict(pairs[: request.top]))
         return IdScores(found, tops)
 
@@ -246,15 +308,23 @@ class SglangEngine(LoraServerEngine):
     def _in_flight_fault(self) -> str:
         if self.seeded:
             return INTERRUPTS if self.in_flight == "keep" else ""
-        return "" if self._takes_extra_key else "needs the field extra_key of /generate; update the server"
+        return (
+            ""
+            if self._takes_extra_key
+            else "needs the field extra_key of /generate; update the server"
+        )
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Pause sampling: `abort` ends calls in flight, `retract` requeues them, `in_place` freezes them."""
+        """Pause sampling: `abort` ends calls in flight, `retract` requeues them,
+        `in_place` freezes them."""
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
 
     async def _pause_for_update(self) -> None:
-        # `turnwright serve` computes the cache of a retracted reply again, to the bits of an interrupted one.
-        await self.pause("in_place" if self.in_flight == "keep" else "retract" if self.seeded else "abort")
+        # `turnwright serve` computes the cache of a retracted reply again, to the bits
+        # of an interrupted one.
+        await self.pause(
+            "in_place" if self.in_flight == "keep" else "retract" if self.seeded else "abort"
+        )
 
     async def resume(self) -> None:
         """Resume sampling."""
@@ -334,7 +404,9 @@ class SglangEngine(LoraServerEngine):
         fault: EngineError | None = None
         for _ in range(int(IDLE_S / 0.1)):  # releasing memory before the server is idle ends it
             try:
-                await self.http.post_status("/flush_cache", {}, IDLE_S)  # refused while requests run
+                await self.http.post_status(
+                    "/flush_cache", {}, IDLE_S
+                )  # refused while requests run
                 break
             except EngineError as error:
                 fault = error
@@ -342,7 +414,9 @@ class SglangEngine(LoraServerEngine):
         else:
             raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
         await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
-        await self.http.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S)
+        await self.http.post(
+            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S
+        )
 
     async def _sleeps(self) -> bool:
         name = await self.weights_name() or ""
@@ -355,7 +429,8 @@ class SglangEngine(LoraServerEngine):
 
 
 def _aborted_unseen(raw: Any) -> bool:
-    """Return whether a call was aborted elsewhere than in a running batch, which alone SGLang 0.5.19 counts as its end."""
+    """Return whether a call was aborted elsewhere than in a running batch, which alone SGLang
+    0.5.19 counts as its end."""
     try:
         finish = raw["meta_info"]["finish_reason"]
         return bool(finish["type"] == "abort" and finish.get("message") != "Aborted")
@@ -372,18 +447,24 @@ def _rows(meta: Any, name: str, ids: Sequence[int], breach: Breach) -> Any:
     """Return a field with one row per id of a prompt."""
     rows = meta.get(name)
     if not isinstance(rows, list) or len(rows) != len(ids):
-        raise breach(f"meta_info.{name}", f"are {len(rows) if isinstance(rows, list) else 'none'} for {len(ids)} ids")
+        raise breach(
+            f"meta_info.{name}",
+            f"are {len(rows) if isinstance(rows, list) else 'none'} for {len(ids)} ids",
+        )
     return rows
 
 
 def _log_rest(banned: Any, breach: Breach) -> float:
-    """Return the log of the probability that is left by banned ids, from rows [logprob, id, text] of them."""
+    """Return the log of the probability that is left by banned ids, from rows
+    [logprob, id, text] of them."""
     if banned is None:
         return 0.0
     try:
         return math.log1p(-min(math.fsum(math.exp(row[0]) for row in banned), 1.0))
     except (TypeError, ValueError, IndexError):
-        raise breach("meta_info.input_token_ids_logprobs", "do not hold one number below 0 per banned id") from None
+        raise breach(
+            "meta_info.input_token_ids_logprobs", "do not hold one number below 0 per banned id"
+        ) from None
 
 
 def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:

@@ -54,19 +54,21 @@ Route = Literal["auto", "generate", "completions"]
 class VllmEngine(LoraServerEngine):
     """Client of a vLLM server.
 
-    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`): only that route reports which
-    weights sampled each id, and only it takes images. No seed is sent, because on CPUs a seeded request can end the server,
-    and a server's random stream is its own anyway.
+    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`):
+    only that route reports which weights sampled each id, and only it takes images. No seed
+    is sent, because on CPUs a seeded request can end the server, and a server's random
+    stream is its own anyway.
 
-    Start the server with `--logprobs-mode processed_logprobs`, for logprobs of the sampling distribution. Weight updates need
-    `VLLM_SERVER_DEV_MODE=1`, on a private network.
+    Start the server with `--logprobs-mode processed_logprobs`, for logprobs of the sampling
+    distribution. Weight updates need `VLLM_SERVER_DEV_MODE=1`, on a private network.
     """
 
     kind = "vLLM"
     lora_api = LoraApi(
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
-        needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwright engines start vllm --lora)",
+        needs="--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 (turnwright engines start "
+        "vllm --lora)",
         status=404,
         words="",
         counts_calls=False,
@@ -86,16 +88,27 @@ class VllmEngine(LoraServerEngine):
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
         self.takes_pictures = False
-        """Whether the server reports that it takes images, as `turnwright serve` does; set by `open`."""
+        """Whether the server reports that it takes images, as
+        `turnwright serve` does; set by `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self.images = VllmImages(self)
 
     async def _identify(self) -> None:
         self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
         listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
-        model = next((row for row in listed if row.get("parent") is None and self.model in (None, row["id"])), None)
+        model = next(
+            (
+                row
+                for row in listed
+                if row.get("parent") is None and self.model in (None, row["id"])
+            ),
+            None,
+        )
         if model is None:
-            raise EngineError(f"{self.display_name} serves {[row.get('id') for row in listed]}, not {self.model!r}")
+            raise EngineError(
+                f"{self.display_name} serves {[row.get('id') for row in listed]}, not "
+                f"{self.model!r}"
+            )
         self.model = model["id"]
         self.takes_pictures = "image" in (model.get("modalities") or ())
         if self.context is None and type(model.get("max_model_len")) is int:
@@ -110,7 +123,8 @@ class VllmEngine(LoraServerEngine):
         self.asleep = await self._sleeps()
 
     async def _metrics(self, *names: str) -> list[list[float]]:
-        """Return the values of each metric, one per engine of the server; none where it has no such metric or page."""
+        """Return the values of each metric, one per engine of the server; none where it has
+        no such metric or page."""
         try:
             page = await self.http.text("/metrics", CONTROL_S)
         except EngineUnavailable as error:
@@ -119,7 +133,9 @@ class VllmEngine(LoraServerEngine):
             return [[] for _ in names]  # no such page
         except EngineError:
             return [[] for _ in names]
-        found = (re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in names)
+        found = (
+            re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in names
+        )
         with parsing("/metrics", self.display_name):
             return [[float(value) for value in values] for values in found]
 
@@ -132,7 +148,11 @@ class VllmEngine(LoraServerEngine):
         running, waiting, cache = await self._metrics(
             "num_requests_running", "num_requests_waiting", "(?:kv|gpu)_cache_usage_perc"
         )
-        return EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None)) if running and waiting else None
+        return (
+            EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None))
+            if running and waiting
+            else None
+        )
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         sampling = self._neutral_sampling(request)
@@ -156,22 +176,29 @@ class VllmEngine(LoraServerEngine):
                 return await self.http.post(GENERATE, body, seconds, echo=echo)
         if request.media:
             raise EngineError(
-                f"{self.display_name}: images need {GENERATE}, which this server lacks; start it with --enable-scale-out"
+                f"{self.display_name}: images need {GENERATE}, which this server lacks; start it "
+                "with --enable-scale-out"
             )
         ids, echo = encode_ids(request)
         body = {"model": self._model_name, "prompt": ids, "return_token_ids": True}
-        body |= {"return_tokens_as_token_ids": True, "add_special_tokens": False} | sampling | self._cache_salt()
+        body |= (
+            {"return_tokens_as_token_ids": True, "add_special_tokens": False}
+            | sampling
+            | self._cache_salt()
+        )
         with self._check_adapter_loaded():
             return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name}, echo)
 
     def _allowed(self, banned: frozenset[int]) -> list[int]:
-        """Return all ids except the banned ones: a drafting vLLM refuses biases (0.32.0) but takes this list."""
+        """Return all ids except the banned ones: a drafting vLLM refuses biases
+        (0.32.0) but takes this list."""
         known = self._allowed_last
         if known is None or known[0] != banned:
             if not isinstance(self.renderer, HasCodec):
                 raise EngineError(
-                    f"{self.display_name} decodes speculatively and takes banned ids only as a list of all others, which "
-                    "needs the model's renderer: pass renderer=, or start the server without --speculative-config"
+                    f"{self.display_name} decodes speculatively and takes banned ids only as a "
+                    "list of all others, which needs the model's renderer: pass renderer=, or "
+                    "start the server without --speculative-config"
                 )
             codec = self.renderer.codec
             vocabulary = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
@@ -184,8 +211,11 @@ class VllmEngine(LoraServerEngine):
         return self.adapter[0] if self.adapter else self.model
 
     def _cache_salt(self) -> dict[str, str]:
-        """Return a cache salt that separates prefixes by weights: an in-place load does not clear the cache."""
-        return {"cache_salt": f"turnwright-{self.adapter[0] if self.adapter else 'base'}-{self.version}"}
+        """Return a cache salt that separates prefixes by weights: an in-place load
+        does not clear the cache."""
+        return {
+            "cache_salt": f"turnwright-{self.adapter[0] if self.adapter else 'base'}-{self.version}"
+        }
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         choice = only_choice(raw, self.breach)
@@ -193,14 +223,18 @@ class VllmEngine(LoraServerEngine):
         self._check_name(word, raw.get(word), expected.request)
         ids = field_of(choice, "token_ids", self.breach)
         if ids is None:
-            problem = "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids"
+            problem = (
+                "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids"
+            )
             raise self.breach("choices.0.token_ids", problem)
         if self.route == "generate":
             prompt = field_of(raw, "prompt_token_ids", self.breach)
             content = (choice.get("logprobs") or {}).get("content")
             logprobs = None
             if content is not None:
-                logprobs = logprobs_of(content, ids, ("token_id", "logprob"), _logprob_of, self.breach)
+                logprobs = logprobs_of(
+                    content, ids, ("token_id", "logprob"), _logprob_of, self.breach
+                )
             spans = choice.get("weight_versions")
         else:
             prompt = field_of(choice, "prompt_token_ids", self.breach)
@@ -220,15 +254,22 @@ class VllmEngine(LoraServerEngine):
         versions = expected.versions(runs, cached, self.display_name)
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), self.breach)
         prefix = "metrics.speculative_decoding."
-        drafts = number_at(raw, f"{prefix}num_draft_tokens"), number_at(raw, f"{prefix}num_accepted_draft_tokens")
-        return ServerResponse(ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts)
+        drafts = (
+            number_at(raw, f"{prefix}num_draft_tokens"),
+            number_at(raw, f"{prefix}num_accepted_draft_tokens"),
+        )
+        return ServerResponse(
+            ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts
+        )
 
     async def abort(self, *names: str) -> None:
         if self.route == "generate":
             ids = [form.format(name) for name in names for form in ("generate-tokens-{}", "{}")]
             await self.http.post("/inference/v1/abort_requests", {"request_ids": ids}, CONTROL_S)
         elif "/abort_requests" in self.routes:
-            await self.http.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, CONTROL_S)
+            await self.http.post(
+                "/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, CONTROL_S
+            )
 
     # Weights
 
@@ -239,8 +280,14 @@ class VllmEngine(LoraServerEngine):
         return None if found is None else str(found)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        if self.adapter is not None:  # beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU
-            return list(await asyncio.gather(*(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))))
+        if (
+            self.adapter is not None
+        ):  # beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU
+            return list(
+                await asyncio.gather(
+                    *(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))
+                )
+            )
         return await super().score(ids)
 
     def scoring_fault(self, request: ScoreRequest) -> str:
@@ -248,39 +295,75 @@ class VllmEngine(LoraServerEngine):
             return ""
         banned = f", and {len(request.banned_ids)} ids are banned" if request.banned_ids else ""
         return (
-            "it reports probabilities of a prompt at temperature 1 with nothing banned, and the policy samples at temperature "
-            f"{request.temperature:g}{banned}: serve the teacher by SGLang or `turnwright serve`"
+            "it reports probabilities of a prompt at temperature 1 with nothing banned, and the "
+            f"policy samples at temperature {request.temperature:g}{banned}: serve the teacher by "
+            "SGLang or `turnwright serve`"
         )
 
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
         ids = list(request.ids)
-        asked: dict[str, Any] = {"max_tokens": 0 if self.seeded else 1, "temperature": 1.0, "prompt_logprobs": request.top}
+        asked: dict[str, Any] = {
+            "max_tokens": 0 if self.seeded else 1,
+            "temperature": 1.0,
+            "prompt_logprobs": request.top,
+        }
         asked |= self._scoring_fields(request)
         with self._check_adapter_loaded():
             if request.media:
-                body = {"request_id": uuid4().hex, "model": self._model_name, "token_ids": ids, "sampling_params": asked}
+                body = {
+                    "request_id": uuid4().hex,
+                    "model": self._model_name,
+                    "token_ids": ids,
+                    "sampling_params": asked,
+                }
                 carrier = Request(ids, 1, frozenset(), 0, "score", media=request.media)
-                raw = await self.images.ask(GENERATE, body | self._cache_salt(), carrier, self.request_s)
+                raw = await self.images.ask(
+                    GENERATE, body | self._cache_salt(), carrier, self.request_s
+                )
                 rows = field_of(raw, "prompt_logprobs", self.breach)
             else:
-                body = {"model": self._model_name, "prompt": ids, "add_special_tokens": False} | asked
+                body = {
+                    "model": self._model_name,
+                    "prompt": ids,
+                    "add_special_tokens": False,
+                } | asked
                 raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
                 rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
         try:
             found = [
-                (float(row[str(token)]["logprob"]), {int(one): float(given["logprob"]) for one, given in row.items()})
+                (
+                    float(row[str(token)]["logprob"]),
+                    {int(one): float(given["logprob"]) for one, given in row.items()},
+                )
                 for row, token in zip(rows[1:], ids[1:], strict=True)
             ]
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self.breach("prompt_logprobs", "does not hold one logprob per id") from None
-        tops = [dict(sorted(row.items(), key=lambda pair: -pair[1])[: request.top]) for _, row in found] if request.top else []
+        tops = (
+            [
+                dict(sorted(row.items(), key=lambda pair: -pair[1])[: request.top])
+                for _, row in found
+            ]
+            if request.top
+            else []
+        )
         return IdScores([logprob for logprob, _ in found], tops)
 
     async def _score_last(self, ids: Sequence[int]) -> float:
         """Return the logprob of the last id after the others."""
-        body: dict[str, Any] = {"model": self._model_name, "prompt": list(ids[:-1]), "max_tokens": 1, "temperature": 1.0}
-        body |= {"logprobs": 1, "logprob_token_ids": [ids[-1]], "return_tokens_as_token_ids": True, "add_special_tokens": False}
+        body: dict[str, Any] = {
+            "model": self._model_name,
+            "prompt": list(ids[:-1]),
+            "max_tokens": 1,
+            "temperature": 1.0,
+        }
+        body |= {
+            "logprobs": 1,
+            "logprob_token_ids": [ids[-1]],
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+        }
         with self._check_adapter_loaded():
             raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
         field_name = f"choices.0.logprobs.top_logprobs.0.token_id:{ids[-1]}"
@@ -291,23 +374,37 @@ class VllmEngine(LoraServerEngine):
 
     @property
     def names_weights(self) -> bool:
-        return self.label is not None and self.route == "generate" and (self.seeded or VERSIONS in self._optional_fields)
+        return (
+            self.label is not None
+            and self.route == "generate"
+            and (self.seeded or VERSIONS in self._optional_fields)
+        )
 
     def _in_flight_fault(self) -> str:
         if self.in_flight == "keep" and self.seeded:
             return INTERRUPTS
-        if self.in_flight == "keep" and (self.route != "generate" or "/weight_info" not in self.routes):
-            return f"needs {GENERATE} and /weight_info; start the server with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+        if self.in_flight == "keep" and (
+            self.route != "generate" or "/weight_info" not in self.routes
+        ):
+            return (
+                f"needs {GENERATE} and /weight_info; start the server with --enable-scale-out "
+                "and VLLM_SERVER_DEV_MODE=1"
+            )
         return ""
 
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
-        """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes them, `keep` freezes them."""
+        """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes
+        them, `keep` freezes them."""
         # By default vLLM drops its caches here, for `keep` too.
-        await self._control("/pause", {"mode": mode} | ({} if self.in_flight == "recompute" else {"clear_cache": "false"}))
+        await self._control(
+            "/pause",
+            {"mode": mode} | ({} if self.in_flight == "recompute" else {"clear_cache": "false"}),
+        )
 
     async def _pause_for_update(self) -> None:
         if not self.asleep:  # a sleeping server is paused already
-            # `turnwright serve` keeps replies and computes their cache again, to the bits of an interrupted one.
+            # `turnwright serve` keeps replies and computes their cache again, to the bits
+            # of an interrupted one.
             keeps = self.in_flight == "keep" or (self.seeded and self.names_weights)
             await self.pause("keep" if keeps else "abort")
 
@@ -388,12 +485,15 @@ class VllmEngine(LoraServerEngine):
     async def _wake(self, part: Part) -> None:
         await self._control("/wake_up", {"tags": part})
         if part == "kv_cache" and await self._sleeps():
-            raise EngineError(f"{self.display_name} accepted /wake_up, but /is_sleeping is still true")
+            raise EngineError(
+                f"{self.display_name} accepted /wake_up, but /is_sleeping is still true"
+            )
 
     async def _control(self, path: str, query: dict[str, str]) -> None:
         if path not in self.routes:
             raise SyncError(
-                f"{self.display_name} lacks {path}: start it with VLLM_SERVER_DEV_MODE=1, reachable by the trainer only"
+                f"{self.display_name} lacks {path}: start it with VLLM_SERVER_DEV_MODE=1, "
+                "reachable by the trainer only"
             )
         arguments = "&".join(f"{key}={value}" for key, value in query.items())
         await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)

@@ -1,7 +1,9 @@
-"""Images for vLLM's tokens-only route: arrays from our own processor, and the positions of their placeholders.
+"""Images for vLLM's tokens-only route: arrays from our own processor, and the
+positions of their placeholders.
 
-The ids sent have images already expanded, and the server keeps them as they are. A feature is a MessagePack map in base64
-(`vllm/v1/serial_utils.py`, 0.32.0): array name to [type, shape, bytes] and how the arrays of several images are joined.
+The ids sent have images already expanded, and the server keeps them as they are. A feature is a
+MessagePack map in base64 (`vllm/v1/serial_utils.py`, 0.32.0): array name to [type, shape, bytes]
+and how the arrays of several images are joined.
 """
 
 from __future__ import annotations
@@ -19,24 +21,31 @@ from turnwright.errors import EngineError, EngineUnavailable
 from turnwright.types import MediaPlacement, VideoRef
 
 RAW_PIXELS, SCALED_PIXELS = "uint8", "float32"
-"""Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself (`mm_device_do_normalize`, a default
-for the Qwen-VL family), or scaled and normalized values. The server does not detect a mismatch."""
+"""Pixel formats of a server's model: 8-bit pixels, which it scales and normalizes itself
+(`mm_device_do_normalize`, a default for the Qwen-VL family), or scaled and normalized values. The
+server does not detect a mismatch."""
 NDARRAY_EXT = 3
 """vLLM's MessagePack extension for the bytes of an array."""
-PROBE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"
+PROBE_IMAGE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAAG0lEQVR42u3BgQAAAADDoPlT3+AEVQEAAAB8AxBAAAG9PLePAAAAAElFTkSuQmCC"  # noqa: E501
 """A 64 x 64 pixel PNG file in base64."""
 PATCH_ARRAYS = frozenset(("pixel_values", "image_grid_thw"))
-"""Output of Qwen-VL processors for an image: patches [patches, values] and their grid [1, 3]. Joining others is internal to
-vLLM's processors."""
+"""Output of Qwen-VL processors for an image: patches [patches, values] and their grid [1, 3].
+Joining others is internal to vLLM's processors."""
 
 
 def accepted_features(features: Any) -> str | None:
-    """Return the pixel format of a server's model, from features its own processor made; None when undetermined."""
+    """Return the pixel format of a server's model, from features its own processor made;
+    None when undetermined."""
     from msgpack import unpackb
 
     try:
         kind = unpackb(b64decode(features["kwargs_data"]["image"][0]))["pixel_values"]["data"][0]
-        return {"uint8": RAW_PIXELS, "float32": SCALED_PIXELS, "float16": SCALED_PIXELS, "bfloat16": SCALED_PIXELS}.get(kind)
+        return {
+            "uint8": RAW_PIXELS,
+            "float32": SCALED_PIXELS,
+            "float16": SCALED_PIXELS,
+            "bfloat16": SCALED_PIXELS,
+        }.get(kind)
     except (LookupError, TypeError, ValueError):  # includes msgpack's errors
         return None
 
@@ -57,7 +66,8 @@ MIN_VERSION = (0, 32)
 ASSUMED_FRACTION = 0.9
 """Fraction of a server's image memory assumed usable."""
 MAX_MISSES = 8
-"""With more misses than this, and more than hits, the address is assumed to have several servers."""
+"""With more misses than this, and more than hits, the address is assumed to
+have several servers."""
 
 
 class ServerOfImages(Protocol):
@@ -79,9 +89,9 @@ class ServerOfImages(Protocol):
 class VllmImages:
     """Sends the images of requests to one server.
 
-    An episode's images recur with every turn. A server that reports a cache (`/server_info`, a developer route) gets each image
-    once and its key afterwards. This class mirrors the server's least-recently-used cache; a request that misses is repeated
-    with all images.
+    An episode's images recur with every turn. A server that reports a cache (`/server_info`, a
+    developer route) gets each image once and its key afterwards. This class mirrors the server's
+    least-recently-used cache; a request that misses is repeated with all images.
     """
 
     def __init__(self, engine: ServerOfImages) -> None:
@@ -93,22 +103,31 @@ class VllmImages:
         self._hits = self._misses = 0
         """Requests that referred to cached images, since the last weight update."""
 
-    async def ask(self, path: str, body: Mapping[str, Any], request: Request, seconds: float) -> Any:
+    async def ask(
+        self, path: str, body: Mapping[str, Any], request: Request, seconds: float
+    ) -> Any:
         """Post a request, `body` without its images, and return the response."""
         engine, end = self._engine, asyncio.get_running_loop().time() + seconds
         if engine.pixels is None:
-            raise EngineError(f"{engine.display_name}: images, but no pixel source; call add_pixel_source")
+            raise EngineError(
+                f"{engine.display_name}: images, but no pixel source; call add_pixel_source"
+            )
         if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{engine.display_name}: sending videos to servers is not supported")
         if self._pixel_format is None:
             self._capacity = await self._cache_bytes(seconds)
-            self._pixel_format = await self._probe_pixel_format(self._data_url(request.media[0].media), seconds)
+            self._pixel_format = await self._probe_pixel_format(
+                self._data_url(request.media[0].media), seconds
+            )
         if body["cache_salt"] != self._weights_key:  # new weights: new keys, empty cache
             self._weights_key, self._cache = body["cache_salt"], ServerImageCache(self._capacity)
             self._hits = self._misses = 0
-        # vLLM caches tower output by this hash and keeps it across weight updates, so it covers image, processor and weights.
+        # vLLM caches tower output by this hash and keeps it across weight updates, so it covers
+        # image, processor and weights.
         about = f"{engine.pixels.vision.fingerprint} {self._weights_key}"
-        names = [sha256(f"{block.media.key} {about}".encode()).hexdigest() for block in request.media]
+        names = [
+            sha256(f"{block.media.key} {about}".encode()).hexdigest() for block in request.media
+        ]
         cache, have = self._cache, self._cache.among(names)
         fields = self._media_fields(request, names, have)
         try:
@@ -121,25 +140,33 @@ class VllmImages:
             self._misses += 1
             self._cache.clear(0.0 if self._misses > max(MAX_MISSES, self._hits) else self._capacity)
             fields = self._media_fields(request, names, frozenset())
-            response = await engine.http.post(path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time()))
+            response = await engine.http.post(
+                path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time())
+            )
         if "features" in fields:
-            sizes = [len(data or "") * 3 // 4 for data in fields["features"]["kwargs_data"]["image"]]
+            sizes = [
+                len(data or "") * 3 // 4 for data in fields["features"]["kwargs_data"]["image"]
+            ]
             engine.counts["images_sent"] += sum(size > 0 for size in sizes)
             engine.counts["images_named"] += sizes.count(0)
             cache.put(zip(names, sizes, strict=True))
         return response
 
     async def supports_images(self) -> bool:
-        """Return whether the server processes images; False when it cannot render (no route, no template)."""
+        """Return whether the server processes images; False when it cannot render
+        (no route, no template)."""
         return self._engine.takes_pictures or bool(
             await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S)
         )
 
-    def _media_fields(self, request: Request, names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+    def _media_fields(
+        self, request: Request, names: Sequence[str], have: Collection[str]
+    ) -> dict[str, Any]:
         """Return processed images beside expanded ids.
 
-        When an image's placeholders are not one run, or its arrays are unsupported, return compact ids and the pictures: the
-        server's processor expands them, and its echoed ids are compared with ours.
+        When an image's placeholders are not one run, or its arrays are unsupported, return
+        compact ids and the pictures: the server's processor expands them, and its echoed
+        ids are compared with ours.
         """
         pixels, media, takes = self._engine.pixels, request.media, self._pixel_format
         pads = pixels.vision.pad_ids
@@ -151,9 +178,14 @@ class VllmImages:
             return {"features": self._features(media, names, have)}
         self._engine.counts["images_as_pictures"] += len(media)
         parts = [{"type": "image_url", "url": self._data_url(block.media)} for block in media]
-        return {"token_ids": list(pixels.vision.compact(request.ids, media)), "content_parts": parts}
+        return {
+            "token_ids": list(pixels.vision.compact(request.ids, media)),
+            "content_parts": parts,
+        }
 
-    def _features(self, media: Sequence[MediaPlacement], names: Sequence[str], have: Collection[str]) -> dict[str, Any]:
+    def _features(
+        self, media: Sequence[MediaPlacement], names: Sequence[str], have: Collection[str]
+    ) -> dict[str, Any]:
         from msgpack import packb
 
         pixels, data = self._engine.pixels, list[str | None]()
@@ -165,22 +197,35 @@ class VllmImages:
             patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
             if self._pixel_format == RAW_PIXELS:
                 patches = pixels.vision.unscaled(patches)
-            together = ["flat", {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}]
+            together = [
+                "flat",
+                {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False},
+            ]
             item = {
                 "pixel_values": {"data": _array(patches), "field": together},
-                "image_grid_thw": {"data": _array(grid), "field": ["batched", {"keep_on_cpu": True}]},
+                "image_grid_thw": {
+                    "data": _array(grid),
+                    "field": ["batched", {"keep_on_cpu": True}],
+                },
             }
             data.append(b64encode(packb(item)).decode())
         ranges = [{"offset": block.start, "length": block.length} for block in media]
-        return {"mm_hashes": {"image": list(names)}, "mm_placeholders": {"image": ranges}, "kwargs_data": {"image": data}}
+        return {
+            "mm_hashes": {"image": list(names)},
+            "mm_placeholders": {"image": ranges},
+            "kwargs_data": {"image": data},
+        }
 
     async def _cache_bytes(self, seconds: float) -> float:
         """Return the bytes of images that the server caches; 0 unless reported.
 
-        A server without a cache, or with one in another process, would take a key for an image and exit.
+        A server without a cache, or with one in another process, would take a
+        key for an image and exit.
         """
         engine = self._engine
-        version = tuple(int(part) for part in engine.server_version.split(".")[:2] if part.isdigit())
+        version = tuple(
+            int(part) for part in engine.server_version.split(".")[:2] if part.isdigit()
+        )
         if INFO not in engine.routes or version < MIN_VERSION:
             return 0.0
         try:
@@ -191,7 +236,8 @@ class VllmImages:
             return 0.0
 
     async def _probe_pixel_format(self, picture: str, seconds: float) -> str:
-        """Determine the pixel format by rendering a picture with the server's processor; "" when it cannot."""
+        """Determine the pixel format by rendering a picture with the server's
+        processor; "" when it cannot."""
         engine = self._engine
         if RENDER not in engine.routes:
             return ""
@@ -206,7 +252,7 @@ class VllmImages:
         return accepted_features((made or {}).get("features")) or ""
 
     def _data_url(self, media: Any) -> str:
-        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png_bytes(media)).decode()}"
+        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png_bytes(media)).decode()}"  # noqa: E501
 
 
 class ServerImageCache:
@@ -238,9 +284,11 @@ class ServerImageCache:
 
 
 def cache_capacity(info: Any) -> float:
-    """Return the bytes of images that a vLLM caches across requests, from its `/server_info` JSON; 0 without such a cache.
+    """Return the bytes of images that a vLLM caches across requests, from its `/server_info`
+    JSON; 0 without such a cache.
 
-    It has one where a single process answers for a single engine (`vllm/multimodal/cache/factories.py`, 0.32.0).
+    It has one where a single process answers for a single engine
+    (`vllm/multimodal/cache/factories.py`, 0.32.0).
     """
     try:
         images = info["vllm_config"]["model_config"]["multimodal_config"]
@@ -249,6 +297,10 @@ def cache_capacity(info: Any) -> float:
             processes["data_parallel_size"] == 1 or processes["data_parallel_external_lb"] is True
         )
         keeps = images["mm_processor_cache_type"] == "lru" and alone
-        return max(0.0, ASSUMED_FRACTION * float(images["mm_processor_cache_gb"]) * 2**30) if keeps else 0.0
+        return (
+            max(0.0, ASSUMED_FRACTION * float(images["mm_processor_cache_gb"]) * 2**30)
+            if keeps
+            else 0.0
+        )
     except (LookupError, TypeError, ValueError):
         return 0.0

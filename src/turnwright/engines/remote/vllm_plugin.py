@@ -1,7 +1,9 @@
-"""vLLM plugin for weights by a torch process group, installed by `turnwright engines start vllm --group`.
+"""vLLM plugin for weights by a torch process group, installed by
+`turnwright engines start vllm --group`.
 
-vLLM's own transfer uses raw NCCL: it needs GPUs on both sides and vLLM's communicator in the trainer. It allows other transfer
-engines on the same routes. A torch process group works on CPUs (gloo) and GPUs (nccl), and SGLang uses one too.
+vLLM's own transfer uses raw NCCL: it needs GPUs on both sides and vLLM's communicator in the
+trainer. It allows other transfer engines on the same routes. A torch process group works on CPUs
+(gloo) and GPUs (nccl), and SGLang uses one too.
 """
 
 from __future__ import annotations
@@ -103,4 +105,4 @@ WeightTransferEngineFactory.register_engine("turnwright", Engine)
 
 class Extension:
     """Empty; naming it makes vLLM import this module in its workers."""
-'''
+'''  # noqa: E501

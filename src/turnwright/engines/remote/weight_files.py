@@ -32,7 +32,9 @@ class WeightDirectories(ABC):
     as_source: ClassVar[type[OnDisk]]
     """Source by which servers load a directory."""
 
-    def __init__(self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None) -> None:
+    def __init__(
+        self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None
+    ) -> None:
         self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
         self._written: tuple[int, str] | None = None
         """Version and fingerprint of the latest directory."""
@@ -44,8 +46,8 @@ class WeightDirectories(ABC):
         return self.as_source(directory, version), digest
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
-        """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading them back, and rename the
-        directory; return it and the fingerprint of its content.
+        """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading
+        them back, and rename the directory; return it and the fingerprint of its content.
 
         Raises `SyncError` when writing fails or the content read back differs.
         """
@@ -60,20 +62,29 @@ class WeightDirectories(ABC):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             sent, names = self._fingerprint(rows.items()), list(rows)
-            if self._written == (version, sent) and final.is_dir():  # a server that joins may be reading it
+            if (
+                self._written == (version, sent) and final.is_dir()
+            ):  # a server that joins may be reading it
                 return final, sent
             self._fill(draft, rows)
             self._save(rows, draft / self.file)
             with (draft / self.file).open("rb") as file:
                 os.fsync(file.fileno())
             found = self._read(draft / self.file, rows)
-            if found.keys() != rows.keys() or self._fingerprint((name, found[name]) for name in names) != sent:
-                raise SyncError(f"{draft}: the weights read back differ from those written; check the disk")
+            if (
+                found.keys() != rows.keys()
+                or self._fingerprint((name, found[name]) for name in names) != sent
+            ):
+                raise SyncError(
+                    f"{draft}: the weights read back differ from those written; check the disk"
+                )
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
             self._written = version, sent
         except OSError as error:
-            raise SyncError(f"could not write the weights of policy {version} to {final}: {error}") from error
+            raise SyncError(
+                f"could not write the weights of policy {version} to {final}: {error}"
+            ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         policies = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
@@ -105,10 +116,11 @@ class ModelDirectories(WeightDirectories):
     Args:
         root, keep, fingerprint: as in `WeightDirectories`.
         source: model directory at the start of the run, for config and tokenizer.
-        untie: write the output matrix separately although it equals the embedding, and say so in the config. vLLM on a CPU
-            needs it: after a reload of a tied model it keeps the old output matrix. The server must start from such a
-            directory too.
-        quantization: `quantization_config` of the directories, for packed weights; without it they have none.
+        untie: write the output matrix separately although it equals the embedding, and say so in
+            the config. vLLM on a CPU needs it: after a reload of a tied model it keeps the old
+            output matrix. The server must start from such a directory too.
+        quantization: `quantization_config` of the directories, for packed weights;
+            without it they have none.
     """
 
     file, as_source = "model.safetensors", DiskWeights
@@ -128,7 +140,11 @@ class ModelDirectories(WeightDirectories):
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
         for file in sorted(self.source.iterdir()):
-            if file.is_file() and not file.name.endswith((*WEIGHTS, ".index.json")) and not file.name.startswith("."):
+            if (
+                file.is_file()
+                and not file.name.endswith((*WEIGHTS, ".index.json"))
+                and not file.name.startswith(".")
+            ):
                 shutil.copy2(file, draft / file.name)
         path = draft / "config.json"
         given = json.loads(path.read_text(encoding="utf-8"))
@@ -145,16 +161,21 @@ class ModelDirectories(WeightDirectories):
 
 
 class AdapterDirectories(WeightDirectories):
-    """Writes each policy's LoRA adapter in peft's layout and names; `config` returns the content of adapter_config.json."""
+    """Writes each policy's LoRA adapter in peft's layout and names; `config` returns the
+    content of adapter_config.json."""
 
     file, as_source = "adapter_model.safetensors", DiskAdapter
 
-    def __init__(self, root: str | Path, config: Callable[[], Mapping[str, Any]], **options: Any) -> None:
+    def __init__(
+        self, root: str | Path, config: Callable[[], Mapping[str, Any]], **options: Any
+    ) -> None:
         super().__init__(root, **options)
         self._config = config
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
-        (draft / "adapter_config.json").write_text(json.dumps(dict(self._config()), indent=2), encoding="utf-8")
+        (draft / "adapter_config.json").write_text(
+            json.dumps(dict(self._config()), indent=2), encoding="utf-8"
+        )
 
 
 def add_output_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:

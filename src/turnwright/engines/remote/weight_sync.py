@@ -24,9 +24,11 @@ CLEANUP_TIMEOUT_S = 10.0
 FINAL_REQUEST_TIMEOUT_S = 5.0
 """Seconds for a server to report why it left a group after our side failed."""
 UNFINISHED = "{}-unfinished"
-"""Name of weights during a transfer: no request expects it, so responses from partial weights are rejected."""
+"""Name of weights during a transfer: no request expects it, so responses from partial
+weights are rejected."""
 SPARE_S = 10.0
-"""Seconds that a server's response may arrive after our side timed out; it is the more informative error."""
+"""Seconds that a server's response may arrive after our side timed out; it is the
+more informative error."""
 
 
 class UpdatedServer(Protocol):
@@ -79,7 +81,8 @@ class DiskWeights:
 
 @dataclass(frozen=True, slots=True)
 class DiskAdapter:
-    """LoRA adapter in a directory that servers see under the same path; servers keep their base model."""
+    """LoRA adapter in a directory that servers see under the same path; servers
+    keep their base model."""
 
     directory: Path
     version: int
@@ -110,7 +113,8 @@ class WeightSharing(Protocol):
         *,
         base: bool = False,
     ) -> SharedWeights:
-        """Return a source that sends a directory through the nodes of the servers at these URLs; a `base` model stays there."""
+        """Return a source that sends a directory through the nodes of the servers at these URLs; a
+        `base` model stays there."""
 
     async def close(self) -> None:
         """Stop."""
@@ -172,7 +176,8 @@ class RequestTransfer(WeightsSource, Protocol):
     """Deadline of each request in seconds."""
 
     def encode_body(self, index: int) -> str:
-        """Return one body in base64: a pickle that `torch.storage._load_from_bytes` turns into a list of (name, tensor)."""
+        """Return one body in base64: a pickle that `torch.storage._load_from_bytes` turns into a
+        list of (name, tensor)."""
 
 
 class WeightPacker(Protocol):
@@ -183,15 +188,24 @@ class WeightPacker(Protocol):
         fingerprint. The source does not change with the weights."""
 
 
-async def run_together(request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup) -> Any:
-    """Run a request to a server and our side of its group transfer concurrently; return the response when both are done.
+async def run_together(
+    request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup
+) -> Any:
+    """Run a request to a server and our side of its group transfer concurrently; return the
+    response when both are done.
 
-    Raises `SyncError` when our side failed, with the server's error if one arrives soon; else as the request.
+    Raises `SyncError` when our side failed, with the server's error if one arrives
+    soon; else as the request.
     """
     asked, sent = asyncio.ensure_future(request), asyncio.ensure_future(transfer)
     try:
         await asyncio.wait((asked, sent), return_when=asyncio.FIRST_EXCEPTION)
-        if sent.done() and not sent.cancelled() and sent.exception() is not None and not asked.done():
+        if (
+            sent.done()
+            and not sent.cancelled()
+            and sent.exception() is not None
+            and not asked.done()
+        ):
             await asyncio.wait((asked,), timeout=FINAL_REQUEST_TIMEOUT_S)
         if asked.done() and asked.exception() is None:
             await sent

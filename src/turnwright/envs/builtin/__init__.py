@@ -26,4 +26,16 @@ BUILTIN: dict[str, Any] = {
 }
 """Env class or factory by name in recipes."""
 
-__all__ = ["BUILTIN", "CALCULATOR", "Code", "FrozenLake", "Geometry", "HintedMath", "Hop", "HopJson", "Radar", "Search", "Zoom"]
+__all__ = [
+    "BUILTIN",
+    "CALCULATOR",
+    "Code",
+    "FrozenLake",
+    "Geometry",
+    "HintedMath",
+    "Hop",
+    "HopJson",
+    "Radar",
+    "Search",
+    "Zoom",
+]

@@ -1,17 +1,19 @@
-r"""The checker of answers: numbers, expressions, words, units and lists, in whatever wrapper they come.
+r"""The checker of answers: numbers, expressions, words, units and lists, in
+whatever wrapper they come.
 
 An answer is read as what it is, and compared with another of its kind alone:
 
-- a letter or words: `A`, `(A)`, `A.`, ``\text{A}``; `no solution`. Equal in letters, whatever their case. A verifier of LaTeX
-  drops words, so all of them would be equal to it.
-- a number, with a unit or without: `3.5`, `7/2`, ``3\frac{1}{2}``, `1,000`, ``50\%``, ``30^\circ``, `5 cm`. Two units have to
-  be the same; one alone does not matter. A decimal answer allows half of its last place, so the checker is symmetric but for
-  that.
+- a letter or words: `A`, `(A)`, `A.`, ``\text{A}``; `no solution`. Equal in letters, whatever their
+  case. A verifier of LaTeX drops words, so all of them would be equal to it.
+- a number, with a unit or without: `3.5`, `7/2`, ``3\frac{1}{2}``, `1,000`, ``50\%``, ``30^\circ``,
+  `5 cm`. Two units have to be the same; one alone does not matter. A decimal answer allows half of
+  its last place, so the checker is symmetric but for that.
 - an expression or relation: by math-verify.
 - several: a set or a list in any order, tuples and intervals in theirs and with their brackets.
 
-Nothing is equal to an empty answer. Answers come from models and datasets: what cannot be bounded by its length runs in a
-helper process (`call_bounded`), and one that exceeds its bounds is compared as text.
+Nothing is equal to an empty answer. Answers come from models and datasets: what cannot be
+bounded by its length runs in a helper process (`call_bounded`), and one that exceeds its
+bounds is compared as text.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ LONGEST = 80
 READ = 400
 """Characters of an answer that are read as mathematics; a longer one is compared as text."""
 EXACT = 1e-6
-"""Absolute and relative tolerance of exact answers; rounded answers allow half of the last decimal place."""
+"""Absolute and relative tolerance of exact answers; rounded answers allow half of
+the last decimal place."""
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the only ``\boxed{...}`` of a text; None if there is none, several, or an unclosed one."""
+    r"""Return the content of the only ``\boxed{...}`` of a text; None if there is none,
+    several, or an unclosed one."""
     _, found, rest = text.partition("\\boxed")
     rest = rest.lstrip()
     if not found or "\\boxed" in rest or not rest.startswith("{"):
@@ -64,7 +68,8 @@ def is_correct(given: str, right: str) -> bool:
     return _same(read(given), read(right))
 
 
-# --- reading ------------------------------------------------------------------------------------------------------------
+# --- reading
+# ------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,9 @@ def read(text: str) -> Answer:
     several = _several(text)
     if several is not None:
         brackets, members = several
-        return Answer(text, parts=tuple(read(_plain(member)) for member in members), brackets=brackets)
+        return Answer(
+            text, parts=tuple(read(_plain(member)) for member in members), brackets=brackets
+        )
 
     letter = _LETTER.fullmatch(text)
     if letter is not None:
@@ -148,7 +155,8 @@ _PERIOD = re.compile(r"(?<!\\)[\s.;:,?]+$")
 
 
 def _plain(text: str) -> str:
-    """Return an answer without the wrappers and spellings that mean nothing; empty where nothing is left."""
+    """Return an answer without the wrappers and spellings that mean nothing; empty
+    where nothing is left."""
     if len(text) > 10 * READ:  # neither read nor rewritten
         return text.strip()
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
@@ -227,9 +235,25 @@ _LETTER_UNITS = frozenset("msghlLNJWVAKCF")
 _SHORT_UNITS = re.compile(
     r"(?:[cmkd]?m|km|in|ft|yd|mi|[mk]?g|lb|oz|[cm]?l|mL|min|sec|hr|mph|kph|k?Hz|k?Pa|k?W|deg|rad)s?(?![a-zA-Z])"
 )
-"""Units that may follow a number without a space; other letters there are unknowns. Other short ones need three letters."""
+"""Units that may follow a number without a space; other letters there are unknowns.
+
+Other short ones need three letters.
+"""
 _FUNCTIONS = (
-    *("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "sin", "cos", "tan", "cot", "sec", "csc"),
+    *(
+        "arcsin",
+        "arccos",
+        "arctan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+    ),
     *("log", "ln", "exp", "sqrt", "pi", "min", "max", "gcd", "lcm", "det", "inf", "infty"),
 )
 _SAME_UNITS = {
@@ -263,7 +287,8 @@ _SAME_UNITS = {
 
 
 def _without_name(text: str) -> tuple[str, str]:
-    """Return the left side of `x=5`, without spaces, and the right side; no name for another text."""
+    """Return the left side of `x=5`, without spaces, and the right side; no
+    name for another text."""
     named = _NAME.fullmatch(text)
     return ("", text) if named is None else ("".join(named[1].split()).casefold(), named[2].strip())
 
@@ -297,7 +322,10 @@ def _unit(text: str) -> str:
     base, _, power = re.sub(r"[\s{}]+", " ", text).strip().partition("^")
     words = base.lower().replace("/", " / ").split()
     powers = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
-    found = [_SAME_UNITS.get(word.removesuffix("s") or word, word.removesuffix("s") or word) for word in words]
+    found = [
+        _SAME_UNITS.get(word.removesuffix("s") or word, word.removesuffix("s") or word)
+        for word in words
+    ]
     for number, word in enumerate(words):
         if word in powers:
             power, found[number] = powers[word], ""
@@ -306,7 +334,9 @@ def _unit(text: str) -> str:
 
 
 _SCIENTIFIC = re.compile(r"(?<![\dA-Za-z])(\d+(?:\.\d+)?)[eE]([-+]?\d{1,2})(?![\dA-Za-z.])")
-_MIXED = re.compile(r"(?<![\d.^_/}{])(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))")
+_MIXED = re.compile(
+    r"(?<![\d.^_/}{])(\d+)\s*\\frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))"
+)
 _MIXED_SLASH = re.compile(r"(?<![\d.^_/])(\d+) (\d+) ?/ ?(\d+)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])(?:\.\d+)?")
 _ROOT = re.compile(r"(?<!\\)sqrt\s*(?:\(([^()]*)\)|(\d+|[a-z]))")
@@ -314,7 +344,8 @@ _PLAIN_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)})(?![A-Za-
 
 
 def _as_latex(text: str) -> str:
-    r"""Return an expression as LaTeX: `sqrt(3)` as ``\sqrt{3}``, `1 1/2` as a sum, `1,000` without the comma."""
+    r"""Return an expression as LaTeX: `sqrt(3)` as ``\sqrt{3}``, `1 1/2` as a sum,
+    `1,000` without the comma."""
     text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
@@ -331,7 +362,8 @@ _JOINING = ("and", "or")
 
 
 def _has_words(latex: str) -> bool:
-    """Whether a text has words, or letters that are no unknowns; commands and names of functions are none."""
+    """Whether a text has words, or letters that are no unknowns; commands and names
+    of functions are none."""
     letters = re.sub(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+", " ", latex)
     return _WORD.search(_PRODUCT.sub(" ", letters)) is not None
 
@@ -383,7 +415,8 @@ def _closes_at_end(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """Return the members of a list: between commas, `and` and `or`; words in it are no list unless all have a number."""
+    """Return the members of a list: between commas, `and` and `or`; words in it are no list
+    unless all have a number."""
     members = _split_at(re.sub(r",?\s+(?:and|or)\s+", ",", text), ",")
     if len(members) > 1 and all(_is_member(member) for member in members):
         return members
@@ -391,7 +424,9 @@ def _split(text: str) -> list[str]:
 
 
 def _is_member(text: str) -> bool:
-    return _LETTER.fullmatch(text) is not None or not _has_words(_as_latex(_without_unit(_without_name(text)[1])[0]))
+    return _LETTER.fullmatch(text) is not None or not _has_words(
+        _as_latex(_without_unit(_without_name(text)[1])[0])
+    )
 
 
 def _split_at(text: str, mark: str) -> list[str]:
@@ -405,7 +440,8 @@ def _split_at(text: str, mark: str) -> list[str]:
     return [part for part in (*parts, text[start:].strip()) if part]
 
 
-# --- comparing ----------------------------------------------------------------------------------------------------------
+# --- comparing
+# ----------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def _same(given: Answer, right: Answer) -> bool:
@@ -448,7 +484,9 @@ def _same_value(given: str, right: str) -> bool:
     if found is None or target is None:
         return False
     decimals = len(right.partition(".")[2]) if _NUMBER.fullmatch(right) else 0
-    return abs(found - target) <= (0.5 * 10.0**-decimals + EXACT if decimals else EXACT * max(1.0, abs(target)))
+    return abs(found - target) <= (
+        0.5 * 10.0**-decimals + EXACT if decimals else EXACT * max(1.0, abs(target))
+    )
 
 
 def _same_as_percent(given: Answer, right: Answer) -> bool:
@@ -476,7 +514,8 @@ _LARGE = re.compile(r"\d{3,}|[\^!]")
 
 
 def _is_bounded(latex: str) -> bool:
-    """Whether an expression is one to evaluate: commands of mathematics alone, no towers of powers, no large ones."""
+    """Whether an expression is one to evaluate: commands of mathematics alone, no towers of
+    powers, no large ones."""
     if len(latex) > READ or not all(map(_KNOWN.fullmatch, _COMMAND.findall(latex))):
         return False
     if _UNREADABLE.search(latex) or (_GROWS.search(latex) and re.search(r"\d{4}", latex)):
@@ -487,7 +526,8 @@ def _is_bounded(latex: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def value(text: str) -> float | None:
-    """Return the value of a number or LaTeX expression; None for other text, and for what is not finite or real."""
+    """Return the value of a number or LaTeX expression; None for other text, and for what
+    is not finite or real."""
     if len(text) > READ:
         return None
     if _NUMBER.fullmatch(text):
@@ -505,14 +545,17 @@ def _same_expression(given: str, right: str) -> bool:
 
 
 def _evaluated(name: str, *args: str) -> float | None:
-    """Call a function below in the helper process; None for what exceeds its bounds or cannot be read."""
+    """Call a function below in the helper process; None for what exceeds its
+    bounds or cannot be read."""
     try:
         found: float | None = call_bounded(globals()[name], *args)
     except BoundExceeded:
         return None
     except CallFailed as error:
         if "ModuleNotFoundError" in str(error):
-            raise EnvError(f"answers of mathematics need math-verify ({error}); pip install 'turnwright[math]'") from error
+            raise EnvError(
+                f"answers of mathematics need math-verify ({error}); pip install 'turnwright[math]'"
+            ) from error
         return None
     return found
 
@@ -539,12 +582,19 @@ def _parsed(latex: str) -> list[Any]:
 
     # By default the library takes unknowns after a number for a unit, and drops them.
     reading = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="last", equations=False
+        basic_latex=True,
+        units=False,
+        malformed_operators=True,
+        nits=False,
+        boxed="last",
+        equations=False,
     )
     # The library's timeout uses a signal; the helper process has bounds of its own.
     parsed: list[Any] = parse(
         f"\\boxed{{{latex}}}",
-        extraction_config=[LatexExtractionConfig(boxed_match_priority=0, normalization_config=reading)],
+        extraction_config=[
+            LatexExtractionConfig(boxed_match_priority=0, normalization_config=reading)
+        ],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )

@@ -1,4 +1,5 @@
-"""Calculator: arithmetic that is hard without the given tool. Tool calls in JSON; the answer is a plain number.
+"""Calculator: arithmetic that is hard without the given tool. Tool calls in JSON; the
+answer is a plain number.
 
 ::
 
@@ -7,8 +8,9 @@
     tool       1360
     assistant  1360
 
-The reward is 1 when the last reply is exactly the number. A model that can calculate needs no tool, so one reply can suffice.
-"""
+The reward is 1 when the last reply is exactly the number. A model that can calculate needs no tool,
+so one reply can suffice.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -58,9 +60,19 @@ def solver(messages: Sequence[Message], rng: random.Random) -> str:
 def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
     """Play poorly: guess instead of calling the tool, with probability 0.5."""
     reply = solver(messages, rng)
-    return str(rng.randint(100, 9999)) if reply.startswith("<tool_call>") and rng.random() < 0.5 else reply
+    return (
+        str(rng.randint(100, 9999))
+        if reply.startswith("<tool_call>") and rng.random() < 0.5
+        else reply
+    )
 
 
 CALCULATOR = tool_env(
-    tools=[calculator], reward=exact, max_turns=4, tasks=tasks, solver=solver, demonstrator=demonstrator, single_turn_best=1.0
+    tools=[calculator],
+    reward=exact,
+    max_turns=4,
+    tasks=tasks,
+    solver=solver,
+    demonstrator=demonstrator,
+    single_turn_best=1.0,
 )

@@ -1,4 +1,5 @@
-"""Code: write a function; hidden tests run it in a sandbox. Feedback on wrong code uses only the example of the question.
+"""Code: write a function; hidden tests run it in a sandbox. Feedback on wrong code uses only the
+example of the question.
 
 ::
 
@@ -7,9 +8,10 @@
     user       f(5) is 12, not 19
     assistant  def f(x): return x * 3 + 4
 
-The reward is 1 when f is right on every hidden input. Expected values never enter the sandbox: it receives inputs and returns
-values, which are compared outside. So a program has no test to patch, no verdict to print and no reward file to write; even
-with control of the sandbox it can only return values, which must be right.
+The reward is 1 when f is right on every hidden input. Expected values never enter the sandbox: it
+receives inputs and returns values, which are compared outside. So a program has no test to patch,
+no verdict to print and no reward file to write; even with control of the sandbox it can only return
+values, which must be right.
 """
 
 from __future__ import annotations
@@ -29,10 +31,30 @@ from turnwright.types import Message, Task
 Kind = tuple[str, str, str, Callable[[Any, int, int], Any]]
 _KINDS: dict[str, Kind] = {
     "line": ("x times {a} plus {b}", "x * {a} + {b}", "int", lambda x, a, b: x * a + b),
-    "over": ("the sum of the numbers in x over {a}", "sum(n for n in x if n > {a})", "list", lambda x, a, b: _sum_over(x, a)),
-    "by": ("how many numbers in x {a} divides", "sum(n % {a} == 0 for n in x)", "list", lambda x, a, b: _divided(x, a)),
-    "add": ("the list x with {a} added to each", "[n + {a} for n in x]", "list", lambda x, a, b: [n + a for n in x]),
-    "say": ("the text x backwards, {a} times", "x[::-1] * {a}", "text", lambda x, a, b: x[::-1] * a),
+    "over": (
+        "the sum of the numbers in x over {a}",
+        "sum(n for n in x if n > {a})",
+        "list",
+        lambda x, a, b: _sum_over(x, a),
+    ),
+    "by": (
+        "how many numbers in x {a} divides",
+        "sum(n % {a} == 0 for n in x)",
+        "list",
+        lambda x, a, b: _divided(x, a),
+    ),
+    "add": (
+        "the list x with {a} added to each",
+        "[n + {a} for n in x]",
+        "list",
+        lambda x, a, b: [n + a for n in x],
+    ),
+    "say": (
+        "the text x backwards, {a} times",
+        "x[::-1] * {a}",
+        "text",
+        lambda x, a, b: x[::-1] * a,
+    ),
 }
 """(question, solution expression, type of x, reference function) by kind."""
 
@@ -66,10 +88,18 @@ class Code(Env):
 
     max_turns: ClassVar[int] = 3
     single_turn_best: ClassVar[float] = 1.0
-    rule: ClassVar[str] = "Answer with the code of the function and nothing else, or with one block between ```python and ```."
+    rule: ClassVar[str] = (
+        "Answer with the code of the function and nothing else, or with one block between "
+        "```python and ```."
+    )
 
     def __init__(
-        self, tests: int = 8, seconds: float = 10.0, rules: bool = False, *, sandbox: SandboxProtocol | None = None
+        self,
+        tests: int = 8,
+        seconds: float = 10.0,
+        rules: bool = False,
+        *,
+        sandbox: SandboxProtocol | None = None,
     ) -> None:
         if not 1 <= tests <= 100:
             raise ConfigError("code: tests are 1 to 100")
@@ -81,7 +111,9 @@ class Code(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         kind, numbers = task.info.get("kind"), task.info.get("numbers")
         if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
-            raise EnvError(f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']")
+            raise EnvError(
+                f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']"
+            )
         _, _, given, right = _KINDS[kind]
         rng = random.Random(f"hidden {task.id}")
         self._inputs = [task.info["example"], *(_draw(given, rng) for _ in range(self._tests))]
@@ -106,14 +138,17 @@ class Code(Env):
     def _feedback(self, values: list[Any], ran: SandboxResult) -> str:
         """Describe the error on the example, without revealing hidden inputs."""
         if values and not _same(values[0], self._right[0]):
-            return f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
+            return (
+                f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
+            )
         if not values:
             return f"no value: {ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]}"
         return "wrong on a hidden test"
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Return functions of one argument with one or two constants; no function is in both splits."""
+        """Return functions of one argument with one or two constants; no
+        function is in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             kind = rng.choice(tuple(_KINDS))
@@ -121,9 +156,14 @@ class Code(Env):
             limit = 9 if kind in ("by", "say") else 60
             numbers = [rng.randint(2, limit), rng.randint(1, 99) if kind == "line" else 0]
             example = _draw(given, random.Random(f"{kind} {numbers}"))
-            question = f"Write a Python function f(x) that returns {asked.format(a=numbers[0], b=numbers[1])}."
+            question = (
+                "Write a Python function f(x) that returns "
+                f"{asked.format(a=numbers[0], b=numbers[1])}."
+            )
             question += f" Example: f({example!r}) is {right(example, *numbers)!r}."
-            return f"{kind} {numbers}", Task(question, info={"kind": kind, "numbers": numbers, "example": example})
+            return f"{kind} {numbers}", Task(
+                question, info={"kind": kind, "numbers": numbers, "example": example}
+            )
 
         return sample_tasks("code", split, n, seed, draw)
 
@@ -138,23 +178,35 @@ class Code(Env):
             "no value: SyntaxError: invalid syntax",
             "Give one block of code.",
         ]
-        return [text for task in asked for text in (task.messages[0].text, Code.solver(task.messages, rng))] + feedback
+        return [
+            text
+            for task in asked
+            for text in (task.messages[0].text, Code.solver(task.messages, rng))
+        ] + feedback
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally, knowing the kinds of functions."""
         question = next(message.text for message in messages if message.role == "user")
         for asked, solution, _, _ in _KINDS.values():
-            pattern = re.escape(asked).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+            pattern = (
+                re.escape(asked).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+            )
             if found := re.search(pattern, question):
-                return f"def f(x): return {solution.format(**{'a': '', 'b': '', **found.groupdict()})}"
+                return (
+                    f"def f(x): return {solution.format(**{'a': '', 'b': '', **found.groupdict()})}"
+                )
         return "def f(x): return x"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: write wrong numbers with probability 0.67."""
         reply = Code.solver(messages, rng)
-        return re.sub(r"\d+", lambda _: str(rng.randint(2, 9)), reply) if rng.random() < 0.67 else reply
+        return (
+            re.sub(r"\d+", lambda _: str(rng.randint(2, 9)), reply)
+            if rng.random() < 0.67
+            else reply
+        )
 
 
 def _sum_over(numbers: list[int], minimum: int) -> int:

@@ -16,7 +16,8 @@ from turnwright.types import ContentPart, Message, Task, ToolCall, join_texts
 
 
 class CallError(ValueError):
-    """Error in the tool calls of a reply; the message is for the model, the one-word `cause` for the record."""
+    """Error in the tool calls of a reply; the message is for the model, the one-word
+    `cause` for the record."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -38,28 +39,44 @@ def read_single_call(calls: Sequence[ToolCall], tool: ToolSignature) -> dict[str
         raise CallError(str(error)[:300], error.cause) from None
 
 
-def tool_results(calls: Sequence[ToolCall], name: str, content: str | tuple[ContentPart, ...]) -> tuple[Message, ...]:
+def tool_results(
+    calls: Sequence[ToolCall], name: str, content: str | tuple[ContentPart, ...]
+) -> tuple[Message, ...]:
     """Return the same result for each call of a reply."""
-    return tuple(Message("tool", content, tool_call_id=call.id or None, name=name) for call in calls)
+    return tuple(
+        Message("tool", content, tool_call_id=call.id or None, name=name) for call in calls
+    )
 
 
-def error_results(calls: Sequence[ToolCall], name: str, mistake: CallError) -> tuple[tuple[Message, ...], Mapping[str, Any]]:
+def error_results(
+    calls: Sequence[ToolCall], name: str, mistake: CallError
+) -> tuple[tuple[Message, ...], Mapping[str, Any]]:
     """Return error messages for the calls, and the step's `info`."""
     messages = tool_results(calls, name, f"Error: {mistake}")
-    return messages, {"tool_calls": len(calls), "tool_errors": len(calls), f"tool_errors/{mistake.cause}": len(calls)}
+    return messages, {
+        "tool_calls": len(calls),
+        "tool_errors": len(calls),
+        f"tool_errors/{mistake.cause}": len(calls),
+    }
 
 
 def visible_texts(messages: Sequence[Message]) -> list[str]:
     """Return each message as text for a scripted player, with the alt text of images."""
     return [
-        m.content if isinstance(m.content, str) else join_texts([p if isinstance(p, str) else p.alt or "" for p in m.content])
+        m.content
+        if isinstance(m.content, str)
+        else join_texts([p if isinstance(p, str) else p.alt or "" for p in m.content])
         for m in messages
     ]
 
 
 def question_text(messages: Sequence[Message]) -> str:
     """Return the first user message as text for a scripted player."""
-    return next(text for text, message in zip(visible_texts(messages), messages, strict=True) if message.role == "user")
+    return next(
+        text
+        for text, message in zip(visible_texts(messages), messages, strict=True)
+        if message.role == "user"
+    )
 
 
 def tool_call(name: str, **arguments: Any) -> str:
@@ -71,8 +88,11 @@ _HELD_OUT_SHARE = 4
 _MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task before sampling stops
 
 
-def sample_tasks(env: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]) -> list[Task]:
-    """Sample up to `n` tasks, drawn with a key that decides their split; about a quarter of the keys is held out."""
+def sample_tasks(
+    env: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]
+) -> list[Task]:
+    """Sample up to `n` tasks, drawn with a key that decides their split; about a quarter of
+    the keys is held out."""
     check_split(split)
     rng = random.Random(f"{env}/{split}/{seed}")
     tasks: dict[str, Task] = {}

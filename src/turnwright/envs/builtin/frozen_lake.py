@@ -1,4 +1,5 @@
-"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game. The ice is not slippery.
+"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game.
+The ice is not slippery.
 
 ::
 
@@ -43,7 +44,9 @@ class FrozenLake(Env):
 
     max_turns: ClassVar[int] = 20
     single_turn_best: ClassVar[float] = 0.0
-    rule: ClassVar[str] = "Walk from S to G over F; H is a hole. You stand in brackets. Say left, down, right or up."
+    rule: ClassVar[str] = (
+        "Walk from S to G over F; H is a hole. You stand in brackets. Say left, down, right or up."
+    )
 
     def __init__(self, size: int = 4, rules: bool = False) -> None:
         if not 3 <= size <= 8:
@@ -57,7 +60,14 @@ class FrozenLake(Env):
         if not isinstance(lake, list):
             raise EnvError(f"task {task.id} is not one of frozen_lake's: it needs info['map']")
         system = self.rule if self._rules else None
-        make = gym_env("FrozenLake-v1", actions=tuple(_MOVES), system=system, desc=lake, is_slippery=False, render_mode="ansi")
+        make = gym_env(
+            "FrozenLake-v1",
+            actions=tuple(_MOVES),
+            system=system,
+            desc=lake,
+            is_slippery=False,
+            render_mode="ansi",
+        )
         self._game = make()
         return self._game.reset(task)
 
@@ -76,7 +86,10 @@ class FrozenLake(Env):
             while True:
                 fields = ["H" if rng.random() < _HOLES else "F" for _ in range(self._size**2)]
                 fields[0], fields[-1] = "S", "G"
-                rows = ["".join(fields[at : at + self._size]) for at in range(0, len(fields), self._size)]
+                rows = [
+                    "".join(fields[at : at + self._size])
+                    for at in range(0, len(fields), self._size)
+                ]
                 if _way(rows, (0, 0)):
                     return " ".join(rows), Task(info={"map": rows})
 
@@ -85,7 +98,9 @@ class FrozenLake(Env):
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally: follow a shortest path from the current field."""
-        rows = [line for line in messages[-1].text.splitlines() if re.fullmatch(r"[SFHG\[\]]+", line)]
+        rows = [
+            line for line in messages[-1].text.splitlines() if re.fullmatch(r"[SFHG\[\]]+", line)
+        ]
         row = next(number for number, line in enumerate(rows) if "[" in line)
         here = row, rows[row].index("[")
         return _way([line.replace("[", "").replace("]", "") for line in rows], here)[0]
@@ -93,7 +108,9 @@ class FrozenLake(Env):
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: move at random with probability 0.25."""
-        return rng.choice(tuple(_MOVES)) if rng.random() < 0.25 else FrozenLake.solver(messages, rng)
+        return (
+            rng.choice(tuple(_MOVES)) if rng.random() < 0.25 else FrozenLake.solver(messages, rng)
+        )
 
 
 def _way(rows: Sequence[str], start: tuple[int, int]) -> list[str]:

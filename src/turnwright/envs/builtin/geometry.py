@@ -1,4 +1,5 @@
-"""Geometry: a drawn figure with lengths or angles, a question about it, and a tool that checks answers.
+"""Geometry: a drawn figure with lengths or angles, a question about it, and a
+tool that checks answers.
 
 ::
 
@@ -9,11 +10,12 @@
     tool       13 is right. Now give it as \boxed{}.
     assistant  \boxed{13}
 
-The figure is drawn from the task's numbers; a text-only model reads them from its `alt`. The loop is that of slime's geo3k
-example: the tool answers a reply with a call; a reply without a call and the last turn end the episode. The reward is 1 when
-the last reply has one ``\boxed{}`` with the right answer, or with ``reward = "checked"`` when the last checked answer is right.
-Tasks with their own answer and images, such as rows of Geometry3K, are played in the same way. Answers, LaTeX included, are
-compared as numbers.
+The figure is drawn from the task's numbers; a text-only model reads them from its `alt`. The loop
+is that of slime's geo3k example: the tool answers a reply with a call; a reply without a call and
+the last turn end the episode. The reward is 1 when the last reply has one ``\boxed{}`` with the
+right answer, or with ``reward = "checked"`` when the last checked answer is right. Tasks with their
+own answer and images, such as rows of Geometry3K, are played in the same way. Answers, LaTeX
+included, are compared as numbers.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ BACKGROUND = (255, 255, 255)
 
 
 class Canvas:
-    """Square of `side` pixels with coordinates from 0 to 1, y downward; quarter turns of the shape leave labels upright."""
+    """Square of `side` pixels with coordinates from 0 to 1, y downward; quarter turns of the shape
+    leave labels upright."""
 
     def __init__(self, side: int, ink: tuple[int, int, int], turned: int = 0) -> None:
         from PIL import Image, ImageDraw, ImageFont
@@ -79,7 +82,8 @@ class Canvas:
 
 
 def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
-    """Draw the figure of a question as a PIL image of `side` x `side` pixels, with the proportions of its numbers a and b."""
+    """Draw the figure of a question as a PIL image of `side` x `side` pixels, with the proportions
+    of its numbers a and b."""
     canvas = Canvas(side, LINE_COLORS[ink % len(LINE_COLORS)], turned)
     if kind in ("area", "around", "half", "long"):
         _right_angled(canvas, a, b, kind)
@@ -95,7 +99,8 @@ def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
 
 
 def _right_angled(canvas: Canvas, a: int, b: int, kind: str) -> None:
-    """Draw a rectangle or a right triangle with the sides a and b; the longer one is 0.6 of the canvas."""
+    """Draw a rectangle or a right triangle with the sides a and b; the longer one
+    is 0.6 of the canvas."""
     x, y = (max(0.1, 0.3 * side / max(a, b)) for side in (a, b))
     left, right, top, bottom = 0.5 - x, 0.5 + x, 0.5 - y, 0.5 + y
     if kind in ("area", "around"):
@@ -110,7 +115,8 @@ def _right_angled(canvas: Canvas, a: int, b: int, kind: str) -> None:
 
 
 def _triangle(canvas: Canvas, a: int, b: int) -> None:
-    """Draw a triangle with angles a and b at the base and x at the top, each labeled outside of its corner."""
+    """Draw a triangle with angles a and b at the base and x at the top, each labeled
+    outside of its corner."""
     one, two = math.radians(a), math.radians(b)
     height = math.sin(one) * math.sin(two) / math.sin(one + two)
     scale = min(0.64, 0.64 / height)
@@ -151,13 +157,22 @@ _ANGLES = "a triangle with the angles {a}°, {b}° and x"
 _DEGREES = "What is x, in degrees?"
 KINDS: dict[str, QuestionKind] = {
     "area": QuestionKind("What is the area?", _RECTANGLE, lambda a, b: a * b, ((2, 20), (2, 20))),
-    "around": QuestionKind("What is the perimeter?", _RECTANGLE, lambda a, b: 2 * (a + b), ((2, 40), (2, 40))),
+    "around": QuestionKind(
+        "What is the perimeter?", _RECTANGLE, lambda a, b: 2 * (a + b), ((2, 40), (2, 40))
+    ),
     "half": QuestionKind("What is the area?", _LEGS, lambda a, b: a * b / 2, ((2, 20), (2, 20))),
-    "long": QuestionKind("What is x?", f"{_LEGS}, its longest side x", math.hypot, ((3, 24), (3, 24))),
+    "long": QuestionKind(
+        "What is x?", f"{_LEGS}, its longest side x", math.hypot, ((3, 24), (3, 24))
+    ),
     "third": QuestionKind(_DEGREES, _ANGLES, lambda a, b: 180 - a - b, ((25, 85), (25, 85))),
-    "beside": QuestionKind(_DEGREES, "two angles on a line, {a}° and x", lambda a, b: 180 - a, ((20, 160), (0, 0))),
+    "beside": QuestionKind(
+        _DEGREES, "two angles on a line, {a}° and x", lambda a, b: 180 - a, ((20, 160), (0, 0))
+    ),
     "circle": QuestionKind(
-        "What is the circumference?", "a circle with the radius {a}", lambda a, b: math.tau * a, ((2, 40), (0, 0))
+        "What is the circumference?",
+        "a circle with the radius {a}",
+        lambda a, b: math.tau * a,
+        ((2, 40), (0, 0)),
     ),
 }
 
@@ -180,18 +195,21 @@ class Geometry(Env):
     Args:
         turns: maximum replies; the last feedback of the tool announces that it is the last.
         side: pixels per side of the figure.
-        reward: `final`: by the answer in ``\boxed{}`` of the last reply; `checked`: by the last checked answer.
+        reward: `final`: by the answer in ``\boxed{}`` of the last reply; `checked`: by
+            the last checked answer.
     """
 
     single_turn_best: ClassVar[float] = 1.0
     tools: Sequence[Any] = (TOOL.schema,)
     asks: ClassVar[str] = (
-        r"Answer the question about the figure. Check an answer with check_answer, one call a turn; at last give it as "
+        r"Answer the question about the figure. Check an answer with check_answer, one call a turn; at last give it as "  # noqa: E501
         r"\boxed{ANSWER}, without a call."
     )
     rule: ClassVar[str] = f"{asks} Round to one decimal where it is no whole number."
 
-    def __init__(self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final") -> None:
+    def __init__(
+        self, turns: int = 3, side: int = 224, reward: Literal["final", "checked"] = "final"
+    ) -> None:
         if not (1 <= turns <= 100 and 64 <= side <= 2048):
             raise ConfigError("geometry: turns are 1 to 100, side 64 to 2048 pixels")
         common.require_extra("vision", "PIL")
@@ -202,16 +220,22 @@ class Geometry(Env):
         self._checked: bool = False
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the figure and the question; a task with its own answer and images is used unchanged."""
+        """Return the figure and the question; a task with its own answer and
+        images is used unchanged."""
         if not str(task.answer or "").strip():
             raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
         self._answer = str(task.answer).strip()
         messages, rule = task.messages, self.asks
         if task.info.get("kind") in KINDS:
             rule = self.rule
-            parts: tuple[ContentPart, ...] = (figure(task.info, self._side), KINDS[task.info["kind"]].question)
+            parts: tuple[ContentPart, ...] = (
+                figure(task.info, self._side),
+                KINDS[task.info["kind"]].question,
+            )
             messages = (Message("user", parts),)
-        elif task.images and not any(message.has_raw_media or message.media for message in messages):
+        elif task.images and not any(
+            message.has_raw_media or message.media for message in messages
+        ):
             messages = (Message("user", (*task.images, *(message.text for message in messages))),)
         return (Message("system", rule), *messages) if messages[0].role != "system" else messages
 
@@ -228,10 +252,17 @@ class Geometry(Env):
         self._checked = right = is_correct(answer, self._answer)
         if not self._left:
             return self._end(action)
-        feedback = f"{answer} is right. Now give it as \\boxed{{}}." if right else f"{answer} is wrong. Think again."
+        feedback = (
+            f"{answer} is right. Now give it as \\boxed{{}}."
+            if right
+            else f"{answer} is wrong. Think again."
+        )
         if not right and self._left == 1:
             feedback += " There is no further check: give your answer as \\boxed{}, without a call."
-        return Step(common.tool_results(action.tool_calls, TOOL.name, feedback), info={"tool_calls": 1, "right": right})
+        return Step(
+            common.tool_results(action.tool_calls, TOOL.name, feedback),
+            info={"tool_calls": 1, "right": right},
+        )
 
     def _end(self, action: Action) -> Step:
         given = boxed(action.text)
@@ -241,34 +272,57 @@ class Geometry(Env):
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Return figures of seven kinds with two numbers; no kind has the same numbers in both splits."""
+        """Return figures of seven kinds with two numbers; no kind has the same
+        numbers in both splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             name = rng.choice(tuple(KINDS))
             a, b = (rng.randint(*limits) for limits in KINDS[name].limits)
-            info = {"kind": name, "a": a, "b": b, "turned": rng.randrange(4), "ink": rng.randrange(3)}
-            return f"{name} {min(a, b)} {max(a, b)}", Task(answer=format_number(KINDS[name].solve(a, b)), info=info)
+            info = {
+                "kind": name,
+                "a": a,
+                "b": b,
+                "turned": rng.randrange(4),
+                "ink": rng.randrange(3),
+            }
+            return f"{name} {min(a, b)} {max(a, b)}", Task(
+                answer=format_number(KINDS[name].solve(a, b)), info=info
+            )
 
         return common.sample_tasks("geometry", split, n, seed, draw)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
         """Return sample texts, without drawing figures."""
-        texts = [Geometry.rule, "13 is right. Now give it as \\boxed{}.", "17 is wrong. Think again."]
+        texts = [
+            Geometry.rule,
+            "13 is right. Now give it as \\boxed{}.",
+            "17 is wrong. Think again.",
+        ]
         for task in Geometry.tasks("train", n, seed):
             kind = KINDS[task.info["kind"]]
-            texts += [kind.alt.format(**task.info), kind.question, _call(task.answer), f"\\boxed{{{task.answer}}}"]
+            texts += [
+                kind.alt.format(**task.info),
+                kind.question,
+                _call(task.answer),
+                f"\\boxed{{{task.answer}}}",
+            ]
         return texts
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally, knowing the formulas: check once, then answer."""
         answer = _solved(messages)
-        return f"\\boxed{{{answer}}}" if f"{answer} is right." in common.visible_texts(messages)[-1] else _call(answer)
+        return (
+            f"\\boxed{{{answer}}}"
+            if f"{answer} is right." in common.visible_texts(messages)[-1]
+            else _call(answer)
+        )
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up with probability 0.33."""
+        """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up
+        with probability 0.33."""
         last = common.visible_texts(messages)[-1]
         checked = re.match(r"(\S+) is (right|wrong)\.", last)
         if checked and (checked[2] == "right" or rng.random() < 0.33):
@@ -280,7 +334,8 @@ class Geometry(Env):
 
 
 def read_answer(action: Action) -> str:
-    """Return the answer of a reply's call of `check_answer`; raise `CallError` for any other call."""
+    """Return the answer of a reply's call of `check_answer`; raise
+    `CallError` for any other call."""
     answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
     if not answer or len(answer) > LONGEST:
         raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
@@ -295,13 +350,17 @@ def format_number(value: float) -> str:
 def figure(info: Any, side: int) -> Image:
     """Draw the figure of a task, with its description as `alt`."""
     alt = KINDS[info["kind"]].alt.format(**info)
-    return Image(draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side), alt=f"{alt}. ")
+    return Image(
+        draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side), alt=f"{alt}. "
+    )
 
 
 def _solved(messages: Sequence[Message]) -> str:
     opening = common.question_text(messages)
     for kind in KINDS.values():
-        pattern = re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+        pattern = (
+            re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+        )
         found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
         if found:
             numbers = found.groupdict()

@@ -9,8 +9,9 @@
     user       That is wrong. How many marbles are there at first?
     assistant  ...
 
-The answer follows a single ``####`` at the end, as in GSM8K. With ``form = "continuation"`` the hint replaces the answer
-inside the model's own message and the model continues; the removed answer is not trained.
+The answer follows a single ``####`` at the end, as in GSM8K. With ``form = "continuation"``
+the hint replaces the answer inside the model's own message and the model continues; the
+removed answer is not trained.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from turnwright.envs.env import Action, Env, InlineObservation, Step
 from turnwright.errors import EnvError
 from turnwright.types import Message, Task
 
-_OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 _WHO = ("Mira", "Tarn", "Elsu", "Joren", "Pila", "Runa")
 _STORIES = (
-    ("{who} has {a} bags of {b} marbles and gives away {c}. How many are left?", "*-", "How many marbles are there at first?"),
-    ("{who} has {a} coins and finds {b} more. Each buys {c} nuts. How many nuts?", "+*", "How many coins are there?"),
-    ("{who} bakes {a} trays of {b} rolls, and {c} more. How many rolls?", "*+", "How many rolls are on the trays?"),
-    ("{who} reads {a} pages, {b} of them twice, for {c} days. How many pages?", "+*", "How many pages are read in a day?"),
+    ("{who} has {a} bags of {b} marbles and gives away {c}. How many are left?", "*-", "How many marbles are there at first?"),  # noqa: E501
+    ("{who} has {a} coins and finds {b} more. Each buys {c} nuts. How many nuts?", "+*", "How many coins are there?"),  # noqa: E501
+    ("{who} bakes {a} trays of {b} rolls, and {c} more. How many rolls?", "*+", "How many rolls are on the trays?"),  # noqa: E501
+    ("{who} reads {a} pages, {b} of them twice, for {c} days. How many pages?", "+*", "How many pages are read in a day?"),  # noqa: E501
 )  # fmt: skip
 """(story, the two operations, first hint)."""
 _ANSWER = re.compile(r"####[ \t]*(-?\d{1,12})\s*$", re.ASCII)
@@ -43,7 +48,8 @@ class HintedMath(Env):
     """Word problems with hints after wrong answers.
 
     Args:
-        form: `round`: a hint is a separate message; `continuation`: it is inserted into the model's message.
+        form: `round`: a hint is a separate message; `continuation`: it is inserted
+            into the model's message.
         rules: open with a system message that states the rules.
     """
 
@@ -51,14 +57,18 @@ class HintedMath(Env):
     single_turn_best: ClassVar[float] = 1.0
     rule: ClassVar[str] = "Work it out a line at a time, and end with #### and the number."
 
-    def __init__(self, form: Literal["round", "continuation"] = "round", rules: bool = False) -> None:
+    def __init__(
+        self, form: Literal["round", "continuation"] = "round", rules: bool = False
+    ) -> None:
         self._form, self._rules = form, rules
         self._hints: list[str] = []
         self._answer = ""
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         if not isinstance(task.info.get("hints"), list) or not task.answer:
-            raise EnvError(f"task {task.id} is not one of hinted_math's: it needs info['hints'] and an answer")
+            raise EnvError(
+                f"task {task.id} is not one of hinted_math's: it needs info['hints'] and an answer"
+            )
         self._hints, self._answer = list(task.info["hints"]), str(task.answer)
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
@@ -68,13 +78,19 @@ class HintedMath(Env):
         only = found is not None and action.text.count("####") == 1
         right = only and found is not None and found[1] == self._answer
         if right or not self._hints:
-            return Step(reward=float(right), terminated=True, info={"right": right, "hints": _HINTS - len(self._hints)})
+            return Step(
+                reward=float(right),
+                terminated=True,
+                info={"right": right, "hints": _HINTS - len(self._hints)},
+            )
         hint = self._hints.pop(0)
         if self._form == "round":
             return Step(f"That is wrong. {hint}", info={"right": False})
         keep = action.raw.find("####")
         keep_chars = keep if keep >= 0 else None
-        inserted = InlineObservation(f"\nWait, that is wrong. {hint}\n", keep_chars=keep_chars, tail="untrained")
+        inserted = InlineObservation(
+            f"\nWait, that is wrong. {hint}\n", keep_chars=keep_chars, tail="untrained"
+        )
         return Step(inserted, info={"right": False})
 
     @staticmethod
@@ -107,14 +123,20 @@ class HintedMath(Env):
             left, _, value = first.rpartition(" ")
             wrong = str(int(value) + rng.choice((-2, -1, 1, 2)))
             _, sign, last, _, _ = second.split()
-            first, second = f"{left} {wrong}", f"{wrong} {sign} {last} = {_OPERATORS[sign](int(wrong), int(last))}"
+            first, second = (
+                f"{left} {wrong}",
+                f"{wrong} {sign} {last} = {_OPERATORS[sign](int(wrong), int(last))}",
+            )
         return f"{first}\n{second}\n#### {second.split()[-1]}"
 
 
 def _steps(signs: str, a: int, b: int, c: int) -> tuple[str, str]:
     """Return the two lines of the solution, such as ``12 * 5 = 60`` and ``60 - 8 = 52``."""
     middle = _OPERATORS[signs[0]](a, b)
-    return f"{a} {signs[0]} {b} = {middle}", f"{middle} {signs[1]} {c} = {_OPERATORS[signs[1]](middle, c)}"
+    return (
+        f"{a} {signs[0]} {b} = {middle}",
+        f"{middle} {signs[1]} {c} = {_OPERATORS[signs[1]](middle, c)}",
+    )
 
 
 def _solve(messages: Sequence[Message]) -> tuple[str, str]:

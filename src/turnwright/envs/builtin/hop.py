@@ -1,4 +1,5 @@
-"""Hop: a code reached over one to three look-ups, as plain text or JSON. The environment of the quickstart.
+"""Hop: a code reached over one to three look-ups, as plain text or JSON. The
+environment of the quickstart.
 
 A conversation as plain text, and the same with JSON tool calls::
 
@@ -9,12 +10,13 @@ A conversation as plain text, and the same with JSON tool calls::
     user/tool  code 7                            {"code": "7"}
     assistant  answer 7                          {"answer": "7"}
 
-The reward is 1 when the final answer is exactly the code, else 0. The question does not reveal the code, which is one of ten
-with equal probability, so the best success rate in a single turn is 1/10. Two to four turns are needed, three on average.
+The reward is 1 when the final answer is exactly the code, else 0. The question does not reveal the
+code, which is one of ten with equal probability, so the best success rate in a single turn is 1/10.
+Two to four turns are needed, three on average.
 
-Every word has one surface form (a name or a code always follows a space; in JSON it always follows a quote), since a tiny model
-can only copy identical tokens.
-"""
+Every word has one surface form (a name or a code always follows a space; in JSON it always follows
+a quote), since a tiny model can only copy identical tokens.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -43,15 +45,17 @@ class Hop(Env):
     """Multi-hop key look-up as plain text.
 
     Args:
-        rules: open with a system message that states the rules, for models without a warm-up on demonstrations.
-        think: players repeat the last message between <think> and </think> first, for templates that strip thinking.
+        rules: open with a system message that states the rules, for models without a
+            warm-up on demonstrations.
+        think: players repeat the last message between <think> and </think> first, for
+            templates that strip thinking.
     """
 
     max_turns: ClassVar[int] = 6
     single_turn_best: ClassVar[float] = 0.1
     rule: ClassVar[str] = (
-        "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under the name, which may send you "
-        "on to another; 'answer CODE' ends. Say nothing else."
+        "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under "
+        "the name, which may send you on to another; 'answer CODE' ends. Say nothing else."
     )
     question, see, code, answer, call = "code of {}", "see {}", "code {}", "answer {}", "lookup {}"
 
@@ -66,7 +70,10 @@ class Hop(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         table = task.info.get("table")
         if not isinstance(table, dict) or task.answer not in CODES:
-            raise EnvError(f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to '9'")
+            raise EnvError(
+                f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to "
+                "'9'"
+            )
         self._table, self._answer = table, task.answer
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
@@ -94,7 +101,9 @@ class Hop(Env):
         """Play optimally: look up the last name, or answer with the code."""
         text = messages[-1].text
         value = _next(text)
-        return (cls.answer if value in CODES and text == cls.code.format(value) else cls.call).format(value)
+        return (
+            cls.answer if value in CODES and text == cls.code.format(value) else cls.call
+        ).format(value)
 
     @classmethod
     def demonstrator(cls, messages: Sequence[Message], rng: random.Random) -> str:
@@ -105,7 +114,9 @@ class Hop(Env):
         return reply
 
 
-def _with_thinking(player: Callable[..., str], messages: Sequence[Message], rng: random.Random) -> str:
+def _with_thinking(
+    player: Callable[..., str], messages: Sequence[Message], rng: random.Random
+) -> str:
     """Return a player's reply after the last message as thinking."""
     return f"<think>\n{messages[-1].text}\n</think>\n\n{player(messages, rng)}"
 
@@ -130,11 +141,14 @@ def _next(entry: str) -> str:
     return entry.split()[-1].strip('"}')
 
 
-def draw(split: str, n: int, seed: int, see: str, code: str) -> Iterator[tuple[tuple[str, ...], str, dict[str, Any]]]:
-    """Draw chains, hops and codes from shuffled decks, so any 30 consecutive tasks have equal counts of each hop and code.
+def draw(
+    split: str, n: int, seed: int, see: str, code: str
+) -> Iterator[tuple[tuple[str, ...], str, dict[str, Any]]]:
+    """Draw chains, hops and codes from shuffled decks, so any 30 consecutive tasks have equal
+    counts of each hop and code.
 
-    Chains are split by their names, not their codes, so codes are uniform in each split. The table also has entries for names
-    off the chain.
+    Chains are split by their names, not their codes, so codes are uniform in each split. The table
+    also has entries for names off the chain.
     """
     check_split(split)
     rng = random.Random(f"hop/{split}/{seed}")
@@ -169,25 +183,37 @@ SCHEMA: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "lookup",
-        "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"key": {"type": "string"}},
+            "required": ["key"],
+        },
     },
 }
 """Minimal schema, since a tiny model reads it in every prompt."""
 
 
 class HopJson(Hop):
-    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer": "7"}``. Arguments as for `Hop`."""
+    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly
+    ``{"answer": "7"}``. Arguments as for `Hop`."""
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
     rule: ClassVar[str] = (
-        "Find the code of a name. Call the tool once each turn: it tells what stands under the name, which may send you on to "
+        "Find the code of a name. Call the tool once each turn: it tells what stands under the "
+        "name, which may send you on to "
         'another. When you see the code, say {"answer": "CODE"} and nothing else.'
     )
-    question, see, code, answer = 'code of "{}"', '{{"see": "{}"}}', '{{"code": "{}"}}', '{{"answer": "{}"}}'
+    question, see, code, answer = (
+        'code of "{}"',
+        '{{"see": "{}"}}',
+        '{{"code": "{}"}}',
+        '{{"answer": "{}"}}',
+    )
     call = '<tool_call>{{"name": "lookup", "arguments": {{"key": "{}"}}}}</tool_call>'
 
     async def step(self, action: Action) -> Step:
-        """Run the look-ups of a reply; a reply without a call is the answer and ends the episode."""
+        """Run the look-ups of a reply; a reply without a call is the answer
+        and ends the episode."""
         if action.tool_calls:
             return Step(tuple(self._look_up(call) for call in action.tool_calls))
         text = action.text.strip()

@@ -8,12 +8,13 @@
     assistant  up
     ...
 
-Each image is 32 x 32 pixels: the blue player in the middle, the goal in one of four warm colors at its relative position, and
-a different ground each turn. Observations contain only the image. A text-only model reads its `alt`, such as
-``goal: 2 right, 1 up``.
+Each image is 32 x 32 pixels: the blue player in the middle, the goal in one of four warm colors at
+its relative position, and a different ground each turn. Observations contain only the image. A
+text-only model reads its `alt`, such as ``goal: 2 right, 1 up``.
 
-An episode allows one move more than the initial distance, and a wrong move costs two, so nearly every move must be right. The
-reward is 1 when the goal is reached, else 0. The goal is at least two fields away, so a single reply cannot reach it.
+An episode allows one move more than the initial distance, and a wrong move costs two, so nearly
+every move must be right. The reward is 1 when the goal is reached, else 0. The goal is at least two
+fields away, so a single reply cannot reach it.
 """
 
 from __future__ import annotations
@@ -30,29 +31,38 @@ from turnwright.envs.spec import check_split
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Image, Message, Task
 
-MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}  # (right, up) change of each move
+MOVES = {
+    "up": (0, 1),
+    "down": (0, -1),
+    "left": (-1, 0),
+    "right": (1, 0),
+}  # (right, up) change of each move
 COLOURS = ((255, 48, 48), (255, 144, 32), (240, 224, 48), (255, 64, 176))
 """Colors of the goal: red, orange, yellow, pink."""
 PLAYER = (64, 96, 255)
 SIDE = 32  # pixels per side of an image
 GROUND = 16  # maximum brightness of the ground, of 255
-GROUNDS = 4  # number of grounds of a split; the splits share none, so no held-out image occurs in training
+# number of grounds of a split; the splits share none, so no held-out image occurs in training
+GROUNDS = 4
 HABIT, SENSE = 0.5, 0.4
-"""Probabilities that the demonstrator moves in a fixed direction of an axis, and toward the goal; else at random."""
+"""Probabilities that the demonstrator moves in a fixed direction of an axis, and toward the
+goal; else at random."""
 
 
 class Radar(Env):
     """Egocentric images, one move per turn.
 
     Args:
-        reach: maximum distance of player and goal along each axis in fields; moves beyond it have no effect.
-        rules: open with a system message that states the rules, for models without a warm-up on demonstrations.
+        reach: maximum distance of player and goal along each axis in fields; moves
+            beyond it have no effect.
+        rules: open with a system message that states the rules, for models without a
+            warm-up on demonstrations.
     """
 
     single_turn_best: ClassVar[float] = 0.0
     rule: ClassVar[str] = (
-        "You are the blue square in the middle of each image; reach the red, orange, yellow or pink one. "
-        "Say one move a turn: up, down, left or right."
+        "You are the blue square in the middle of each image; reach the red, orange, yellow or "
+        "pink one. Say one move a turn: up, down, left or right."
     )
 
     def __init__(self, reach: int = 3, rules: bool = False) -> None:
@@ -73,7 +83,8 @@ class Radar(Env):
         known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
         if not known or abs(right) + abs(up) < 2:
             raise EnvError(
-                f"task {task.id} is not one of radar's, of this reach: it needs info['right'], ['up'] and ['colour']"
+                f"task {task.id} is not one of radar's, of this reach: it needs info['right'], "
+                "['up'] and ['colour']"
             )
         self._goal, self._colour = (right, up), colour
         self._side, self._ground = str(task.info.get("side")), -1
@@ -83,7 +94,10 @@ class Radar(Env):
         return (Message("system", self.rule), opening) if self._rules else (opening,)
 
     async def step(self, action: Action) -> Step:
-        """Move; the episode ends at the goal or with the last move. An invalid reply uses up a move without effect."""
+        """Move; the episode ends at the goal or with the last move.
+
+        An invalid reply uses up a move without effect.
+        """
         self._moves -= 1
         right, up = MOVES.get(action.text.strip(), (0, 0))
         there = self._goal[0] - right, self._goal[1] - up
@@ -95,7 +109,9 @@ class Radar(Env):
         return Step(self._observe())
 
     def _observe(self) -> Message:
-        self._ground = self._rng.choice([number for number in range(GROUNDS) if number != self._ground])
+        self._ground = self._rng.choice(
+            [number for number in range(GROUNDS) if number != self._ground]
+        )
         pixels = draw(self._goal, self._reach, self._colour, f"{self._side} {self._ground}")
         return Message("user", (Image(pixels, alt=describe_goal(self._goal)),))
 
@@ -106,14 +122,26 @@ class Radar(Env):
         """
         check_split(split)
         rng = random.Random(f"radar/{split}/{seed}")
-        kinds = [(x, y, c) for x in self._fields for y in self._fields for c in range(len(COLOURS)) if abs(x) + abs(y) >= 2]
+        kinds = [
+            (x, y, c)
+            for x in self._fields
+            for y in self._fields
+            for c in range(len(COLOURS))
+            if abs(x) + abs(y) >= 2
+        ]
         kinds = [kind for kind in kinds if held_out(*kind) == (split == "eval")]
         deck: list[tuple[int, int, int]] = []
         found = []
         for number in range(n):
             deck = deck or rng.sample(kinds, len(kinds))
             right, up, colour = deck.pop()
-            info = {"right": right, "up": up, "colour": colour, "side": split, "number": f"{seed} {number}"}
+            info = {
+                "right": right,
+                "up": up,
+                "colour": colour,
+                "side": split,
+                "number": f"{seed} {number}",
+            }
             found.append(Task(info=info))
         return found
 
@@ -133,7 +161,8 @@ class Radar(Env):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: on an axis toward the goal go up or right (`HABIT`) or toward it (`SENSE`); else move at random."""
+        """Play poorly: on an axis toward the goal go up or right (`HABIT`) or toward it
+        (`SENSE`); else move at random."""
         way = rng.choice(_nearer(messages))
         chance = rng.random()
         if chance < HABIT:
@@ -148,11 +177,14 @@ def held_out(right: int, up: int, colour: int) -> bool:
 
 @lru_cache(maxsize=8192)
 def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
-    """Draw a read-only image, [32, 32, 3] uint8: dark noise seeded by `ground`, the player, and the goal (right, up)."""
+    """Draw a read-only image, [32, 32, 3] uint8: dark noise seeded by `ground`, the player, and
+    the goal (right, up)."""
     import numpy as np
 
     field = SIDE // (2 * reach + 1)
-    noise = np.frombuffer(random.Random(f"ground {ground}").randbytes(SIDE * SIDE), np.uint8).reshape(SIDE, SIDE, 1)
+    noise = np.frombuffer(
+        random.Random(f"ground {ground}").randbytes(SIDE * SIDE), np.uint8
+    ).reshape(SIDE, SIDE, 1)
     pixels = np.repeat(noise // (256 // GROUND), 3, axis=2)
     middle = (SIDE - field) // 2
     for (right, up), paint in (((0, 0), PLAYER), (goal, COLOURS[colour])):

@@ -9,8 +9,9 @@
     user       1. Kelmor was founded by Tarn Obask. 2. ...
     assistant  <answer>Tarn Obask</answer>
 
-The reward is 1 when the answer is exactly the founder. Each town is equally often correct in both splits and has its own
-founder, so the best success rate without a search is 1 / `towns`. Needs the extra `search` (bm25s).
+The reward is 1 when the answer is exactly the founder. Each town is equally often correct in
+both splits and has its own founder, so the best success rate without a search is 1 / `towns`.
+Needs the extra `search` (bm25s).
 """
 
 from __future__ import annotations
@@ -28,7 +29,20 @@ from turnwright.envs.spec import check_split
 from turnwright.errors import ConfigError, EnvError, InvalidAction
 from turnwright.types import Message, Task
 
-_FIRST = ("Mira", "Tarn", "Elsu", "Joren", "Pila", "Oskar", "Runa", "Bela", "Dorit", "Faro", "Ilke", "Nuri")
+_FIRST = (
+    "Mira",
+    "Tarn",
+    "Elsu",
+    "Joren",
+    "Pila",
+    "Oskar",
+    "Runa",
+    "Bela",
+    "Dorit",
+    "Faro",
+    "Ilke",
+    "Nuri",
+)
 _SYLLABLES = ("dov", "kel", "mor", "bask", "tir", "lun", "gar", "vesh", "pol", "ran", "sid", "hul")
 _REPLY = re.compile(r"(?P<kind>search|answer)>(?P<text>[^<>]*)</(?P=kind)>")
 _HELD_OUT_SHARE = 4
@@ -48,12 +62,22 @@ class Search(Env):
 
     max_turns: ClassVar[int] = 5
     rule: ClassVar[str] = (
-        "Say <search>WORDS</search> to search, <answer>NAME</answer> to answer; one of them a turn, at the end."
+        "Say <search>WORDS</search> to search, <answer>NAME</answer> to answer; one of them a "
+        "turn, at the end."
     )
 
-    def __init__(self, towns: int = 20, people: int = 16, results: int = 2, corpus_seed: int = 0, rules: bool = False) -> None:
+    def __init__(
+        self,
+        towns: int = 20,
+        people: int = 16,
+        results: int = 2,
+        corpus_seed: int = 0,
+        rules: bool = False,
+    ) -> None:
         if not (2 <= towns <= 100 and _HELD_OUT_SHARE <= people <= 100 and 1 <= results <= 10):
-            raise ConfigError("search: towns are 2 to 100, people of each town 4 to 100, results 1 to 10")
+            raise ConfigError(
+                "search: towns are 2 to 100, people of each town 4 to 100, results 1 to 10"
+            )
         require_extra("search", "bm25s")
         self._size, self._results, self._rules = (towns, people, corpus_seed), results, rules
         self.single_turn_best = 1.0 / towns
@@ -61,7 +85,10 @@ class Search(Env):
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         if task.info.get("corpus") != list(self._size) or not task.answer:
-            raise EnvError(f"task {task.id} is not of this corpus; take search's own tasks, with the same arguments")
+            raise EnvError(
+                f"task {task.id} is not of this corpus; take search's own tasks, with the same "
+                "arguments"
+            )
         _index(*self._size)
         self._answer = str(task.answer)
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
@@ -81,9 +108,13 @@ class Search(Env):
         documents, index = _index(*self._size)
         words = _words(query)[:_MAX_QUERY_WORDS]
         scores = index.get_scores(words) if words else [0.0] * len(documents)
-        ranked = sorted(range(len(documents)), key=lambda i: (-float(scores[i]), i))[: self._results]
+        ranked = sorted(range(len(documents)), key=lambda i: (-float(scores[i]), i))[
+            : self._results
+        ]
         results = [documents[i] for i in ranked if float(scores[i]) > 0.0]
-        return " ".join(f"{rank}. {text}" for rank, text in enumerate(results, 1)) or "nothing found"
+        return (
+            " ".join(f"{rank}. {text}" for rank, text in enumerate(results, 1)) or "nothing found"
+        )
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return up to `n` questions, at most one per person; the splits have different people."""
@@ -97,7 +128,13 @@ class Search(Env):
             if (number < held) == (split == "eval"):
                 for town, founder, born in rng.sample(facts, len(facts)):
                     info = {"corpus": list(self._size), "town": town}
-                    asked.append(Task(f"Who founded the town where {born[number]} was born?", answer=founder, info=info))
+                    asked.append(
+                        Task(
+                            f"Who founded the town where {born[number]} was born?",
+                            answer=founder,
+                            info=info,
+                        )
+                    )
         return asked[: n or None]
 
     @staticmethod
@@ -114,7 +151,8 @@ class Search(Env):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: with probability 0.5 answer with a name from the last message instead of searching."""
+        """Play poorly: with probability 0.5 answer with a name from the last message
+        instead of searching."""
         reply = Search.solver(messages, rng)
         if reply.startswith("<search>") and rng.random() < 0.5:
             names = re.findall(r"[A-Z]\w+ [A-Z]\w+", messages[-1].text)
@@ -141,7 +179,11 @@ def _facts(towns: int, people: int, seed: int) -> tuple[tuple[str, str, tuple[st
     rng = random.Random(f"search corpus {towns} {people} {seed}")
     taken: set[str] = set()
     return tuple(
-        (_name(rng, taken, False), _name(rng, taken, True), tuple(_name(rng, taken, True) for _ in range(people)))
+        (
+            _name(rng, taken, False),
+            _name(rng, taken, True),
+            tuple(_name(rng, taken, True) for _ in range(people)),
+        )
         for _ in range(towns)
     )
 

@@ -7,10 +7,11 @@
     tool       (image: that part at full resolution)
     assistant  47
 
-The digits are 14 pixels high, and less than 2 in the scaled-down full image. A box is [left, top, right, bottom] in pixels of
-the full image; a crop larger than the pixel limit is scaled down too. The reward is 1 when the last reply is exactly the
-number. A text-only model reads the `alt` of image and crops.
-"""
+The digits are 14 pixels high, and less than 2 in the scaled-down full image. A box is [left,
+top, right, bottom] in pixels of the full image; a crop larger than the pixel limit is scaled
+down too. The reward is 1 when the last reply is exactly the number. A text-only model reads the
+`alt` of image and crops.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -29,7 +30,13 @@ SIDE = 512  # pixels per side of the full image
 SQUARE = 32  # pixels per side of a colored square
 DIGITS = 20  # font size of the numbers
 MIN_SIDE = 16  # minimum pixels per side of a box
-COLOURS = {"red": (200, 30, 30), "green": (20, 130, 40), "blue": (40, 60, 200), "black": (20, 20, 20), "purple": (130, 30, 150)}
+COLOURS = {
+    "red": (200, 30, 30),
+    "green": (20, 130, 40),
+    "blue": (40, 60, 200),
+    "black": (20, 20, 20),
+    "purple": (130, 30, 150),
+}
 LEGIBLE = 2  # numbers are legible in crops scaled down by less than this factor
 
 
@@ -58,7 +65,9 @@ class Zoom(Env):
 
     def __init__(self, shown: int = 64) -> None:
         if not 48 <= shown <= 96:
-            raise ConfigError("zoom: shown is 48 to 96 pixels; with more the numbers could be read at once")
+            raise ConfigError(
+                "zoom: shown is 48 to 96 pixels; with more the numbers could be read at once"
+            )
         common.require_extra("vision", "PIL")
         self._shown = shown
         self._squares: dict[str, tuple[int, int, int]] = {}
@@ -68,11 +77,18 @@ class Zoom(Env):
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
         squares, colour = task.info.get("squares"), task.info.get("colour")
         if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
-            raise EnvError(f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']")
-        self._squares = {name: (int(left), int(top), int(number)) for name, (left, top, number) in squares.items()}
+            raise EnvError(
+                f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']"
+            )
+        self._squares = {
+            name: (int(left), int(top), int(number))
+            for name, (left, top, number) in squares.items()
+        }
         self._answer = str(self._squares[colour][2])
         self._picture = draw(self._squares)
-        question = f"The image is {SIDE} x {SIDE} pixels. What number stands in the {colour} square?"
+        question = (
+            f"The image is {SIDE} x {SIDE} pixels. What number stands in the {colour} square?"
+        )
         return Message("user", (self._part((0, 0, SIDE, SIDE)), question))
 
     def step(self, action: Action) -> Step:
@@ -85,7 +101,10 @@ class Zoom(Env):
         except common.CallError as mistake:
             messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return Step(messages, info=info)
-        return Step(common.tool_results(action.tool_calls, TOOL.name, (self._part(box),)), info={"tool_calls": 1})
+        return Step(
+            common.tool_results(action.tool_calls, TOOL.name, (self._part(box),)),
+            info={"tool_calls": 1},
+        )
 
     def _part(self, box: tuple[int, int, int, int]) -> Image:
         left, top, right, bottom = box
@@ -108,10 +127,16 @@ class Zoom(Env):
             for name, cell in zip(COLOURS, cells, strict=True):
                 x, y = (cell % 4 * SIDE // 4, cell // 4 * SIDE // 4)
                 free = SIDE // 4 - SQUARE
-                squares[name] = [x + rng.randrange(free), y + rng.randrange(free), rng.randint(10, 99)]
+                squares[name] = [
+                    x + rng.randrange(free),
+                    y + rng.randrange(free),
+                    rng.randint(10, 99),
+                ]
             colour = rng.choice(tuple(COLOURS))
             answer = str(squares[colour][2])
-            return f"{colour} {answer}", Task(answer=answer, info={"squares": squares, "colour": colour})
+            return f"{colour} {answer}", Task(
+                answer=answer, info={"squares": squares, "colour": colour}
+            )
 
         return common.sample_tasks("zoom", split, n, seed, one)
 
@@ -121,10 +146,19 @@ class Zoom(Env):
         rng = random.Random(seed)
         texts = []
         for task in Zoom.tasks("train", n, seed):
-            question = f"The image is {SIDE} x {SIDE} pixels. What number stands in the {task.info['colour']} square?"
+            question = (
+                f"The image is {SIDE} x {SIDE} pixels. What number stands in the "
+                f"{task.info['colour']} square?"
+            )
             x, y, number = task.info["squares"][task.info["colour"]]
             alt = f"{task.info['colour']} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: "
-            texts += [question, f"{alt}too small to read. ", f"{alt}{number}. ", str(number), _call(x, y, rng.randint(0, 16))]
+            texts += [
+                question,
+                f"{alt}too small to read. ",
+                f"{alt}{number}. ",
+                str(number),
+                _call(x, y, rng.randint(0, 16)),
+            ]
         return texts
 
     @staticmethod
@@ -144,17 +178,22 @@ class Zoom(Env):
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
     """Validate a box of the full image."""
     if len(box) != 4:
-        raise common.CallError(f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box")
+        raise common.CallError(
+            f"box is [left, top, right, bottom], four whole numbers, not {len(box)}", "no_box"
+        )
     left, top, right, bottom = box
     if not (0 <= left < right <= SIDE and 0 <= top < bottom <= SIDE):
-        raise common.CallError(f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside")
+        raise common.CallError(
+            f"box: 0 <= left < right <= {SIDE} and 0 <= top < bottom <= {SIDE}", "outside"
+        )
     if right - left < MIN_SIDE or bottom - top < MIN_SIDE:
         raise common.CallError(f"box: at least {MIN_SIDE} pixels wide and high", "too_small")
     return left, top, right, bottom
 
 
 def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
-    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers, (left, top, number) by color."""
+    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers, (left,
+    top, number) by color."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
@@ -162,7 +201,13 @@ def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
     pen, font = ImageDraw.Draw(picture), ImageFont.load_default(size=DIGITS)
     for name, (left, top, number) in squares.items():
         pen.rectangle((left, top, left + SQUARE - 1, top + SQUARE - 1), fill=COLOURS[name])
-        pen.text((left + SQUARE / 2, top + SQUARE / 2), str(number), fill=(255, 255, 255), font=font, anchor="mm")
+        pen.text(
+            (left + SQUARE / 2, top + SQUARE / 2),
+            str(number),
+            fill=(255, 255, 255),
+            font=font,
+            anchor="mm",
+        )
     return picture
 
 
@@ -179,5 +224,10 @@ def _played(messages: Sequence[Message], around: int) -> str:
 
 
 def _call(left: int, top: int, around: int) -> str:
-    box = [max(0, left - around), max(0, top - around), min(SIDE, left + SQUARE + around), min(SIDE, top + SQUARE + around)]
+    box = [
+        max(0, left - around),
+        max(0, top - around),
+        min(SIDE, left + SQUARE + around),
+        min(SIDE, top + SQUARE + around),
+    ]
     return common.tool_call(TOOL.name, box=box)

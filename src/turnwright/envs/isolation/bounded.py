@@ -1,8 +1,10 @@
-"""Calls of functions of this package on untrusted text, bounded in processor time and memory, from any thread.
+"""Calls of functions of this package on untrusted text, bounded in processor time and
+memory, from any thread.
 
-An expression such as `9**9**9**9` has no bound, and a time limit by a signal holds in the main thread alone. `call_bounded`
-therefore runs the function in a process of a pool, which is kept for further calls and ends when a call exceeds a bound.
-Processor time is limited instead of time on the clock, so a busy machine does not change a verdict.
+An expression such as `9**9**9**9` has no bound, and a time limit by a signal holds in the main
+thread alone. `call_bounded` therefore runs the function in a process of a pool, which is kept for
+further calls and ends when a call exceeds a bound. Processor time is limited instead of time on the
+clock, so a busy machine does not change a verdict.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ MAX_DEATHS = 3
 """Maximum processes that one call may lose to something outside of it, before the call fails."""
 MAX_PROCESSES = 4
 MODULES = ("math_verify", "pylatexenc")
-"""What functions import: a process that takes the place of one that a call ended has them from its first moment."""
+"""What functions import: a process that takes the place of one that a call ended has them
+from its first moment."""
 CLOSE_S = 10.0
 """Seconds that the end of this program waits for the processes to end."""
 
@@ -44,7 +47,10 @@ _OWN_DEATHS = {
     signal.SIGFPE,
     signal.SIGILL,
 }
-"""Signals that a call brings upon its process. Others come from outside, and say nothing about the call."""
+"""Signals that a call brings upon its process.
+
+Others come from outside, and say nothing about the call.
+"""
 
 
 class BoundExceeded(TurnwrightError, RuntimeError):
@@ -56,19 +62,21 @@ class CallFailed(TurnwrightError, RuntimeError):
 
 
 def call_bounded(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function of a module returns, called in a process with plain data, which it also returns.
+    """Return what a function of a module returns, called in a process with plain
+    data, which it also returns.
 
     Raises:
         BoundExceeded: when the call used too much processor time or memory, or ended the process.
-        ProcessDied: when something else ended the process, `MAX_DEATHS` times, or it got no processor
-            time for `WALL_S` seconds: there is no verdict.
+        ProcessDied: when something else ended the process, `MAX_DEATHS` times, or it got no
+            processor time for `WALL_S` seconds: there is no verdict.
         CallFailed: for an exception of the function, with its type and message.
     """
     return _calls.call(function, args)
 
 
 class _BoundedCalls:
-    """A pool of processes on an event loop in a thread: callers may have a loop of their own, or none."""
+    """A pool of processes on an event loop in a thread: callers may have a loop
+    of their own, or none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -99,14 +107,20 @@ class _BoundedCalls:
             worker = await self._pool.take(function)
             try:
                 async with asyncio.timeout(WALL_S):
-                    return await self._pool.call("a bounded call", _within_bounds, function, args, worker=worker)
+                    return await self._pool.call(
+                        "a bounded call", _within_bounds, function, args, worker=worker
+                    )
             except TimeoutError:
-                raise ProcessDied(f"the process of a bounded call had no answer ready within {WALL_S:g} s") from None
+                raise ProcessDied(
+                    f"the process of a bounded call had no answer ready within {WALL_S:g} s"
+                ) from None
             except RemoteException as error:
                 raise CallFailed(f"{error.failure.type}: {error.failure.message}"[:500]) from error
             except ProcessDied as error:
                 if error.status is None or error.status >= 0 or -error.status in _OWN_DEATHS:
-                    raise BoundExceeded(f"the call ended its process; it may use {SECONDS} s of processor time") from error
+                    raise BoundExceeded(
+                        f"the call ended its process; it may use {SECONDS} s of processor time"
+                    ) from error
                 deaths += 1
                 if deaths == MAX_DEATHS:
                     raise ProcessDied(f"{error}, {deaths} times") from error
@@ -122,7 +136,8 @@ class _BoundedCalls:
 
 
 def _within_bounds(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call the function in its process, which has imported its module: the first call has as much as the others."""
+    """Call the function in its process, which has imported its module: the first call has
+    as much as the others."""
     _set_bounds()
     try:
         return function(*args)

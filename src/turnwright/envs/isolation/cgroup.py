@@ -45,13 +45,21 @@ class MemoryGroup:
 
     def command(self, words: list[str]) -> list[str]:
         """Return a command line that joins the group before it runs `words`."""
-        return ["/bin/sh", "-c", 'echo 0 > "$0" && exec "$@"', str(self.path / "cgroup.procs"), *words]
+        return [
+            "/bin/sh",
+            "-c",
+            'echo 0 > "$0" && exec "$@"',
+            str(self.path / "cgroup.procs"),
+            *words,
+        ]
 
     @property
     def was_exceeded(self) -> bool:
         """Whether the kernel has killed a process because the group had all of its memory."""
         try:
-            rows = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
+            rows = dict(
+                line.split() for line in (self.path / "memory.events").read_text().splitlines()
+            )
         except (OSError, ValueError):
             return False
         return rows.get("oom_kill", "0") != "0"
@@ -71,20 +79,28 @@ class MemoryGroup:
 
 @functools.cache
 def delegated_group() -> Path | None:
-    """Return the directory in which this user may make groups with a limit on memory; None if there is none."""
+    """Return the directory in which this user may make groups with a limit on memory; None if there is none."""  # noqa: E501
     parent = _parent_group(OWN, MOUNTS)
     return parent if parent is not None and _works(parent) else None
 
 
 def _parent_group(own: Path, mounts: Path) -> Path | None:
-    """Return the group above that of this process, if it is delegated to this user with the memory controller."""
+    """Return the group above that of this process, if it is delegated to this user with
+    the memory controller."""
     try:
-        paths = [line.removeprefix("0::") for line in own.read_text().splitlines() if line.startswith("0::")]
-        mounted = [line.split() for line in mounts.read_text().splitlines() if " - cgroup2 " in line]
+        paths = [
+            line.removeprefix("0::")
+            for line in own.read_text().splitlines()
+            if line.startswith("0::")
+        ]
+        mounted = [
+            line.split() for line in mounts.read_text().splitlines() if " - cgroup2 " in line
+        ]
         if not paths or not mounted or paths[0] == "/" or ".." in paths[0].split("/"):
             return None
 
-        # Fields of a mount: id, parent, device, directory of the hierarchy that is mounted, where it is mounted.
+        # Fields of a mount: id, parent, device, directory of the hierarchy that is
+        # mounted, where it is mounted.
         root, target = mounted[0][3], mounted[0][4]
         if paths[0] == root or not paths[0].startswith(root):
             return None
@@ -96,7 +112,8 @@ def _parent_group(own: Path, mounts: Path) -> Path | None:
 
 
 def _is_delegated(group: Path) -> bool:
-    """Return whether a group is this user's: by its owner, or for root by systemd's mark on groups that it gave away."""
+    """Return whether a group is this user's: by its owner, or for root by systemd's mark on
+    groups that it gave away."""
     user = os.geteuid()
     if user != 0:
         writable = all(os.access(path, os.W_OK) for path in (group, group / "cgroup.procs"))

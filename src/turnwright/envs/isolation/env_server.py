@@ -1,8 +1,9 @@
-"""What a forked process does: it serves the calls of one environment, or of functions, one at a time.
+"""What a forked process does: it serves the calls of one environment, or of
+functions, one at a time.
 
-Requests are a method's name and its pickled arguments, from the process that started this one and hence trusted. An answer is
-("ok", value), ("invalid", words) for an `InvalidAction`, or ("error", `Failure`); values leave as plain data. SIGTERM ends a
-call and closes the environment.
+Requests are a method's name and its pickled arguments, from the process that started this one and
+hence trusted. An answer is ("ok", value), ("invalid", words) for an `InvalidAction`, or ("error",
+`Failure`); values leave as plain data. SIGTERM ends a call and closes the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from inspect import isawaitable
 from typing import Any
 
 from turnwright.config import Limits
-from turnwright.envs.env import Env, InlineObservation, NeedsLimits, NewHistory, Scores, Step, as_step
+from turnwright.envs.env import (
+    Env,
+    InlineObservation,
+    NeedsLimits,
+    NewHistory,
+    Scores,
+    Step,
+    as_step,
+)
 from turnwright.envs.isolation.wire import HEAD, frame, picklable_value
 from turnwright.envs.user_code import as_number, failure_of
 from turnwright.errors import InvalidAction, UsageError, words
@@ -73,7 +82,8 @@ class EnvServer:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def _quiet(self) -> None:
-        """Cancel the tasks that an interrupted call left on the loop, without reporting their exceptions."""
+        """Cancel the tasks that an interrupted call left on the loop, without
+        reporting their exceptions."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
@@ -82,7 +92,8 @@ class EnvServer:
             await asyncio.wait(left, timeout=self._grace_s / 4)
 
     def _stop(self, *_: Any) -> None:
-        """End the current call: cancel it where asyncio runs, which would report an exception and go on; else interrupt it."""
+        """End the current call: cancel it where asyncio runs, which would report an exception and
+        go on; else interrupt it."""
         self._stopping = True
         try:
             loop = asyncio.get_running_loop()
@@ -91,7 +102,9 @@ class EnvServer:
 
         if self._task is not None:
             loop.call_soon_threadsafe(self._task.cancel)
-        signal.signal(signal.SIGALRM, self._interrupt)  # for a call that blocks the loop, or ignores its cancellation
+        signal.signal(
+            signal.SIGALRM, self._interrupt
+        )  # for a call that blocks the loop, or ignores its cancellation
         signal.setitimer(signal.ITIMER_REAL, self._grace_s / 4)
 
     def _interrupt(self, *_: Any) -> None:
@@ -139,15 +152,21 @@ class EnvServer:
         messages = None if opening is None else media_as_bytes(as_messages(opening))
         tools = picklable_value([dict(tool) for tool in env.tools])
         max_turns = getattr(env, "max_turns", None)
-        own_reward, snapshots = type(env).reward is not Env.reward, type(env).snapshot is not Env.snapshot
+        own_reward, snapshots = (
+            type(env).reward is not Env.reward,
+            type(env).snapshot is not Env.snapshot,
+        )
         return messages, tools, own_reward, snapshots, max_turns, env.on_turn_length
 
     def _call_function(self, data: bytes) -> Any:
-        """Call a function with arguments, pickled together, which loads the function's module here."""
+        """Call a function with arguments, pickled together, which loads the
+        function's module here."""
         try:
             function, args = pickle.loads(data)
         except AttributeError as error:
-            raise UsageError(f"the process cannot find the reward: {error}; define it at the top level of a file") from error
+            raise UsageError(
+                f"the process cannot find the reward: {error}; define it at the top level of a file"
+            ) from error
         return self._settle(function(*args))
 
     def _settle(self, value: Any) -> Any:
@@ -176,7 +195,8 @@ class EnvServer:
 
 
 def _plain_step(step: Step) -> Step:
-    """Return a step whose images are bytes and whose `info` is plain data, which can leave the process."""
+    """Return a step whose images are bytes and whose `info` is plain data, which
+    can leave the process."""
     observation = step.observation
     if isinstance(observation, InlineObservation):
         (inserted,) = media_as_bytes((observation.message,))
@@ -196,4 +216,8 @@ def _numbers(rewards: Any) -> Any:
 
 def _number(reward: Any) -> Any:
     """Convert a reward to plain floats, which can leave the process."""
-    return reward.checked("the reward") if isinstance(reward, Scores) else as_number(reward, "the reward")
+    return (
+        reward.checked("the reward")
+        if isinstance(reward, Scores)
+        else as_number(reward, "the reward")
+    )

@@ -1,7 +1,7 @@
 """Processes that start as forks of one that has what they need in memory, and calls in them.
 
-A process that imports torch or a simulator takes seconds to start, and a fork of it milliseconds. `forking.py` is the process
-that forks, `env_server.py` what a fork does, `wire.py` how they talk.
+A process that imports torch or a simulator takes seconds to start, and a fork of it milliseconds.
+`forking.py` is the process that forks, `env_server.py` what a fork does, `wire.py` how they talk.
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ MAX_STARTS = 9
 """Maximum starts of the process that forks in one rollout, restarts after it is killed included."""
 EXIT_GRACE_S = 1.0
 """Seconds that a process may take to close its environment before it is killed."""
-_MAIN = "import sys; from turnwright.envs.isolation.forking import serve_forks; serve_forks(int(sys.argv[1]))"
+_MAIN = (
+    "import sys; from turnwright.envs.isolation.forking import serve_forks; "
+    "serve_forks(int(sys.argv[1]))"
+)
 
 
 class ForkServer:
-    """Starts processes as forks of one that has loaded an object, such as a factory of environments.
+    """Starts processes as forks of one that has loaded an object, such as a
+    factory of environments.
 
     That one starts with the first `fork`, and again if it dies.
 
@@ -59,18 +63,23 @@ class ForkServer:
         await fork_server.close()
     """
 
-    def __init__(self, load: Callable[..., Any], *, modules: Sequence[str] = (), for_user_code: bool = True) -> None:
-        """`load` is sent pickled; `modules` are imported before the first fork, if they are installed.
+    def __init__(
+        self, load: Callable[..., Any], *, modules: Sequence[str] = (), for_user_code: bool = True
+    ) -> None:
+        """`load` is sent pickled; `modules` are imported before the first
+        fork, if they are installed.
 
-        For code of users the file that this program was started with is run there as well, since `load` may be defined in it.
-        Else nothing that the processes print is shown.
+        For code of users the file that this program was started with is run there as well, since
+        `load` may be defined in it. Else nothing that the processes print is shown.
 
         Raises:
-            UsageError: where `load` cannot be pickled, or a rollout is begun in an environment's own process.
+            UsageError: where `load` cannot be pickled, or a rollout is begun in an
+                environment's own process.
         """
         if for_user_code and in_isolated_process():
             raise UsageError(
-                "an environment's process cannot start a rollout: importing the file that defines the environment does so; "
+                "an environment's process cannot start a rollout: importing the file that defines "
+                "the environment does so; "
                 'put that code under `if __name__ == "__main__":`'
             )
         try:
@@ -78,7 +87,8 @@ class ForkServer:
         except Exception as error:
             name = getattr(load, "__name__", None) or type(load).__name__
             raise UsageError(
-                f'isolation = "process": {name} cannot be found by another process ({error}); define it and the functions it '
+                f'isolation = "process": {name} cannot be found by another process ({error}); '
+                "define it and the functions it "
                 "uses at the top level of a file"
             ) from error
 
@@ -97,7 +107,8 @@ class ForkServer:
         """Start a process; where the one that forks has died, start that again.
 
         Raises:
-            ProcessDied: when it ended during its start, or the process that forks has died too often.
+            ProcessDied: when it ended during its start, or the process that
+                forks has died too often.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -106,8 +117,9 @@ class ForkServer:
             if self._forker is None:
                 if self.starts >= MAX_STARTS:
                     raise ProcessDied(
-                        f"the fork server of environments died {self.starts} times; find what kills it (the system log "
-                        "reports out-of-memory kills), then continue with --resume"
+                        f"the fork server of environments died {self.starts} times; find what "
+                        "kills it (the system log reports out-of-memory kills), then continue "
+                        "with --resume"
                     )
                 self._start(loop)
 
@@ -138,13 +150,18 @@ class ForkServer:
         return ForkedProcess(self, ours, pid, self._ends.setdefault(pid, loop.create_future()))
 
     def kill(self, pid: int, end: asyncio.Future[int], *, at_once: bool = False) -> None:
-        """End a process; kill it after one second, or `at_once`. `end` identifies it even if `pid` was reused."""
+        """End a process; kill it after one second, or `at_once`.
+
+        `end` identifies it even if `pid` was reused.
+        """
         if self._control is None or self._ends.get(pid) is not end:
             return
         try:
             self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
         except BlockingIOError:  # earlier requests are still queued
-            asyncio.get_running_loop().call_later(_RETRY_S, partial(self.kill, pid, end, at_once=at_once))
+            asyncio.get_running_loop().call_later(
+                _RETRY_S, partial(self.kill, pid, end, at_once=at_once)
+            )
         except OSError:
             self._on_forker_exit()
 
@@ -230,7 +247,8 @@ class ForkServer:
                 end.set_result(status)
 
     def _on_forker_exit(self) -> None:
-        """Clean up after the process that forks died, on Linux with its children; the next fork starts a new one."""
+        """Clean up after the process that forks died, on Linux with its children; the next
+        fork starts a new one."""
         self._disconnect()
         if self._forker is not None:
             self._forker.kill()  # it may be alive without its socket
@@ -252,13 +270,19 @@ class ForkServer:
 
 def _files_of_users() -> dict[str, str]:
     """Return the files of modules that were loaded from a file of a user, by the module's name."""
-    return {name: str(module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE)}
+    return {
+        name: str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith(USER_MODULE)
+    }
 
 
 class ForkedProcess:
     """A process of a fork server, which serves one call at a time."""
 
-    def __init__(self, fork_server: ForkServer, sock: socket.socket, pid: int, end: asyncio.Future[int]) -> None:
+    def __init__(
+        self, fork_server: ForkServer, sock: socket.socket, pid: int, end: asyncio.Future[int]
+    ) -> None:
         """`end` gets its status, as `os.waitpid` has it."""
         self._fork_server = fork_server
         self._sock: socket.socket | None = sock
@@ -278,13 +302,15 @@ class ForkedProcess:
         return self._end.done()
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call a method there and return its result. Cancelling this ends the process, since the result has no receiver.
+        """Call a method there and return its result. Cancelling this ends the process, since
+        the result has no receiver.
 
         Raises:
             EnvError: for arguments that cannot be pickled, and for results that are no plain data.
             InvalidAction: as the environment raises it.
             RemoteException: for any other exception there.
-            ProcessDied: when the process has ended; `status` is its exit status, negative for a signal.
+            ProcessDied: when the process has ended; `status` is its exit
+                status, negative for a signal.
         """
         if self._sock is None:
             raise ProcessDied(f"{self.what} has ended; {method} cannot be called")
@@ -292,7 +318,9 @@ class ForkedProcess:
         try:
             request = pickle.dumps(method) + pickle.dumps(args)
         except Exception as error:
-            raise EnvError(f"the arguments of {method} cannot be sent to {self.what}: {error}") from error
+            raise EnvError(
+                f"the arguments of {method} cannot be sent to {self.what}: {error}"
+            ) from error
 
         self._asked += 1
         try:
@@ -319,7 +347,8 @@ class ForkedProcess:
         return ProcessDied(f"{self.what} {exit_words(status)}{where}", status)
 
     def drop(self, *, at_once: bool = False) -> None:
-        """Disconnect, which lets it close its environment; kill it after one second, or `at_once`."""
+        """Disconnect, which lets it close its environment; kill it after one
+        second, or `at_once`."""
         self.disconnect()
         self._fork_server.kill(self._pid, self._end, at_once=at_once)
         if at_once:

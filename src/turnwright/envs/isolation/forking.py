@@ -1,9 +1,10 @@
-"""The process that forks: small and single-threaded, with what user code needs in memory, forked for each environment.
+"""The process that forks: small and single-threaded, with what user code needs in memory,
+forked for each environment.
 
-`fork_server.py` starts it and connects over a socket. It first sends what to load, then requests of nine bytes: `s`, with a
-socket attached, forks a process for an environment or a reward, `k` ends a process, `x` kills it. The server reports the id
-and status of each ended process, after killing its descendants and removing its temporary directory. When the socket closes,
-all processes end.
+`fork_server.py` starts it and connects over a socket. It first sends what to load, then requests of
+nine bytes: `s`, with a socket attached, forks a process for an environment or a reward, `k` ends a
+process, `x` kills it. The server reports the id and status of each ended process, after killing its
+descendants and removing its temporary directory. When the socket closes, all processes end.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class _Forker:
         self._folder, self._grace_s = setup.folder, setup.grace_s
         make = _load(setup)
 
-        watched = select.poll()  # select() rejects descriptors above 1023, which the parent may have open
+        watched = (
+            select.poll()
+        )  # select() rejects descriptors above 1023, which the parent may have open
         watched.register(self._control, select.POLLIN)
         watched.register(wake_read, select.POLLIN)
         while True:
@@ -127,7 +130,8 @@ class _Forker:
             os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Kill the process group of an ended process while its id is still reserved, then reap it."""
+        """Kill the process group of an ended process while its id is still
+        reserved, then reap it."""
         while self._living:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -145,7 +149,8 @@ class _Forker:
                 self._control.sendall(ENDED.pack(ended.si_pid, status))
 
     def _kill_orphans(self) -> None:
-        """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were reparented to this one."""
+        """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were
+        reparented to this one."""
         until = time.monotonic() + self._grace_s
         while (orphans := child_processes() - self._living.keys()) and time.monotonic() < until:
             for pid in orphans:
@@ -196,7 +201,8 @@ def _become_subreaper() -> None:
 
 
 def _load(setup: ForkSetup) -> Callable[[], Env]:
-    """Load the factory; on failure return one that raises in each process, where the error is reported."""
+    """Load the factory; on failure return one that raises in each process, where
+    the error is reported."""
     try:
         spawn.prepare(setup.preparation)
         from turnwright.envs.user_code import UserModules
@@ -208,7 +214,9 @@ def _load(setup: ForkSetup) -> Callable[[], Env]:
         factory: Callable[[], Env] = pickle.loads(setup.factory)
         return factory
     except BaseException as error:
-        failure = error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
+        failure = (
+            error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
+        )
 
         def fail() -> Env:
             raise failure
@@ -221,11 +229,13 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) 
     try:
         os.setsid()
         end_with_parent(signal.SIGKILL)
-        _become_subreaper()  # daemons stay below this process while it lives, and pass to the fork server when it ends
+        # daemons stay below this process while it lives, and pass to the fork server when it ends
+        _become_subreaper()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-        # Nothing of the fork server stays open here: a socket that a grandchild kept would outlive its owner.
+        # Nothing of the fork server stays open here: a socket that a grandchild kept
+        # would outlive its owner.
         os.dup2(sock, 3)
         if sys.platform == "linux":
             end = max(map(int, os.listdir("/proc/self/fd"))) + 1
@@ -248,5 +258,6 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) 
 
 
 def serve_forks(control: int) -> None:
-    """Be the process that forks environments, for the requests of a socket, given by its descriptor."""
+    """Be the process that forks environments, for the requests of a socket,
+    given by its descriptor."""
     _Forker(socket.socket(fileno=control)).serve()

@@ -14,7 +14,8 @@ from turnwright.types import Message, Task, Trajectory
 
 
 class ProcessEnv(Env):
-    """Async proxy of an environment in a process; cancelling a call ends it: `close` for a second, then its group is killed."""
+    """Async proxy of an environment in a process; cancelling a call ends it: `close` for a second,
+    then its group is killed."""
 
     snapshots = False
     max_turns: int | None = None
@@ -31,7 +32,10 @@ class ProcessEnv(Env):
         return self._process is not None and not self._process.is_connected
 
     async def start(self) -> None:
-        """Start the process. Separate from `reset`, with its own deadline, since concurrent starts wait for each other."""
+        """Start the process.
+
+        Separate from `reset`, with its own deadline, since concurrent starts wait for each other.
+        """
         self._process = await self._fork_server.fork()
 
     def set_limits(self, limits: Limits) -> None:
@@ -44,7 +48,9 @@ class ProcessEnv(Env):
             await self.start()
         messages: tuple[Message, ...] | None
         opened = await self._ask("reset", task, seed, self._limits)
-        messages, self.tools, self._rewards, self.snapshots, self.max_turns, self.on_turn_length = opened
+        messages, self.tools, self._rewards, self.snapshots, self.max_turns, self.on_turn_length = (
+            opened
+        )
         return messages
 
     async def step(self, action: Action) -> Step:
@@ -122,7 +128,10 @@ class ProcessEnvFactories:
     def of(self, factory: Callable[[], Env]) -> ProcessEnvs:
         """Return the factory's, made at the first request."""
         if id(factory) not in self._in_processes:
-            self._in_processes[id(factory)] = ProcessEnvs(factory), factory  # the reference keeps the id unique
+            self._in_processes[id(factory)] = (
+                ProcessEnvs(factory),
+                factory,
+            )  # the reference keeps the id unique
         return self._in_processes[id(factory)][0]
 
     async def close(self) -> None:

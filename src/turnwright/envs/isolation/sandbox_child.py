@@ -1,9 +1,11 @@
-"""First process inside the sandbox: starts the program, captures its output, and ends all processes at a limit.
+"""First process inside the sandbox: starts the program, captures its output, and ends
+all processes at a limit.
 
-Uses only the standard library. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of the sandbox: it receives no
-signal from inside, and all processes end with it. It reads the order from standard input as JSON after an eight-byte length,
-and writes the report to standard output as JSON. A further byte ends the program early, `m` because of its memory. When
-standard input closes, the caller has ended, and so does the sandbox.
+Uses only the standard library. Bubblewrap runs it as ``python -I -S -c SOURCE``, as process 1 of
+the sandbox: it receives no signal from inside, and all processes end with it. It reads the order
+from standard input as JSON after an eight-byte length, and writes the report to standard output as
+JSON. A further byte ends the program early, `m` because of its memory. When standard input closes,
+the caller has ended, and so does the sandbox.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _HOME = "/tmp"
 _MAX_KEPT = 10_000
 """Maximum number of files that a report returns."""
 _MEASURE_S, _MEASURE_NEAR_S = 0.02, 0.005
-"""Seconds between two measurements of the program's memory, and where it has more than half of what it may have."""
+"""Seconds between two measurements of the program's memory, and where it has more than
+half of what it may have."""
 _MEASURE_SHARE = 4
 """Minimum of the pause after a measurement, in durations of the measurement."""
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -41,7 +44,10 @@ _FORKED_AND_NOT_EXECUTED = 0x40  # PF_FORKNOEXEC among the flags of /proc/PID/st
 def main() -> None:
     """Execute one order."""
     order = json.loads(_read(int.from_bytes(_read(8), "big")))
-    for number in (signal.SIGINT, signal.SIGPIPE):  # without a handler, process 1 receives no signal from inside
+    for number in (
+        signal.SIGINT,
+        signal.SIGPIPE,
+    ):  # without a handler, process 1 receives no signal from inside
         signal.signal(number, signal.SIG_DFL)
     # A program of the same uid can neither read nor write this process:
     if _LIBC.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0) < 0:
@@ -56,7 +62,8 @@ def main() -> None:
 
 
 class Capture:
-    """First and last bytes written to a pipe, at most `limit` bytes together, and the total count."""
+    """First and last bytes written to a pipe, at most `limit` bytes
+    together, and the total count."""
 
     def __init__(self, limit: int) -> None:
         self.read_end, self.write_end = os.pipe()
@@ -90,7 +97,8 @@ class Capture:
 
 
 class ProgramMemory:
-    """Measures what the processes of a program hold together: their anonymous pages, in memory and swapped out.
+    """Measures what the processes of a program hold together: their anonymous
+    pages, in memory and swapped out.
 
     Those are all that a program can hold outside its scratch directory: the filter denies shared
     anonymous mappings and the like. Pages that processes share since a fork count once. Each step
@@ -98,7 +106,8 @@ class ProgramMemory:
     """
 
     def __init__(self, limit: int, processes: Callable[[], Iterable[str]]) -> None:
-        """`processes` returns the directories in /proc of the program's processes, which may have ended meanwhile."""
+        """`processes` returns the directories in /proc of the program's processes, which may
+        have ended meanwhile."""
         self._limit, self._processes = limit, processes
         self._pause = _MEASURE_S
         self.next_at = 0.0
@@ -147,13 +156,15 @@ def _own_pages(process: str) -> int:
 
 
 def _share_of_pages(process: str, pages: int) -> int:
-    """Return `pages` with those shared by n processes as an nth; as they are where the kernel does not tell."""
+    """Return `pages` with those shared by n processes as an nth; as they are where the
+    kernel does not tell."""
     rows = _kilobytes(f"{process}/smaps_rollup")
     return rows[b"Pss_Anon"] + rows.get(b"SwapPss", 0) if b"Pss_Anon" in rows else pages
 
 
 def _borrowed(shares: dict[str, int]) -> Iterator[int]:
-    """Yield what is counted twice since a child runs in its parent's memory (vfork) until it executes another program.
+    """Yield what is counted twice since a child runs in its parent's memory (vfork) until it
+    executes another program.
 
     The kernel does not tell which do. Each such child holds up a thread of its parent, so no more
     are left out than there are such threads, and only children with as many pages as their parent.
@@ -166,12 +177,17 @@ def _borrowed(shares: dict[str, int]) -> Iterator[int]:
     for parent in set(parents.values()) & shares.keys():
         threads = [_stat(f"{parent}/task/{thread}") for thread in _names(f"{parent}/task")]
         waiting = sum(row[:1] == [b"D"] for row in threads)
-        alike = [one for one, its_parent in parents.items() if its_parent == parent and shares[one] == shares[parent]]
+        alike = [
+            one
+            for one, its_parent in parents.items()
+            if its_parent == parent and shares[one] == shares[parent]
+        ]
         yield min(waiting, len(alike)) * shares[parent]
 
 
 def _stat(process: str) -> list[bytes]:
-    """Return the fields of /proc/PID/stat from the state on; the name before it may hold anything."""
+    """Return the fields of /proc/PID/stat from the state on; the name
+    before it may hold anything."""
     return _content(f"{process}/stat").rpartition(b")")[2].split()
 
 
@@ -206,7 +222,8 @@ def processes_inside() -> list[str]:
 
 
 def processes_below(process: int) -> Iterator[str]:
-    """Yield the descendants of a process, without its children; those are process 1 of a sandbox."""
+    """Yield the descendants of a process, without its children; those are
+    process 1 of a sandbox."""
     level = _children(f"/proc/{process}")
     while level := [child for parent in level for child in _children(parent)]:
         yield from level
@@ -223,7 +240,11 @@ class SandboxMonitor:
     def __init__(self, order: dict[str, Any]) -> None:
         self.order = order
         self.memory = ProgramMemory(order["memory"], processes_inside) if order["proc"] else None
-        self.captures = [Capture(order["output"]), Capture(order["output"]), Capture(order["channel"])]
+        self.captures = [
+            Capture(order["output"]),
+            Capture(order["output"]),
+            Capture(order["channel"]),
+        ]
         self.error_read, self.error_write = os.pipe()
 
     def run(self) -> dict[str, Any]:
@@ -252,7 +273,14 @@ class SandboxMonitor:
         found |= {"error": error.decode()} if error else {}
         out, err, channel = (capture.report() for capture in self.captures)
         kept = _kept_files(self.order) if self.order["keep"] else {}
-        return {"out": out, "err": err, "channel": channel, "seconds": time.monotonic() - began, "kept": kept, **found}
+        return {
+            "out": out,
+            "err": err,
+            "channel": channel,
+            "seconds": time.monotonic() - began,
+            "kept": kept,
+            **found,
+        }
 
     def _watch(self, program: int, wake: int, deadline: float) -> dict[str, Any]:
         by_end = {capture.read_end: capture for capture in self.captures}
@@ -276,7 +304,11 @@ class SandboxMonitor:
 
     def _until_next(self, left: float) -> float:
         """Return the seconds to wait for events, of those that are left."""
-        return left if self.memory is None else min(left, max(0.0, self.memory.next_at - time.monotonic()))
+        return (
+            left
+            if self.memory is None
+            else min(left, max(0.0, self.memory.next_at - time.monotonic()))
+        )
 
     def _memory_exceeded(self) -> bool:
         if self.memory is None or time.monotonic() < self.memory.next_at:
@@ -316,7 +348,9 @@ class SandboxMonitor:
                 "LANG": "C.UTF-8",
                 "LC_ALL": "C.UTF-8",
             }
-            os.execve(order["python"], [order["python"], "-I", "-B", "-u", "-X", "utf8", "main.py"], env)
+            os.execve(
+                order["python"], [order["python"], "-I", "-B", "-u", "-X", "utf8", "main.py"], env
+            )
         except BaseException as error:
             os.write(self.error_write, f"{type(error).__name__}: {error}".encode()[:4096])
         os._exit(127)
@@ -324,7 +358,8 @@ class SandboxMonitor:
 
 @contextlib.contextmanager
 def _as_user(uid: int | None) -> Iterator[None]:
-    """Open files with the rights of a uid: the shares of a process's pages may be read by its own user only."""
+    """Open files with the rights of a uid: the shares of a process's pages may be read
+    by its own user only."""
     if uid is None:
         yield
         return
@@ -345,9 +380,11 @@ def _drop_privileges(order: dict[str, Any]) -> None:
 
 
 def _kept_files(order: dict[str, Any]) -> dict[str, str]:
-    """Return the regular files below `keep` by relative path, in base64, up to the size of the disk together.
+    """Return the regular files below `keep` by relative path, in base64, up to the
+    size of the disk together.
 
-    All other processes have ended. They are read with the program's uid, since files may be readable for it only.
+    All other processes have ended. They are read with the program's uid, since files
+    may be readable for it only.
     """
     read_end, write_end = os.pipe()
     if os.fork() == 0:
@@ -355,7 +392,11 @@ def _kept_files(order: dict[str, Any]) -> dict[str, str]:
             os.close(read_end)
             _drop_privileges(order)
             with open(write_end, "wb") as pipe:
-                pipe.write(json.dumps(dict(_read_files(f"{_HOME}/{order['keep']}", order["disk"]))).encode())
+                pipe.write(
+                    json.dumps(
+                        dict(_read_files(f"{_HOME}/{order['keep']}", order["disk"]))
+                    ).encode()
+                )
         finally:
             os._exit(0)
     os.close(write_end)
@@ -394,7 +435,10 @@ def _limit(order: dict[str, Any]) -> None:
         (resource.RLIMIT_CORE, 0, 0),
     ):
         ceiling = resource.getrlimit(which)[1]
-        bound = [value if ceiling == resource.RLIM_INFINITY else min(value, ceiling) for value in (soft, hard)]
+        bound = [
+            value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+            for value in (soft, hard)
+        ]
         resource.setrlimit(which, (bound[0], bound[1]))
 
 
@@ -404,7 +448,10 @@ def _reap(program: int) -> dict[str, Any]:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.wait4(-1, os.WNOHANG))[0]:
             if ended[0] == program:
-                found = {"status": os.waitstatus_to_exitcode(ended[1]), "cpu": ended[2].ru_utime + ended[2].ru_stime}
+                found = {
+                    "status": os.waitstatus_to_exitcode(ended[1]),
+                    "cpu": ended[2].ru_utime + ended[2].ru_stime,
+                }
     return found
 
 

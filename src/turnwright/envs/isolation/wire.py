@@ -1,6 +1,7 @@
 """Messages to and from a forked process: a header, then a pickled value.
 
-What this process sends is trusted there. What comes back is made by code of users, so that only plain data is unpickled.
+What this process sends is trusted there. What comes back is made by code of users, so that only
+plain data is unpickled.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HEAD = struct.Struct("<4sQQ")
 REQUEST = struct.Struct("<cq")
 """A request to the fork server: its kind, and the process that it is about."""
 ENDED = struct.Struct("<qi")
-"""What the fork server says of a process that has ended: its id and status, as `os.waitpid` has it."""
+"""What the fork server says of a process that has ended: its id and status,
+as `os.waitpid` has it."""
 SETUP = struct.Struct("<Q")
 """Bytes of the pickled set-up, which is what the fork server receives first."""
 
@@ -35,7 +37,8 @@ _PLAIN = {
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler of messages from environment processes: Turnwright data classes and plain values, no code."""
+    """Unpickler of messages from environment processes: Turnwright data classes and
+    plain values, no code."""
 
     def find_class(self, module: str, name: str) -> Any:
         ours = module.startswith("turnwright.types.") or module == "turnwright.envs.env"
@@ -47,12 +50,16 @@ class RestrictedUnpickler(pickle.Unpickler):
 
 
 def restricted_loads(data: bytes) -> Any:
-    """Unpickle a message from an environment process. Raises `pickle.UnpicklingError` for anything but plain data."""
+    """Unpickle a message from an environment process.
+
+    Raises `pickle.UnpicklingError` for anything but plain data.
+    """
     return RestrictedUnpickler(io.BytesIO(data)).load()
 
 
 def picklable_value(value: Any) -> Any:
-    """Return the value unchanged if `restricted_loads` accepts it, else converted to JSON types as in the record."""
+    """Return the value unchanged if `restricted_loads` accepts it, else converted to JSON
+    types as in the record."""
     try:
         restricted_loads(pickle.dumps(value))
     except Exception:
@@ -75,7 +82,10 @@ async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: 
     while True:
         mark, answered, size = HEAD.unpack(await _exactly(loop, sock, HEAD.size))
         if mark != MARK or answered > number:
-            raise pickle.UnpicklingError("user code wrote to the socket of the environment's process; leave descriptor 3 alone")
+            raise pickle.UnpicklingError(
+                "user code wrote to the socket of the environment's process; leave descriptor 3 "
+                "alone"
+            )
 
         data = await _exactly(loop, sock, size)
         if answered == number:

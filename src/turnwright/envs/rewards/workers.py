@@ -17,7 +17,9 @@ T = TypeVar("T")
 Isolation = Literal["thread", "process"]
 
 _POOL: ContextVar[ProcessPool | None] = ContextVar("turnwright_scorers", default=None)
-_RESERVED: ContextVar[list[ForkedProcess] | None] = ContextVar("turnwright_scorers_reserved", default=None)
+_RESERVED: ContextVar[list[ForkedProcess] | None] = ContextVar(
+    "turnwright_scorers_reserved", default=None
+)
 _RUNNING: ContextVar[list[str] | None] = ContextVar("turnwright_rewards_running", default=None)
 
 
@@ -47,14 +49,16 @@ def _set(variable: ContextVar[T | None], value: T) -> Iterator[T]:
 
 
 async def reserve_worker(*functions: Callable[..., Any]) -> list[ForkedProcess]:
-    """Reserve a worker for `use_worker`, so that its start does not count toward the reward's time; empty if none is needed."""
+    """Reserve a worker for `use_worker`, so that its start does not count toward the reward's time;
+    empty if none is needed."""
     pool = _POOL.get()
     return [] if pool is None or in_isolated_process() else [await pool.take(*functions)]
 
 
 @contextmanager
 def use_worker(workers: list[ForkedProcess]) -> Iterator[None]:
-    """Give the reserved worker to the first `run_isolated` within the block; release it if unused."""
+    """Give the reserved worker to the first `run_isolated` within the block;
+    release it if unused."""
     pool = _POOL.get()
     try:
         with _set(_RESERVED, workers):
@@ -65,7 +69,8 @@ def use_worker(workers: list[ForkedProcess]) -> Iterator[None]:
 
 
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a reward function in a process, which is killed with its descendants if the call is cancelled.
+    """Call a reward function in a process, which is killed with its descendants
+    if the call is cancelled.
 
     Its exceptions are raised as `RemoteException`; `ProcessDied` when the process ended by itself.
     """

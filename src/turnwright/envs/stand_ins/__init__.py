@@ -1,15 +1,16 @@
-"""Interfaces of other frameworks, which user code imports under their names where the framework is not installed.
+"""Interfaces of other frameworks, which user code imports under their names where the
+framework is not installed.
 
 A framework (`turnwright.plugins`) has a table of them, `stand_ins.py` beside its module::
 
     MODULES = {"verl.tools.base_tool": {"my_package.tools": "BaseTool ToolResponse"}}
 
-So `verl.tools.base_tool` has `BaseTool` and `ToolResponse` of `my_package.tools` to user code. A name
-may be another one there (`compute_score=gsm8k_score`). In place of a module of ours there may be one
-of a framework, whose names are the installed one's where there is one. There may be the module itself:
-then it is a package, and the names are modules that its `__init__.py` imports. `SAME` has modules that
-are others under another name, and `ALWAYS` the frameworks whose stand-ins come first where they are
-installed too. See `turnwright.envs.user_imports`.
+So `verl.tools.base_tool` has `BaseTool` and `ToolResponse` of `my_package.tools` to user code. A
+name may be another one there (`compute_score=gsm8k_score`). In place of a module of ours there may
+be one of a framework, whose names are the installed one's where there is one. There may be the
+module itself: then it is a package, and the names are modules that its `__init__.py` imports.
+`SAME` has modules that are others under another name, and `ALWAYS` the frameworks whose stand-ins
+come first where they are installed too. See `turnwright.envs.user_imports`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +23,11 @@ from turnwright.envs import user_imports as _user_imports  # noqa: F401  # makes
 
 
 def _tables() -> Iterator[dict[str, Any]]:
-    """Read the table of each installed framework, without its package, which may need what is not installed."""
-    packages = (point.module.rpartition(".")[0] for point in plugins.installed("frameworks").values())
+    """Read the table of each installed framework, without its package, which may need
+    what is not installed."""
+    packages = (
+        point.module.rpartition(".")[0] for point in plugins.installed("frameworks").values()
+    )
     for package in dict.fromkeys(packages):
         if not package:
             continue  # a module without a folder of its own
@@ -46,7 +50,8 @@ def _tables() -> Iterator[dict[str, Any]]:
 MODULES: dict[str, Mapping[str, str]] = {}
 """Modules of frameworks: for each, names by the module that has them."""
 SAME: dict[str, str] = {}
-"""Modules that are another one, where they are not in `MODULES`, and so are the modules below them."""
+"""Modules that are another one, where they are not in `MODULES`, and so are
+the modules below them."""
 ALWAYS: list[str] = []
 """Frameworks whose stand-ins are used where they are installed too."""
 

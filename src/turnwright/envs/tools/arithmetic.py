@@ -1,4 +1,5 @@
-"""Safe evaluation of arithmetic: no names, no calls, no `eval`, and limits on length, depth and size."""
+"""Safe evaluation of arithmetic: no names, no calls, no `eval`, and limits on
+length, depth and size."""
 
 from __future__ import annotations
 
@@ -26,20 +27,32 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def arithmetic(expression: str) -> int | float:
-    """Evaluate an expression of numbers, ``+ - * / // % **`` and parentheses with Python's semantics.
+    """Evaluate an expression of numbers, ``+ - * / // % **`` and parentheses
+    with Python's semantics.
 
     Example: ``arithmetic("(3 + 4) * 5") == 35``
 
     Raises:
-        ValueError: for other syntax, a division by zero, or a value that is too large or not a real number.
+        ValueError: for other syntax, a division by zero, or a value that is too
+            large or not a real number.
     """
     if not isinstance(expression, str):
         raise ValueError(f"an expression is a string, not {type(expression).__name__}")
     if len(expression) > MAX_LENGTH:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed")
+        raise ValueError(
+            f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed"
+        )
     if foreign := _FOREIGN.search(expression):
-        hint = "; write powers as **" if foreign[0] == "^" else "; write 1000, not 1,000" if foreign[0] == "," else ""
-        raise ValueError(f"{foreign[0]!r} is not arithmetic; use numbers, + - * / // % ** and parentheses{hint}")
+        hint = (
+            "; write powers as **"
+            if foreign[0] == "^"
+            else "; write 1000, not 1,000"
+            if foreign[0] == ","
+            else ""
+        )
+        raise ValueError(
+            f"{foreign[0]!r} is not arithmetic; use numbers, + - * / // % ** and parentheses{hint}"
+        )
     text = " ".join(expression.split())
     if not text:
         raise ValueError("the expression is empty")
@@ -79,7 +92,9 @@ def _apply(op: ast.operator, left: int | float, right: int | float) -> int | flo
 def _bounded(value: Any) -> int | float:
     if isinstance(value, complex):
         raise ValueError("the value is not a real number")
-    if (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and value.bit_length() > MAX_BITS):
+    if (isinstance(value, float) and not math.isfinite(value)) or (
+        isinstance(value, int) and value.bit_length() > MAX_BITS
+    ):
         raise ValueError("the value is too large")
     number: int | float = value
     return number

@@ -1,8 +1,8 @@
 """Tools from MCP servers.
 
-The official client must be closed by the task that opened it, and closing a server process can take seconds. A rollout may be
-cancelled meanwhile, or its event loop closed. So sessions run in the event loop of a separate thread, which ends with the last
-session.
+The official client must be closed by the task that opened it, and closing a server process can take
+seconds. A rollout may be cancelled meanwhile, or its event loop closed. So sessions run in the
+event loop of a separate thread, which ends with the last session.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from turnwright.types import Image
 T = TypeVar("T")
 
 _CLOSING_S = 10.0
-"""Maximum seconds to close a session: the client waits 2 s for a process to end, 2 s after SIGTERM, then kills it."""
+"""Maximum seconds to close a session: the client waits 2 s for a process to end, 2 s after
+SIGTERM, then kills it."""
 _PAGES = 100
 _LOG_BYTES = 1 << 20
 
@@ -63,12 +64,19 @@ class SessionThread:
     def kill(self, token: str) -> None:
         """Kill the process group started with this token in its environment; needs /proc."""
         with contextlib.suppress(OSError):
-            for pid in Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split():
-                if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(int(pid)) == int(pid):
+            for pid in (
+                Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split()
+            ):
+                if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(
+                    int(pid)
+                ) == int(pid):
                     os.killpg(int(pid), signal.SIGKILL)
 
     def _run_loop(self) -> None:
-        with self.log, asyncio.Runner(loop_factory=lambda: self.loop) as runner:  # it cancels the tasks that are left
+        with (
+            self.log,
+            asyncio.Runner(loop_factory=lambda: self.loop) as runner,
+        ):  # it cancels the tasks that are left
             runner.get_loop().run_forever()
             self.loop.set_exception_handler(lambda *_: None)  # and does not report their exceptions
         atexit.unregister(self._close_sessions)
@@ -88,7 +96,9 @@ class McpSession:
     _connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]]
     _connect_s: float
     users: int = 0
-    broken: bool = False  # whether the server closed it or missed a deadline; a broken session is not shared
+    broken: bool = (
+        False  # whether the server closed it or missed a deadline; a broken session is not shared
+    )
     token: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the process
     ready: Future[list[Any]] = field(default_factory=Future)  # the server's tools, or the failure
     over: Future[None] = field(default_factory=Future)
@@ -102,9 +112,12 @@ class McpSession:
         self.session_thread.loop.call_soon_threadsafe(self._begin)
 
     async def call(self, name: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-        """Call a tool; raise `ToolFailure` without an answer in time, `ValueError` when the server rejects the arguments."""
+        """Call a tool; raise `ToolFailure` without an answer in time, `ValueError` when the server
+        rejects the arguments."""
         work = self._call(name, dict(arguments), seconds)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.session_thread.loop))
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(work, self.session_thread.loop)
+        )
 
     def start_closing(self) -> None:
         """Start closing the session; callable from any thread."""
@@ -118,7 +131,9 @@ class McpSession:
         assert self._session_task is not None
         if not self.ready.done():
             self._session_task.cancel()
-        if not self.ready.done() or self._in_flight:  # it hangs: a graceful close would take seconds
+        if (
+            not self.ready.done() or self._in_flight
+        ):  # it hangs: a graceful close would take seconds
             self.session_thread.kill(self.token)
         self._session_task.add_done_callback(lambda _: self._finish())
 
@@ -130,7 +145,9 @@ class McpSession:
     async def _run_session(self) -> None:
         stack = AsyncExitStack()
         try:
-            importlib.import_module("mcp")  # takes a second or more once, which must not count against the server
+            importlib.import_module(
+                "mcp"
+            )  # takes a second or more once, which must not count against the server
             async with asyncio.timeout(self._connect_s):
                 self._client = await self._connect(self, stack)
                 tools = await self._list()
@@ -139,7 +156,9 @@ class McpSession:
         except BaseException as error:
             self.broken = True
             if not self.ready.done():
-                self.ready.set_exception(self._failure(error, f"could not be reached within {self._connect_s:g} s"))
+                self.ready.set_exception(
+                    self._failure(error, f"could not be reached within {self._connect_s:g} s")
+                )
             if not isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -178,7 +197,9 @@ class McpSession:
             raise self._failure(error, "") from error
         except Exception as error:
             self.broken = True
-            raise self._failure(error, f"did not answer a call of {name!r} within {seconds:g} s") from error
+            raise self._failure(
+                error, f"did not answer a call of {name!r} within {seconds:g} s"
+            ) from error
 
     def _failure(self, error: BaseException, late: str) -> ToolFailure:
         if isinstance(error, ToolFailure):
@@ -189,11 +210,14 @@ class McpSession:
         log = self.session_thread.log
         log.seek(max(0, log.seek(0, 2) - 400))
         tail = " ".join(log.read().split())[-200:]
-        return ToolFailure(f"MCP server {self.name} {problem}" + (f" (stderr: {tail})" if tail else ""))
+        return ToolFailure(
+            f"MCP server {self.name} {problem}" + (f" (stderr: {tail})" if tail else "")
+        )
 
 
 async def _result_of(future: Future[T]) -> T:
-    """Wait for a future of another thread; cancelling the wait leaves it untouched, even if this loop closes."""
+    """Wait for a future of another thread; cancelling the wait leaves it untouched,
+    even if this loop closes."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
@@ -223,7 +247,8 @@ def mcp_tools(
     connect_s: float = 30.0,
     call_s: float = 30.0,
 ) -> McpTools:
-    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install '.[mcp]'`.
+    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`;
+    needs `pip install '.[mcp]'`.
 
     Example::
 
@@ -231,14 +256,17 @@ def mcp_tools(
         web = mcp_tools("http://127.0.0.1:8000/mcp", session="shared", prefix="web_")
 
     Args:
-        server: a command with arguments, connected over standard input and output; or a URL (streamable HTTP).
+        server: a command with arguments, connected over standard input and output;
+            or a URL (streamable HTTP).
         name: name in errors; by default the URL, or the last part of the command.
-        session: `trajectory`, one per episode (a command is then a process per episode); or `shared`, one for all concurrent
-            episodes, closed with the last.
+        session: `trajectory`, one per episode (a command is then a process per episode); or
+            `shared`, one for all concurrent episodes, closed with the last.
         only: the server's names of the tools to use; by default all.
         prefix: prefix of each tool's name.
-        rename: new names, without the prefix, by the server's names; for invalid or duplicate names.
-        env, cwd: environment variables of the process, besides PATH, HOME and such, and its directory.
+        rename: new names, without the prefix, by the server's names; for
+            invalid or duplicate names.
+        env, cwd: environment variables of the process, besides PATH, HOME and
+            such, and its directory.
         headers: headers of each HTTP request.
         connect_s: deadline in seconds to open a session, including the start of a process.
         call_s: deadline in seconds of one call.
@@ -249,10 +277,13 @@ def mcp_tools(
     url = isinstance(server, str)
     if isinstance(server, str) and not server.startswith(("http://", "https://")):
         raise ConfigError(
-            f'mcp_tools({server!r}): a URL begins with http:// or https://; a command is a list, ["python", "server.py"]'
+            f"mcp_tools({server!r}): a URL begins with http:// or https://; a command is a list, "
+            '["python", "server.py"]'
         )
     if not server:
-        raise ConfigError('mcp_tools([]): give a command and its arguments, ["python", "server.py"]')
+        raise ConfigError(
+            'mcp_tools([]): give a command and its arguments, ["python", "server.py"]'
+        )
     if session not in ("trajectory", "shared"):
         raise ConfigError(f'mcp_tools: session = {session!r}; write "trajectory" or "shared"')
     for key, value in (("connect_s", connect_s), ("call_s", call_s)):
@@ -267,7 +298,19 @@ def mcp_tools(
     command = server if isinstance(server, str) else tuple(map(str, server))
     name = name or (str(server) if url else Path(command[-1]).name)
     only, env = None if only is None else tuple(only), None if env is None else dict(env)
-    return McpTools(command, name, session, only, prefix, dict(rename or {}), env, cwd, dict(headers or {}), connect_s, call_s)
+    return McpTools(
+        command,
+        name,
+        session,
+        only,
+        prefix,
+        dict(rename or {}),
+        env,
+        cwd,
+        dict(headers or {}),
+        connect_s,
+        call_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +323,15 @@ class ListedSignature:
 
 
 def _signature(name: str, description: str, listed: Mapping[str, Any], where: str) -> ToolSignature:
-    """Make the signature of a server's tool: its schema without titles, its definitions in place of their names."""
+    """Make the signature of a server's tool: its schema without titles, its definitions in
+    place of their names."""
     try:
         parameters = flatten(listed)
-    except (ValueError, KeyError, RecursionError):  # a recursive type, or other references: the model reads it unchanged
+    except (
+        ValueError,
+        KeyError,
+        RecursionError,
+    ):  # a recursive type, or other references: the model reads it unchanged
         parameters = dict(listed)
     if "type" not in parameters:
         parameters = {"type": "object"} | parameters
@@ -359,12 +407,18 @@ class McpTools:
             for one in named:
                 if one not in listed:
                     near = suggest_or_list(one, listed) or "it has none"
-                    raise ToolSchemaError(f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}")
-        return tuple(self._tool(tool, call) for tool in tools if self.only is None or tool.name in self.only)
+                    raise ToolSchemaError(
+                        f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}"
+                    )
+        return tuple(
+            self._tool(tool, call) for tool in tools if self.only is None or tool.name in self.only
+        )
 
     def _tool(self, listed: Any, call: Call) -> Tool:
         where = f"MCP server {self.name}"
-        name = checked_name(self.prefix + self.rename.get(listed.name, listed.name), where, "rename=")
+        name = checked_name(
+            self.prefix + self.rename.get(listed.name, listed.name), where, "rename="
+        )
         raw = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
         description = listed.description or ""
         signature = self._signatures.get(name)
@@ -393,7 +447,9 @@ class McpTools:
 
         transport: Any
         if isinstance(self.server, str):
-            client = await stack.enter_async_context(create_mcp_http_client(headers=dict(self.headers)))
+            client = await stack.enter_async_context(
+                create_mcp_http_client(headers=dict(self.headers))
+            )
             transport = streamable_http_client(self.server, http_client=client)
         else:
             command, *args = self.server
@@ -427,7 +483,10 @@ class McpInstance:
         return 0.0
 
     async def release(self) -> None:
-        """Release the session; the last user waits until it is closed. Cancelling the wait does not cancel the close."""
+        """Release the session; the last user waits until it is closed.
+
+        Cancelling the wait does not cancel the close.
+        """
         session, self._session = self._session, None
         if session is not None:
             self._source.release(session)
@@ -448,9 +507,15 @@ class McpInstance:
 def _read(block: Any) -> Content:
     """Convert a content block of a result: text, an image, or a visible marker."""
     resource = getattr(block, "resource", None)
-    data = getattr(block, "data", None) if block.type == "image" else getattr(resource, "blob", None)
-    mime = str(getattr(block, "mime_type", None) or getattr(resource, "mime_type", None) or block.type)
-    left_out = f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+    data = (
+        getattr(block, "data", None) if block.type == "image" else getattr(resource, "blob", None)
+    )
+    mime = str(
+        getattr(block, "mime_type", None) or getattr(resource, "mime_type", None) or block.type
+    )
+    left_out = (
+        f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
+    )
     if isinstance(data, str) and mime.startswith("image/") and "svg" not in mime:
         return (Image(f"data:{mime};base64,{data}", alt=left_out),)
     if block.type == "text":

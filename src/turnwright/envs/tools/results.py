@@ -47,13 +47,15 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class ResultLimit:
-    """Truncation of long results to `chars` characters, keeping the `start`, the `end`, or both `ends`."""
+    """Truncation of long results to `chars` characters, keeping the `start`, the
+    `end`, or both `ends`."""
 
     chars: int | None = 32_768
     keeps: Keeps = "start"
 
     def __call__(self, content: Content) -> tuple[Content, bool]:
-        """Truncate content whose texts are too long together, with a visible marker; return it and whether it was truncated.
+        """Truncate content whose texts are too long together, with a visible marker; return it and
+        whether it was truncated.
 
         Media keep their positions among the texts.
         """
@@ -76,44 +78,65 @@ class ResultLimit:
             if at + len(part) > size - tail:
                 after.append(part[max(0, size - tail - at) :])
             at += len(part)
-        kept = merge_texts([*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after])
+        kept = merge_texts(
+            [*before, *(["\n"] if head else []), mark, *(["\n"] if tail else []), *after]
+        )
         return (kept[0] if isinstance(content, str) else kept), True  # type: ignore[return-value]
 
 
 def read_result(result: Any, name: str) -> ToolResult:
-    """Read a tool's return value: text, parts, JSON, or verl's (response, reward[, metrics]) with None read as 0.0 and {}.
+    """Read a tool's return value: text, parts, JSON, or verl's (response, reward[, metrics]) with
+    None read as 0.0 and {}.
 
-    A response is text, a dict, an object in verl's format, an image, parts with an image, or None. Other tuples, such as two
-    numbers, and named tuples are data and become JSON. Metrics that are not a dict are an `EnvError`.
+    A response is text, a dict, an object in verl's format, an image, parts with an image, or None.
+    Other tuples, such as two numbers, and named tuples are data and become JSON. Metrics that are
+    not a dict are an `EnvError`.
     """
     if isinstance(result, ToolResult):
         return result
     reward: float = 0.0
     metrics: Mapping[str, float] = {}
-    row = type(result) is tuple and len(result) in (2, 3) and (result[1] is None or number_of(result[1]) is not None)
+    row = (
+        type(result) is tuple
+        and len(result) in (2, 3)
+        and (result[1] is None or number_of(result[1]) is not None)
+    )
     if row and _is_response(result[0]):
         reward = number_of(result[1]) or 0.0
         metrics = (result[2] if len(result) == 3 else None) or {}
         if not isinstance(metrics, Mapping):
-            raise EnvError(f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, metrics), a dict")
+            raise EnvError(
+                f"tool {name!r} returned the metrics {metrics!r:.80}; return (response, reward, "
+                "metrics), a dict"
+            )
         result = result[0]
-    counted = {key: value if (number := number_of(value)) is None else number for key, value in metrics.items()}
+    counted = {
+        key: value if (number := number_of(value)) is None else number
+        for key, value in metrics.items()
+    }
     return ToolResult(read_content(result, name), reward, counted)
 
 
 def _is_response(value: Any) -> bool:
     """Whether the first item of a tuple can be a tool response rather than plain data."""
-    if value is None or isinstance(value, (str, Mapping, Message)) or _is_media(value) or _response(value) is not None:
+    if (
+        value is None
+        or isinstance(value, (str, Mapping, Message))
+        or _is_media(value)
+        or _response(value) is not None
+    ):
         return True
     return isinstance(value, (list, tuple)) and any(map(_is_media, value))
 
 
 def read_content(value: Any, name: str) -> Content:
-    """Convert a value to content: text unchanged, None to empty text, media and content parts to parts, others to JSON.
+    """Convert a value to content: text unchanged, None to empty text, media and content parts
+    to parts, others to JSON.
 
-    A list of content parts has media, or nothing but parts of type text. Media are `tw.Image`, `tw.Video`, PIL images, arrays
-    [height, width, 3 or 4], bytes of image files, and content parts of type image or video. A dict or object with `text`,
-    `image` and `video` (as verl's tools return) contributes each of these.
+    A list of content parts has media, or nothing but parts of type text. Media are `tw.Image`,
+    `tw.Video`, PIL images, arrays [height, width, 3 or 4], bytes of image files, and content parts
+    of type image or video. A dict or object with `text`, `image` and `video` (as verl's tools
+    return) contributes each of these.
     """
     if isinstance(value, str):
         return value
@@ -126,9 +149,20 @@ def read_content(value: Any, name: str) -> Content:
     response = _response(value)
     if response is not None:
         return _of_response(response, name)
-    if type(value) is tuple and len(value) == 2 and isinstance(value[0], str) and _is_object(value[1]):
-        return read_content(value[1], name)  # (instance_id, response), as `create` of verl's tools returns it
-    if isinstance(value, (list, tuple)) and value and (any(map(_is_media, value)) or all(map(_is_text_part, value))):
+    if (
+        type(value) is tuple
+        and len(value) == 2
+        and isinstance(value[0], str)
+        and _is_object(value[1])
+    ):
+        return read_content(
+            value[1], name
+        )  # (instance_id, response), as `create` of verl's tools returns it
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and (any(map(_is_media, value)) or all(map(_is_text_part, value)))
+    ):
         return tuple(_part(part, name) if _is_part(part) else _json(part, name) for part in value)
     return _json(value, name)
 
@@ -138,15 +172,26 @@ def _is_part(value: Any) -> bool:
 
 
 def _is_text_part(value: Any) -> bool:
-    """Whether a value is a content part of type text as chat formats have it, rather than data with such keys."""
-    if not isinstance(value, Mapping) or value.get("type") not in ("text", "input_text", "output_text"):
+    """Whether a value is a content part of type text as chat formats have it, rather
+    than data with such keys."""
+    if not isinstance(value, Mapping) or value.get("type") not in (
+        "text",
+        "input_text",
+        "output_text",
+    ):
         return False
     keys = {key for key, item in value.items() if item is not None}
-    return isinstance(value.get("text"), str) and keys <= {"type", "text", "annotations", "cache_control"}
+    return isinstance(value.get("text"), str) and keys <= {
+        "type",
+        "text",
+        "annotations",
+        "cache_control",
+    }
 
 
 def _is_media(value: Any) -> bool:
-    """Whether a value is an image or video; an array is one only with the shape [height, width, 3 or 4]."""
+    """Whether a value is an image or video; an array is one only with the shape
+    [height, width, 3 or 4]."""
     if isinstance(value, (Image, ImageRef, Video, VideoRef)):
         return True
     if is_image_object(value):
@@ -160,10 +205,21 @@ def _is_media(value: Any) -> bool:
 def _is_content_part(part: Mapping[str, Any]) -> bool:
     """Whether a dict is a content part with media, rather than data about a file."""
     kind = part.get("type")
-    if kind not in ("image", "image_url", "input_image", "video", "video_url", "input_video", "audio", "input_audio"):
+    if kind not in (
+        "image",
+        "image_url",
+        "input_image",
+        "video",
+        "video_url",
+        "input_video",
+        "audio",
+        "input_audio",
+    ):
         return False
     found = [
-        part[key] for key in ("image", "image_url", "video", "frames", "audio", "input_audio") if part.get(key) is not None
+        part[key]
+        for key in ("image", "image_url", "video", "frames", "audio", "input_audio")
+        if part.get(key) is not None
     ]
     found = [value.get("url", value) if isinstance(value, Mapping) else value for value in found]
     return any(value.startswith("data:") if isinstance(value, str) else True for value in found)
@@ -179,7 +235,8 @@ def _part(value: Any, name: str) -> ContentPart:
 
 
 def _response(value: Any) -> Mapping[str, Any] | None:
-    """Return the value as a response in verl's format if it is one: an object, or a dict with media."""
+    """Return the value as a response in verl's format if it is one: an object,
+    or a dict with media."""
     if not isinstance(value, Mapping):
         return {key: getattr(value, key, None) for key in _RESPONSE} if _is_object(value) else None
     found: Mapping[str, Any] = value
@@ -191,16 +248,23 @@ def _response(value: Any) -> Mapping[str, Any] | None:
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object like verl's `ToolResponse`."""
-    return not isinstance(value, (Mapping, type)) and all(hasattr(value, key) for key in ("text", "image", "video"))
+    return not isinstance(value, (Mapping, type)) and all(
+        hasattr(value, key) for key in ("text", "image", "video")
+    )
 
 
 def _of_response(value: Mapping[str, Any], name: str) -> Content:
     """Convert a verl response: images, then videos, then text, in verl's order."""
     if value.get("audio") is not None:
         raise MediaError(f"tool {name!r} returned audio: {NO_AUDIO}", bug=True)
-    images = [one for key in ("image", "images") for one in _as_list(value.get(key), is_image_object)]
+    images = [
+        one for key in ("image", "images") for one in _as_list(value.get(key), is_image_object)
+    ]
     videos = [one for key in ("video", "videos") for one in _as_list(value.get(key), _is_clip)]
-    media = [*(_named(one, "image", name) for one in images), *(_named(one, "video", name) for one in videos)]
+    media = [
+        *(_named(one, "image", name) for one in images),
+        *(_named(one, "video", name) for one in videos),
+    ]
     text = value.get("text")
     text = "" if text is None else text if isinstance(text, str) else _json(text, name)
     return (*media, *([text] if text else [])) if media else text
@@ -213,16 +277,24 @@ def _as_list(value: Any, single: Any) -> list[Any]:
 
 
 def _is_clip(value: Any) -> bool:  # one clip (a list of images) rather than a list of clips
-    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(x, Image) or is_image_object(x) for x in value)
+    return (
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(x, Image) or is_image_object(x) for x in value)
+    )
 
 
 def _named(value: Any, kind: str, name: str) -> ContentPart:
     """Convert a value under the key of an image or a video."""
-    if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (isinstance(value, Mapping) and "type" in value):
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)) or (
+        isinstance(value, Mapping) and "type" in value
+    ):
         return _part(value, name)
     if kind == "image":
         return Image(value)
-    return _part({"type": "video", **(value if isinstance(value, Mapping) else {"frames": value})}, name)
+    return _part(
+        {"type": "video", **(value if isinstance(value, Mapping) else {"frames": value})}, name
+    )
 
 
 def _json(value: Any, name: str) -> str:
@@ -230,8 +302,8 @@ def _json(value: Any, name: str) -> str:
         if _is_media(inner):
             kind = type(inner).__name__
             raise MediaError(
-                f"tool {name!r} returned an image ({kind}) nested in other data, which cannot be rendered; return "
-                "[text, image], or a dict with 'text' and 'image'",
+                f"tool {name!r} returned an image ({kind}) nested in other data, which cannot be "
+                "rendered; return [text, image], or a dict with 'text' and 'image'",
                 bug=True,
             )
         if (number := number_of(inner)) is not None:  # NumPy scalar
@@ -239,8 +311,8 @@ def _json(value: Any, name: str) -> str:
         text = str(inner)
         if _ADDRESS.search(text):
             raise EnvError(
-                f"tool {name!r} returned {text:.120}, a memory address without meaning to a model; return text, numbers, lists "
-                "or dicts of them, or give the class a __str__"
+                f"tool {name!r} returned {text:.120}, a memory address without meaning to a model; "
+                "return text, numbers, lists or dicts of them, or give the class a __str__"
             )
         return text
 

@@ -1,8 +1,8 @@
 """Check of values against a tool's schema, with messages for the model.
 
-The package `jsonschema` decides; it is imported by the first value that needs it. Python runs each pattern of a schema
-with a guard, because an MCP server's schema is not to be trusted, and unknown keys of an object are refused unless the
-schema allows them.
+The package `jsonschema` decides; it is imported by the first value that needs it. Python runs each
+pattern of a schema with a guard, because an MCP server's schema is not to be trusted, and unknown
+keys of an object are refused unless the schema allows them.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class SchemaCheck:
 
     @classmethod
     def of(cls, schema: Any) -> SchemaCheck:
-        """Read a schema and its patterns; the validator is made by the first value, or by `make_validator`."""
+        """Read a schema and its patterns; the validator is made by the first value,
+        or by `make_validator`."""
         check = cls(read_schema(schema))
         members = list(_all_schemas(check.resolved.root))
         evaluates = any("unevaluatedProperties" in member for member in members)
@@ -106,7 +107,8 @@ class SchemaCheck:
             own_pattern = member.get("pattern")
             for pattern in (own_pattern, *(member.get("patternProperties") or ())):
                 if isinstance(pattern, str):
-                    # `unevaluatedProperties` of jsonschema runs the patterns of keys without our guard
+                    # `unevaluatedProperties` of jsonschema runs the patterns of
+                    # keys without our guard
                     Pattern.of(pattern).check(for_python=evaluates and pattern != own_pattern)
         return check
 
@@ -139,14 +141,26 @@ class SchemaCheck:
                 yield self._explained(error)
         except RecursionError:
             raise TooComplex("is nested too deep") from None
-        except (ArithmeticError, TypeError, ValueError) as error:  # a keyword's value that makes no sense
+        except (
+            ArithmeticError,
+            TypeError,
+            ValueError,
+        ) as error:  # a keyword's value that makes no sense
             raise TooComplex(f"cannot be checked: {error}") from error
 
     def unknown_key(self, value: Any, nodes: Iterable[Any], path: Path = ()) -> Problem | None:
-        """Return the first key in a value that no schema there knows, of objects whose schema names keys."""
+        """Return the first key in a value that no schema there knows, of objects
+        whose schema names keys."""
         if isinstance(value, (list, tuple)):
-            inner = ((index, item, self.resolved.items(nodes, index)) for index, item in enumerate(value))
-            return next(filter(None, (self.unknown_key(item, found, (*path, at)) for at, item, found in inner)), None)
+            inner = (
+                (index, item, self.resolved.items(nodes, index)) for index, item in enumerate(value)
+            )
+            return next(
+                filter(
+                    None, (self.unknown_key(item, found, (*path, at)) for at, item, found in inner)
+                ),
+                None,
+            )
         if not isinstance(value, Mapping):
             return None
         keys = self.resolved.keys(nodes)
@@ -161,19 +175,28 @@ class SchemaCheck:
         return None
 
     def with_integers(self, value: Any, nodes: Iterable[Any]) -> Any:
-        """Return a valid value with floats such as 3.0 as integers where the schema wants integers."""
+        """Return a valid value with floats such as 3.0 as integers where the
+        schema wants integers."""
         if isinstance(value, float):
             return int(value) if value.is_integer() and self._wants_integer(nodes) else value
         if isinstance(value, list):
-            return [self.with_integers(item, self.resolved.items(nodes, at)) for at, item in enumerate(value)]
+            return [
+                self.with_integers(item, self.resolved.items(nodes, at))
+                for at, item in enumerate(value)
+            ]
         if isinstance(value, dict):
             keys = self.resolved.keys(nodes)
-            return {key: self.with_integers(item, keys.schemas_of(key, self.matches)) for key, item in value.items()}
+            return {
+                key: self.with_integers(item, keys.schemas_of(key, self.matches))
+                for key, item in value.items()
+            }
         return value
 
     def _wants_integer(self, nodes: Iterable[Any]) -> bool:
         members = self.resolved.members(nodes)
-        named = {name for member in members if isinstance(member, Mapping) for name in type_names(member)}
+        named = {
+            name for member in members if isinstance(member, Mapping) for name in type_names(member)
+        }
         return "integer" in named and "number" not in named
 
     def _explained(self, error: Any, above: Path = ()) -> Problem:
@@ -182,11 +205,15 @@ class SchemaCheck:
         keyword, limit, value = error.validator, error.validator_value, error.instance
         if keyword == "required":
             missing = tuple(key for key in limit if key not in value)
-            return Problem(path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1])
+            return Problem(
+                path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1]
+            )
         if keyword in ("dependentRequired", "dependencies"):
             missing = tuple(key for key in _dependent_keys(limit, value) if key not in value)
             if missing:
-                return Problem(path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1])
+                return Problem(
+                    path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1]
+                )
         if keyword in ("additionalProperties", "unevaluatedProperties"):
             unknown = self._unknown_to(error.schema, value)
             if unknown is not None:
@@ -198,7 +225,9 @@ class SchemaCheck:
         if keyword == "not" and limit == {}:
             return Problem(path, f"must be left out, not {shortened(value)}")
         if keyword in _LIMITS:
-            return Problem(path, _LIMITS[keyword].format(limit=shortened(limit), value=shortened(value)))
+            return Problem(
+                path, _LIMITS[keyword].format(limit=shortened(limit), value=shortened(value))
+            )
         return Problem(path, f"is invalid: {error.message[:120]}")
 
     def _no_alternative(self, error: Any, path: Path) -> Problem:
@@ -208,8 +237,13 @@ class SchemaCheck:
             alternatives.setdefault(inner.schema_path[0], []).append(inner)
         if len(alternatives) < len(error.validator_value):
             return Problem(path, f"must fit one alternative only, not {shortened(error.instance)}")
-        # If only one alternative is for this kind of value, what it lacks there is the better answer.
-        alike = [errors for errors in alternatives.values() if not any(_of_another_kind(one) for one in errors)]
+        # If only one alternative is for this kind of value, what it lacks
+        # there is the better answer.
+        alike = [
+            errors
+            for errors in alternatives.values()
+            if not any(_of_another_kind(one) for one in errors)
+        ]
         # An alternative that lacks no key, and is wrong within one, is the one that was meant.
         within = [errors for errors in alike if all(one.relative_path for one in errors)]
         meant = alike if len(alike) == 1 else within
@@ -222,7 +256,11 @@ class SchemaCheck:
             return Problem(path, f"lacks {wanted}", missing=missing)
         kinds = describe(self.resolved, error.schema)
         if "any value" in kinds:
-            return Problem(path, f"must fit one of {len(error.validator_value)} alternatives, not {shortened(error.instance)}")
+            return Problem(
+                path,
+                f"must fit one of {len(error.validator_value)} alternatives, not "
+                f"{shortened(error.instance)}",
+            )
         return Problem(path, _must_be(kinds, error.instance))
 
     def _wanted(self, key: str, node: Any) -> str:
@@ -244,7 +282,8 @@ class SchemaCheck:
 
 
 def _of_another_kind(error: Any) -> bool:
-    """Whether an alternative is for another kind of value, or has a constant in one of its keys that tells it apart."""
+    """Whether an alternative is for another kind of value, or has a constant in one of its
+    keys that tells it apart."""
     if error.validator == "type":
         return not error.relative_path
     return error.validator in ("const", "enum") and len(error.relative_path) <= 1
@@ -252,7 +291,12 @@ def _of_another_kind(error: Any) -> bool:
 
 def _dependent_keys(rules: Mapping[str, Any], value: Any) -> list[str]:
     """Return the keys that the keys of a value need."""
-    return [key for given, needed in rules.items() if given in value and isinstance(needed, list) for key in needed]
+    return [
+        key
+        for given, needed in rules.items()
+        if given in value and isinstance(needed, list)
+        for key in needed
+    ]
 
 
 def _all_schemas(root: Any) -> Iterator[Mapping[str, Any]]:
@@ -262,7 +306,11 @@ def _all_schemas(root: Any) -> Iterator[Mapping[str, Any]]:
         node = waiting.pop()
         if isinstance(node, Mapping):
             yield node
-            waiting += (value for key, value in node.items() if key not in ("const", "default", "enum", "examples"))
+            waiting += (
+                value
+                for key, value in node.items()
+                if key not in ("const", "default", "enum", "examples")
+            )
         elif isinstance(node, list):
             waiting += node
 
@@ -274,7 +322,9 @@ def describe(resolved: ResolvedSchema, node: Any, depth: int = 4) -> str:
     if "enum" in node:
         choices = [json.dumps(choice, ensure_ascii=False) for choice in node["enum"]]
         more = len(choices) - _MAX_CHOICES
-        return "one of " + ", ".join(choices[:_MAX_CHOICES]) + (f" ({more} more)" if more > 0 else "")
+        return (
+            "one of " + ", ".join(choices[:_MAX_CHOICES]) + (f" ({more} more)" if more > 0 else "")
+        )
     if "const" in node:
         return json.dumps(node["const"], ensure_ascii=False)
     alternatives = node.get("anyOf") or node.get("oneOf")
@@ -307,10 +357,13 @@ def _must_be(kind: str, value: Any) -> str:
 
 
 def schema_error(value: Any, schema: Any) -> str:
-    """Describe how a value violates a schema, as text to follow the value's name; empty if it is valid."""
+    """Describe how a value violates a schema, as text to follow the value's name;
+    empty if it is valid."""
     check = SchemaCheck.of(schema)
     try:
-        problem = next(check.problems(value), None) or check.unknown_key(value, [check.resolved.root])
+        problem = next(check.problems(value), None) or check.unknown_key(
+            value, [check.resolved.root]
+        )
     except (TooComplex, RecursionError) as error:
         return str(error) if isinstance(error, TooComplex) else "is nested too deep"
     return "" if problem is None else problem.below(0)
@@ -333,7 +386,8 @@ _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalPrope
 
 
 def quick_checks_of(root: Mapping[str, Any]) -> dict[str, QuickCheck]:
-    """Return the quick checks of an object's keys, as far as there are any; none if it has other conditions."""
+    """Return the quick checks of an object's keys, as far as there are any; none if it
+    has other conditions."""
     if not isinstance(root, Mapping) or not _is_closed_object(root):
         return {}
     checks = {key: _quick_check(schema) for key, schema in (root.get("properties") or {}).items()}
@@ -346,7 +400,8 @@ def _is_closed_object(node: Mapping[str, Any]) -> bool:
 
 
 def _quick_check(node: Any) -> QuickCheck | None:
-    """Make the quick check of a schema of types, choices of texts, lists and objects; None for any other."""
+    """Make the quick check of a schema of types, choices of texts, lists and
+    objects; None for any other."""
     if not isinstance(node, Mapping):
         return None
     conditions = node.keys() - ANNOTATIONS
@@ -358,13 +413,21 @@ def _quick_check(node: Any) -> QuickCheck | None:
             types |= {int, float}
         return lambda value: type(value) in types
 
-    if conditions == {"type", "enum"} and kinds == ["string"] and all(isinstance(choice, str) for choice in node["enum"]):
+    if (
+        conditions == {"type", "enum"}
+        and kinds == ["string"]
+        and all(isinstance(choice, str) for choice in node["enum"])
+    ):
         choices = frozenset(node["enum"])
         return lambda value: type(value) is str and value in choices
 
     if conditions == {"type", "items"} and kinds == ["array"]:
         check_item = _quick_check(node["items"])
-        return None if check_item is None else lambda value: type(value) is list and all(map(check_item, value))
+        return (
+            None
+            if check_item is None
+            else lambda value: type(value) is list and all(map(check_item, value))
+        )
 
     if node.get("properties") and kinds == ["object"] and _is_closed_object(node):
         checks = quick_checks_of(node)
@@ -385,17 +448,19 @@ def _fits_object(value: Any, checks: Mapping[str, QuickCheck], required: frozens
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression of a schema, whose time is bounded: a pattern may take exponential time in Python's `re`.
+    """A regular expression of a schema, whose time is bounded: a pattern may take
+    exponential time in Python's `re`.
 
-    Rust's matcher, which pydantic has, is linear. What it cannot read (looking ahead or back) `re` matches, in texts of
-    bounded length, if its repeats are not nested.
+    Rust's matcher, which pydantic has, is linear. What it cannot read (looking ahead or back) `re`
+    matches, in texts of bounded length, if its repeats are not nested.
     """
 
     text: str
     linear: Any
     """Validator of pydantic; None for a pattern that only Python can read."""
     repeats: int | None
-    """Unbounded repeats, each of which multiplies the work by the text's length; None for nested ones, or no pattern."""
+    """Unbounded repeats, each of which multiplies the work by the text's length; None for
+    nested ones, or no pattern."""
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -405,7 +470,9 @@ class Pattern:
 
         linear: Any = None
         with contextlib.suppress(SchemaError):
-            linear = SchemaValidator(core_schema.str_schema(pattern=text, regex_engine="rust-regex"))
+            linear = SchemaValidator(
+                core_schema.str_schema(pattern=text, regex_engine="rust-regex")
+            )
         return Pattern(text, linear, _count_repeats(text))
 
     def check(self, for_python: bool) -> None:
@@ -414,8 +481,9 @@ class Pattern:
             with contextlib.suppress(re.error, RecursionError, OverflowError):
                 re.compile(self.text)
                 raise SchemaFault(
-                    f"the pattern {shortened(self.text)} repeats what repeats, which may take forever; write it without"
-                    " repeats in repeats, or without looking ahead and back"
+                    f"the pattern {shortened(self.text)} repeats what repeats, which may take "
+                    "forever; write it without repeats in repeats, or without looking ahead and "
+                    "back"
                 )
             raise SchemaFault(f"the pattern {shortened(self.text)} is no regular expression")
 
@@ -429,7 +497,8 @@ class Pattern:
 
 
 def _count_repeats(text: str) -> int | None:
-    """Count the unbounded repeats of a pattern, and one for its search; None where they are nested or it is no pattern."""
+    """Count the unbounded repeats of a pattern, and one for its search; None where they are
+    nested or it is no pattern."""
     from re import _parser  # type: ignore[attr-defined]
 
     count = 1
@@ -475,7 +544,8 @@ def _subpatterns(argument: Any) -> Iterator[Any]:
 
 
 class _Steps(threading.local):
-    """Keywords that this thread may still apply to a value; alternatives in recursive schemas multiply with its depth."""
+    """Keywords that this thread may still apply to a value; alternatives in recursive schemas
+    multiply with its depth."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -495,7 +565,10 @@ _STEPS = _Steps()
 
 
 def _make_validator(root: Any) -> Any:
-    """Make the validator of a schema. It resolves references in the schema only: its registry is empty."""
+    """Make the validator of a schema.
+
+    It resolves references in the schema only: its registry is empty.
+    """
     from jsonschema.exceptions import SchemaError
     from referencing import Registry
 
@@ -555,7 +628,9 @@ def _pattern_errors(validator: Any, pattern: str, instance: Any, schema: Any) ->
         yield ValidationError(f"does not match {pattern!r}")
 
 
-def _pattern_properties_errors(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[Any]:
+def _pattern_properties_errors(
+    validator: Any, patterns: Any, instance: Any, schema: Any
+) -> Iterator[Any]:
     if not isinstance(instance, Mapping):
         return
     for pattern, inner in patterns.items():
@@ -564,7 +639,9 @@ def _pattern_properties_errors(validator: Any, patterns: Any, instance: Any, sch
                 yield from validator.descend(item, inner, path=key, schema_path=pattern)
 
 
-def _additional_properties_errors(validator: Any, inner: Any, instance: Any, schema: Any) -> Iterator[Any]:
+def _additional_properties_errors(
+    validator: Any, inner: Any, instance: Any, schema: Any
+) -> Iterator[Any]:
     from jsonschema import ValidationError
 
     if not isinstance(instance, Mapping):

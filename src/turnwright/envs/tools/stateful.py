@@ -1,4 +1,5 @@
-"""Stateful tools, their lifetimes, the tools of one episode, and what the row of a task sets of them."""
+"""Stateful tools, their lifetimes, the tools of one episode, and what the row
+of a task sets of them."""
 
 from __future__ import annotations
 
@@ -16,21 +17,41 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from turnwright.envs.row_messages import read_tools
 from turnwright.envs.scripted_play import maybe_await
 from turnwright.envs.threads import run_in_thread
-from turnwright.envs.tools.results import Content, ResultLimit, ToolResult, join_content, read_content, read_result
+from turnwright.envs.tools.results import (
+    Content,
+    ResultLimit,
+    ToolResult,
+    join_content,
+    read_content,
+    read_result,
+)
 from turnwright.envs.tools.tool import Tool, Tools, as_tool, takes_self
 from turnwright.envs.tools.tool_schema import ToolSchemaError, row_parameters, tool_signature
 from turnwright.envs.user_code import as_number, call_user, failure_kind
-from turnwright.errors import TaskError, ToolFailure, TurnwrightError, class_name, suggest_or_list, words
+from turnwright.errors import (
+    TaskError,
+    ToolFailure,
+    TurnwrightError,
+    class_name,
+    suggest_or_list,
+    words,
+)
 from turnwright.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
-RESERVED_METHODS = ("create", "calc_reward", "release")  # lifetime methods, which the model cannot call
+RESERVED_METHODS = (
+    "create",
+    "calc_reward",
+    "release",
+)  # lifetime methods, which the model cannot call
 
 
 class StatefulTool:
-    """Tool with state: `create`, `execute`, `calc_reward`, `release`. Pass the class; each lifetime has its own instance.
+    """Tool with state: `create`, `execute`, `calc_reward`, `release`. Pass the class; each
+    lifetime has its own instance.
 
-    All four may be async; sync ones run in a thread. The schema comes from the hints and docstring of `execute`.
+    All four may be async; sync ones run in a thread. The schema comes from the hints
+    and docstring of `execute`.
 
     Example::
 
@@ -52,7 +73,10 @@ class StatefulTool:
     from_row: Sequence[str] = ()
     """Parameters of `execute` set by the row (`execute_kwargs`) and hidden from the model."""
     lifetime: Lifetime = "trajectory"
-    """`trajectory`: one instance per episode. `call`: created and released around each call; `calc_reward` is never called."""
+    """`trajectory`: one instance per episode.
+
+    `call`: created and released around each call; `calc_reward` is never called.
+    """
 
     execute: Callable[..., Any]
 
@@ -60,7 +84,10 @@ class StatefulTool:
         """Begin the lifetime; the return value, if any, is sent to the model."""
 
     def calc_reward(self, **calc_reward_kwargs: Any) -> Any:
-        """Return a reward to add at the end of the episode. None: not computed, so the episode has no reward."""
+        """Return a reward to add at the end of the episode.
+
+        None: not computed, so the episode has no reward.
+        """
         return 0.0
 
     def release(self, **release_kwargs: Any) -> Any:
@@ -72,13 +99,17 @@ PHASES = ("create", "execute", "calc_reward", "release")
 
 @dataclass(frozen=True, slots=True)
 class RowArguments:
-    """Column `tools_kwargs` of a row: ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
+    """Column `tools_kwargs` of a row:
+    ``{tool: {"create_kwargs": {...}, "execute_kwargs": {...}, ...}}``."""
 
     task: str = ""
     given: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
 
-    def for_method(self, name: str, phase: str, target: Callable[..., Any] | Tool) -> dict[str, Any]:
-        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the model sets all others)."""
+    def for_method(
+        self, name: str, phase: str, target: Callable[..., Any] | Tool
+    ) -> dict[str, Any]:
+        """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the
+        model sets all others)."""
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
         tool = target if isinstance(target, Tool) else None
         if not given and tool is not None and not tool.from_row:
@@ -96,9 +127,14 @@ class RowArguments:
             elif tool is not None:
                 set_by_model = key in (tool.signature.parameters.get("properties") or {})
                 problem = "is the model's to give" if set_by_model else "is no parameter of it"
-                raise TaskError(f"{where}: {key!r} {problem}; name parameters of the row in from_row")
+                raise TaskError(
+                    f"{where}: {key!r} {problem}; name parameters of the row in from_row"
+                )
             else:
-                raise TaskError(f"{where}: {key!r} is not taken; {suggest_or_list(key, named) or 'it takes none'}")
+                raise TaskError(
+                    f"{where}: {key!r} is not taken; "
+                    f"{suggest_or_list(key, named) or 'it takes none'}"
+                )
         for key in named:
             if key not in found and key in needed:
                 raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
@@ -112,7 +148,10 @@ def arguments_of(task: Task) -> RowArguments:
         column = extra.get("tools_kwargs")
     if column is None:
         return RowArguments(task.id)
-    form = f"task {task.id}: tools_kwargs is {{tool: {{'create_kwargs': {{...}}, 'execute_kwargs': {{...}}, ...}}}}"
+    form = (
+        f"task {task.id}: tools_kwargs is {{tool: {{'create_kwargs': {{...}}, "
+        "'execute_kwargs': {...}, ...}}"
+    )
     if not isinstance(column, Mapping):
         raise TaskError(f"{form}, not {type(column).__name__}")
     given: dict[str, dict[str, Any]] = {}
@@ -120,24 +159,30 @@ def arguments_of(task: Task) -> RowArguments:
     for name, phases in column.items():
         if phases is None:
             continue
-        if not isinstance(phases, Mapping) or not all(isinstance(v, (Mapping, type(None))) for v in phases.values()):
+        if not isinstance(phases, Mapping) or not all(
+            isinstance(v, (Mapping, type(None))) for v in phases.values()
+        ):
             raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
         for phase in phases:
             if phase not in known:
-                raise TaskError(f"{form}; {name!r} has {phase!r}; {suggest_or_list(str(phase), known)}")
+                raise TaskError(
+                    f"{form}; {name!r} has {phase!r}; {suggest_or_list(str(phase), known)}"
+                )
         given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
     return RowArguments(task.id, given)
 
 
 def tool_names_of(task: Task) -> tuple[str, ...] | None:
-    """Read the tools named in a row's column `tools` (names or schemas, also as JSON text); None for all tools."""
+    """Read the tools named in a row's column `tools` (names or schemas, also as JSON
+    text); None for all tools."""
     column = task.info.get("tools")
     if column is None:
         return None
     names = [_name(item) for item in read_tools(column, f"task {task.id}")]
     if None in names:
         raise TaskError(
-            f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}; or of their schemas"
+            f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}; or "
+            "of their schemas"
         )
     return tuple(dict.fromkeys(name for name in names if name is not None))
 
@@ -148,7 +193,10 @@ def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column:
     for name in wanted:
         if name not in known:
             near = suggest_or_list(name, known) or "there is none"
-            raise TaskError(f"task {task.id}: {column} names {name!r}, which is no tool of this environment; {near}")
+            raise TaskError(
+                f"task {task.id}: {column} names {name!r}, which is no tool of this environment; "
+                f"{near}"
+            )
 
 
 def _name(item: Any) -> str | None:
@@ -193,12 +241,14 @@ class ToolSource(Protocol):
         """Tool names; None if unknown before a session is open."""
 
     def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
-        """Make the instance of one episode; instances begun later are added to `instances`, all released at the end."""
+        """Make the instance of one episode; instances begun later are added to `instances`,
+        all released at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatefulToolSource:
-    """Class instantiated per episode or call: a `StatefulTool`, or a class whose public methods are tools."""
+    """Class instantiated per episode or call: a `StatefulTool`, or a class whose
+    public methods are tools."""
 
     make: Callable[..., Any]
     name: str
@@ -218,39 +268,59 @@ class StatefulToolSource:
             row.for_method(tool.name, "execute", tool)
         for hook in RESERVED_METHODS:
             instance.hook_kwargs(hook)
-        return _CallInstances(self, row, instances=instances) if self.lifetime == "call" else instance
+        return (
+            _CallInstances(self, row, instances=instances) if self.lifetime == "call" else instance
+        )
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
-    """Make a tool source of a class, or of a `functools.partial` of one; `lifetime` overrides that of the class."""
+    """Make a tool source of a class, or of a `functools.partial` of one; `lifetime`
+    overrides that of the class."""
     owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
     if lifetime not in ("trajectory", "call"):
-        raise ToolSchemaError(f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"')
+        raise ToolSchemaError(
+            f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"'
+        )
     source = f"{owner.__module__}.{owner.__qualname__}"
     if issubclass(owner, StatefulTool):
         method = getattr(owner, "execute", None)
         if method is None:
-            raise ToolSchemaError(f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a docstring")
+            raise ToolSchemaError(
+                f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a "
+                "docstring"
+            )
         name = owner.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", owner.__name__).lower()
         rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
-        made = Tool(method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows)
-        hooks = tuple(key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key))
-        return StatefulToolSource(item, name, {"execute": replace(made, source=source)}, hooks, lifetime)
+        made = Tool(
+            method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows
+        )
+        hooks = tuple(
+            key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key)
+        )
+        return StatefulToolSource(
+            item, name, {"execute": replace(made, source=source)}, hooks, lifetime
+        )
     methods = {  # in definition order, those of base classes first
         key: raw
         for base in reversed(owner.__mro__[:-1])
         for key, raw in vars(base).items()
-        if not key.startswith("_") and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
+        if not key.startswith("_")
+        and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
         if key not in RESERVED_METHODS[1:]
     }
     marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
     templates = {}
     for key, raw in (marked or methods).items():
         method = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
-        templates[key] = replace(raw if isinstance(raw, Tool) else Tool(method, tool_signature(method)), source=source)
+        templates[key] = replace(
+            raw if isinstance(raw, Tool) else Tool(method, tool_signature(method)), source=source
+        )
     if not templates:
-        raise ToolSchemaError(f"{owner.__name__} has no public method that could be a tool; give functions, or add one")
+        raise ToolSchemaError(
+            f"{owner.__name__} has no public method that could be a tool; give functions, or add "
+            "one"
+        )
     hooks = tuple(key for key in RESERVED_METHODS[1:] if callable(getattr(owner, key, None)))
     return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
 
@@ -273,7 +343,9 @@ class _TrajectoryInstance:
     _begun: bool = False
     _released: bool = False
     _making: bool = False  # whether a thread is creating the object
-    _late: bool = False  # `release` was called meanwhile: that thread releases the object when it returns
+    _late: bool = (
+        False  # `release` was called meanwhile: that thread releases the object when it returns
+    )
     _lock: threading.Lock = field(default_factory=threading.Lock)
     tools: tuple[Tool, ...] = ()  # tools bound to the object and to the row's arguments
 
@@ -282,7 +354,8 @@ class _TrajectoryInstance:
         return self.source.name
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
-        """Return the row's arguments for a lifetime method; without `create` they go to the constructor."""
+        """Return the row's arguments for a lifetime method; without `create` they
+        go to the constructor."""
         target = self.source.make if hook == "create" else _takes_nothing
         if hook in self.source.hooks:
             target = getattr(_class_of(self.source.make), hook)
@@ -294,8 +367,14 @@ class _TrajectoryInstance:
             created = await self._begin(self.hook_kwargs("create"))
         tools = []
         for key, made in self.source.templates.items():
-            method = MethodType(made.function, self._object) if takes_self(made) else getattr(self._object, key)
-            tools.append(replace(made, function=method, row=self.row.for_method(made.name, "execute", made)))
+            method = (
+                MethodType(made.function, self._object)
+                if takes_self(made)
+                else getattr(self._object, key)
+            )
+            tools.append(
+                replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
+            )
         self.tools = tuple(tools)
         return read_content(created, self.name)
 
@@ -347,23 +426,38 @@ class _TrajectoryInstance:
 
 @dataclass(slots=True)
 class _CallInstances(_TrajectoryInstance):
-    """Instances of a `StatefulToolSource` with the lifetime `call`; itself never begun. As in verl, they have no reward."""
+    """Instances of a `StatefulToolSource` with the lifetime `call`; itself never begun.
+
+    As in verl, they have no reward.
+    """
 
     instances: list[ToolInstance] = field(default_factory=list)
 
     async def create(self) -> Content:
-        self.tools = tuple(replace(made, function=self._around(key)) for key, made in self.source.templates.items())
+        self.tools = tuple(
+            replace(made, function=self._around(key)) for key, made in self.source.templates.items()
+        )
         return ""
 
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
             instance = _TrajectoryInstance(self.source, self.row)
-            self.instances.append(instance)  # after a cancellation, the end of the episode releases it under its own deadline
+            self.instances.append(
+                instance
+            )  # after a cancellation, the end of the episode releases it under its own deadline
             try:
-                with as_tool_failure(f"{self.name}: create", bugs=True):  # else it would count as the model's mistake
+                with as_tool_failure(
+                    f"{self.name}: create", bugs=True
+                ):  # else it would count as the model's mistake
                     created = await instance.create()
-                made = next(tool for name, tool in zip(self.source.templates, instance.tools, strict=True) if name == key)
-                returned = read_result(await call_user(made.function, {**arguments, **made.row}), made.name)
+                made = next(
+                    tool
+                    for name, tool in zip(self.source.templates, instance.tools, strict=True)
+                    if name == key
+                )
+                returned = read_result(
+                    await call_user(made.function, {**arguments, **made.row}), made.name
+                )
             except Exception:
                 await instance.release()
                 raise
@@ -377,7 +471,8 @@ class _CallInstances(_TrajectoryInstance):
 
 @contextlib.contextmanager
 def as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
-    """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause them; bugs only if `bugs`."""
+    """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause
+    them; bugs only if `bugs`."""
     try:
         yield
     except (TurnwrightError, TimeoutError):
@@ -385,7 +480,9 @@ def as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # raised in a task, SystemExit would end the loop
         if not bugs and failure_kind(error, "create") == FailureKind.USER_BUG:
             raise
-        raise ToolFailure(f"{what} raised {class_name(error)}: {words(error)}".rstrip(": ")) from error
+        raise ToolFailure(
+            f"{what} raised {class_name(error)}: {words(error)}".rstrip(": ")
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,13 +494,22 @@ class ToolSet:
 
     @property
     def known(self) -> Tools:
-        """All tools known before an episode begins, for their schemas only; they must not be called."""
-        return Tools([*self.shared, *(made for source in self._stateful for made in source.templates.values())])
+        """All tools known before an episode begins, for their schemas only;
+        they must not be called."""
+        return Tools(
+            [
+                *self.shared,
+                *(made for source in self._stateful for made in source.templates.values()),
+            ]
+        )
 
     @property
     def rewards_episode(self) -> bool:
         """Whether a class of tools has a reward for the finished episode."""
-        return any("calc_reward" in source.hooks and source.lifetime == "trajectory" for source in self._stateful)
+        return any(
+            "calc_reward" in source.hooks and source.lifetime == "trajectory"
+            for source in self._stateful
+        )
 
     @property
     def _stateful(self) -> list[StatefulToolSource]:
@@ -415,13 +521,20 @@ class ToolSet:
         Every instance begun is in `instances`, also after errors.
         """
         row, chosen = arguments_of(task), tool_names_of(task)
-        if chosen is None and not row.given and not self.sources and not any(tool.from_row for tool in self.shared):
+        if (
+            chosen is None
+            and not row.given
+            and not self.sources
+            and not any(tool.from_row for tool in self.shared)
+        ):
             return self.shared, ""
         wanted = None if chosen is None else set(chosen)
         shared = [tool for tool in self.shared if wanted is None or tool.name in wanted]
         found = [replace(tool, row=row.for_method(tool.name, "execute", tool)) for tool in shared]
         created: Content = ""
-        names = dict.fromkeys([*(tool.name for tool in self.shared), *(source.name for source in self.sources)])
+        names = dict.fromkeys(
+            [*(tool.name for tool in self.shared), *(source.name for source in self.sources)]
+        )
         for source in self.sources:
             names |= dict.fromkeys(source.names or ())
             if not _needed(source, wanted, names):
@@ -430,7 +543,11 @@ class ToolSet:
             instances.append(instance)
             created = join_content(created, await instance.create())
             names |= dict.fromkeys(tool.name for tool in instance.tools)
-            found += [tool for tool in instance.tools if wanted is None or source.name in wanted or tool.name in wanted]
+            found += [
+                tool
+                for tool in instance.tools
+                if wanted is None or source.name in wanted or tool.name in wanted
+            ]
         check_names(chosen or (), names, task, "the column tools")
         check_names(row.given, names, task, "tools_kwargs")
         return Tools(found, self.shared.cut), created
@@ -447,7 +564,9 @@ def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimi
             sources.append(item)
         elif isinstance(item, StatefulTool):
             kind = type(item).__name__
-            raise ToolSchemaError(f"{kind}() is an object, which every episode would share; give the class {kind}")
+            raise ToolSchemaError(
+                f"{kind}() is an object, which every episode would share; give the class {kind}"
+            )
         else:
             tools.append(as_tool(item))
     kit = ToolSet(Tools(tools, cut), tuple(sources))
@@ -456,7 +575,8 @@ def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimi
 
 
 def add_to_opening(messages: tuple[Message, ...], created: Content) -> tuple[Message, ...]:
-    """Append the content of `create` to the last user message (some templates allow no second one), or add a user message."""
+    """Append the content of `create` to the last user message (some templates allow no second one),
+    or add a user message."""
     if not created:
         return messages
     if not messages or messages[-1].role != "user":
@@ -466,7 +586,8 @@ def add_to_opening(messages: tuple[Message, ...], created: Content) -> tuple[Mes
 
 
 def _needed(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -> bool:
-    """Whether an episode needs a source; a source with unknown tools is needed if a wanted name is still unresolved."""
+    """Whether an episode needs a source; a source with unknown tools is needed if a wanted
+    name is still unresolved."""
     if wanted is None or source.name in wanted:
         return True
     return not (wanted <= set(known) if source.names is None else wanted.isdisjoint(source.names))

@@ -12,7 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 from turnwright.envs.tools.results import ResultLimit, ToolResult, read_result
-from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, ToolSignature, parameters_of, tool_signature
+from turnwright.envs.tools.tool_schema import (
+    InvalidArguments,
+    ToolSchemaError,
+    ToolSignature,
+    parameters_of,
+    tool_signature,
+)
 from turnwright.envs.user_code import as_number, call_user
 from turnwright.errors import ToolFailure, UsageError, class_name, suggest_or_list, words
 from turnwright.types import Message, ToolCall
@@ -80,7 +86,10 @@ def _import_tool(home: str, name: str, row: Mapping[str, Any], source: str) -> T
     importlib.import_module(home)
     found = _named(home, name)
     if not isinstance(found, Tool):
-        raise UsageError(f"{home}.{name} is no tool in this process; put @tool on a function at the top level of a file")
+        raise UsageError(
+            f"{home}.{name} is no tool in this process; put @tool on a function at the top level "
+            "of a file"
+        )
     return replace(found, row=row, source=source)
 
 
@@ -103,7 +112,8 @@ def tool(
     schema: Mapping[str, Any] | None = None,
     from_row: Sequence[str] = (),
 ) -> Tool | Callable[[Callable[..., Any]], Tool]:
-    """Make a tool of a function: `@tool`, `@tool("name")` or `@tool(name=..., schema=..., from_row=...)`.
+    """Make a tool of a function: `@tool`, `@tool("name")` or
+    `@tool(name=..., schema=..., from_row=...)`.
 
     Args:
         name: tool name, by default the function's name.
@@ -116,7 +126,9 @@ def tool(
     if function is None or isinstance(function, str):
         given = name or function
         hidden = (from_row,) if isinstance(from_row, str) else tuple(from_row)
-        return lambda wrapped: Tool(wrapped, tool_signature(wrapped, name=given, schema=schema, from_row=hidden), hidden)
+        return lambda wrapped: Tool(
+            wrapped, tool_signature(wrapped, name=given, schema=schema, from_row=hidden), hidden
+        )
     return Tool(function, tool_signature(function))
 
 
@@ -126,8 +138,8 @@ class CallOutcome:
 
     message: Message  # the `tool` message for the model
     error: str | None = None
-    """Kind of error: the `cause` of a malformed call, or `unknown_tool`, `unknown_argument`, `missing_argument`, `wrong_type`,
-    `raised`; None on success."""
+    """Kind of error: the `cause` of a malformed call, or `unknown_tool`, `unknown_argument`,
+    `missing_argument`, `wrong_type`, `raised`; None on success."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     cut: bool = False  # the result was truncated
@@ -138,14 +150,19 @@ class CallOutcome:
 class Tools:
     """Tools of an episode by name, which must be unique."""
 
-    def __init__(self, tools: Iterable[Callable[..., Any] | Tool], cut: ResultLimit | None = None) -> None:
+    def __init__(
+        self, tools: Iterable[Callable[..., Any] | Tool], cut: ResultLimit | None = None
+    ) -> None:
         self.cut = cut or ResultLimit()
         self._tools: dict[str, Tool] = {}
         for item in tools:
             made = as_tool(item)
             if made.name in self._tools:
                 sources = f"{_source(self._tools[made.name])} and {_source(made)}"
-                raise ToolSchemaError(f"two tools are called {made.name!r}: {sources}; rename one with @tool(name=...)")
+                raise ToolSchemaError(
+                    f"two tools are called {made.name!r}: {sources}; rename one with "
+                    "@tool(name=...)"
+                )
             self._tools[made.name] = made
 
     def __iter__(self) -> Iterator[Tool]:
@@ -157,7 +174,8 @@ class Tools:
         return tuple(tool.schema for tool in self)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in call order."""
+        """Run the calls of one reply: async tools concurrently, sync ones sequentially;
+        outcomes in call order."""
         if len(calls) == 1:
             return [await self.call(calls[0])]
         outcomes: list[CallOutcome | None] = [None] * len(calls)
@@ -167,7 +185,11 @@ class Tools:
                 outcomes[number] = await self.call(calls[number])
 
         tools = [self._tools.get(call.name) for call in calls]
-        waiting = [n for n, tool in enumerate(tools) if tool is not None and inspect.iscoroutinefunction(tool.function)]
+        waiting = [
+            n
+            for n, tool in enumerate(tools)
+            if tool is not None and inspect.iscoroutinefunction(tool.function)
+        ]
         in_order = [number for number in range(len(calls)) if number not in waiting]
         if not waiting or len(waiting) + bool(in_order) == 1:
             await run(range(len(calls)))
@@ -183,12 +205,21 @@ class Tools:
         return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> CallOutcome:
-        """Run one call; mistakes of the model and exceptions of the tool, except `ToolFailure`, become `Error: ...`."""
+        """Run one call; mistakes of the model and exceptions of the tool, except
+        `ToolFailure`, become `Error: ...`."""
         began = time.monotonic()
         returned, error = await self._call(call)
         content, cut = self.cut(returned.content)
         message = Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
-        return CallOutcome(message, error, returned.reward, returned.metrics, cut, call.name, time.monotonic() - began)
+        return CallOutcome(
+            message,
+            error,
+            returned.reward,
+            returned.metrics,
+            cut,
+            call.name,
+            time.monotonic() - began,
+        )
 
     async def _call(self, call: ToolCall) -> tuple[ToolResult, str | None]:
         """Return the result of one call, and its kind of error."""
@@ -216,7 +247,10 @@ class Tools:
         returned = read_result(result, call.name)
         if returned.error and isinstance(returned.content, str):
             return _error_result(returned.content), "raised"
-        for what, value in (("reward", returned.reward), *((f"metric {key!r}", n) for key, n in returned.metrics.items())):
+        for what, value in (
+            ("reward", returned.reward),
+            *((f"metric {key!r}", n) for key, n in returned.metrics.items()),
+        ):
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 # One that is not finite would corrupt every mean.
                 as_number(value, f"the tool {call.name!r} gave the {what}, which")
@@ -236,13 +270,18 @@ def as_tool(item: Any) -> Tool:
     else:
         raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or @tool objects")
     if not made.source and takes_self(made):
-        raise ToolSchemaError(f"tool {made.name!r} is a method without its object; give the class, or object.{made.name}")
+        raise ToolSchemaError(
+            f"tool {made.name!r} is a method without its object; give the class, or "
+            f"object.{made.name}"
+        )
     return made
 
 
 def takes_self(tool: Tool) -> bool:
     """Whether the function of a tool is an unbound method."""
-    return inspect.isfunction(tool.function) and next(iter(parameters_of(tool.function)), "") == "self"
+    return (
+        inspect.isfunction(tool.function) and next(iter(parameters_of(tool.function)), "") == "self"
+    )
 
 
 def _source(tool: Tool) -> str:

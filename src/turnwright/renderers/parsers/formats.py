@@ -1,52 +1,66 @@
-r"""Table of reply formats, one row per model family, in the order in which a template's format is looked for.
+r"""Table of reply formats, one row per model family, in the order in which a
+template's format is looked for.
 
-Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text, the tool's JSON schema
-decides what `5` is (see `readers.coerce`). Line breaks around it are removed exactly where the template writes them.
+Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text,
+the tool's JSON schema decides what `5` is (see `readers.coerce`). Line breaks around it are removed
+exactly where the template writes them.
 
-A call without the mark that begins it is malformed (`unopened`): an end mark or an inner tag outside of a call, or a reply that
-ends in the text of a call of an existing tool, without marks. Marks in quotes or code spans are text.
+A call without the mark that begins it is malformed (`unopened`): an end mark or an inner tag
+outside of a call, or a reply that ends in the text of a call of an existing tool, without marks.
+Marks in quotes or code spans are text.
 
-Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or in a fence (Command R+)::
+Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or
+in a fence (Command R+)::
 
-    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}]<|END_ACTION|>
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters":
+    {"key": "a"}}]<|END_ACTION|>
 
-DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` tells a string from JSON::
+DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `string`
+tells a string from JSON::
 
     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"key": "a"}\n```
     <｜tool▁call▁end｜><｜tool▁calls▁end｜>
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key": "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-    <｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key":
+    "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜> <｜DSML｜tool_calls>\n<｜DSML｜invoke
+    name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
     </｜DSML｜invoke>\n</｜DSML｜tool_calls>
 
-Gemma 4 and, with other marks, FunctionGemma: JSON-like with marked strings and bare keys. A key is everything between `{` or
-`,` and `:`, without quotes, and without spaces around it::
+Gemma 4 and, with other marks, FunctionGemma: JSON-like with marked strings and bare keys. A key is
+everything between `{` or `,` and `:`, without quotes, and without spaces around it::
 
-    <|channel>thought\nI look it up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+    <|channel>thought\nI look it
+    up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
     <start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
 
-GLM 4.5 and later, Laguna, Ling 3 and Spark: tags, with or without line breaks. Strings are bare text, other values JSON::
+GLM 4.5 and later, Laguna, Ling 3 and Spark: tags, with or without line breaks. Strings are bare
+text, other values JSON::
 
-    <think>I look it up.</think>\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>a</arg_value>\n</tool_call>
+    <think>I look it
+    up.</think>\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>a</arg_value>\n</tool_call>
 
-Hermes, Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others; other formats put the same JSON between other marks::
+Hermes, Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others; other formats put the same
+JSON between other marks::
 
-    <think>\nI look it up.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>
+    <think>\nI look it up.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "look_up", "arguments":
+    {"key": "a"}}\n</tool_call>
 
-Kimi K2, whose ids are kept as written, because the template repeats them; Kimi K3, with the type of each argument::
+Kimi K2, whose ids are kept as written, because the template repeats them; Kimi K3, with
+the type of each argument::
 
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key": "a"}<|tool_call_end|>
-    <|tool_calls_section_end|>
-    <|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|><|open|>argument key="key" type="string"<|sep|>a
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key":
+    "a"}<|tool_call_end|> <|tool_calls_section_end|> <|open|>tools<|sep|><|open|>call tool="look_up"
+    index="1"<|sep|><|open|>argument key="key" type="string"<|sep|>a
     <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
 
 MiniMax M2 and, with other tags, Muse and MiniCPM 5: tags with attributes, arguments as bare text::
 
-    <minimax:tool_call>\n<invoke name="look_up">\n<parameter name="key">a</parameter>\n</invoke>\n</minimax:tool_call>
+    <minimax:tool_call>\n<invoke name="look_up">\n<parameter
+    name="key">a</parameter>\n</invoke>\n</minimax:tool_call>
 
 Mistral: a JSON list (v3, Nemo) or a name before JSON (v11 and later), to the end of the reply::
 
-    [TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}]
-    [THINK]I look it up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
+    [TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}] [THINK]I look it
+    up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
     [TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
 
 Qwen3-Coder, Qwen 3.5 and later, Nemotron 3 and Step 3.5: tags, arguments as bare text::
@@ -68,7 +82,7 @@ Formats of one family each, with a shared reader::
     Granite 3, Phi 4    <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
     InternLM 2          <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
     MiniCPM 5           <function name="look_up"><param name="key">a</param></function>
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -76,7 +90,13 @@ import json
 import re
 from dataclasses import replace
 
-from turnwright.renderers.parsers.readers import JsonCalls, NamedJsonCalls, TaggedCalls, make_call, read_json
+from turnwright.renderers.parsers.readers import (
+    JsonCalls,
+    NamedJsonCalls,
+    TaggedCalls,
+    make_call,
+    read_json,
+)
 from turnwright.renderers.parsers.reply_format import (
     CallSyntax,
     MalformedCall,
@@ -116,16 +136,23 @@ _DEEPSEEK_TAGS = TaggedCalls(
     re.compile(r'\s*<｜DSML｜parameter name="([^">\n]*)" string="(?P<type>true|false)">'),
     "</｜DSML｜parameter>",
     "</｜DSML｜invoke>",
-    '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
+    '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" '
+    'string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
 )
 
-_DEEPSEEK_INNER = ("<｜DSML｜invoke", "</｜DSML｜invoke>", "<｜DSML｜parameter", "</｜DSML｜parameter>")
+_DEEPSEEK_INNER = (
+    "<｜DSML｜invoke",
+    "</｜DSML｜invoke>",
+    "<｜DSML｜parameter",
+    "</｜DSML｜parameter>",
+)
 
 _GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
 
 
 def _gemma_token(match: re.Match[str]) -> str:
-    """Return a token of a Gemma call as JSON: a string, a bare key with the bracket or comma before it, or None."""
+    """Return a token of a Gemma call as JSON: a string, a bare key with the bracket or
+    comma before it, or None."""
     if (string := match["string"]) is not None:
         return json.dumps(string)
     if (key := match["key"]) is not None:
@@ -137,17 +164,28 @@ def _gemma(quote: str) -> Read:
     """Return the reader of calls whose strings are between two of these marks."""
     example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
     mark = re.escape(quote)
-    # A key is everything up to the colon: schemas have keys such as `$filter`, `start date` and `id[]`.
-    token = re.compile(rf'{mark}(?P<string>.*?){mark}|(?P<before>[{{,])(?P<key>(?:(?!{mark})[^,:{{"])*):|\bNone\b', re.DOTALL)
+    # A key is everything up to the colon: schemas have keys such as `$filter`,
+    # `start date` and `id[]`.
+    token = re.compile(
+        rf'{mark}(?P<string>.*?){mark}|(?P<before>[{{,])(?P<key>(?:(?!{mark})[^,:{{"])*):|\bNone\b',
+        re.DOTALL,
+    )
 
     def read(body: str, tools: Tools) -> list[ToolCall]:
         head = _GEMMA_CALL.match(body)
         if head is None:
-            return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {example}")]
+            return [
+                malformed_call(
+                    "not_a_call" if body.strip() else "truncated",
+                    f"a tool call looks like {example}",
+                )
+            ]
         try:
             return [make_call(head[1], read_json(token.sub(_gemma_token, body[head.end() :])))]
         except MalformedCall as error:
-            return [malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])]
+            return [
+                malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])
+            ]
 
     return read
 
@@ -163,7 +201,9 @@ def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
 
 
 def _glm_inner(suffix: str) -> tuple[str, ...]:
-    return tuple(f"<{slash}{tag}{suffix}>" for tag in ("arg_key", "arg_value") for slash in ("", "/"))
+    return tuple(
+        f"<{slash}{tag}{suffix}>" for tag in ("arg_key", "arg_value") for slash in ("", "/")
+    )
 
 
 _KIMI_MARK = "<|tool_call_argument_begin|>"
@@ -186,7 +226,12 @@ _KIMI_K3 = TaggedCalls(
     '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
     "<|close|>argument<|sep|><|close|>call<|sep|>",
 )
-_KIMI_K3_INNER = ("<|open|>call ", "<|close|>call<|sep|>", "<|open|>argument ", "<|close|>argument<|sep|>")
+_KIMI_K3_INNER = (
+    "<|open|>call ",
+    "<|close|>call<|sep|>",
+    "<|open|>argument ",
+    "<|close|>argument<|sep|>",
+)
 
 
 def _minimax_tags(call: str, argument: str) -> TaggedCalls:
@@ -221,7 +266,9 @@ def _solar_head(text: str) -> tuple[str, str]:
 
 
 _SOLAR = NamedJsonCalls(
-    "<|tool_call:args|>", "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>", _solar_head
+    "<|tool_call:args|>",
+    "<|tool_call:begin|>ID<|tool_call:name|>NAME<|tool_call:args|>{...}<|tool_call:end|>",
+    _solar_head,
 )
 _SOLAR_INNER = ("<|tool_call:name|>", "<|tool_call:args|>")
 
@@ -284,10 +331,17 @@ _HUNYUAN_TAGS = _glm_tags(_HY, f"<tool_sep{_HY}>")
 _HUNYUAN_SECTIONS = (f"<tool_calls{_HY}>", f"</tool_calls{_HY}>")
 FORMATS: tuple[Parser, ...] = (
     ReplyFormat("hermes", (CallSyntax("<tool_call>", _JSON, "</tool_call>"),), bare=_BARE_JSON),
-    ReplyFormat("qwen3_coder", (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>", inner=_QWEN3_CODER_INNER),)),
+    ReplyFormat(
+        "qwen3_coder",
+        (CallSyntax("<tool_call>", _QWEN3_CODER_TAGS, "</tool_call>", inner=_QWEN3_CODER_INNER),),
+    ),
     ReplyFormat(
         "seed",
-        (CallSyntax("<seed:tool_call>", _SEED_TAGS, "</seed:tool_call>", inner=_QWEN3_CODER_INNER),),
+        (
+            CallSyntax(
+                "<seed:tool_call>", _SEED_TAGS, "</seed:tool_call>", inner=_QWEN3_CODER_INNER
+            ),
+        ),
         thinking=ReasoningMarks("<seed:think>", "</seed:think>"),
     ),
     ReplyFormat(
@@ -300,12 +354,30 @@ FORMATS: tuple[Parser, ...] = (
     ReplyFormat(
         "deepseek",
         (
-            CallSyntax("<｜tool▁call▁begin｜>", _deepseek, "<｜tool▁call▁end｜>", _DEEPSEEK_SECTIONS, (_SEP,)),
-            CallSyntax("<｜DSML｜tool_calls>", _DEEPSEEK_TAGS, "</｜DSML｜tool_calls>", inner=_DEEPSEEK_INNER),
-            CallSyntax("<｜DSML｜function_calls>", _DEEPSEEK_TAGS, "</｜DSML｜function_calls>", inner=_DEEPSEEK_INNER),
+            CallSyntax(
+                "<｜tool▁call▁begin｜>",
+                _deepseek,
+                "<｜tool▁call▁end｜>",
+                _DEEPSEEK_SECTIONS,
+                (_SEP,),
+            ),
+            CallSyntax(
+                "<｜DSML｜tool_calls>",
+                _DEEPSEEK_TAGS,
+                "</｜DSML｜tool_calls>",
+                inner=_DEEPSEEK_INNER,
+            ),
+            CallSyntax(
+                "<｜DSML｜function_calls>",
+                _DEEPSEEK_TAGS,
+                "</｜DSML｜function_calls>",
+                inner=_DEEPSEEK_INNER,
+            ),
         ),
     ),
-    ReplyFormat("glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>", inner=_glm_inner("")),)),
+    ReplyFormat(
+        "glm", (CallSyntax("<tool_call>", _glm_tags(""), "</tool_call>", inner=_glm_inner("")),)
+    ),
     ReplyFormat(
         "hunyuan",
         (
@@ -319,10 +391,21 @@ FORMATS: tuple[Parser, ...] = (
         ),
         thinking=ReasoningMarks(f"<think{_HY}>", f"</think{_HY}>"),
     ),
-    ReplyFormat("kimi", (CallSyntax("<|tool_call_begin|>", _KIMI, "<|tool_call_end|>", _KIMI_SECTIONS, (_KIMI_MARK,)),)),
+    ReplyFormat(
+        "kimi",
+        (
+            CallSyntax(
+                "<|tool_call_begin|>", _KIMI, "<|tool_call_end|>", _KIMI_SECTIONS, (_KIMI_MARK,)
+            ),
+        ),
+    ),
     ReplyFormat(
         "kimi_k3",
-        (CallSyntax("<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>", inner=_KIMI_K3_INNER),),
+        (
+            CallSyntax(
+                "<|open|>tools<|sep|>", _KIMI_K3, "<|close|>tools<|sep|>", inner=_KIMI_K3_INNER
+            ),
+        ),
         thinking=ReasoningMarks("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
         dropped=("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
     ),
@@ -334,7 +417,12 @@ FORMATS: tuple[Parser, ...] = (
         dropped=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
         bare=_BARE_COHERE,
     ),
-    ReplyFormat("command_r", (CallSyntax("Action:\n```json\n", _COHERE, "```"),), ("Action:\n", "<"), bare=_BARE_COHERE),
+    ReplyFormat(
+        "command_r",
+        (CallSyntax("Action:\n```json\n", _COHERE, "```"),),
+        ("Action:\n", "<"),
+        bare=_BARE_COHERE,
+    ),
     ReplyFormat(
         "gemma",
         (CallSyntax("<|tool_call>", _gemma('<|"|>'), "<tool_call|>"),),
@@ -347,7 +435,10 @@ FORMATS: tuple[Parser, ...] = (
         "minimax_m2",
         (
             CallSyntax(
-                "<minimax:tool_call>", _MINIMAX_TAGS, "</minimax:tool_call>", inner=_minimax_inner("invoke", "parameter")
+                "<minimax:tool_call>",
+                _MINIMAX_TAGS,
+                "</minimax:tool_call>",
+                inner=_minimax_inner("invoke", "parameter"),
             ),
         ),
     ),
@@ -365,44 +456,86 @@ FORMATS: tuple[Parser, ...] = (
         dropped=("<|eom|>",),
         header=re.compile(r"\s*(?:<\|start\|>assistant)?\s*\bto=([^\s<]+)<\|message\|>"),
     ),
-    ReplyFormat("minimax_m1", (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),), bare=_BARE_JSON),
+    ReplyFormat(
+        "minimax_m1",
+        (CallSyntax("<tool_calls>", JsonCalls(lines=True), "</tool_calls>"),),
+        bare=_BARE_JSON,
+    ),
     ReplyFormat(
         "apriel",
         (CallSyntax("<tool_calls>", _JSON_LIST, "</tool_calls>"),),
         ("<", "[BEGIN FINAL RESPONSE]"),
-        ReasoningMarks("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]", always_opened=True),
+        ReasoningMarks(
+            "Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]", always_opened=True
+        ),
         bare=_BARE_JSON,
     ),
-    ReplyFormat("nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),), bare=_BARE_JSON),
+    ReplyFormat(
+        "nemotron_v2", (CallSyntax("<TOOLCALL>", _JSON_LIST, "</TOOLCALL>"),), bare=_BARE_JSON
+    ),
     ReplyFormat(
         "gigachat",
-        (CallSyntax("<|function_call|>", _gigachat), CallSyntax("function call<|role_sep|>\n", _gigachat)),
+        (
+            CallSyntax("<|function_call|>", _gigachat),
+            CallSyntax("function call<|role_sep|>\n", _gigachat),
+        ),
         dropped=(_GIGACHAT_END,),
         bare=_BARE_JSON,
     ),
-    ReplyFormat("functionary", (CallSyntax("<function=", _FUNCTIONARY, "</function>"),), bare=_BARE_FUNCTIONARY),
-    ReplyFormat("minicpm", (CallSyntax("<function ", _minicpm, "</function>", inner=("<param name=", "</param>")),)),
+    ReplyFormat(
+        "functionary",
+        (CallSyntax("<function=", _FUNCTIONARY, "</function>"),),
+        bare=_BARE_FUNCTIONARY,
+    ),
+    ReplyFormat(
+        "minicpm",
+        (CallSyntax("<function ", _minicpm, "</function>", inner=("<param name=", "</param>")),),
+    ),
     ReplyFormat(
         "granite",
-        (CallSyntax("<|tool_call|>", _granite, inner=_GRANITE_ENDS), CallSyntax("<tool_call>", _granite)),
+        (
+            CallSyntax("<|tool_call|>", _granite, inner=_GRANITE_ENDS),
+            CallSyntax("<tool_call>", _granite),
+        ),
         bare=_BARE_JSON,
     ),
     ReplyFormat(
         "internlm2",
-        (CallSyntax("<|action_start|><|plugin|>", _INTERNLM, "<|action_end|>", inner=("<|action_start|>", "<|plugin|>")),),
+        (
+            CallSyntax(
+                "<|action_start|><|plugin|>",
+                _INTERNLM,
+                "<|action_end|>",
+                inner=("<|action_start|>", "<|plugin|>"),
+            ),
+        ),
         bare=_BARE_JSON,
     ),
     ReplyFormat(
-        "function_gemma", (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),), bare=_BARE_GEMMA
+        "function_gemma",
+        (CallSyntax("<start_function_call>", _gemma("<escape>"), "<end_function_call>"),),
+        bare=_BARE_GEMMA,
     ),
     MINICPM3,
     OLMO3,
     ReplyFormat(
         "solar",
-        (CallSyntax("<|tool_call:begin|>", _SOLAR, "<|tool_call:end|>", ("<|tool_calls|>",), _SOLAR_INNER),),
+        (
+            CallSyntax(
+                "<|tool_call:begin|>",
+                _SOLAR,
+                "<|tool_call:end|>",
+                ("<|tool_calls|>",),
+                _SOLAR_INNER,
+            ),
+        ),
         thinking=ReasoningMarks("<|think|>", "<|end|>"),
         dropped=("<|begin|>assistant", "<|content|>"),
     ),
-    ReplyFormat("apertus", (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),), bare=_BARE_APERTUS),
+    ReplyFormat(
+        "apertus",
+        (CallSyntax("<|tools_prefix|>", _apertus, "<|tools_suffix|>"),),
+        bare=_BARE_APERTUS,
+    ),
     LLAMA3,
 )

@@ -20,7 +20,10 @@ _WORDS = {"True": "true", "False": "false", "None": "null"}
 _PYTHON = re.compile(r"""'|\b(?:True|False|None)\b""")
 STRING = re.compile(r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\"""", re.DOTALL)
 """Pattern of a Python or JSON string."""
-_TOKEN = re.compile(rf"""(?P<string>{STRING.pattern})|(?P<word>[^\W\d]\w*)|(?P<other>[^'"\w]+|\d[\w.+-]*)""", re.DOTALL)
+_TOKEN = re.compile(
+    rf"""(?P<string>{STRING.pattern})|(?P<word>[^\W\d]\w*)|(?P<other>[^'"\w]+|\d[\w.+-]*)""",
+    re.DOTALL,
+)
 _ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
@@ -41,7 +44,8 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def read_json(text: str, what: str = "the tool call") -> Any:
-    """Parse strict JSON. Raises `MalformedCall`: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or `not_json`."""
+    """Parse strict JSON. Raises `MalformedCall`: `truncated`, `trailing_comma`, `python_literal`,
+    `too_deep` or `not_json`."""
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -60,7 +64,9 @@ def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCa
     if _COMMA.match(text, at) and (text[at] == "," or before.endswith(",")):
         cause, found = "trailing_comma", f"remove the comma before the closing bracket ({error})"
     elif _PYTHON.match(text, at):
-        found = f"write strings in double quotes, and true, false and null in small letters ({error})"
+        found = (
+            f"write strings in double quotes, and true, false and null in small letters ({error})"
+        )
         cause = "python_literal"
     else:
         cause, found = "not_json", str(error)
@@ -68,7 +74,8 @@ def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCa
 
 
 def python_as_json(text: str) -> str:
-    """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and dicts of them) to JSON text.
+    """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and
+    dicts of them) to JSON text.
 
     Raises `MalformedCall`: `truncated` if a string does not end, `not_json` for any other name.
     """
@@ -83,7 +90,10 @@ def python_as_json(text: str) -> str:
             parts.append(json.dumps(_ESCAPE.sub(_escaped, string[1:-1])))
         elif (word := token["word"]) is not None:
             if word not in _WORDS and word not in _WORDS.values():
-                raise MalformedCall("not_json", f"the tool call has the bare word {word:.40}; write strings in quotes")
+                raise MalformedCall(
+                    "not_json",
+                    f"the tool call has the bare word {word:.40}; write strings in quotes",
+                )
             parts.append(_WORDS.get(word, word))
         else:
             parts.append(token["other"].replace("(", "[").replace(")", "]"))
@@ -101,9 +111,10 @@ def _escaped(match: re.Match[str]) -> str:
 def coerce(text: str, schema: Any) -> Any:
     """Convert bare text to the type of its schema.
 
-    Formats with bare-text arguments lose types: `5` may be a string. If the schema allows strings only, the text stays. If it
-    allows other types too, or none is given, text that parses as JSON (or as Python's True, False and None, which templates
-    write) is converted. Text that matches no type stays, and the environment reports the error.
+    Formats with bare-text arguments lose types: `5` may be a string. If the schema allows strings
+    only, the text stays. If it allows other types too, or none is given, text that parses as JSON
+    (or as Python's True, False and None, which templates write) is converted. Text that matches no
+    type stays, and the environment reports the error.
     """
     types = _types(schema)
     if types == {"string"}:
@@ -115,7 +126,8 @@ def coerce(text: str, schema: Any) -> Any:
             value = _DECODER.decode(python_as_json(text))
         except (ValueError, RecursionError):
             return text
-    # "1.0" passes as an integer in the check of arguments; where a text is possible too, it stays one
+    # "1.0" passes as an integer in the check of arguments; where a text is
+    # possible too, it stays one
     value_type = "number" if isinstance(value, float) else json_type(value)
     if "string" in types and value_type not in types:
         return text
@@ -123,7 +135,8 @@ def coerce(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all of them if it names none, or cannot be read."""
+    """Return the JSON types that a schema allows; all of them if it names
+    none, or cannot be read."""
     if not isinstance(schema, Mapping):
         return JSON_TYPES
     if schema.get("type") == "string" and is_plain(schema):
@@ -155,7 +168,9 @@ class JsonCalls:
 
     def __call__(self, body: str, tools: Tools = ()) -> list[ToolCall]:
         if self.lines:
-            return [call for line in body.split("\n") if line.strip() for call in self._read(line)] or self._read(body)
+            return [
+                call for line in body.split("\n") if line.strip() for call in self._read(line)
+            ] or self._read(body)
         return self._read(body)
 
     def _read(self, body: str) -> list[ToolCall]:
@@ -169,18 +184,29 @@ class JsonCalls:
 
     def _call(self, value: Any) -> ToolCall:
         key = self.arguments[0]
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):  # a call in OpenAI's own shape
+        if isinstance(value, dict) and isinstance(
+            value.get("function"), dict
+        ):  # a call in OpenAI's own shape
             value = {self.given_id: value.get(self.given_id), **value["function"]}
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
-            return malformed_call("not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"')
+            return malformed_call(
+                "not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"'
+            )
         given = value.get(self.given_id)
         found = next((value[key] for key in self.arguments if key in value), None)
         if found is None and len(value) == 1:
             found = {}
-        return make_call(value[self.name], found, given if isinstance(given, str) else "", f'"{key}" of a tool call')
+        return make_call(
+            value[self.name],
+            found,
+            given if isinstance(given, str) else "",
+            f'"{key}" of a tool call',
+        )
 
 
-def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call") -> ToolCall:
+def make_call(
+    name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call"
+) -> ToolCall:
     """Make a call from arguments: an object, or a string with one in JSON (as in OpenAI's API)."""
     given = arguments
     if isinstance(arguments, str):
@@ -191,7 +217,9 @@ def make_call(name: str, arguments: Any, given_id: str = "", what: str = "the ar
             return malformed_call("arguments_not_object", wrong, name, given_id, given)
     if not isinstance(arguments, dict):
         raw = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        return malformed_call("arguments_not_object", f"{what} is a JSON object", name, given_id, raw)
+        return malformed_call(
+            "arguments_not_object", f"{what} is a JSON object", name, given_id, raw
+        )
     return ToolCall(name, arguments, given_id)
 
 
@@ -209,7 +237,9 @@ class NamedJsonCalls:
         before, found, after = body.partition(self.mark)
         name, given_id = self.head(before)
         if not found:
-            missing = f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}"
+            missing = (
+                f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}"
+            )
             return [malformed_call("truncated", missing)]
         if not name or name != "".join(name.split()):
             return [malformed_call("not_a_call", f"a tool call looks like {self.example}")]
@@ -223,14 +253,15 @@ class NamedJsonCalls:
 class TaggedCalls:
     """Reader of calls whose arguments are bare text in tags; a block may contain several.
 
-    Bare text has no type, see `coerce`. A text that contains its own end tag cannot be recognized and ends there. A repeated
-    argument, an unclosed tag, and text between tags are errors.
+    Bare text has no type, see `coerce`. A text that contains its own end tag cannot be recognized
+    and ends there. A repeated argument, an unclosed tag, and text between tags are errors.
     """
 
     head: re.Pattern[str]
     """Beginning of a call; group 1 is its name."""
     argument: re.Pattern[str]
-    """Beginning of an argument; group 1 is its name, group `type` whether it is a `string`, if the format has one."""
+    """Beginning of an argument; group 1 is its name, group `type` whether it is a `string`,
+    if the format has one."""
     end: str
     """End of an argument."""
     tail: str
@@ -244,7 +275,12 @@ class TaggedCalls:
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         heads = list(self.head.finditer(body))
         if not heads:
-            return [malformed_call("not_a_call" if body.strip() else "truncated", f"a tool call looks like {self.example}")]
+            return [
+                malformed_call(
+                    "not_a_call" if body.strip() else "truncated",
+                    f"a tool call looks like {self.example}",
+                )
+            ]
         calls = []
         if body[: heads[0].start()].strip():
             before = f"text stands before the tool call; a tool call looks like {self.example}"
@@ -254,8 +290,12 @@ class TaggedCalls:
             name = head[1].strip()
             try:
                 if not name:
-                    raise MalformedCall("not_a_call", f"the tool call has no name; it looks like {self.example}")
-                calls.append(ToolCall(name, dict(self._arguments(body[head.end() : end], name, tools))))
+                    raise MalformedCall(
+                        "not_a_call", f"the tool call has no name; it looks like {self.example}"
+                    )
+                calls.append(
+                    ToolCall(name, dict(self._arguments(body[head.end() : end], name, tools)))
+                )
             except MalformedCall as error:
                 calls.append(malformed_call(error.cause, str(error), name))
         return calls
@@ -267,14 +307,18 @@ class TaggedCalls:
         while match := self.argument.match(text, at):
             key = match[1].strip()
             if key in known:
-                raise MalformedCall("repeated_argument", f"the argument {key:.80} is given twice; give it once")
+                raise MalformedCall(
+                    "repeated_argument", f"the argument {key:.80} is given twice; give it once"
+                )
             known.add(key)
             begin = match.end()
             begin = begin + len(_CDATA) if self.cdata and text.startswith(_CDATA, begin) else begin
             end = "]]>" + self.end if begin != match.end() else self.end
             at = text.find(end, begin)
             if at < 0:
-                raise MalformedCall("truncated", f"the tool call is cut off: the argument {key:.80} has no {end}")
+                raise MalformedCall(
+                    "truncated", f"the tool call is cut off: the argument {key:.80} has no {end}"
+                )
             value = text[begin:at]
             at += len(end)
             if self.newline:
@@ -283,13 +327,26 @@ class TaggedCalls:
             if kind is None:
                 yield key, coerce(value, properties.get(key))
             else:
-                yield key, value if kind in ("string", "true") else read_json(value, f"the argument {key:.80}")
+                yield (
+                    key,
+                    value
+                    if kind in ("string", "true")
+                    else read_json(value, f"the argument {key:.80}"),
+                )
         rest = text[at:].strip()
         if self.tail and rest.startswith(self.tail):
             rest = rest[len(self.tail) :].strip()
         elif self.tail:
-            problem = f"{rest[:40]!r} stands in place of {self.tail}" if rest else f"{self.tail} is missing"
-            raise MalformedCall("not_a_call" if rest else "truncated", f"the tool call does not end: {problem}")
+            problem = (
+                f"{rest[:40]!r} stands in place of {self.tail}"
+                if rest
+                else f"{self.tail} is missing"
+            )
+            raise MalformedCall(
+                "not_a_call" if rest else "truncated", f"the tool call does not end: {problem}"
+            )
         if rest:
-            problem = f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
+            problem = (
+                f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
+            )
             raise MalformedCall("not_a_call", problem)

@@ -1,7 +1,7 @@
 """Parser interface and table-driven formats: find the thinking and the calls in a reply's text.
 
-A format is a row of marks with a reader for the text between them. Parsing is linear in the length of the text. Malformed calls
-become calls with an error and a cause (`ToolCall.error`, `.cause`).
+A format is a row of marks with a reader for the text between them. Parsing is linear in the length
+of the text. Malformed calls become calls with an error and a cause (`ToolCall.error`, `.cause`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from turnwright.types import Message, ToolCall, Tools
-from turnwright.types.json_schema import JSON_TYPES, ObjectKeys, ResolvedSchema, SchemaFault, is_plain, read_schema
+from turnwright.types.json_schema import (
+    JSON_TYPES,
+    ObjectKeys,
+    ResolvedSchema,
+    SchemaFault,
+    is_plain,
+    read_schema,
+)
 
 Read = Callable[[str, Tools], list[ToolCall]]
-"""Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never raises."""
+"""Reads the text between the marks of a call, or of a list of calls; ids
+may be empty. Never raises."""
 
 
 class Parser(Protocol):
@@ -27,14 +35,19 @@ class Parser(Protocol):
 
     @property
     def closes(self) -> tuple[str, ...]:
-        """Marks that end calls. Where one is also the reply's end token, the text to parse ends in it."""
+        """Marks that end calls.
+
+        Where one is also the reply's end token, the text to parse ends in it.
+        """
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """Parse a reply's text into a message. Never raises.
 
         Args:
-            text: the reply without its end token, except where this token is also the mark that ends a call (see `closes`).
-            tools: OpenAI schemas of the tools offered to the model; without any, calls are not parsed.
+            text: the reply without its end token, except where this token is also the mark that
+                ends a call (see `closes`).
+            tools: OpenAI schemas of the tools offered to the model; without
+                any, calls are not parsed.
             thinking: whether the prompt opens the thinking, so that the reply starts inside it.
         """
 
@@ -50,14 +63,21 @@ class MalformedCall(ValueError):
         self.cause = cause
 
 
-def malformed_call(cause: str, message: str, name: str = "", given_id: str = "", raw: str = "") -> ToolCall:
-    """Make a call that cannot be executed, with its error, and the text of its arguments if it is known."""
+def malformed_call(
+    cause: str, message: str, name: str = "", given_id: str = "", raw: str = ""
+) -> ToolCall:
+    """Make a call that cannot be executed, with its error, and the text of its
+    arguments if it is known."""
     return ToolCall(name, {}, given_id, message, cause, raw)
 
 
 def unopened_call(part: str, beginning: str) -> ToolCall:
-    """Make the malformed call of a reply that shows a part of a call, but not the mark that begins one."""
-    return malformed_call("unopened", f"the tool call has no beginning: {part} is outside of a call; begin it with {beginning}")
+    """Make the malformed call of a reply that shows a part of a call, but not the
+    mark that begins one."""
+    return malformed_call(
+        "unopened",
+        f"the tool call has no beginning: {part} is outside of a call; begin it with {beginning}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +94,11 @@ class ReasoningMarks:
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
-        """Return the thinking, None if there is none, and the rest, None if the reply was cut off while thinking.
+        """Return the thinking, None if there is none, and the rest, None if the reply
+        was cut off while thinking.
 
-        A close that nothing opened is text, since an answer may mention it; unless the reply begins with it.
+        A close that nothing opened is text, since an answer may mention it; unless
+        the reply begins with it.
         """
         start = text.lstrip()
         opened = thinking or self.always_opened or start.startswith((self.open, self.close))
@@ -103,7 +125,10 @@ class CallSyntax:
     sections: tuple[str, ...] = ()
     """Marks around all calls; the first one without a call after it is a truncated call."""
     inner: tuple[str, ...] = ()
-    """Marks that stand only inside a call. Outside of one they show, as `close` does, that its beginning is missing."""
+    """Marks that stand only inside a call.
+
+    Outside of one they show, as `close` does, that its beginning is missing.
+    """
 
     @property
     def beginning(self) -> str:
@@ -123,7 +148,9 @@ class CallSyntax:
         rest = "".join(outside)
         if self.sections:
             if not found and self.sections[0] in rest:
-                found.append(malformed_call("truncated", f"the tool call is cut off: {self.open} is missing"))
+                found.append(
+                    malformed_call("truncated", f"the tool call is cut off: {self.open} is missing")
+                )
             for mark in self.sections:
                 rest = rest.replace(mark, "")
         return found, rest.strip() if found else rest
@@ -131,8 +158,9 @@ class CallSyntax:
     def _block(self, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
         """Return the calls of one block, and the position after it.
 
-        A close mark may be part of an argument. The block ends at the first close where it parses; if it seems truncated
-        there, at the last close before the next block. A malformed block ends at the latest where another begins.
+        A close mark may be part of an argument. The block ends at the first close where it parses;
+        if it seems truncated there, at the last close before the next block. A malformed block ends
+        at the latest where another begins.
         """
         if not self.close:
             end = text.find(self.open, start)
@@ -140,14 +168,20 @@ class CallSyntax:
             return self.read(text[start:end], tools), end
         end = text.find(self.close, start)
         if end < 0:
-            return [malformed_call("truncated", f"the tool call is cut off: {self.close} is missing")], len(text)
+            return [
+                malformed_call("truncated", f"the tool call is cut off: {self.close} is missing")
+            ], len(text)
         after = end + len(self.close)
         calls = self.read(text[start:end], tools)
         if all(call.error is None for call in calls):
             return calls, after
         next_open = text.rfind(self.open, start, end)
         if next_open >= 0:
-            return [malformed_call("truncated", f"the tool call is cut off: another begins before {self.close}")], next_open
+            return [
+                malformed_call(
+                    "truncated", f"the tool call is cut off: another begins before {self.close}"
+                )
+            ], next_open
         if calls[-1].cause == "truncated":
             following = text.find(self.open, after)
             last = text.rfind(self.close, after, len(text) if following < 0 else following)
@@ -170,12 +204,19 @@ class ReplyFormat:
     dropped: tuple[str, ...] = ()
     """Marks around the visible text."""
     header: re.Pattern[str] | None = None
-    """Headers of the messages that a reply may consist of; not visible text. Group 1 is the recipient: a tool is called."""
+    """Headers of the messages that a reply may consist of; not visible text.
+
+    Group 1 is the recipient: a tool is called.
+    """
     bare: re.Pattern[str] | None = None
-    """Beginning of a call that has no mark at all; group 1 is its tool, which must exist. Such a call is malformed."""
+    """Beginning of a call that has no mark at all; group 1 is its tool, which must exist.
+
+    Such a call is malformed.
+    """
     closes: tuple[str, ...] = field(init=False)
     _inside: Mapping[str, str] = field(init=False)
-    """Marks that show outside of a call that one has no beginning, with the mark that begins one."""
+    """Marks that show outside of a call that one has no beginning, with the
+    mark that begins one."""
 
     def __post_init__(self) -> None:
         closes: list[str] = []
@@ -198,11 +239,17 @@ class ReplyFormat:
                 if not tools or self.bare is None or text[-1:] not in _LAST_CHARACTERS:
                     return Message("assistant", text)
                 bare = self._bare_call(text, tools)
-                return Message("assistant", text, tool_calls=() if bare is None else finish_calls([bare], tools))
+                return Message(
+                    "assistant",
+                    text,
+                    tool_calls=() if bare is None else finish_calls([bare], tools),
+                )
 
         calls_first = tools and not thinking and self._calls_first(text)
         reasoning, rest = (None, text) if calls_first else self.thinking.split(text, thinking)
-        ignored = sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
+        ignored = (
+            sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
+        )
         calls, visible = self._calls(rest or "", tools) if tools else ((), rest or "")
         if self.header is not None:
             if tools and not calls:
@@ -210,14 +257,17 @@ class ReplyFormat:
             visible = self.header.sub("", visible)
         for mark in self.dropped:
             visible = visible.replace(mark, "")
-        return Message("assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
+        return Message(
+            "assistant", visible, tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored
+        )
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:
-        """Return whether a call begins before an unopened thinking ends: the end may be part of an argument."""
+        """Return whether a call begins before an unopened thinking ends: the end
+        may be part of an argument."""
         end = text.find(self.thinking.close)
         if end < 0 or text.lstrip().startswith(self.thinking.open):
             return False
@@ -256,7 +306,8 @@ class ReplyFormat:
         return finish_calls(cut, tools)
 
     def _bare_call(self, text: str, tools: Tools) -> ToolCall | None:
-        """Return the malformed call of a text that ends in a call without any mark; None if it does not."""
+        """Return the malformed call of a text that ends in a call without any
+        mark; None if it does not."""
         if self.bare is None or not text.rstrip().endswith(CALL_ENDS):
             return None
         names = {name_of(tool) for tool in tools}
@@ -271,7 +322,8 @@ _LAST_CHARACTERS = frozenset((*CALL_ENDS, "\n", " "))
 
 
 def is_mentioned(text: str, mark: str) -> bool:
-    """Return whether a text only talks about a mark: it is in quotes, or in a code span, wherever it is."""
+    """Return whether a text only talks about a mark: it is in quotes, or in a code
+    span, wherever it is."""
     at = text.find(mark)
     while at >= 0:
         quote = text[at - 1 : at] if at else ""
@@ -289,8 +341,9 @@ _MENTION = 80
 def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
     """Add missing ids, and causes that are known without executing the calls.
 
-    An unknown tool and a repeated call get a cause without an error. The environment answers the first, because it knows the
-    nearest name; the second may be intended (a step to the right, twice).
+    An unknown tool and a repeated call get a cause without an error. The environment
+    answers the first, because it knows the nearest name; the second may be intended (a
+    step to the right, twice).
     """
     names = {name_of(tool) for tool in tools}
     known: set[tuple[str, str]] = set()
@@ -307,7 +360,11 @@ def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...
             elif key in known:
                 cause = "duplicated"
             known.add(key)
-        calls.append(ToolCall(call.name, call.arguments, call.id or f"call_{number}", call.error, cause, call.raw))
+        calls.append(
+            ToolCall(
+                call.name, call.arguments, call.id or f"call_{number}", call.error, cause, call.raw
+            )
+        )
     return tuple(calls)
 
 
@@ -318,17 +375,20 @@ def name_of(tool: Mapping[str, Any]) -> Any:
 
 
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
-    """Return the schema of each parameter of a tool, with what its references mean; empty if unknown. Never raises."""
+    """Return the schema of each parameter of a tool, with what its references mean; empty if
+    unknown. Never raises."""
     body: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), None)
     parameters = body.get("parameters") if isinstance(body, Mapping) else None
     return ParameterSchemas(parameters) if isinstance(parameters, Mapping) else {}
 
 
 class ParameterSchemas(Mapping[str, Any]):
-    """Schemas of a tool's parameters by name, also of names that only a pattern or `additionalProperties` allows.
+    """Schemas of a tool's parameters by name, also of names that only a pattern or
+    `additionalProperties` allows.
 
-    A schema that names its type itself is the author's. Of others there is the list of types that they allow, after
-    references and compositions are resolved, which is done once and only if such a parameter is asked for.
+    A schema that names its type itself is the author's. Of others there is the list of types that
+    they allow, after references and compositions are resolved, which is done once and only if such
+    a parameter is asked for.
     """
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
@@ -347,7 +407,9 @@ class ParameterSchemas(Mapping[str, Any]):
                 self._resolved = read_schema(self._parameters)
                 self._keys = self._resolved.keys([self._resolved.root])
             except SchemaFault:  # an environment refuses such a tool; a parser reads what it can
-                self._keys = ObjectKeys({key: [True] for key in self._properties}, [], [], closed=True)
+                self._keys = ObjectKeys(
+                    {key: [True] for key in self._properties}, [], [], closed=True
+                )
         try:
             schemas = self._keys.schemas_of(name, _occurs_in)
         except re.error:
@@ -370,7 +432,10 @@ class ParameterSchemas(Mapping[str, Any]):
 
 
 def _occurs_in(pattern: str, key: str) -> bool:
-    """Whether a pattern for names occurs in a name. Names are short, which bounds the time of a pattern."""
+    """Whether a pattern for names occurs in a name.
+
+    Names are short, which bounds the time of a pattern.
+    """
     return len(key) <= _MAX_NAME and re.search(pattern, key) is not None
 
 

@@ -1,13 +1,16 @@
-r"""Formats with a parser of their own: Harmony, Python calls (LFM2), Llama 3, bare lists. `\n` is a line break.
+r"""Formats with a parser of their own: Harmony, Python calls (LFM2), Llama 3, bare
+lists. `\n` is a line break.
 
-gpt-oss's Harmony: a reply is a sequence of messages, each with a channel and an optional recipient::
+gpt-oss's Harmony: a reply is a sequence of messages, each with a channel
+and an optional recipient::
 
-    <|channel|>analysis<|message|>I look it up.<|end|>
-    <|start|>assistant<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"key": "a"}<|call|>
+    <|channel|>analysis<|message|>I look it up.<|end|> <|start|>assistant<|channel|>commentary
+    to=functions.look_up <|constrain|>json<|message|>{"key": "a"}<|call|>
     <|channel|>final<|message|>It is b.<|return|>
 
-The recipient may also be before the channel (` to=functions.look_up<|channel|>commentary json<|message|>`, as the template
-writes it). Messages of the analysis channel are thinking, all others visible text; each begins where the last one ended.
+The recipient may also be before the channel
+(` to=functions.look_up<|channel|>commentary json<|message|>`, as the template writes it). Messages
+of the analysis channel are thinking, all others visible text; each begins where the last one ended.
 
 Calls in Python syntax: LFM2's list between marks, and lines of calls in MiniCPM 3 and OLMo 3::
 
@@ -15,26 +18,26 @@ Calls in Python syntax: LFM2's list between marks, and lines of calls in MiniCPM
     <|tool_call_start|>\n```python\nlook_up(key="a")\n```\n<|tool_call_end|>
     <function_calls>look_up(key="a")\nlook_up(key="b")</function_calls>
 
-Values are Python literals or JSON (templates write nested objects so). The templates do not escape quotes in strings, so such
-strings do not parse; strings with escapes, as in Python, do.
+Values are Python literals or JSON (templates write nested objects so). The templates do not escape
+quotes in strings, so such strings do not parse; strings with escapes, as in Python, do.
 
-Llama 3's JSON: the complete reply is one call, or several separated by semicolons or nothing; Llama 4's may follow a text
-between marks::
+Llama 3's JSON: the complete reply is one call, or several separated by semicolons or nothing; Llama
+4's may follow a text between marks::
 
-    {"name": "look_up", "parameters": {"key": "a"}}
-    <|python_start|>Let me see.<|python_end|>{"name": "look_up", "parameters": {"key": "a"}}
-    <|python_tag|>{"name": "look_up", "parameters": {"key": "a"}}; {"name": "look_up", "parameters": {"key": "b"}}
+    {"name": "look_up", "parameters": {"key": "a"}} <|python_start|>Let me
+    see.<|python_end|>{"name": "look_up", "parameters": {"key": "a"}} <|python_tag|>{"name":
+    "look_up", "parameters": {"key": "a"}}; {"name": "look_up", "parameters": {"key": "b"}}
 
-No mark identifies a call. Without `<|python_tag|>`, a reply that begins with an object of other keys is a JSON answer, and a
-reply that begins with words has no calls.
+No mark identifies a call. Without `<|python_tag|>`, a reply that begins with an object of other
+keys is a JSON answer, and a reply that begins with words has no calls.
 
 Replies that consist of a list of calls, without a mark::
 
     [look_up(key="a"), look_up(key="b")]                      Python: Llama 4, ToolACE, ...
     [{"name": "look_up", "arguments": {"key": "a"}}]          JSON: xLAM, ...
 
-Replies with another beginning have no calls: words, a list of numbers, or a Markdown link are answers. One that begins with
-a part of a call of an existing tool is a malformed call.
+Replies with another beginning have no calls: words, a list of numbers, or a Markdown link are
+answers. One that begins with a part of a call of an existing tool is a malformed call.
 """
 
 from __future__ import annotations
@@ -44,7 +47,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from turnwright.renderers.parsers.readers import STRING, JsonCalls, make_call, python_as_json, read_json
+from turnwright.renderers.parsers.readers import (
+    STRING,
+    JsonCalls,
+    make_call,
+    python_as_json,
+    read_json,
+)
 from turnwright.renderers.parsers.reply_format import (
     CALL_ENDS,
     CallSyntax,
@@ -83,7 +92,9 @@ class Harmony:
         ignored = 0
         for number, part in enumerate(text.split(_START)):
             header, begun, body = part.partition(_MESSAGE)
-            channel = header.partition(_CHANNEL)[2].split("<")[0].split() if _CHANNEL in header else []
+            channel = (
+                header.partition(_CHANNEL)[2].split("<")[0].split() if _CHANNEL in header else []
+            )
             if number == 0 and thinking and not channel:  # the prompt wrote the header
                 header, begun, body, channel = "", _MESSAGE, part, ["analysis"]
             elif number == 0 and not begun and not channel:
@@ -100,7 +111,9 @@ class Harmony:
             constrained = channel[:1] == ["commentary"] and _CONSTRAINT in header
             ended = end is not None and end[0] in self.closes
             if tools and (constrained or ended or _FUNCTIONS in header):
-                found.append(unopened_call("the call", f"{_CHANNEL}commentary to={_FUNCTIONS}NAME{_MESSAGE}"))
+                found.append(
+                    unopened_call("the call", f"{_CHANNEL}commentary to={_FUNCTIONS}NAME{_MESSAGE}")
+                )
 
             if channel[:1] == ["analysis"]:
                 thoughts.append(body)
@@ -109,7 +122,13 @@ class Harmony:
                 visible.append(body)
         reasoning = "\n".join(thoughts) if thoughts else None
         calls = finish_calls(found, tools) if found else ()
-        return Message("assistant", "\n".join(visible), tool_calls=calls, reasoning=reasoning, calls_in_thinking=ignored)
+        return Message(
+            "assistant",
+            "\n".join(visible),
+            tool_calls=calls,
+            reasoning=reasoning,
+            calls_in_thinking=ignored,
+        )
 
     def opens_reasoning(self, prompt: str) -> bool:
         """See `Parser.opens_reasoning`."""
@@ -152,7 +171,9 @@ def read_list(body: str, tools: Tools) -> list[ToolCall]:
             name = head[1] if head else ""
             if head is None:
                 cut = not text[at:].strip()
-                raise MalformedCall("truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}")
+                raise MalformedCall(
+                    "truncated" if cut else "not_a_call", f"a tool call looks like {_EXAMPLE}"
+                )
             arguments, at = _arguments(text, head.end())
             found.append(ToolCall(name, arguments))
             if (between := _LFM2_BETWEEN.match(text, at)) is None:
@@ -160,7 +181,10 @@ def read_list(body: str, tools: Tools) -> list[ToolCall]:
             at = between.end()
         if text[at:].strip() != "]":
             name = ""
-            raise MalformedCall("not_a_call" if text[at:] else "truncated", f"the list of tool calls does not end: {_EXAMPLE}")
+            raise MalformedCall(
+                "not_a_call" if text[at:] else "truncated",
+                f"the list of tool calls does not end: {_EXAMPLE}",
+            )
     except MalformedCall as error:
         found.append(malformed_call(error.cause, str(error), name))
     return found
@@ -175,9 +199,14 @@ def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
             end = at + len(text[at : at + 64]) - len(text[at : at + 64].lstrip())
             if text[end : end + 1] == ")":
                 return arguments, end + 1
-            raise MalformedCall("not_a_call" if text[end:] else "truncated", f"arguments are given by name: {_EXAMPLE}")
+            raise MalformedCall(
+                "not_a_call" if text[end:] else "truncated",
+                f"arguments are given by name: {_EXAMPLE}",
+            )
         if key[1] in arguments:
-            raise MalformedCall("repeated_argument", f"the argument {key[1]:.80} is given twice; give it once")
+            raise MalformedCall(
+                "repeated_argument", f"the argument {key[1]:.80} is given twice; give it once"
+            )
         end = _end_of_value(text, key.end())
         value = text[key.end() : end].strip()
         arguments[key[1]] = read_json(python_as_json(value), f"the argument {key[1]:.80}")
@@ -209,7 +238,9 @@ def _end_of_value(text: str, at: int) -> int:
 
 _BARE_PYTHON = re.compile(r"\A\s*(?:```(?:python)?\s*)?\[?\s*([\w.-]+)\(\s*(?:\)|[\w-]+\s*=)")
 """Beginning of a reply that is a call without marks; group 1 is the tool."""
-LFM2 = ReplyFormat("lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),), bare=_BARE_PYTHON)
+LFM2 = ReplyFormat(
+    "lfm2", (CallSyntax("<|tool_call_start|>", read_list, "<|tool_call_end|>"),), bare=_BARE_PYTHON
+)
 
 
 def _read_lines(body: str, tools: Tools) -> list[ToolCall]:
@@ -224,7 +255,9 @@ MINICPM3 = ReplyFormat(
     thinking=ReasoningMarks("<|thought_start|>", "<|thought_end|>"),
     bare=_BARE_PYTHON,
 )
-OLMO3 = ReplyFormat("olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),), bare=_BARE_PYTHON)
+OLMO3 = ReplyFormat(
+    "olmo3", (CallSyntax("<function_calls>", _read_lines, "</function_calls>"),), bare=_BARE_PYTHON
+)
 
 
 _PLAIN = ReplyFormat("plain", ())
@@ -248,7 +281,8 @@ class Bare:
     """Optional mark after the calls."""
     closes: tuple[str, ...] = ()
     starts: tuple[str, ...] = ("{", "[")
-    """Texts of which `begins` or `marks` begins with one, to tell answers from calls at little cost."""
+    """Texts of which `begins` or `marks` begins with one, to tell answers from
+    calls at little cost."""
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
@@ -293,10 +327,13 @@ class Bare:
         """Return the malformed call of a reply with the marks before a call and none after them."""
         if not body:
             return malformed_call("truncated", "the tool call is cut off after its marks")
-        return malformed_call("not_a_call", f"no tool call follows its marks; it begins with {self.example}")
+        return malformed_call(
+            "not_a_call", f"no tool call follows its marks; it begins with {self.example}"
+        )
 
     def _is_half(self, text: str, tools: Tools) -> bool:
-        """Return whether a text begins with a part of a call and ends as one; after words, it is an answer."""
+        """Return whether a text begins with a part of a call and ends as one; after
+        words, it is an answer."""
         if self.end and self.end in text and not is_mentioned(text, self.end):
             return True
         half = self.half.match(text) if text.endswith(CALL_ENDS) else None
@@ -312,7 +349,8 @@ _READ = JsonCalls(arguments=("parameters", "arguments"))
 
 
 def _read_objects(body: str, tools: Tools) -> list[ToolCall]:
-    """Return the calls of a text; text after the last valid object is parsed with it, and makes it malformed."""
+    """Return the calls of a text; text after the last valid object is parsed with it,
+    and makes it malformed."""
     text = body.removeprefix(_MARK).strip()
     found: list[ToolCall] = []
     at = 0
@@ -353,7 +391,9 @@ PYTHONIC = Bare(
 )
 JSON_LIST = Bare(
     "json_list",
-    re.compile(r'\[\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"id"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|function)"\s*:'),
+    re.compile(
+        r'\[\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"id"\s*:\s*"[^"]*"\s*,\s*)*"(?:name|function)"\s*:'
+    ),
     JsonCalls(many=True, arguments=("arguments", "parameters")),
     '[{"name": ',
     _HALF_JSON,

@@ -1,4 +1,5 @@
-"""Vision-language models: how images become ids, positions and pixel values. numpy and Pillow; no torch."""
+"""Vision-language models: how images become ids, positions and pixel values. numpy
+and Pillow; no torch."""
 
 from turnwright.renderers.vision.processors import PixelCache
 from turnwright.renderers.vision_protocol import MediaBlock, VisionProcessor

@@ -28,10 +28,12 @@ FAMILIES: Mapping[str, Callable[[str, ModelFiles], VisionProcessor]] = {
 def load_vision_processor(root: str | Path, codec: Tokenizer) -> VisionProcessor | None:
     """Load the vision processor of a Hugging Face model directory; None for a text-only model.
 
-    Reads `config.json` and the processors' settings (`preprocessor_config.json`, `video_preprocessor_config.json`,
-    `processor_config.json`); missing settings have transformers' defaults.
+    Reads `config.json` and the processors' settings (`preprocessor_config.json`,
+    `video_preprocessor_config.json`, `processor_config.json`); missing settings
+    have transformers' defaults.
 
-    Raises `ModelError` if the vision-language model's type is unknown, or its files contradict each other.
+    Raises `ModelError` if the vision-language model's type is unknown, or its
+    files contradict each other.
     """
     files = read_files(Path(root), codec)
     kind = files.config.get("model_type")

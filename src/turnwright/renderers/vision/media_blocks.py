@@ -50,11 +50,13 @@ class MediaExpander:
         self._probe = probe
         self._template_control_ids = template_control_ids
 
-    def expand(self, ids: list[int], messages: Sequence[Message]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+    def expand(
+        self, ids: list[int], messages: Sequence[Message]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         """Replace each placeholder that the template wrote by the block of its image or video.
 
-        Raises `TemplateError` if the template does not write one placeholder for each; `MediaError` if the model does not
-        support one of them.
+        Raises `TemplateError` if the template does not write one placeholder for each; `MediaError`
+        if the model does not support one of them.
         """
         if self.vision is None:
             return ids, ()
@@ -65,16 +67,23 @@ class MediaExpander:
                 ids, placed = self.vision.expand(ids, media)
             except TemplateError as error:
                 roles = ", ".join(m.role for m in messages)
-                raise TemplateError(f"{self._probe.template.origin}: {error} (a conversation of {roles})") from None
+                raise TemplateError(
+                    f"{self._probe.template.origin}: {error} (a conversation of {roles})"
+                ) from None
         self.vision.check(ids, placed)
         return ids, placed
 
     def move_tool_images(self, messages: Sequence[Message]) -> MovedToolImages:
         """Move tool images to where the template renders them.
 
-        If the template drops them from tool messages, they go before the text of the next user message, in order.
+        If the template drops them from tool messages, they go before the text of the
+        next user message, in order.
         """
-        if self.vision is None or not any(m.role == "tool" and m.media for m in messages) or self.shows_tool_images:
+        if (
+            self.vision is None
+            or not any(m.role == "tool" and m.media for m in messages)
+            or self.shows_tool_images
+        ):
             return MovedToolImages(messages)
         rows: list[Message] = []
         where: list[int] = []
@@ -84,7 +93,9 @@ class MediaExpander:
             if held and message.role != "tool":
                 count += len(held)
                 if message.role == "user":
-                    parts = (message.content,) if isinstance(message.content, str) else message.content
+                    parts = (
+                        (message.content,) if isinstance(message.content, str) else message.content
+                    )
                     message = replace(message, content=(*held, *parts))
                 else:
                     rows.append(Message("user", tuple(held)))
@@ -99,12 +110,16 @@ class MediaExpander:
         return MovedToolImages(rows, count + len(held), where)
 
     def inside_message(self, media: Media) -> tuple[list[int], MediaPlacement]:
-        """Return the ids of an image or video within a message, with the marks that the template writes around it.
+        """Return the ids of an image or video within a message, with the marks that the
+        template writes around it.
 
-        Raises `TemplateError` if the template does not write one placeholder there; `MediaError` as `expand`.
+        Raises `TemplateError` if the template does not write one placeholder there;
+        `MediaError` as `expand`.
         """
         if self.vision is None:
-            raise TemplateError(f"{self._probe.template.origin}: images inside a reply need a vision model")
+            raise TemplateError(
+                f"{self._probe.template.origin}: images inside a reply need a vision model"
+            )
         is_video = isinstance(media, VideoRef)
         if is_video not in self._inside_texts:
             before, after = PROBE_TEXTS
@@ -120,7 +135,9 @@ class MediaExpander:
         """Whether the template writes a placeholder for an image in a tool result."""
         answer = replace(probe_result("t"), content=(ImageRef("0" * 64, 64, 64), "t"))
         try:
-            append = self._probe.append(Message("assistant", "", (PROBE_CALL,)), (probe_result("t"),))
+            append = self._probe.append(
+                Message("assistant", "", (PROBE_CALL,)), (probe_result("t"),)
+            )
             text = self._probe.rendered(append, append.adapted((answer,)))
         except TemplateError:
             return False
@@ -130,4 +147,6 @@ class MediaExpander:
 
 def media_of(messages: Sequence[Message]) -> list[Media]:
     """Return the images and videos of messages, in order."""
-    return [one for message in messages if not isinstance(message.content, str) for one in message.media]
+    return [
+        one for message in messages if not isinstance(message.content, str) for one in message.media
+    ]

@@ -24,7 +24,8 @@ class BaseVisionProcessor(VisionProcessor):
         image_id: int,
         video_id: int | None = None,
     ) -> None:
-        """`settings` are everything that affects ids, positions or pixel values; no `video_id`: no support of videos."""
+        """`settings` are everything that affects ids, positions or pixel values; no `video_id`:
+        no support of videos."""
         self.family = family
         self.placeholder_ids = placeholder_ids
         self.pad_ids = frozenset(i for i in (image_id, video_id) if i is not None)
@@ -39,7 +40,9 @@ class BaseVisionProcessor(VisionProcessor):
         raise NotImplementedError
 
     def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
-        raise MediaError(f"a model of type {self.family} takes no videos here; give their frames as images")
+        raise MediaError(
+            f"a model of type {self.family} takes no videos here; give their frames as images"
+        )
 
     def _process(self, media: Media, store: MediaStore) -> Mapping[str, Any]:
         raise NotImplementedError
@@ -52,25 +55,39 @@ class BaseVisionProcessor(VisionProcessor):
     def block(self, media: Media) -> MediaBlock:
         first = media.frames[0] if isinstance(media, VideoRef) else media
         if first.width < 1 or first.height < 1:
-            raise MediaError(f"image {first.sha256[:12]}: unknown size; take references from a media store")
+            raise MediaError(
+                f"image {first.sha256[:12]}: unknown size; take references from a media store"
+            )
         width, height = scaled_size(first.width, first.height, first.max_pixels)
         key = (width, height, media.times if isinstance(media, VideoRef) else None)
         found = self._blocks.get(key)
         if found is None:
-            found = self._video(media, width, height) if isinstance(media, VideoRef) else self._image(width, height)
+            found = (
+                self._video(media, width, height)
+                if isinstance(media, VideoRef)
+                else self._image(width, height)
+            )
             if not self.pad_ids.intersection(found.ids):
-                raise MediaError(f"an image of {width} x {height} pixels gives no patches in a model of type {self.family}")
+                raise MediaError(
+                    f"an image of {width} x {height} pixels gives no patches in a model of type "
+                    f"{self.family}"
+                )
             remember(self._blocks, key, found, limit=4096)
         return found
 
-    def expand(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+    def expand(
+        self, ids: Sequence[int], media: Sequence[Media]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         blocks = [self.block(one) for one in media]
         pads = [(at, token) for at, token in enumerate(ids) if token in self.pad_ids]
-        expected = [self._video_id if isinstance(one, VideoRef) else self._image_id for one in media]
+        expected = [
+            self._video_id if isinstance(one, VideoRef) else self._image_id for one in media
+        ]
         if [token for _, token in pads] != expected:
             raise TemplateError(
-                f"the template writes placeholders of {_count([t == self._video_id for _, t in pads])}, but the messages "
-                f"contain {_count([isinstance(one, VideoRef) for one in media])}, perhaps in another order"
+                "the template writes placeholders of "
+                f"{_count([t == self._video_id for _, t in pads])}, but the messages contain "
+                f"{_count([isinstance(one, VideoRef) for one in media])}, perhaps in another order"
             )
         out: list[int] = []
         placed: list[MediaPlacement] = []
@@ -83,7 +100,9 @@ class BaseVisionProcessor(VisionProcessor):
         out += ids[done:]
         return out, tuple(placed)
 
-    def place(self, ids: Sequence[int], media: Sequence[Media]) -> tuple[list[int], tuple[MediaPlacement, ...]]:
+    def place(
+        self, ids: Sequence[int], media: Sequence[Media]
+    ) -> tuple[list[int], tuple[MediaPlacement, ...]]:
         out: list[int] = []
         done = 0
         for one in media:
@@ -93,7 +112,9 @@ class BaseVisionProcessor(VisionProcessor):
                 break
             start = pad - next(at for at, token in enumerate(block.ids) if token in self.pad_ids)
             end = start + len(block.ids)
-            if start < done or tuple(ids[start:end]) != block.ids:  # a compact placeholder; `expand` checks its kind
+            if (
+                start < done or tuple(ids[start:end]) != block.ids
+            ):  # a compact placeholder; `expand` checks its kind
                 start, end = pad, pad + 1
             out += (*ids[done:start], ids[pad])
             done = end
@@ -101,8 +122,9 @@ class BaseVisionProcessor(VisionProcessor):
             return self.expand([*out, *ids[done:]], media)
         except TemplateError:
             raise MediaError(
-                f"{_pads(ids, self.pad_ids)} placeholders among {len(ids)} ids do not fit {len(media)} images or videos: write "
-                "one for each, in their order, or the ids that each expands to"
+                f"{_pads(ids, self.pad_ids)} placeholders among {len(ids)} ids do not fit "
+                f"{len(media)} images or videos: write one for each, in their order, or the ids "
+                "that each expands to"
             ) from None
 
     def compact(self, ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
@@ -121,9 +143,11 @@ class BaseVisionProcessor(VisionProcessor):
             known = self.block(block.media)
             if tuple(ids[block.start : block.end]) != known.ids or block.grid != known.grid:
                 raise MediaError(
-                    f"{block.media.key[:12]} at {block.start}: {_pads(ids[block.start : block.end], self.pad_ids)} "
-                    f"placeholders in {block.length} ids with the grid {block.grid}; its processor makes "
-                    f"{_pads(known.ids, self.pad_ids)} in {len(known.ids)} with the grid {known.grid}"
+                    f"{block.media.key[:12]} at {block.start}: "
+                    f"{_pads(ids[block.start : block.end], self.pad_ids)} placeholders in "
+                    f"{block.length} ids with the grid {block.grid}; its processor makes "
+                    f"{_pads(known.ids, self.pad_ids)} in {len(known.ids)} with the grid "
+                    f"{known.grid}"
                 )
             inside += _pads(known.ids, self.pad_ids)
         if (found := _pads(ids, self.pad_ids)) != inside:
@@ -144,12 +168,17 @@ class BaseVisionProcessor(VisionProcessor):
         for chunk in chunks:
             for name, array in chunk.items():
                 rows.setdefault(name, []).append(array)
-        return {name: np.concatenate(arrays, 0 if name.endswith("_thw") else self._axis) for name, arrays in rows.items()}
+        return {
+            name: np.concatenate(arrays, 0 if name.endswith("_thw") else self._axis)
+            for name, arrays in rows.items()
+        }
 
 
 def pixels_of(media: Media, store: MediaStore) -> list[Any]:
     """Return the pixels of an image, or of each frame of a video, uint8 [height, width, 3]."""
-    return [store.pixels(frame) for frame in (media.frames if isinstance(media, VideoRef) else (media,))]
+    return [
+        store.pixels(frame) for frame in (media.frames if isinstance(media, VideoRef) else (media,))
+    ]
 
 
 def _pads(ids: Sequence[int], pads: frozenset[int]) -> int:

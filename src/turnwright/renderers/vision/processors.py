@@ -27,7 +27,8 @@ class ModelFiles(NamedTuple):
     image: Mapping[str, Any]
     """Settings of the image processor."""
     video: Mapping[str, Any]
-    """Settings of the video processor; without any, those of the image processor, as in transformers."""
+    """Settings of the video processor; without any, those of the image
+    processor, as in transformers."""
     processor: Mapping[str, Any]
     """Settings of the processor around both (such as `image_seq_len`)."""
     codec: Tokenizer
@@ -38,9 +39,11 @@ class ModelFiles(NamedTuple):
         return _part(self.config, "vision_config")
 
     def token(self, text: str, *names: str, needed: bool = True) -> int | None:
-        """Return the id of a control token: by one of these names in `config.json`, else by its text.
+        """Return the id of a control token: by one of these names in
+        `config.json`, else by its text.
 
-        Raises `ModelError` if it is needed but missing, or the id is not a control token of the tokenizer.
+        Raises `ModelError` if it is needed but missing, or the id is not a
+        control token of the tokenizer.
         """
         control = self.codec.control
         for name in names:
@@ -51,19 +54,25 @@ class ModelFiles(NamedTuple):
                 if not needed:
                     return None
                 raise ModelError(
-                    f"{self.root}: config.json has {name} = {given}, which is not an added token of tokenizer.json; "
-                    "the tokenizer belongs to another model"
+                    f"{self.root}: config.json has {name} = {given}, which is not an added token "
+                    "of tokenizer.json; the tokenizer belongs to another model"
                 )
         if text in control or not needed:
             return control.get(text)
-        raise ModelError(f"{self.root}: tokenizer.json has no added token {text}, the placeholder of images")
+        raise ModelError(
+            f"{self.root}: tokenizer.json has no added token {text}, the placeholder of images"
+        )
 
 
 def read_files(root: Path, codec: Tokenizer) -> ModelFiles:
     """Read the settings files that exist. Raises `ModelError` if a file is not a JSON object."""
     processor = read_json(root / "processor_config.json")
     image = _part(processor, "image_processor") or read_json(root / "preprocessor_config.json")
-    video = _part(processor, "video_processor") or read_json(root / "video_preprocessor_config.json") or image
+    video = (
+        _part(processor, "video_processor")
+        or read_json(root / "video_preprocessor_config.json")
+        or image
+    )
     return ModelFiles(root, read_json(root / "config.json"), image, video, processor, codec)
 
 
@@ -83,33 +92,52 @@ _FOLDERS: Mapping[str, str] = {
 
 
 def processor_name(files: ModelFiles, default: str) -> str:
-    """Return the name of the model's image processor, without its implementation's suffix; `ModelError` if it is unknown."""
-    given = files.image.get("image_processor_type") or files.image.get("feature_extractor_type") or default
-    name = str(given).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+    """Return the name of the model's image processor, without its implementation's suffix;
+    `ModelError` if it is unknown."""
+    given = (
+        files.image.get("image_processor_type")
+        or files.image.get("feature_extractor_type")
+        or default
+    )
+    name = (
+        str(given)
+        .removesuffix("Fast")
+        .removesuffix("Pil")
+        .replace("FeatureExtractor", "ImageProcessor")
+    )
     if name not in _FOLDERS:
-        raise ModelError(f"{files.root}: unknown image processor {given!r}; known are {', '.join(_FOLDERS)}")
+        raise ModelError(
+            f"{files.root}: unknown image processor {given!r}; known are {', '.join(_FOLDERS)}"
+        )
     return name
 
 
 def pil_images(media: Media, store: MediaStore) -> list[Any]:
-    """Return the pixels as Pillow images, because transformers cannot find the channels of arrays 1 or 3 pixels high."""
+    """Return the pixels as Pillow images, because transformers cannot find the channels of
+    arrays 1 or 3 pixels high."""
     from PIL import Image as Pillow
 
     return [Pillow.fromarray(pixels) for pixels in pixels_of(media, store)]
 
 
 def load_pillow_processor(files: ModelFiles, name: str) -> Any:
-    """Load a model's processor, implemented with Pillow and numpy; raise `ModelError` if transformers does not have it."""
+    """Load a model's processor, implemented with Pillow and numpy; raise `ModelError` if
+    transformers does not have it."""
     folder = _FOLDERS[name]
     try:
         module = import_module(f"transformers.models.{folder}.image_processing_pil_{folder}")
         made = getattr(module, f"{name}Pil")
     except (ImportError, AttributeError) as error:
         raise ModelError(
-            f"{files.root}: its images need transformers' {name}Pil, which cannot be imported ({error}); "
+            f"{files.root}: its images need transformers' {name}Pil, which cannot be imported "
+            f"({error}); "
             'install "turnwright[vision]"'
         ) from error
-    settings = {key: value for key, value in files.image.items() if key not in ("image_processor_type", "processor_class")}
+    settings = {
+        key: value
+        for key, value in files.image.items()
+        if key not in ("image_processor_type", "processor_class")
+    }
     return made.from_dict(settings)
 
 
@@ -130,7 +158,10 @@ class PixelCache:
         self._lock = threading.Lock()
 
     def get(self, media: Media) -> Mapping[str, Any]:
-        """Return the pixel values of an image or video, read-only. Raises `MediaError` if it is not in the store."""
+        """Return the pixel values of an image or video, read-only.
+
+        Raises `MediaError` if it is not in the store.
+        """
         key = media.key
         with self._lock:
             found = self._known.get(key)

@@ -1,7 +1,8 @@
 """Qwen-VL family: grids of patches, merged two by two, and three-dimensional rotary positions.
 
-Sizes, patches and positions are those of transformers' processors (`smart_resize`, `patchify`, `get_rope_index`), implemented
-in numpy; `tests/renderers/test_vision_parity.py` compares them with transformers' own.
+Sizes, patches and positions are those of transformers' processors (`smart_resize`,
+`patchify`, `get_rope_index`), implemented in numpy; `tests/renderers/test_vision_parity.py`
+compares them with transformers' own.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 class QwenVariant(NamedTuple):
-    """Differences between members of the family; defaults for missing settings are transformers' own."""
+    """Differences between members of the family; defaults for missing settings
+    are transformers' own."""
 
     patch: int
     video_total: bool
@@ -66,7 +68,8 @@ class ImageScaler(NamedTuple):
 
     @classmethod
     def of(cls, files: ModelFiles, kind: QwenVariant, *, video: bool) -> ImageScaler:
-        """Read the model's settings; raise `ModelError` if they are invalid or contradict the vision tower's."""
+        """Read the model's settings; raise `ModelError` if they are invalid or
+        contradict the vision tower's."""
         given = files.video if video else files.image
         size: Mapping[str, Any] = given.get("size") or {}
         # All of the family use Qwen2-VL's image processor in transformers, with its defaults.
@@ -79,17 +82,39 @@ class ImageScaler(NamedTuple):
                 patch=int(given.get("patch_size", own.patch)),
                 merge=int(given.get("merge_size", 2)),
                 temporal=int(given.get("temporal_patch_size", 2)),
-                min_pixels=int(_first(given.get("min_pixels"), size.get("shortest_edge"), size.get("min_pixels"), lowest)),
-                max_pixels=int(_first(given.get("max_pixels"), size.get("longest_edge"), size.get("max_pixels"), highest)),
+                min_pixels=int(
+                    _first(
+                        given.get("min_pixels"),
+                        size.get("shortest_edge"),
+                        size.get("min_pixels"),
+                        lowest,
+                    )
+                ),
+                max_pixels=int(
+                    _first(
+                        given.get("max_pixels"),
+                        size.get("longest_edge"),
+                        size.get("max_pixels"),
+                        highest,
+                    )
+                ),
                 resize=bool(given.get("do_resize", True)),
                 resample=int(given.get("resample", 3)),
-                factor=float(given.get("rescale_factor", 1 / 255)) if given.get("do_rescale", True) else 0.0,
+                factor=float(given.get("rescale_factor", 1 / 255))
+                if given.get("do_rescale", True)
+                else 0.0,
                 mean=_three(given.get("image_mean", own.normal[0])),
-                std=_three(given.get("image_std", own.normal[1])) if given.get("do_normalize", True) else (),
-                cap=int(given.get("max_video_tokens", 768 if kind.video_total else 128_000)) if capped else 0,
+                std=_three(given.get("image_std", own.normal[1]))
+                if given.get("do_normalize", True)
+                else (),
+                cap=int(given.get("max_video_tokens", 768 if kind.video_total else 128_000))
+                if capped
+                else 0,
             )
         except (TypeError, ValueError) as error:
-            raise ModelError(f"{files.root}: invalid settings of its image processor ({error})") from error
+            raise ModelError(
+                f"{files.root}: invalid settings of its image processor ({error})"
+            ) from error
         for name, value, other in (
             ("patch_size", found.patch, files.vision.get("patch_size")),
             ("temporal_patch_size", found.temporal, files.vision.get("temporal_patch_size")),
@@ -97,26 +122,35 @@ class ImageScaler(NamedTuple):
         ):
             if value < 1 or (other is not None and other != value):
                 raise ModelError(
-                    f"{files.root}: its {'video' if video else 'image'} processor has {name} = {value}, but config.json's "
-                    f"vision_config has {other}; the vision tower cannot take its patches"
+                    f"{files.root}: its {'video' if video else 'image'} processor has {name} = "
+                    f"{value}, but config.json's vision_config has {other}; the vision tower "
+                    "cannot take its patches"
                 )
         return found
 
     def resized(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height an image is scaled to: multiples of a merged patch, within the pixel limits.
+        """Return the width and height an image is scaled to: multiples of a merged patch,
+        within the pixel limits.
 
         Raises `MediaError` for an unsupported shape.
         """
         side = self.patch * self.merge
         if not self.resize:
             if width % side or height % side:
-                raise MediaError(f"an image of {width} x {height} pixels; this model takes multiples of {side} unscaled")
+                raise MediaError(
+                    f"an image of {width} x {height} pixels; this model takes multiples of {side} "
+                    "unscaled"
+                )
             return width, height
         _check_ratio(width, height)
         w, h = round(width / side) * side, round(height / side) * side
-        return _bounded(w, h, w * h, width, height, width * height, side, self.min_pixels, self.max_pixels)
+        return _bounded(
+            w, h, w * h, width, height, width * height, side, self.min_pixels, self.max_pixels
+        )
 
-    def resized_video(self, width: int, height: int, frames: int, *, together: bool) -> tuple[int, int]:
+    def resized_video(
+        self, width: int, height: int, frames: int, *, together: bool
+    ) -> tuple[int, int]:
         """Return the width and height the frames of a video are scaled to, see `resized`."""
         side = self.patch * self.merge
         limit = self.max_pixels
@@ -132,16 +166,29 @@ class ImageScaler(NamedTuple):
             width, height = int(width * share), int(height * share)
         _check_ratio(width, height)
         if self.cap:
-            limit = frames * max(min(self.cap * side * side, limit // frames), int(self.min_pixels * 1.05))
+            limit = frames * max(
+                min(self.cap * side * side, limit // frames), int(self.min_pixels * 1.05)
+            )
         w, h = round(width / side) * side, round(height / side) * side
         rounded = round(frames / self.temporal) * self.temporal
-        return _bounded(w, h, rounded * w * h, width, height, frames * width * height, side, self.min_pixels, limit)
+        return _bounded(
+            w,
+            h,
+            rounded * w * h,
+            width,
+            height,
+            frames * width * height,
+            side,
+            self.min_pixels,
+            limit,
+        )
 
     def patches(self, frames: Sequence[Any], width: int, height: int) -> Any:
         """Return the patches of scaled frames, float32 [patches, 3 * temporal * patch * patch].
 
-        Frames are 8-bit RGB, [height, width, 3]; the last is repeated to fill a temporal patch. Patches are ordered by time,
-        then merged patches by row, then patches inside one. A patch is (channel, time, row, column).
+        Frames are 8-bit RGB, [height, width, 3]; the last is repeated to fill a temporal patch.
+        Patches are ordered by time, then merged patches by row, then patches inside one. A patch is
+        (channel, time, row, column).
         """
         import numpy as np
         from PIL import Image as Pillow
@@ -154,8 +201,12 @@ class ImageScaler(NamedTuple):
             rows.append(pixels)
         rows += [rows[-1]] * (-len(rows) % self.temporal)
         p, m, t = self.patch, self.merge, self.temporal
-        cube = np.stack(rows).reshape(len(rows) // t, t, height // (p * m), m, p, width // (p * m), m, p, 3)
-        cube = cube.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)  # time, rows, columns, row, column in one; channel, time, row, column
+        cube = np.stack(rows).reshape(
+            len(rows) // t, t, height // (p * m), m, p, width // (p * m), m, p, 3
+        )
+        cube = cube.transpose(
+            0, 2, 5, 3, 6, 8, 1, 4, 7
+        )  # time, rows, columns, row, column in one; channel, time, row, column
         out = np.empty((*cube.shape[:5], 3, t, p, p), np.float32)
         for channel, values in enumerate(self._values()):
             out[:, :, :, :, :, channel] = values[cube[:, :, :, :, :, channel]]
@@ -180,7 +231,11 @@ class ImageScaler(NamedTuple):
         import numpy as np
 
         values = np.arange(256, dtype=np.uint8)
-        scaled = (values.astype(np.float64) * self.factor).astype(np.float32) if self.factor else values.astype(np.float32)
+        scaled = (
+            (values.astype(np.float64) * self.factor).astype(np.float32)
+            if self.factor
+            else values.astype(np.float32)
+        )
         if not self.std:
             return np.stack([scaled] * 3)
         mean, std = np.array(self.mean, np.float32), np.array(self.std, np.float32)
@@ -204,31 +259,47 @@ class QwenVisionProcessor(BaseVisionProcessor):
         self._codec: Tokenizer = files.codec
         self._offsets: dict[Any, tuple[Any, int]] = {}
         assert image is not None
-        settings = {"image": self._scale, "video": self._video_scale, "rate": self._rate, "kind": kind, "around": self._around}
+        settings = {
+            "image": self._scale,
+            "video": self._video_scale,
+            "rate": self._rate,
+            "kind": kind,
+            "around": self._around,
+        }
         ids = frozenset(i for i in (image, video, *self._around) if i is not None)
         super().__init__(family, settings, ids, image, video)
 
     def _image(self, width: int, height: int) -> MediaBlock:
         w, h = self._scale.resized(width, height)
         grid = (1, h // self._scale.patch, w // self._scale.patch)
-        return MediaBlock((self._image_id,) * (math.prod(grid) // self._scale.merge**2), (grid,), (self._image_id,))
+        return MediaBlock(
+            (self._image_id,) * (math.prod(grid) // self._scale.merge**2),
+            (grid,),
+            (self._image_id,),
+        )
 
     def _video(self, media: VideoRef, width: int, height: int) -> MediaBlock:
-        """Return runs of placeholders, one per temporal patch; in Qwen3-VL each after its time and between marks."""
+        """Return runs of placeholders, one per temporal patch; in Qwen3-VL each after its
+        time and between marks."""
         scale, video = self._video_scale, self._video_id
         if video is None:
             return super()._video(media, width, height)
         if len(media.frames) < scale.temporal:
             least = f"this model takes at least {scale.temporal}: give an image instead"
             raise MediaError(f"a video of {len(media.frames)} frames; {least}")
-        w, h = scale.resized_video(width, height, len(media.frames), together=self._kind.video_total)
+        w, h = scale.resized_video(
+            width, height, len(media.frames), together=self._kind.video_total
+        )
         grid = (-(-len(media.frames) // scale.temporal), h // scale.patch, w // scale.patch)
         run = (video,) * (grid[1] * grid[2] // scale.merge**2)
         if not self._kind.timestamps:
             return MediaBlock(run * grid[0], (grid,), (video,))
         start, end = self._around
         if start is None or end is None:
-            raise MediaError("this model has no <|vision_start|> and <|vision_end|>, which enclose the frames of a video")
+            raise MediaError(
+                "this model has no <|vision_start|> and <|vision_end|>, which enclose the frames "
+                "of a video"
+            )
         times = [*media.times, *[media.times[-1]] * (grid[0] * scale.temporal - len(media.times))]
         ids: list[int] = []
         for at in range(0, len(times), scale.temporal):
@@ -242,12 +313,19 @@ class QwenVisionProcessor(BaseVisionProcessor):
         (grid,) = self.block(media).grid
         video = isinstance(media, VideoRef)
         scale = self._video_scale if video else self._scale
-        values = scale.patches(pixels_of(media, store), grid[2] * scale.patch, grid[1] * scale.patch)
-        names = ("pixel_values_videos", "video_grid_thw") if video else ("pixel_values", "image_grid_thw")
+        values = scale.patches(
+            pixels_of(media, store), grid[2] * scale.patch, grid[1] * scale.patch
+        )
+        names = (
+            ("pixel_values_videos", "video_grid_thw")
+            if video
+            else ("pixel_values", "image_grid_thw")
+        )
         return dict(zip(names, (values, np.array([grid], np.int64)), strict=True))
 
     def unscaled(self, patches: Any) -> Any:
-        """Restore the 8-bit values of an image's patches, uint8 of the same shape, for servers that normalize themselves."""
+        """Restore the 8-bit values of an image's patches, uint8 of the same shape, for servers that
+        normalize themselves."""
         return self._scale.unscaled(patches)
 
     # Positions
@@ -255,8 +333,8 @@ class QwenVisionProcessor(BaseVisionProcessor):
     def positions(self, length: int, placed: Sequence[MediaPlacement], start: int = 0) -> Any:
         """See `VisionProcessor.positions`; equal to the family's `get_rope_index`.
 
-        Text advances all three dimensions. Rows and columns of a run of placeholders count from its start; the text after it
-        continues after the longer side.
+        Text advances all three dimensions. Rows and columns of a run of placeholders count from its
+        start; the text after it continues after the longer side.
         """
         import numpy as np
 
@@ -266,25 +344,36 @@ class QwenVisionProcessor(BaseVisionProcessor):
             until = length if block is None else min(block.start, length)
             low = max(at, start)
             if until > low:
-                out[:, low - start : until - start] = np.arange(position + low - at, position + until - at)
+                out[:, low - start : until - start] = np.arange(
+                    position + low - at, position + until - at
+                )
             position, at = position + max(0, until - at), until
             if block is None or at >= length:
                 break
             shift, advance = self._inside(block)
             low, high = max(block.start, start), min(block.end, length)
             if high > low:
-                out[:, low - start : high - start] = shift[:, low - block.start : high - block.start] + position
+                out[:, low - start : high - start] = (
+                    shift[:, low - block.start : high - block.start] + position
+                )
             position, at = position + advance, block.end
         return out
 
     def _inside(self, block: MediaPlacement) -> tuple[Any, int]:
-        """Return positions in a block from its start, int64 [3, length], and how far it advances the ids after it."""
+        """Return positions in a block from its start, int64 [3, length], and how far it
+        advances the ids after it."""
         media, interval = block.media, 1.0
         if isinstance(media, VideoRef) and self._rate:
             passed = media.times[-1] - media.times[0]
-            rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0  # transformers' value for an unknown rate
+            rate = (
+                round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0
+            )  # transformers' value for an unknown rate
             interval = self._rate * (self._video_scale.temporal / rate)
-        key = (block.grid, interval, media.times if isinstance(media, VideoRef) and self._kind.timestamps else None)
+        key = (
+            block.grid,
+            interval,
+            media.times if isinstance(media, VideoRef) and self._kind.timestamps else None,
+        )
         found = self._offsets.get(key)
         if found is None:
             found = self._count(block, interval)
@@ -292,7 +381,8 @@ class QwenVisionProcessor(BaseVisionProcessor):
         return found
 
     def _count(self, block: MediaPlacement, interval: float) -> tuple[Any, int]:
-        """Count positions in a block; `interval` is the number of temporal positions between temporal patches."""
+        """Count positions in a block; `interval` is the number of temporal positions
+        between temporal patches."""
         import numpy as np
 
         time, rows, columns = block.grid[0]
@@ -300,8 +390,14 @@ class QwenVisionProcessor(BaseVisionProcessor):
         row, column = np.divmod(np.arange(rows * columns, dtype=np.int64), columns)
         advance = max(rows, columns)
         if not (isinstance(block.media, VideoRef) and self._kind.timestamps):
-            steps = (np.arange(time, dtype=np.int64) * np.float32(interval)).astype(np.float32).astype(np.int64)
-            return np.stack([np.repeat(steps, rows * columns), np.tile(row, time), np.tile(column, time)]), advance
+            steps = (
+                (np.arange(time, dtype=np.int64) * np.float32(interval))
+                .astype(np.float32)
+                .astype(np.int64)
+            )
+            return np.stack(
+                [np.repeat(steps, rows * columns), np.tile(row, time), np.tile(column, time)]
+            ), advance
         parts = []
         at = position = 0
         ids = self.block(block.media).ids
@@ -316,12 +412,22 @@ class QwenVisionProcessor(BaseVisionProcessor):
 
 
 def _bounded(
-    w: int, h: int, size: int, width: int, height: int, true_size: int, side: int, min_pixels: int, max_pixels: int
+    w: int,
+    h: int,
+    size: int,
+    width: int,
+    height: int,
+    true_size: int,
+    side: int,
+    min_pixels: int,
+    max_pixels: int,
 ) -> tuple[int, int]:
     """Return sides within the pixel limits (`smart_resize` of transformers' Qwen-VL processors)."""
     if size > max_pixels:
         share = math.sqrt(true_size / max_pixels)
-        return max(side, math.floor(width / share / side) * side), max(side, math.floor(height / share / side) * side)
+        return max(side, math.floor(width / share / side) * side), max(
+            side, math.floor(height / share / side) * side
+        )
     if size < min_pixels:
         share = math.sqrt(min_pixels / true_size)
         return math.ceil(width * share / side) * side, math.ceil(height * share / side) * side

@@ -5,8 +5,9 @@
     A_i  = (R_i - mean(R)) / (std(R) + 1e-4)
     L    = 1 / sum_i |y_i| * sum_i sum_t -sg[clip(r_t, 1 - low, 1 + high)] * A_i * logp_t
 
-MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, also a rare one with a large ratio. As in the paper,
-weights have no lower bound (low = 1) and a tuned upper bound, here 5 (high = 4).
+MiniMax-M1, arXiv 2506.13585, eqs. 4 and 5: every token keeps a gradient, also a rare one
+with a large ratio. As in the paper, weights have no lower bound (low = 1) and a tuned upper
+bound, here 5 (high = 4).
 """
 
 from turnwright.training.loss import Algorithm, TokenBatch, TokenLoss

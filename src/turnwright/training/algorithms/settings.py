@@ -1,4 +1,5 @@
-"""Algorithm settings: the recipe's keys, else the algorithm's values; custom algorithms are checked before training."""
+"""Algorithm settings: the recipe's keys, else the algorithm's values; custom algorithms are
+checked before training."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from turnwright.config import TrainConfig
 from turnwright.config.names import algorithm_error
 from turnwright.envs.resolve import call_error, load_object
 from turnwright.errors import ConfigError
-from turnwright.training.algorithms import cispo, dapo, dr_grpo, grpo, gspo, reinforce_pp, reinforce_pp_baseline, rloo
+from turnwright.training.algorithms import (
+    cispo,
+    dapo,
+    dr_grpo,
+    grpo,
+    gspo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    rloo,
+)
 from turnwright.training.loss import Algorithm, AlgorithmSettings, TokenBatch, TokenLoss
 
 BUILT_IN: dict[str, Algorithm] = {
@@ -22,7 +32,8 @@ BUILT_IN: dict[str, Algorithm] = {
 
 
 def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
-    """Resolve every key: the recipe's value if set, else the algorithm's; raise `ConfigError` for what does not fit."""
+    """Resolve every key: the recipe's value if set, else the algorithm's; raise `ConfigError`
+    for what does not fit."""
     for key, why in config.conflicts():
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
     chosen = BUILT_IN.get(config.algorithm)
@@ -34,7 +45,8 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     if place == "reward" and estimator != "k1":
         if config.kl_estimator is not None:
             raise ConfigError(
-                f"train.kl_estimator = {estimator!r}: {chosen.name} subtracts KL from the reward, which needs k1; set "
+                f"train.kl_estimator = {estimator!r}: {chosen.name} subtracts KL from the reward, "
+                "which needs k1; set "
                 'train.kl_in = "loss" to use it in the loss'
             )
         estimator = "k1"
@@ -56,17 +68,21 @@ def _notes(config: TrainConfig, chosen: Algorithm, estimator: str, place: str) -
     for key in chosen.defining:
         configured, own = getattr(config, key), getattr(chosen, key)
         if configured is not None and configured != own:
-            notes.append(f"train.{key} = {configured!r} replaces {chosen.name}'s own {own!r}, which defines the algorithm")
+            notes.append(
+                f"train.{key} = {configured!r} replaces {chosen.name}'s own {own!r}, which defines "
+                "the algorithm"
+            )
     if config.kl and estimator == "k1" and place == "loss":
         notes.append(
-            'train.kl_estimator = "k1" in the loss has a mean gradient of 0, so it constrains nothing; use k2, or '
-            'kl_in = "reward"'
+            'train.kl_estimator = "k1" in the loss has a mean gradient of 0, so it constrains '
+            'nothing; use k2, or kl_in = "reward"'
         )
     return notes
 
 
 def load_custom(spec: str) -> Algorithm:
-    """Load ``file.py:function``: the loss of each token, (M,), before its weight; other keys default to GRPO's."""
+    """Load ``file.py:function``: the loss of each token, (M,), before its weight; other
+    keys default to GRPO's."""
     function = load_object(spec)
     check_custom(function, spec)
 
@@ -79,12 +95,12 @@ def load_custom(spec: str) -> Algorithm:
 
 
 def check_custom(function: Any, spec: str) -> None:
-    """Call a function on 6 sampled tokens of two trajectories among 9 positions; raise `ConfigError` with a defect and its
-    remedy.
+    """Call a function on 6 sampled tokens of two trajectories among 9 positions; raise
+    `ConfigError` with a defect and its remedy.
 
-    Checks the signature, the shape of the result, and that it and its gradient are finite. The gradient must reach the policy,
-    only at sampled positions. A token's loss must not depend on the other tokens of its pass: a mean over the pass would make
-    the result depend on micro-batches.
+    Checks the signature, the shape of the result, and that it and its gradient are finite. The
+    gradient must reach the policy, only at sampled positions. A token's loss must not depend on the
+    other tokens of its pass: a mean over the pass would make the result depend on micro-batches.
     """
 
     def refuse(why: str) -> ConfigError:
@@ -93,18 +109,38 @@ def check_custom(function: Any, spec: str) -> None:
     if not callable(function):
         raise refuse(f"is {type(function).__name__}, not a function of a TokenBatch")
     if wrong := call_error(function, None):
-        raise refuse(f"must take one argument, a TokenBatch ({wrong}); write def {spec.rpartition(':')[2]}(tokens)")
-    logits = torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64).reshape(9, 5).sin().requires_grad_()
+        raise refuse(
+            f"must take one argument, a TokenBatch ({wrong}); write def "
+            f"{spec.rpartition(':')[2]}(tokens)"
+        )
+    logits = (
+        torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64).reshape(9, 5).sin().requires_grad_()
+    )
     tokens = _example(logits)
-    inputs = {name: getattr(tokens, name).detach().clone() for name in ("logp", "old", "advantage", "sequence")}
+    inputs = {
+        name: getattr(tokens, name).detach().clone()
+        for name in ("logp", "old", "advantage", "sequence")
+    }
     loss = _call(function, tokens, refuse)
-    if any(not torch.equal(getattr(tokens, name).detach(), before) for name, before in inputs.items()):
+    if any(
+        not torch.equal(getattr(tokens, name).detach(), before) for name, before in inputs.items()
+    ):
         raise refuse("modifies its input tensors in place; return new ones")
-    slope = torch.autograd.grad(loss.sum(), logits, allow_unused=True)[0] if loss.requires_grad else None
+    slope = (
+        torch.autograd.grad(loss.sum(), logits, allow_unused=True)[0]
+        if loss.requires_grad
+        else None
+    )
     if slope is None or not bool(slope[SAMPLED].any()):
-        raise refuse("no gradient reaches the policy: the result must be computed from tokens.logp (or tokens.ratio)")
+        raise refuse(
+            "no gradient reaches the policy: the result must be computed from tokens.logp (or "
+            "tokens.ratio)"
+        )
     if not bool(torch.isfinite(slope).all()):
-        raise refuse("its gradient is not finite on an example with ordinary logprobs; check logs and divisions")
+        raise refuse(
+            "its gradient is not finite on an example with ordinary logprobs; check logs and "
+            "divisions"
+        )
     others = [position for position in range(9) if position not in SAMPLED]
     if bool(slope[others].any()):
         raise refuse("has a gradient at positions whose token was not sampled")
@@ -135,7 +171,8 @@ def _call(function: Any, tokens: TokenBatch, refuse: Callable[[str], ConfigError
         raise refuse(f"returned {type(loss).__name__}, not a tensor with one loss per token")
     if loss.shape != (size,):
         raise refuse(
-            f"returned a tensor of shape {tuple(loss.shape)} for {size} tokens; return one loss per token, without mean or sum"
+            f"returned a tensor of shape {tuple(loss.shape)} for {size} tokens; return one loss "
+            "per token, without mean or sum"
         )
     if not loss.is_floating_point() or not bool(torch.isfinite(loss).all()):
         raise refuse("returned losses that are not finite on an example with ordinary logprobs")
@@ -154,8 +191,11 @@ def _check_independence(
             break
         slopes.append(torch.autograd.grad(separate.sum(), logits, allow_unused=True)[0])
     found = [part for part in slopes if part is not None]
-    if not found or not torch.allclose(sum(found, torch.zeros_like(slope)), slope, rtol=1e-9, atol=1e-12):
+    if not found or not torch.allclose(
+        sum(found, torch.zeros_like(slope)), slope, rtol=1e-9, atol=1e-12
+    ):
         raise refuse(
-            "the loss of a token depends on the others of its pass, so the result would depend on train.micro_tokens; avoid "
-            "means and sums over tokens (tokens.sequence has the mean over a trajectory)"
+            "the loss of a token depends on the others of its pass, so the result would depend on "
+            "train.micro_tokens; avoid means and sums over tokens (tokens.sequence has the mean "
+            "over a trajectory)"
         )

@@ -1,4 +1,5 @@
-"""Divergences between the policy and a teacher, from log-probabilities over the vocabulary or over the teacher's top ids.
+"""Divergences between the policy and a teacher, from log-probabilities over the vocabulary or
+over the teacher's top ids.
 
 With p the policy and q the teacher, both of the distribution that the engine samples from::
 
@@ -6,8 +7,9 @@ With p the policy and q the teacher, both of the distribution that the engine sa
     forward   KL(q || p) = sum_v q_v (log q_v - log p_v)
     js        KL(p || m) / 2 + KL(q || m) / 2,  m = (p + q) / 2
 
-With `top` ids, v runs over the k ids that the teacher finds most likely, and all others together as one more outcome. That is
-never more than the divergence over the vocabulary (data processing inequality), and equal to it with all ids.
+With `top` ids, v runs over the k ids that the teacher finds most likely, and all others together as
+one more outcome. That is never more than the divergence over the vocabulary (data processing
+inequality), and equal to it with all ids.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class DistributionOf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TeacherTargets:
-    """A teacher's distribution at M sampled ids: all of it, as hidden states before the teacher's head, or the top ids."""
+    """A teacher's distribution at M sampled ids: all of it, as hidden states before the teacher's
+    head, or the top ids."""
 
     kind: Divergence
     known_m: Tensor
@@ -60,12 +63,16 @@ class TeacherTargets:
         def part(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[index_k]
 
-        found: dict[str, Any] = {name: part(getattr(self, name)) for name in ("hidden_md", "top_mk", "top_logp_mk")}
+        found: dict[str, Any] = {
+            name: part(getattr(self, name)) for name in ("hidden_md", "top_mk", "top_logp_mk")
+        }
         return replace(self, known_m=self.known_m[index_k], **found)
 
-    def divergence(self, logp_mv: Tensor, excluded: Tensor | None, distribution: DistributionOf) -> Tensor:
-        """Compute the divergence at each target, (M,), with a gradient for `logp_mv`, the policy's log-probabilities; those of
-        `excluded` ids are `FLOOR`."""
+    def divergence(
+        self, logp_mv: Tensor, excluded: Tensor | None, distribution: DistributionOf
+    ) -> Tensor:
+        """Compute the divergence at each target, (M,), with a gradient for `logp_mv`, the policy's
+        log-probabilities; those of `excluded` ids are `FLOOR`."""
         if self.top_mk is not None and self.top_logp_mk is not None:
             rest_m = logp_mv.scatter(1, self.top_mk, FLOOR).logsumexp(1)
             policy = torch.cat([logp_mv.gather(1, self.top_mk), rest_m[:, None]], 1)
@@ -73,7 +80,9 @@ class TeacherTargets:
         elif self.hidden_md is not None and self.head is not None:
             with torch.no_grad():
                 logits_mv = self.head.logits(self.hidden_md)
-                teacher = distribution(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), excluded)
+                teacher = distribution(
+                    logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), excluded
+                )
             policy, teacher = logp_mv, teacher.to(logp_mv.dtype)
         else:
             return logp_mv.new_zeros(len(logp_mv))

@@ -1,8 +1,9 @@
-"""Forward pass of any Hugging Face causal or vision-language model, up to statistics of its targets.
+"""Forward pass of any Hugging Face causal or vision-language model, up to
+statistics of its targets.
 
-The logits of all targets would be the largest tensor of a step: 8192 targets over a vocabulary of 151,936 are 5 GB in float32,
-and a softmax with its gradient holds several of that size. So the head is applied to a few hundred targets at a time, and
-recomputed in the backward pass.
+The logits of all targets would be the largest tensor of a step: 8192 targets over a vocabulary of
+151,936 are 5 GB in float32, and a softmax with its gradient holds several of that size. So the head
+is applied to a few hundred targets at a time, and recomputed in the backward pass.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ from turnwright.types import Media
 ENTROPY_CHUNK = 1 << 22
 """Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
 BANNED_LOGIT = -1e30
-"""Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0 instead of NaN."""
+"""Replacement for minus infinity: probability exactly 0, and 0 times its
+log-probability is 0 instead of NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Log-probabilities and entropy at M targets; the entropy carries a gradient only if that was asked for."""
+    """Log-probabilities and entropy at M targets; the entropy carries a gradient only
+    if that was asked for."""
 
     logprobs_m: Tensor
     entropy_m: Tensor
@@ -58,12 +61,12 @@ class TokenStats:
 
 @dataclass(slots=True)
 class LogitDistribution:
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized over the min-p/top-k/top-p
-    support.
+    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized
+    over the min-p/top-k/top-p support.
 
-    The support comes from the trainer's logits before a step's first update and is kept for all its updates (sampling-mask
-    replay). Otherwise a sampled id could leave it, and the ratio would compare different supports. The sampled id is always in
-    the support.
+    The support comes from the trainer's logits before a step's first update and is kept for all its
+    updates (sampling-mask replay). Otherwise a sampled id could leave it, and the ratio would
+    compare different supports. The sampled id is always in the support.
     """
 
     temperature: float = 1.0
@@ -79,7 +82,10 @@ class LogitDistribution:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0
 
     def banned(self, logits: Tensor) -> Tensor | None:
-        """Return a mask (V,), true for banned ids; None if there are none. Ids beyond the vocabulary are ignored."""
+        """Return a mask (V,), true for banned ids; None if there are none.
+
+        Ids beyond the vocabulary are ignored.
+        """
         key = (logits.shape[-1], logits.device)
         if key not in self._masks:
             ids = [i for i in self.banned_ids if 0 <= i < key[0]]
@@ -88,8 +94,11 @@ class LogitDistribution:
             self._masks[key] = mask_v.to(key[1]) if ids else None
         return self._masks[key]
 
-    def excluded(self, wide_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None) -> Tensor | None:
-        """Return a mask (V,) or (M, V), true for ids that cannot be sampled, or None; `wide_mv` are logits at temperature 1."""
+    def excluded(
+        self, wide_mv: Tensor, targets_m: Tensor, support: SamplingSupport | None = None
+    ) -> Tensor | None:
+        """Return a mask (V,) or (M, V), true for ids that cannot be sampled, or None; `wide_mv` are
+        logits at temperature 1."""
         banned_v = self.banned(wide_mv)
         if not self.truncates:
             return banned_v
@@ -97,7 +106,9 @@ class LogitDistribution:
             return support.excluded(wide_mv.shape[-1])
         with torch.no_grad():
             sampling = Sampling(self.temperature, self.top_p, self.top_k, min_p=self.min_p)
-            excluded_mv: Tensor = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids)).isneginf()
+            excluded_mv: Tensor = masked_scores(
+                wide_mv.detach(), sampling, frozenset(self.banned_ids)
+            ).isneginf()
             return excluded_mv.scatter_(1, targets_m[:, None], False)
 
     def stats(
@@ -110,17 +121,25 @@ class LogitDistribution:
         entropy_grad: bool = False,
         teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
-        """Compute statistics in float32 or better: any difference from the sampler's distribution biases the ratio."""
+        """Compute statistics in float32 or better: any difference from the sampler's
+        distribution biases the ratio."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
         excluded = self.excluded(wide_mv, targets_m, support)
         logp_mv = self.log_softmax(wide_mv, excluded)
         chosen_m = logp_mv.gather(1, targets_m[:, None]).squeeze(1)
-        divergences = tuple(teacher.divergence(logp_mv, excluded, self.log_softmax) for teacher in teachers)
+        divergences = tuple(
+            teacher.divergence(logp_mv, excluded, self.log_softmax) for teacher in teachers
+        )
         if not entropy:
             return TokenStats(chosen_m, chosen_m.new_zeros(0), divergences)
-        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would be the peak of memory.
-        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(max(1, ENTROPY_CHUNK // logp_mv.shape[-1]))
-        return TokenStats(chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]), divergences)
+        # A few rows at a time: with a large vocabulary another copy of the log-probabilities would
+        # be the peak of memory.
+        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(
+            max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
+        )
+        return TokenStats(
+            chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]), divergences
+        )
 
     def log_softmax(self, wide_mv: Tensor, excluded: Tensor | None) -> Tensor:
         """Return log-probabilities from logits at temperature 1, without the excluded ids."""
@@ -132,19 +151,22 @@ class LogitDistribution:
 
     def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
         """Compute the support of each target of a distribution that truncates."""
-        excluded_mv = self.excluded(logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m)
+        excluded_mv = self.excluded(
+            logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m
+        )
         assert excluded_mv is not None
         return SamplingSupport.of(excluded_mv)
 
 
 CHUNK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 26}
-"""Maximum logits at once: 64 MB in float32 on a CPU, 256 MB on a GPU, whose products need more rows. Fewer are not chunked and
-are kept for the backward pass. On a CPU, 2^22 took 9.0 s, 2^24 7.0 s, all at once 6.1 s (768 targets, width 512, vocabulary
-151,936)."""
+"""Maximum logits at once: 64 MB in float32 on a CPU, 256 MB on a GPU, whose products need more
+rows. Fewer are not chunked and are kept for the backward pass. On a CPU, 2^22 took 9.0 s, 2^24 7.0
+s, all at once 6.1 s (768 targets, width 512, vocabulary 151,936)."""
 
 
 MIXED_CHUNK = 10_000_000
-"""The same in mixed precision, whose products are fast with few rows: 40 MB for each of the four copies of a chunk."""
+"""The same in mixed precision, whose products are fast with few rows: 40 MB for each of the
+four copies of a chunk."""
 
 
 def chunk_rows(device: torch.device, head: OutputHead) -> int:
@@ -172,7 +194,8 @@ class LogitTransform:
         return logits / self.number if self.kind == "over" else logits
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Compute the gradient of the input in place, from the gradient and the value of the output."""
+        """Compute the gradient of the input in place, from the gradient and
+        the value of the output."""
         if self.kind == "cap":
             return gradient.mul_(1.0 - (logits / self.number) ** 2)
         if self.kind == "times":
@@ -185,7 +208,8 @@ KEYS = {"final_logit_softcapping": "cap", "logit_scale": "times", "logits_scalin
 
 
 def shapes(config: Any) -> Iterator[LogitTransform]:
-    """Yield the transforms that a model of this config may apply; the caller tests which one it does."""
+    """Yield the transforms that a model of this config may apply; the caller
+    tests which one it does."""
     yield LogitTransform()
     for key, kind in KEYS.items():
         number = getattr(config, key, None)
@@ -208,19 +232,33 @@ class OutputHead:
     def vocabulary(self) -> int:
         """Logits per position."""
         weight = getattr(self.module, "weight", None)
-        return int(weight.shape[0]) if isinstance(weight, Tensor) else int(cast(Any, self.module).out_features)
+        return (
+            int(weight.shape[0])
+            if isinstance(weight, Tensor)
+            else int(cast(Any, self.module).out_features)
+        )
 
     @property
     def is_linear(self) -> bool:
         """Whether it is a plain matrix product, whose gradient can be computed here."""
         module = self.module
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        return type(module) in (nn.Linear, MixedLinear) and type(module.weight) is nn.Parameter and not any(hooks)
+        hooks = (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+        return (
+            type(module) in (nn.Linear, MixedLinear)
+            and type(module.weight) is nn.Parameter
+            and not any(hooks)
+        )
 
 
 @dataclass(slots=True)
 class FittedHead(OutputHead):
-    """Output head with a given number of logits: models of one tokenizer may be padded differently."""
+    """Output head with a given number of logits: models of one tokenizer
+    may be padded differently."""
 
     width: int = 0
 
@@ -228,7 +266,11 @@ class FittedHead(OutputHead):
         """Return logits (M, width); ids that the model lacks have no probability."""
         made = self.shape(cast(Tensor, self.module(hidden)))
         missing = self.width - made.shape[-1]
-        return nn.functional.pad(made, (0, missing), value=BANNED_LOGIT) if missing > 0 else made[..., : self.width]
+        return (
+            nn.functional.pad(made, (0, missing), value=BANNED_LOGIT)
+            if missing > 0
+            else made[..., : self.width]
+        )
 
     @property
     def vocabulary(self) -> int:
@@ -248,22 +290,40 @@ def target_stats(
     teachers: Sequence[TeacherTargets] = (),
     max_logits: int | None = None,
 ) -> TokenStats:
-    """Compute statistics of M targets from the hidden states that predict them; the logprobs carry a gradient, the entropy only
-    with `entropy_grad`. Without `support`, it is computed if the distribution truncates; without `entropy`, that is empty."""
-    rows = chunk_rows(hidden_md.device, head) if max_logits is None else max(1, max_logits // head.vocabulary)
+    """Compute statistics of M targets from the hidden states that predict them; the logprobs carry
+    a gradient, the entropy only with `entropy_grad`. Without `support`, it is computed if the
+    distribution truncates; without `entropy`, that is empty."""
+    rows = (
+        chunk_rows(hidden_md.device, head)
+        if max_logits is None
+        else max(1, max_logits // head.vocabulary)
+    )
     count, wanted = len(targets_m), {"entropy": entropy, "entropy_grad": entropy_grad}
     if count <= rows:
-        return distribution.stats(head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers)
+        return distribution.stats(
+            head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers
+        )
     if torch.is_grad_enabled() and head.is_linear and not teachers:
         linear = cast(nn.Linear, head.module)
         logp_m, entropy_m = _Chunks.apply(
-            hidden_md, linear.weight, linear.bias, head, targets_m, distribution, support, entropy, entropy_grad, rows
+            hidden_md,
+            linear.weight,
+            linear.bias,
+            head,
+            targets_m,
+            distribution,
+            support,
+            entropy,
+            entropy_grad,
+            rows,
         )
         return TokenStats(logp_m, entropy_m)
 
     def chunk_stats(at: slice) -> tuple[Tensor, ...]:
         parts, support_c = [teacher.take(at) for teacher in teachers], _part(support, at, targets_m)
-        found = distribution.stats(head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts)
+        found = distribution.stats(
+            head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts
+        )
         return found.logprobs_m, found.entropy_m, *found.divergences
 
     if torch.is_grad_enabled():
@@ -280,11 +340,16 @@ def _slices(count: int, rows: int) -> list[slice]:
 
 
 def _part(support: SamplingSupport | None, at: slice, like: Tensor) -> SamplingSupport | None:
-    return None if support is None else support.take(torch.arange(at.start, at.stop, device=like.device))
+    return (
+        None
+        if support is None
+        else support.take(torch.arange(at.start, at.stop, device=like.device))
+    )
 
 
 class _Chunks(torch.autograd.Function):  # type: ignore[misc]
-    """`target_stats` for a linear head, with z the logits, T the temperature, p their softmax and H its entropy::
+    """`target_stats` for a linear head, with z the logits, T the temperature, p their
+    softmax and H its entropy::
 
     d logp_m / d z_mv = ([v = target_m] - p_mv) / T
     d H_m / d z_mv = -p_mv (log p_mv + H_m) / T
@@ -305,7 +370,13 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         found = target_stats(
-            hidden_md, head, targets_m, distribution, support, entropy=entropy, max_logits=rows * head.vocabulary
+            hidden_md,
+            head,
+            targets_m,
+            distribution,
+            support,
+            entropy=entropy,
+            max_logits=rows * head.vocabulary,
         )
         ctx.save_for_backward(hidden_md, weight_vd, targets_m)
         ctx.head, ctx.distribution, ctx.support, ctx.rows = head, distribution, support, rows
@@ -322,15 +393,21 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         # Chunks are summed in the precision of the loss: bfloat16 would round each sum.
         hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
         weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
-        bias_grad = weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
+        bias_grad = (
+            weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
+        )
         mixed = isinstance(ctx.head.module, MixedLinear)
         matrix_vd = round_weights(weight_vd) if mixed else weight_vd
         with packed_once(ctx.head.module, matrix_vd):
             for at in _slices(len(targets_m), ctx.rows):
                 logits_cv = ctx.head.logits(hidden_md[at])
-                entropy = None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
+                entropy = (
+                    None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
+                )
                 support = _part(ctx.support, at, targets_m)
-                grad_cv = _slope(logits_cv, targets_m[at], slope_m[at], distribution, support, entropy)
+                grad_cv = _slope(
+                    logits_cv, targets_m[at], slope_m[at], distribution, support, entropy
+                )
                 grad_cv = shape.backward_(grad_cv, logits_cv).to(matrix_vd.dtype)
 
                 if bias_grad is not None:
@@ -349,7 +426,12 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
                     else:
                         weight_grad += grad_cv.T @ inputs_cd
         back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
-        return hidden_grad, back, None if bias_grad is None else bias_grad.to(weight_vd.dtype), *[None] * 7
+        return (
+            hidden_grad,
+            back,
+            None if bias_grad is None else bias_grad.to(weight_vd.dtype),
+            *[None] * 7,
+        )
 
 
 def _slope(
@@ -360,7 +442,8 @@ def _slope(
     support: SamplingSupport | None,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy` adds (H_c, slope of H_c)."""
+    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy`
+    adds (H_c, slope of H_c)."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
     excluded = distribution.excluded(wide, targets_c, support)
     if distribution.temperature != 1.0:
@@ -372,7 +455,12 @@ def _slope(
         grad_cv *= -slope_c[:, None]
     else:
         value_c, entropy_slope_c = entropy
-        per_id_cv = torch.log_softmax(wide, -1).add_(value_c[:, None]).mul_(entropy_slope_c[:, None]).add_(slope_c[:, None])
+        per_id_cv = (
+            torch.log_softmax(wide, -1)
+            .add_(value_c[:, None])
+            .mul_(entropy_slope_c[:, None])
+            .add_(slope_c[:, None])
+        )
         grad_cv *= per_id_cv.neg_()
     grad_cv[torch.arange(len(targets_c), device=targets_c.device), targets_c] += slope_c
     return grad_cv.div_(distribution.temperature) if distribution.temperature != 1.0 else grad_cv
@@ -383,26 +471,34 @@ FROZEN_BYTES = 2**28
 
 
 class ForwardPass:
-    """Forward pass: the model's body on complete rows, its head only at the requested positions, in chunks.
+    """Forward pass: the model's body on complete rows, its head only at the
+    requested positions, in chunks.
 
-    With a vocabulary of 151k, the logits of every position would be by far the largest tensor of a step, and a multi-turn row
-    is mostly observations. The transform after the head (soft cap, factor) is identified by comparing one small pass bit by
-    bit; with an unknown transform, all logits are computed.
+    With a vocabulary of 151k, the logits of every position would be by far the largest tensor
+    of a step, and a multi-turn row is mostly observations. The transform after the head (soft
+    cap, factor) is identified by comparing one small pass bit by bit; with an unknown
+    transform, all logits are computed.
 
-    For a vision model, each image of a pass goes through its tower once, and all rows with the image share its features.
+    For a vision model, each image of a pass goes through its tower once, and all rows with the
+    image share its features.
     """
 
     def __init__(self, model: nn.Module, *, replay: bool = False) -> None:
-        """Hook the model's routers if passes carry the engine's experts; raise `ConfigError` when none of them supports it."""
+        """Hook the model's routers if passes carry the engine's experts; raise `ConfigError` when
+        none of them supports it."""
         self.model = model
         self.replay = RoutingReplay(model) if replay else None
         self.tower, self.no_vision_reason = split_vlm(model)
         self.vision_inputs = None if self.tower is None else VisionInputs(self.tower)
         module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         body = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-        exposed = isinstance(module, nn.Module) and isinstance(body, nn.Module) and body is not model
+        exposed = (
+            isinstance(module, nn.Module) and isinstance(body, nn.Module) and body is not model
+        )
         self.body: nn.Module | None = body if exposed else None
-        self.positions = "position_ids" in inspect.signature((self.body or model).forward).parameters
+        self.positions = (
+            "position_ids" in inspect.signature((self.body or model).forward).parameters
+        )
         self.head: OutputHead | None = None
         """None if all logits must be computed."""
         if self.tower is not None:
@@ -414,7 +510,8 @@ class ForwardPass:
         """Pass in mixed precision with the engine's arithmetic; None where the modules compute."""
 
     def enable_checkpointing(self) -> None:
-        """Compute activations again in the backward pass; raise `ConfigError` where no layer supports it."""
+        """Compute activations again in the backward pass; raise `ConfigError` where
+        no layer supports it."""
         if self.mixed is not None:
             self.mixed.keep_inputs_only()
         else:
@@ -431,16 +528,22 @@ class ForwardPass:
         entropy_grad: bool = False,
         teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
-        """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for images with a text-only model,
-        `MediaError` when images are missing."""
-        wanted: dict[str, Any] = {"entropy": entropy, "entropy_grad": entropy_grad, "teachers": teachers}
+        """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for
+        images with a text-only model, `MediaError` when images are missing."""
+        wanted: dict[str, Any] = {
+            "entropy": entropy,
+            "entropy_grad": entropy_grad,
+            "teachers": teachers,
+        }
         if self.head is None:
             return distribution.stats(self.all_logits(micro), micro.targets_m, support, **wanted)
-        return target_stats(self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, **wanted)
+        return target_stats(
+            self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, **wanted
+        )
 
     def features(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor, OutputHead]:
-        """Compute what a head takes at a pass's targets, and that head: hidden states and the model's, or all logits and the
-        identity."""
+        """Compute what a head takes at a pass's targets, and that head: hidden states and the
+        model's, or all logits and the identity."""
         if self.head is not None:
             return self.hidden(micro, pixels), self.head
         logits_mv = self.all_logits(micro)
@@ -449,43 +552,66 @@ class ForwardPass:
     def sampling_support(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
     ) -> SamplingSupport:
-        """Compute the top-k/top-p support of a pass's targets, for a distribution that truncates."""
+        """Compute the top-k/top-p support of a pass's targets, for a
+        distribution that truncates."""
         with torch.no_grad():
             if self.head is None:
                 return distribution.support(self.all_logits(micro), micro.targets_m)
             hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
             slices = _slices(len(targets_m), chunk_rows(hidden_md.device, head))
-            return SamplingSupport.join([distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices])
+            return SamplingSupport.join(
+                [distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices]
+            )
 
     def all_logits(self, micro: MicroBatch) -> Tensor:
         """Compute the logits (M, vocabulary) at a pass's targets with the model's own head."""
         if micro.media:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
-        full_btv: Tensor = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro)).logits
+        full_btv: Tensor = self._call(
+            self.model, micro.ids_bt, micro.positions, **self._prepare(micro)
+        ).logits
         return _predicting(full_btv, micro)
 
-    def full_logprobs(self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution) -> Tensor:
-        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better; not chunked."""
-        logits = self.all_logits(micro) if self.head is None else self.head.logits(self.hidden(micro, pixels))
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
+    def full_logprobs(
+        self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
+    ) -> Tensor:
+        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32
+        or better; not chunked."""
+        logits = (
+            self.all_logits(micro)
+            if self.head is None
+            else self.head.logits(self.hidden(micro, pixels))
+        )
+        wide = (
+            logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
+        )
         excluded_v = distribution.banned(wide)
-        return torch.log_softmax(wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1)
+        return torch.log_softmax(
+            wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1
+        )
 
     def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
-        """Compute the hidden states (M, width) that predict a pass's targets, after the last norm."""
+        """Compute the hidden states (M, width) that predict a pass's
+        targets, after the last norm."""
         if self.mixed is not None:
             return self._mixed_hidden(self.mixed, micro, pixels)
         if self.tower is not None and self.vision_inputs is not None:
             places_p, features = self.vision_inputs.features_for(micro, pixels)
-            hidden_btd = self.tower.decode(micro.ids_bt, micro.positions, places_p, features, **self._prepare(micro))
+            hidden_btd = self.tower.decode(
+                micro.ids_bt, micro.positions, places_p, features, **self._prepare(micro)
+            )
         elif micro.media:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
         else:
             assert self.body is not None
-            hidden_btd = self._call(self.body, micro.ids_bt, micro.positions, **self._prepare(micro)).last_hidden_state
+            hidden_btd = self._call(
+                self.body, micro.ids_bt, micro.positions, **self._prepare(micro)
+            ).last_hidden_state
         return _predicting(hidden_btd, micro)
 
-    def _mixed_hidden(self, decoder: MixedDecoder, micro: MicroBatch, pixels: PixelCache | None) -> Tensor:
+    def _mixed_hidden(
+        self, decoder: MixedDecoder, micro: MicroBatch, pixels: PixelCache | None
+    ) -> Tensor:
         if micro.media and self.vision_inputs is None:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
         batch, length = micro.ids_bt.shape
@@ -514,13 +640,15 @@ class ForwardPass:
         return {"turnwright_tree": micro.tree}
 
     def _call(self, module: nn.Module, ids_bt: Tensor, positions_1t: Tensor, **more: Any) -> Any:
-        # No mask: causal attention never reaches right padding. No cache: with one, transformers takes other mask paths.
+        # No mask: causal attention never reaches right padding. No cache: with one, transformers
+        # takes other mask paths.
         if self.positions:
             more["position_ids"] = positions_1t
         return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **more)
 
     def _shape(self, head: nn.Module) -> LogitTransform | None:
-        """Identify the transform after the head by exact comparison with the model's logits; None if unknown."""
+        """Identify the transform after the head by exact comparison with the model's
+        logits; None if unknown."""
         assert self.body is not None
         device = next(self.model.parameters()).device
         ids_bt = torch.tensor([[0, 1, 2, 3]], device=device)
@@ -528,13 +656,17 @@ class ForwardPass:
         with torch.no_grad():
             expected = self._call(self.model, ids_bt, positions_1t).logits
             split = head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
-            found = (shape for shape in shapes(getattr(self.model, "config", None)) if torch.equal(expected, shape(split)))
+            found = (
+                shape
+                for shape in shapes(getattr(self.model, "config", None))
+                if torch.equal(expected, shape(split))
+            )
             return next(found, None)
 
 
 class VisionInputs:
-    """Image and video features of a pass: each encoded once, with gradient if the tower is trained. Those of a frozen tower are
-    the same at every step, so they are cached within a memory limit."""
+    """Image and video features of a pass: each encoded once, with gradient if the tower is trained.
+    Those of a frozen tower are the same at every step, so they are cached within a memory limit."""
 
     def __init__(self, tower: SplitVLM) -> None:
         self.tower = tower
@@ -544,27 +676,40 @@ class VisionInputs:
         self._cached_bytes = 0
         self._cache: OrderedDict[str, ImageFeatures] = OrderedDict()
 
-    def features_for(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor | None, ImageFeatures | None]:
-        """Return the features' positions in the flattened (B, T), ascending, and the features; None without media."""
+    def features_for(
+        self, micro: MicroBatch, pixels: PixelCache | None
+    ) -> tuple[Tensor | None, ImageFeatures | None]:
+        """Return the features' positions in the flattened (B, T), ascending, and the
+        features; None without media."""
         if not micro.media:
             return None, None
         if pixels is None:
             raise UsageError(
-                "trajectories contain images, but the trainer has no pixels; pass pixels=Rollout(...).pixels to Trainer"
+                "trajectories contain images, but the trainer has no pixels; pass "
+                "pixels=Rollout(...).pixels to Trainer"
             )
         sizes = {media.key: (media, len(at)) for media, at in micro.media}
         features, first = self._features(sizes, pixels)
         device = micro.ids_bt.device
         places_p = torch.tensor([place for _, at in micro.media for place in at], device=device)
-        chosen_p = torch.tensor([first[media.key] + n for media, at in micro.media for n in range(len(at))], device=device)
+        chosen_p = torch.tensor(
+            [first[media.key] + n for media, at in micro.media for n in range(len(at))],
+            device=device,
+        )
         return places_p, features.take(chosen_p)
 
-    def _features(self, sizes: dict[str, tuple[Media, int]], pixels: PixelCache) -> tuple[ImageFeatures, dict[str, int]]:
+    def _features(
+        self, sizes: dict[str, tuple[Media, int]], pixels: PixelCache
+    ) -> tuple[ImageFeatures, dict[str, int]]:
         """Return the concatenated features of all media and the first row of each."""
         cached = [key for key in sizes if key in self._cache]
         keys, parts = list(cached), [self._cache[key] for key in cached]
         for video in (False, True):
-            missing = [key for key in sizes if key not in self._cache and is_video(pixels.get(sizes[key][0])) is video]
+            missing = [
+                key
+                for key in sizes
+                if key not in self._cache and is_video(pixels.get(sizes[key][0])) is video
+            ]
             if not missing:
                 continue
             arrays = pixels.merged([sizes[key][0] for key in missing])
@@ -572,12 +717,16 @@ class VisionInputs:
                 parts.append(self.tower.encode_together(arrays, [sizes[key][1] for key in missing]))
             self.encoded += len(missing)
             keys += missing
-        starts = dict(zip(keys, itertools.accumulate([0, *(sizes[key][1] for key in keys)]), strict=False))
+        starts = dict(
+            zip(keys, itertools.accumulate([0, *(sizes[key][1] for key in keys)]), strict=False)
+        )
         features = ImageFeatures.join(parts)
         if self.frozen:
             for key in keys:
                 if key not in self._cache:
-                    self._cache[key] = kept = features.take(slice(starts[key], starts[key] + sizes[key][1])).clone()
+                    self._cache[key] = kept = features.take(
+                        slice(starts[key], starts[key] + sizes[key][1])
+                    ).clone()
                     self._cached_bytes += kept.nbytes
                 self._cache.move_to_end(key)
             while self._cached_bytes > FROZEN_BYTES and len(self._cache) > 1:
@@ -586,10 +735,12 @@ class VisionInputs:
 
 
 def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
-    """Select the positions that predict a pass's targets; check that attention followed its tree, not one long row."""
+    """Select the positions that predict a pass's targets; check that attention followed its
+    tree, not one long row."""
     if micro.tree is not None and not micro.tree.cache["layers"]:
         raise TurnwrightError(
-            "the model's attention was changed after its trainer was created (set_attn_implementation?) and no longer follows "
+            "the model's attention was changed after its trainer was created "
+            "(set_attn_implementation?) and no longer follows "
             'prefix trees; change it earlier, or set train.batching = "rows"'
         )
     return output_bt.flatten(0, 1).index_select(0, micro.before_m)

@@ -1,9 +1,10 @@
 """A decoder's pass for training in mixed precision, with the arithmetic of the engine's fused pass.
 
-Rounding to bfloat16 makes differences in the last bit of float32 grow: what two implementations
-compute differs by as much as the rounding itself, some hundredths of a nat a token. Here norms, rotary
-positions, attention and activations are the engine's own kernels, and products go through the
-same `PackedMatrix`. So a trained token has the hidden state, to the bit, that it was sampled from.
+Rounding to bfloat16 makes differences in the last bit of float32 grow: what two
+implementations compute differs by as much as the rounding itself, some hundredths of a nat
+a token. Here norms, rotary positions, attention and activations are the engine's own
+kernels, and products go through the same `PackedMatrix`. So a trained token has the hidden
+state, to the bit, that it was sampled from.
 
 A layer is one function of autograd with its backward pass written out. It keeps the residual stream
 before attention and before the MLP, what products returned, and the rounded weights; the rest is
@@ -23,7 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from turnwright.engines.local.fused_decoder import flat_view, is_supported, projections_of
-from turnwright.engines.local.mixed_precision import PackedMatrix, is_mixed, pad_rows, round_weights, times_weight
+from turnwright.engines.local.mixed_precision import (
+    PackedMatrix,
+    is_mixed,
+    pad_rows,
+    round_weights,
+    times_weight,
+)
 from turnwright.engines.local.vision import SplitVLM
 from turnwright.training.forward.path_attention import paths_of
 from turnwright.training.forward.tree import PrefixTree
@@ -37,7 +44,8 @@ class TrainedProjection:
     layers: tuple[Any, ...]
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the tensors that get gradients: each layer's weight, or the two matrices of its adapter."""
+        """Yield the tensors that get gradients: each layer's weight, or the two
+        matrices of its adapter."""
         for layer in self.layers:
             adapter = low_rank_of(layer)
             if adapter is None:
@@ -59,7 +67,8 @@ class TrainedProjection:
         return round_weights(*weights)
 
     def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of `parameters()` in float32, from that of the output and the inputs in bfloat16.
+        """Return the gradients of `parameters()` in float32, from that of the output
+        and the inputs in bfloat16.
 
         `needed` says which parameters get one.
         """
@@ -77,7 +86,9 @@ class TrainedProjection:
             part, rows = part.float(), inputs.float()
             inner = part @ adapter.b.float() * adapter.scale
             found.append(inner.T @ rows if needed_a else None)
-            found.append(part.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None)
+            found.append(
+                part.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None
+            )
         return found
 
 
@@ -131,7 +142,9 @@ class TrainedLayer:
 
     def parameters(self) -> list[Tensor]:
         """Return all tensors that get gradients, in the order of the function's arguments."""
-        matrices = [p for part in (self.qkv, self.output, self.both, self.down) for p in part.parameters()]
+        matrices = [
+            p for part in (self.qkv, self.output, self.both, self.down) for p in part.parameters()
+        ]
         return [self.first, self.second, *self.head_parameters(), *matrices]
 
 
@@ -174,7 +187,10 @@ class _Buffers:
 
 
 class MixedDecoder:
-    """Pass of a decoder that multiplies in bfloat16. It has no state: weights are rounded anew in each pass."""
+    """Pass of a decoder that multiplies in bfloat16.
+
+    It has no state: weights are rounded anew in each pass.
+    """
 
     def __init__(self, decoder: Any, kernels: Any) -> None:
         self.kernels = kernels
@@ -219,7 +235,9 @@ class MixedDecoder:
 
     def last_norm(self, rows_md: Tensor) -> Tensor:
         """Return the last norm of rows of the stream."""
-        normed: Tensor = _Norm.apply(self.kernels, rows_md, self.norm.weight, float(self.norm.variance_epsilon))
+        normed: Tensor = _Norm.apply(
+            self.kernels, rows_md, self.norm.weight, float(self.norm.variance_epsilon)
+        )
         return normed
 
     def _plan(self, shape: tuple[int, int], positions: Tensor, tree: PrefixTree | None) -> PassPlan:
@@ -265,48 +283,79 @@ class MixedDecoder:
         count = len(stream)
         normed = torch.empty(stream.shape, dtype=torch.bfloat16)
         added = np.zeros(0, dtype=np.int16) if change is None else flat_view(change)
-        self.kernels.add_and_norm(flat_view(stream), added, np.arange(count), flat_view(weight), eps, flat_view(normed))
+        self.kernels.add_and_norm(
+            flat_view(stream), added, np.arange(count), flat_view(weight), eps, flat_view(normed)
+        )
         return normed
 
     def attention(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
-        """Return what the rows attend to, [T, heads * head size], from their projections in bfloat16."""
+        """Return what the rows attend to, [T, heads * head size], from their
+        projections in bfloat16."""
         rotated = self._rotated(layer, plan, qkv)
         mixed = torch.empty(len(qkv), self.heads * self.size)
         (scores,) = self._scratch(plan, 1)
         self.kernels.attend_paths(
-            flat_view(rotated), *plan.storage(), self.heads, self.kv, self.size, layer.scale, scores, flat_view(mixed)
+            flat_view(rotated),
+            *plan.storage(),
+            self.heads,
+            self.kv,
+            self.size,
+            layer.scale,
+            scores,
+            flat_view(mixed),
         )
         return mixed
 
-    def attention_slopes(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the projections, in float32, and of the head parameters, from that of `attention`."""
+    def attention_slopes(
+        self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of the projections, in float32, and of the head parameters,
+        from that of `attention`."""
         rotated, qkv_slope = self._rotated(layer, plan, qkv), torch.zeros(qkv.shape)
         given = flat_view(slope), flat_view(qkv_slope)
         sizes = self.heads, self.kv, self.size
         gathered = np.empty(3 * plan.capacity * self.size, dtype=np.float32)
         self.kernels.attend_paths_slope(
-            flat_view(rotated), *plan.storage(), *sizes, layer.scale, *self._scratch(plan, 2), gathered, *given
+            flat_view(rotated),
+            *plan.storage(),
+            *sizes,
+            layer.scale,
+            *self._scratch(plan, 2),
+            gathered,
+            *given,
         )
 
         biased = qkv.float()
         if layer.biases:
             biased += torch.cat([bias.detach() for bias in layer.biases])
-        norms = [torch.zeros_like(norm) for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        norms = [
+            torch.zeros_like(norm) for norm in (layer.q_norm, layer.k_norm) if norm is not None
+        ]
         into = [flat_view(norm) for norm in norms] or [_NOTHING, _NOTHING]
-        self.kernels.rotate_slope(flat_view(biased), *self._head_settings(layer, plan), given[1], *into)
-        biases = qkv_slope.sum(0).split([len(bias) for bias in layer.biases]) if layer.biases else ()
+        self.kernels.rotate_slope(
+            flat_view(biased), *self._head_settings(layer, plan), given[1], *into
+        )
+        biases = (
+            qkv_slope.sum(0).split([len(bias) for bias in layer.biases]) if layer.biases else ()
+        )
         return qkv_slope, [*norms, *biases]
 
     def _rotated(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
         """Return projections in float32 with their biases, queries and keys normed and rotated."""
         rotated = qkv.float()
-        bias = flat_view(torch.cat([bias.detach() for bias in layer.biases])) if layer.biases else _NOTHING
+        bias = (
+            flat_view(torch.cat([bias.detach() for bias in layer.biases]))
+            if layer.biases
+            else _NOTHING
+        )
         self.kernels.rotate(flat_view(rotated), bias, *self._head_settings(layer, plan))
         return rotated
 
     def _head_settings(self, layer: TrainedLayer, plan: PassPlan) -> tuple[Any, ...]:
         """Return what `rotate` and `rotate_slope` take alike: head norms, angles and sizes."""
-        norms = (_NOTHING if norm is None else flat_view(norm) for norm in (layer.q_norm, layer.k_norm))
+        norms = (
+            _NOTHING if norm is None else flat_view(norm) for norm in (layer.q_norm, layer.k_norm)
+        )
         angles = flat_view(plan.cos), flat_view(plan.sin), plan.turns
         return *norms, layer.head_eps, *angles, self.heads, self.kv, self.size
 
@@ -324,7 +373,9 @@ class MixedDecoder:
     def gated_slope(self, both: Tensor, slope: Tensor) -> Tensor:
         """Return the gradient of gates and values from that of `gated`, all bfloat16."""
         out = torch.empty_like(both)
-        self.kernels.swiglu_slope(flat_view(both), len(both), both.shape[1] // 2, flat_view(slope), flat_view(out))
+        self.kernels.swiglu_slope(
+            flat_view(both), len(both), both.shape[1] // 2, flat_view(slope), flat_view(out)
+        )
         return out
 
 
@@ -339,7 +390,9 @@ class _Rounded:
 
     @classmethod
     def of(cls, layer: TrainedLayer) -> _Rounded:
-        return cls(layer.qkv.rounded(), layer.output.rounded(), layer.both.rounded(), layer.down.rounded())
+        return cls(
+            layer.qkv.rounded(), layer.output.rounded(), layer.both.rounded(), layer.down.rounded()
+        )
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.qkv, self.output, self.both, self.down
@@ -392,7 +445,8 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
         ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
         saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
-        # In a step's first pass, gradients of whole weights will take more memory than these; an adapter's will not.
+        # In a step's first pass, gradients of whole weights will take more memory than these;
+        # an adapter's will not.
         weights = () if plan.checkpoint or layer.has_adapters else kept.weights.tensors()
         ctx.save_for_backward(stream, *saved, *weights)
         return output
@@ -405,8 +459,12 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
             kept = _layer_forward(decoder, layer, plan, stream, None)[1]
         else:
             middle, qkv, mixed, both, *weights = saved
-            kept = _Kept(middle, qkv, mixed, both, _Rounded(*weights) if weights else _Rounded.of(layer))
-        return _layer_backward(decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:])
+            kept = _Kept(
+                middle, qkv, mixed, both, _Rounded(*weights) if weights else _Rounded.of(layer)
+            )
+        return _layer_backward(
+            decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:]
+        )
 
 
 def _layer_backward(
@@ -418,11 +476,16 @@ def _layer_backward(
     slope: Tensor,
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of `_Layer.forward`, from that of its output; last step first."""
+    """Return the gradients of the arguments of `_Layer.forward`, from that of its
+    output; last step first."""
     _, to_extra, to_first, to_second, *rest = needed
-    to_heads, to_matrices = rest[: len(layer.head_parameters())], iter(rest[len(layer.head_parameters()) :])
+    to_heads, to_matrices = (
+        rest[: len(layer.head_parameters())],
+        iter(rest[len(layer.head_parameters()) :]),
+    )
     to_qkv, to_output, to_both, to_down = (
-        [next(to_matrices) for _ in part.parameters()] for part in (layer.qkv, layer.output, layer.both, layer.down)
+        [next(to_matrices) for _ in part.parameters()]
+        for part in (layer.qkv, layer.output, layer.both, layer.down)
     )
 
     # MLP.
@@ -430,33 +493,67 @@ def _layer_backward(
     rounded = slope.bfloat16()
     down = layer.down.slopes(rounded, decoder.gated(kept.both), to_down)
     both_slope = decoder.gated_slope(kept.both, times_weight(rounded, kept.weights.down))
-    both = layer.both.slopes(both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both)
+    both = layer.both.slopes(
+        both_slope, decoder.normed(kept.middle, None, layer.second, layer.eps), to_both
+    )
     middle_slope, second = _norm_slopes(
-        decoder.kernels, kept.middle, layer.second, layer.eps, times_weight(both_slope, kept.weights.both), slope
+        decoder.kernels,
+        kept.middle,
+        layer.second,
+        layer.eps,
+        times_weight(both_slope, kept.weights.both),
+        slope,
     )
 
     # Attention.
     rounded = middle_slope.bfloat16()
     output = layer.output.slopes(rounded, kept.mixed, to_output)
-    qkv_slope, heads = decoder.attention_slopes(layer, plan, kept.qkv, times_weight(rounded, kept.weights.output).float())
+    qkv_slope, heads = decoder.attention_slopes(
+        layer, plan, kept.qkv, times_weight(rounded, kept.weights.output).float()
+    )
     rounded = qkv_slope.bfloat16()
     qkv = layer.qkv.slopes(rounded, decoder.normed(stream, None, layer.first, layer.eps), to_qkv)
     stream_slope, first = _norm_slopes(
-        decoder.kernels, stream, layer.first, layer.eps, times_weight(rounded, kept.weights.qkv), middle_slope
+        decoder.kernels,
+        stream,
+        layer.first,
+        layer.eps,
+        times_weight(rounded, kept.weights.qkv),
+        middle_slope,
     )
 
     of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
     norms = first if to_first else None, second if to_second else None
-    return (None, None, None, stream_slope, slope if to_extra else None, *norms, *of_heads, *qkv, *output, *both, *down)
+    return (
+        None,
+        None,
+        None,
+        stream_slope,
+        slope if to_extra else None,
+        *norms,
+        *of_heads,
+        *qkv,
+        *output,
+        *both,
+        *down,
+    )
 
 
 def _norm_slopes(
     kernels: Any, hidden: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows of a norm and of its weight; `beside` reaches the rows around the norm, if not empty."""
+    """Return the gradients of the rows of a norm and of its weight; `beside` reaches the rows
+    around the norm, if not empty."""
     hidden_slope, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
     given = flat_view(slope), flat_view(beside)
-    kernels.norm_slope(flat_view(hidden), flat_view(weight), eps, *given, flat_view(hidden_slope), flat_view(of_weight))
+    kernels.norm_slope(
+        flat_view(hidden),
+        flat_view(weight),
+        eps,
+        *given,
+        flat_view(hidden_slope),
+        flat_view(of_weight),
+    )
     return hidden_slope, of_weight
 
 
@@ -465,7 +562,14 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, kernels: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = rows.contiguous()
         normed, nothing = torch.empty_like(rows), np.zeros(0, dtype=np.float32)
-        kernels.add_and_norm(flat_view(rows), nothing, np.arange(len(rows)), flat_view(weight), eps, flat_view(normed))
+        kernels.add_and_norm(
+            flat_view(rows),
+            nothing,
+            np.arange(len(rows)),
+            flat_view(weight),
+            eps,
+            flat_view(normed),
+        )
         ctx.save_for_backward(rows, weight)
         ctx.kernels, ctx.eps = kernels, eps
         return normed
@@ -473,7 +577,9 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
-        found = _norm_slopes(ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros(0))
+        found = _norm_slopes(
+            ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros(0)
+        )
         return None, *found, None
 
 
@@ -481,8 +587,8 @@ _NOTHING = np.zeros(0, dtype=np.float32)
 
 
 def mixed_decoder(model: Any, tower: SplitVLM | None) -> MixedDecoder | None:
-    """Return the pass of a model's decoder, or None where its modules have to do: it multiplies in float32, is of another
-    structure, has adapters with dropout, or numba is not installed."""
+    """Return the pass of a model's decoder, or None where its modules have to do: it multiplies in
+    float32, is of another structure, has adapters with dropout, or numba is not installed."""
     if not is_mixed(model) or not is_supported(model, tower) or has_dropout(model):
         return None
     try:

@@ -1,13 +1,16 @@
-"""Attention of a prefix tree in few calls, on CPUs: chains of similar size together, each with copies of the keys it sees.
+"""Attention of a prefix tree in few calls, on CPUs: chains of similar size together, each with
+copies of the keys it sees.
 
-A tree of short replies has hundreds of chains and side branches of a few tokens, and a call for each costs more than what it
-computes. Here a chain's queries attend to a copy of its path, its ancestors and itself; chains are padded to the sizes
-of the largest in their batch. In multiplications of a pass, forward and backward, per layer::
+A tree of short replies has hundreds of chains and side branches of a few tokens, and a call for
+each costs more than what it computes. Here a chain's queries attend to a copy of its path, its
+ancestors and itself; chains are padded to the sizes of the largest in their batch. In
+multiplications of a pass, forward and backward, per layer::
 
     calls = pairs * pair + (chains + side branches) * call
     paths = sum over batches of  n * q * k * pair + n * k * copy + BATCH_CALLS * call
 
-n chains of at most q tokens with at most k keys. Paths are taken where they are estimated to cost less.
+n chains of at most q tokens with at most k keys. Paths are taken where they
+are estimated to cost less.
 """
 
 from __future__ import annotations
@@ -24,9 +27,11 @@ if TYPE_CHECKING:
     from turnwright.training.forward.tree import PrefixTree
 
 BATCH_CALLS = 4.0
-"""Cost of a batch relative to one of the tree's attention calls: it gathers, masks and scatters too. A guess, as `COPY` is."""
+"""Cost of a batch relative to one of the tree's attention calls: it gathers, masks and scatters
+too. A guess, as `COPY` is."""
 COPY = 8.0
-"""Cost of copying a number of a key and its value, and of adding up its gradients, in multiplications."""
+"""Cost of copying a number of a key and its value, and of adding up its
+gradients, in multiplications."""
 MOST_COPIES = 16
 """Maximum keys that are copied, per token of the tree: they are kept for the backward pass."""
 
@@ -47,11 +52,13 @@ class PathPlan(NamedTuple):
 
     batches: tuple[PathBatch, ...]
     places_t: Tensor
-    """Index of each token of the layout in the queries of all batches, flattened one after the other."""
+    """Index of each token of the layout in the queries of all batches,
+    flattened one after the other."""
 
 
 def plan_paths(tree: PrefixTree, *, pair: float, call: float, width: int) -> PathPlan | None:
-    """Return batches of the chains of a tree, or None where calls for each are estimated to cost no more.
+    """Return batches of the chains of a tree, or None where calls for each are
+    estimated to cost no more.
 
     Args:
         tree: the tree.
@@ -69,7 +76,11 @@ def plan_paths(tree: PrefixTree, *, pair: float, call: float, width: int) -> Pat
         keys = len(group) * max(len(paths[c]) for c in group)
         cost += keys * (max(sizes[c] for c in group) * pair + width * COPY)
         copies += keys
-    return None if cost >= separate or copies > MOST_COPIES * tree.size else batch_paths(tree, paths, groups)
+    return (
+        None
+        if cost >= separate or copies > MOST_COPIES * tree.size
+        else batch_paths(tree, paths, groups)
+    )
 
 
 def paths_of(tree: PrefixTree) -> list[Any]:
@@ -77,12 +88,17 @@ def paths_of(tree: PrefixTree) -> list[Any]:
     return [np.flatnonzero(tree.ends_t[:end] >= end) for _, end in tree.chains]
 
 
-def batch_paths(tree: PrefixTree, paths: Sequence[Any], groups: Sequence[Sequence[int]]) -> PathPlan:
+def batch_paths(
+    tree: PrefixTree, paths: Sequence[Any], groups: Sequence[Sequence[int]]
+) -> PathPlan:
     """Return one batch for each group of chains; `groups` have each chain once."""
     places_t, batches, first = np.empty(tree.size, dtype=np.int64), [], 0
     for group in groups:
         chains = [tree.chains[c] for c in group]
-        sizes, lengths = np.array([end - start for start, end in chains]), np.array([len(paths[c]) for c in group])
+        sizes, lengths = (
+            np.array([end - start for start, end in chains]),
+            np.array([len(paths[c]) for c in group]),
+        )
         queries_nq = np.zeros((len(group), sizes.max()), dtype=np.int64)
         keys_nk = np.zeros((len(group), lengths.max()), dtype=np.int64)
         for row, (start, end) in enumerate(chains):
@@ -111,8 +127,11 @@ def _group(sizes: Sequence[int], lengths: Sequence[int], most_padding: float) ->
     return groups
 
 
-def attend_paths(query: Tensor, key: Tensor, value: Tensor, plan: PathPlan, scale: float | None) -> Tensor:
-    """Attend from [1, query heads, T, D] to keys and values [1, their heads, T, D]; return [1, T, query heads, D].
+def attend_paths(
+    query: Tensor, key: Tensor, value: Tensor, plan: PathPlan, scale: float | None
+) -> Tensor:
+    """Attend from [1, query heads, T, D] to keys and values [1, their heads, T, D];
+    return [1, T, query heads, D].
 
     Gradients of copies are summed in float32 or better.
     """
@@ -122,9 +141,20 @@ def attend_paths(query: Tensor, key: Tensor, value: Tensor, plan: PathPlan, scal
     both_th = torch.cat([key[0], value[0]], -1).transpose(0, 1).flatten(1).to(wide)
     found = []
     for batch in plan.batches:
-        q = functional.embedding(batch.queries_nq, queries_th).unflatten(-1, (heads, -1)).transpose(1, 2)
-        both = functional.embedding(batch.keys_nk, both_th).to(query.dtype).unflatten(-1, (shared, -1)).transpose(1, 2)
+        q = (
+            functional.embedding(batch.queries_nq, queries_th)
+            .unflatten(-1, (heads, -1))
+            .transpose(1, 2)
+        )
+        both = (
+            functional.embedding(batch.keys_nk, both_th)
+            .to(query.dtype)
+            .unflatten(-1, (shared, -1))
+            .transpose(1, 2)
+        )
         k, v = both.split(width, -1)
-        out = functional.scaled_dot_product_attention(q, k, v, batch.sees, scale=scale, enable_gqa=heads != shared)
+        out = functional.scaled_dot_product_attention(
+            q, k, v, batch.sees, scale=scale, enable_gqa=heads != shared
+        )
         found.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
     return functional.embedding(plan.places_t, torch.cat(found)).unflatten(-1, (heads, -1))[None]

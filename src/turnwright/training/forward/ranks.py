@@ -42,7 +42,9 @@ class Ranks:
         """Gather a sharded tensor; every rank must call it."""
         return tensor
 
-    def shard(self, model: nn.Module, forward: ForwardPass) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    def shard(
+        self, model: nn.Module, forward: ForwardPass
+    ) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
         """Shard a model in place; return `stats` and `full_logprobs` of its `ForwardPass`."""
         return forward.stats, forward.full_logprobs
 
@@ -51,5 +53,6 @@ class Ranks:
         return micro_tokens
 
     def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield this rank's passes, and whether each counts; others only keep step with the other ranks."""
+        """Yield this rank's passes, and whether each counts; others only keep step
+        with the other ranks."""
         return ((micro, True) for micro in micros)

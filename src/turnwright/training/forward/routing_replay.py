@@ -1,9 +1,12 @@
-"""Routing replay: the training forward pass uses the experts that the engine chose (R3, arXiv 2510.11370).
+"""Routing replay: the training forward pass uses the experts that the engine
+chose (R3, arXiv 2510.11370).
 
-A token whose router is near a tie may go to other experts in the trainer than in the engine: other weights, another function.
-With the engine's choice replayed, only rounding differs. The scores remain the trainer's own,
+A token whose router is near a tie may go to other experts in the trainer than in the engine: other
+weights, another function. With the engine's choice replayed, only rounding differs. The scores
+remain the trainer's own,
 
-    p_e = softmax(logits)_e for the recorded experts e, divided by their sum if the router does that (norm_topk_prob)
+    p_e = softmax(logits)_e for the recorded experts e, divided by their sum if the router
+    does that (norm_topk_prob)
 
 so gradients reach the trainer's router.
 """
@@ -37,40 +40,60 @@ class PassRoutes:
     highest: int
 
 
-def pack_routes(given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str) -> PassRoutes:
-    """Combine the routes of a pass's rows, each with the flattened positions of its ids, to those of its `size` positions."""
+def pack_routes(
+    given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str
+) -> PassRoutes:
+    """Combine the routes of a pass's rows, each with the flattened positions of its ids, to those
+    of its `size` positions."""
     wide = any(routes.width == 2 for routes, _ in given)
     numbers = {routes.layers * routes.k for routes, _ in given}
     if len(numbers) > 1:
-        raise TurnwrightError(f"trajectories have {sorted(numbers)} experts per position: they come from different models")
+        raise TurnwrightError(
+            f"trajectories have {sorted(numbers)} experts per position: they come from different "
+            "models"
+        )
     experts = np.zeros((size, numbers.pop()), dtype=np.int32 if wide else np.uint8)
     known = np.zeros(size, dtype=bool)
     for routes, places in given:
         experts[places] = np.asarray(routes).reshape(len(routes), -1)
         known[places] = True
-    return PassRoutes(torch.from_numpy(experts).to(device), torch.from_numpy(known).to(device), int(experts.max(initial=0)))
+    return PassRoutes(
+        torch.from_numpy(experts).to(device),
+        torch.from_numpy(known).to(device),
+        int(experts.max(initial=0)),
+    )
 
 
-def keys_with_routes(keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoutes | None]) -> Sequence[Sequence[int]]:
-    """Extend the keys of rows' positions by their experts: engines may route the same prefix in two ways (other rows in the
-    batch, another server), and each trajectory trains on its own."""
+def keys_with_routes(
+    keys: Sequence[Sequence[int]], routes: Sequence[ExpertRoutes | None]
+) -> Sequence[Sequence[int]]:
+    """Extend the keys of rows' positions by their experts: engines may route the same prefix in two
+    ways (other rows in the batch, another server), and each trajectory trains on its own."""
     pairs = []
     for row, row_routes in zip(keys, routes, strict=True):
-        each, data = (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")
-        pairs.append([(key % 2**64, data[at * each : (at + 1) * each]) for at, key in enumerate(row)])
-    # By rank, so that rows with equal experts keep the order of their ids, and the layout they have without routes.
+        each, data = (
+            (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")
+        )
+        pairs.append(
+            [(key % 2**64, data[at * each : (at + 1) * each]) for at, key in enumerate(row)]
+        )
+    # By rank, so that rows with equal experts keep the order of their ids, and the layout
+    # they have without routes.
     ranks = {key: rank for rank, key in enumerate(sorted({key for row in pairs for key in row}))}
     return [[ranks[key] for key in row] for row in pairs]
 
 
 def routes_of(sample: Sample, end: int) -> ExpertRoutes:
-    """Return the routes of a row's first `end` positions, its input ids; raise `RoutesMissing` with the first unknown one."""
+    """Return the routes of a row's first `end` positions, its input ids; raise `RoutesMissing` with
+    the first unknown one."""
     if sample.routes is not None and all(sample.routes_mask[:end]):
         return sample.routes.slice(0, end)
     first = 0 if sample.routes is None else sample.routes_mask.index(0)
     raise RoutesMissing(
-        f"{sample.trajectory.key}: the experts of position {first} are unknown, but later ids are trained: the engine did not "
-        "report them. LocalEngine reports them for models with routers, vLLM and SGLang if started with "
+        f"{sample.trajectory.key}: the experts of position {first} are unknown, but later ids are "
+        "trained: the engine did not "
+        "report them. LocalEngine reports them for models with routers, vLLM and SGLang if "
+        "started with "
         '--enable-return-routed-experts; else set train.routing_replay = "off"'
     )
 
@@ -90,19 +113,22 @@ SCORES: Sequence[Score] = (normalized, softmax)
 
 
 class RoutingReplay:
-    """Hooks that make a model's routers use recorded experts, where there are any; a copy of the model chooses its own. They
-    stay set between passes, so layers recomputed in the backward pass use the same ones. Raise `ConfigError` for a model
-    without routers, or whose routers compute scores in an unknown way."""
+    """Hooks that make a model's routers use recorded experts, where there are any; a copy of the
+    model chooses its own. They stay set between passes, so layers recomputed in the backward pass
+    use the same ones. Raise `ConfigError` for a model without routers, or whose routers compute
+    scores in an unknown way."""
 
     def __init__(self, model: nn.Module) -> None:
         for module in model.modules():  # hooks of an earlier trainer of the same model
-            for key in [key for key, hook in module._forward_hooks.items() if isinstance(hook, _Hook)]:
+            for key in [
+                key for key, hook in module._forward_hooks.items() if isinstance(hook, _Hook)
+            ]:
                 del module._forward_hooks[key]
         self.routers = find_routers(model)
         if not self.routers:
             raise ConfigError(
-                f'train.routing_replay = "replay", but {type(model).__name__} has no router that returns logits, scores and '
-                'indices; set train.routing_replay = "off"'
+                f'train.routing_replay = "replay", but {type(model).__name__} has no router that '
+                'returns logits, scores and indices; set train.routing_replay = "off"'
             )
         self._routes: PassRoutes | None = None
         self._chosen: list[Tensor] = []
@@ -110,7 +136,8 @@ class RoutingReplay:
             router.module.register_forward_hook(_Hook(self, number, _score_of(router)))
 
     def set_routes(self, routes: PassRoutes | None) -> None:
-        """Set the experts of the next pass, None: the routers choose; raise `TurnwrightError` for those of another model."""
+        """Set the experts of the next pass, None: the routers choose; raise `TurnwrightError` for
+        those of another model."""
         self._routes = routes
         if routes is None:
             return
@@ -121,15 +148,17 @@ class RoutingReplay:
             layers = [router.layer for router in self.routers]
             if numbers % k or not 0 <= min(layers) <= max(layers) < numbers // k:
                 raise TurnwrightError(
-                    f"the engine reports {numbers} experts per position, but the trainer's model has {len(self.routers)} "
-                    f"routers that choose {k}: the models differ"
+                    f"the engine reports {numbers} experts per position, but the trainer's model "
+                    f"has {len(self.routers)} routers that choose {k}: the models differ"
                 )
         if routes.highest >= min(router.experts for router in self.routers):
             raise TurnwrightError(
-                f"the engine reports expert {routes.highest}, but the trainer's model has {self.routers[0].experts}: the "
-                "models differ"
+                f"the engine reports expert {routes.highest}, but the trainer's model has "
+                f"{self.routers[0].experts}: the models differ"
             )
-        self._chosen = [routes.experts_pn[:, layer * k : (layer + 1) * k].long() for layer in layers]
+        self._chosen = [
+            routes.experts_pn[:, layer * k : (layer + 1) * k].long() for layer in layers
+        ]
 
     def replayed_output(
         self, number: int, score: Score, output: tuple[Tensor, Tensor, Tensor]
@@ -141,7 +170,8 @@ class RoutingReplay:
         chosen, known = self._chosen[number], self._routes.known_p[:, None]
         if len(chosen) != len(logits):
             raise TurnwrightError(
-                f"router {self.routers[number].name} has {len(logits)} positions, but experts are set for {len(chosen)}"
+                f"router {self.routers[number].name} has {len(logits)} positions, but experts are "
+                f"set for {len(chosen)}"
             )
         # The same experts in another order would change the last bits.
         same = (chosen.sort(dim=-1).values == own.sort(dim=-1).values).all(dim=-1, keepdim=True)
@@ -152,11 +182,17 @@ class RoutingReplay:
 class _Hook:
     """Forward hook of a router; does nothing in a copy of the model."""
 
-    def __init__(self, replay: RoutingReplay | None, number: int = 0, score: Score = softmax) -> None:
+    def __init__(
+        self, replay: RoutingReplay | None, number: int = 0, score: Score = softmax
+    ) -> None:
         self._replay, self._number, self._score = replay, number, score
 
     def __call__(self, module: nn.Module, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        return None if self._replay is None else self._replay.replayed_output(self._number, self._score, output)
+        return (
+            None
+            if self._replay is None
+            else self._replay.replayed_output(self._number, self._score, output)
+        )
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(None)
@@ -171,6 +207,7 @@ def _score_of(router: MoERouter) -> Score:
             if torch.equal(score(logits, indices).to(scores.dtype), scores):
                 return score
     raise ConfigError(
-        f'train.routing_replay = "replay", but the scores of router {router.name} ({type(router.module).__name__}) are neither '
-        'a softmax over all experts nor one over the chosen; set train.routing_replay = "off"'
+        f'train.routing_replay = "replay", but the scores of router {router.name} '
+        f"({type(router.module).__name__}) are neither a softmax over all experts nor one over the "
+        'chosen; set train.routing_replay = "off"'
     )

@@ -28,7 +28,10 @@ class SamplingSupport:
     def join(cls, parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """Concatenate several supports."""
         counts = torch.cat([part.counts for part in parts])
-        return cls(torch.nn.functional.pad(counts.cumsum(0), (1, 0)), torch.cat([part.ids for part in parts]))
+        return cls(
+            torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
+            torch.cat([part.ids for part in parts]),
+        )
 
     @property
     def counts(self) -> Tensor:
@@ -39,8 +42,12 @@ class SamplingSupport:
         """Select targets."""
         counts = self.counts[index_k]
         ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(ends[:-1], counts)
-        return SamplingSupport(ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)])
+        at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(
+            ends[:-1], counts
+        )
+        return SamplingSupport(
+            ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)]
+        )
 
     def excluded(self, width: int) -> Tensor:
         """Return a mask (M, width), true for ids that cannot be sampled."""

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 
 class BranchAttention(NamedTuple):
-    """Queries of a node's side branches and the keys of the chain they attend to, as half-open ranges."""
+    """Queries of a node's side branches and the keys of the chain they attend
+    to, as half-open ranges."""
 
     first: int
     last: int

@@ -17,7 +17,8 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def base_model_of(directory: Path) -> Path | None:
-    """Return the base of a LoRA adapter's directory, or None for another; raise `ModelError` when the base is missing."""
+    """Return the base of a LoRA adapter's directory, or None for another; raise `ModelError`
+    when the base is missing."""
     path = directory / ADAPTER_FILE
     if not path.is_file():
         return None
@@ -29,30 +30,44 @@ def base_model_of(directory: Path) -> Path | None:
         if (base / "config.json").is_file() and base != directory:
             return base
     raise ModelError(
-        f"{directory} is a LoRA adapter of {named or 'a model without a name'}, which is no model directory here: set "
-        f"base_model_name_or_path of {ADAPTER_FILE} to the model's directory"
+        f"{directory} is a LoRA adapter of {named or 'a model without a name'}, which is no model "
+        f"directory here: set base_model_name_or_path of {ADAPTER_FILE} to the model's directory"
     )
 
 
-def renderer_of(source: Path, config: ModelConfig, control_text: ControlText = "neutralise") -> ChatRenderer:
-    """Load the renderer of a model directory, or of an adapter's base with the adapter's own template, if it has one."""
+def renderer_of(
+    source: Path, config: ModelConfig, control_text: ControlText = "neutralise"
+) -> ChatRenderer:
+    """Load the renderer of a model directory, or of an adapter's base with the adapter's own
+    template, if it has one."""
     template, root, own = config.template, source, source / "chat_template.jinja"
-    if (base := base_model_of(source)) is not None:  # an adapter has a template of its own but no image processor
+    if (
+        base := base_model_of(source)
+    ) is not None:  # an adapter has a template of its own but no image processor
         root, template = base, str(own) if template is None and own.is_file() else template
     return load_renderer(
-        root, template=template, template_args=config.template_args, control_text=control_text, parser=config.parser
+        root,
+        template=template,
+        template_args=config.template_args,
+        control_text=control_text,
+        parser=config.parser,
     )
 
 
 def token_count(root: Path) -> int:
-    """Return one more than the highest id of a tokenizer, which may leave ids unused; raise `ModelError` without one."""
+    """Return one more than the highest id of a tokenizer, which may leave ids unused; raise
+    `ModelError` without one."""
     from tokenizers import Tokenizer
 
     try:
         files.check_regular([root / "tokenizer.json"])
-        vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(with_added_tokens=True)
+        vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(
+            with_added_tokens=True
+        )
     except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer again") from error
+        raise ModelError(
+            f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer again"
+        ) from error
     return 1 + max(vocabulary.values(), default=-1)
 
 
@@ -60,11 +75,16 @@ def row_count(root: Path) -> int:
     """Return the rows of a model's embedding matrix by its config.json; 0 if not given there."""
     config = read_json(root / "config.json", "it is no Hugging Face model directory")
     text = config.get("text_config")
-    return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None) or 0
+    return (
+        config.get("vocab_size")
+        or (text.get("vocab_size") if isinstance(text, dict) else None)
+        or 0
+    )
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what a missing file means."""
+    """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what
+    a missing file means."""
     try:
         value = files.read_json(path)
     except FileNotFoundError as error:

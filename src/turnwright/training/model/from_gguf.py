@@ -1,4 +1,5 @@
-"""Make a model directory of a GGUF file: `python -m turnwright.training.model.from_gguf FILE DIRECTORY`.
+"""Make a model directory of a GGUF file:
+`python -m turnwright.training.model.from_gguf FILE DIRECTORY`.
 
 transformers reads the file, with weights of any quantization as float32. What it leaves out is how
 text is split before it is merged into tokens (`tokenizer.ggml.pre`), which is taken from a table
@@ -20,12 +21,17 @@ from turnwright.training.model.gguf_files import HEADER, copy_header
 
 DIGITS = {"type": "Digits", "individual_digits": True}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def _split(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": pattern},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     return {"type": "Sequence", "pretokenizers": [split, BYTES | {"use_regex": False}]}
 
 
@@ -48,8 +54,8 @@ def convert(file: Path, directory: Path) -> None:
 
     Raises:
         ImportError: without transformers or gguf.
-        ValueError: for a file that is no GGUF file, an architecture that transformers does not read, or a tokenizer
-            whose splits are not known.
+        ValueError: for a file that is no GGUF file, an architecture that transformers does not
+            read, or a tokenizer whose splits are not known.
     """
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,11 +64,21 @@ def convert(file: Path, directory: Path) -> None:
     kind = _text(fields, "tokenizer.ggml.model")
     name = _text(fields, "tokenizer.ggml.pre")
     if kind == "gpt2" and name not in SPLITS:
-        how = f"splits text as {name!r}, which is not known here" if name else "does not say how it splits text"
+        how = (
+            f"splits text as {name!r}, which is not known here"
+            if name
+            else "does not say how it splits text"
+        )
         known = ", ".join(SPLITS)
-        raise ValueError(f"its tokenizer {how} (known are {known}); name the directory of the original model")
+        raise ValueError(
+            f"its tokenizer {how} (known are {known}); name the directory of the original model"
+        )
 
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name, "local_files_only": True}
+    source = {
+        "pretrained_model_name_or_path": str(file.parent),
+        "gguf_file": file.name,
+        "local_files_only": True,
+    }
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32", trust_remote_code=False)
     model.hf_quantizer = None  # the weights are plain numbers

@@ -19,7 +19,8 @@ from turnwright.errors import ConfigError, SyncError
 
 HEADER = "metadata.gguf"
 ROTATED_BY_PAIRS = {"llama": True, "qwen2": False, "qwen3": False}
-"""Architectures that can be written, and whether the format stores queries and keys for rotation of neighboring values."""
+"""Architectures that can be written, and whether the format stores queries and keys for
+rotation of neighboring values."""
 _OWN = ("GGUF.", "general.architecture", "general.file_type", "general.quantization_version")
 """Key-values that the writer sets itself."""
 FILE_TYPES = {torch.float32: 0, torch.bfloat16: 32}
@@ -29,11 +30,14 @@ KeyValues = list[tuple[str, Any, Any, Any]]
 
 
 def copy_header(file: Path, target: Path) -> None:
-    """Write the key-values of a GGUF file, and those tensors that are no weights, as a file of its own."""
+    """Write the key-values of a GGUF file, and those tensors that are no weights,
+    as a file of its own."""
     from gguf import GGUFReader
 
     reader = GGUFReader(file)
-    writer = _writer(target, str(reader.fields["general.architecture"].contents()), _key_values(reader))
+    writer = _writer(
+        target, str(reader.fields["general.architecture"].contents()), _key_values(reader)
+    )
     for tensor in reader.tensors:
         if tensor.name.startswith("rope_"):  # factors of long contexts
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
@@ -72,7 +76,8 @@ class GgufDirectories(WeightDirectories):
         root: as in `WeightDirectories`.
         source: model directory at the start of the run, made of a GGUF file.
 
-    Raises `ConfigError` for a directory that was not made of one, and for an architecture that is not known here.
+    Raises `ConfigError` for a directory that was not made of one, and for an
+    architecture that is not known here.
     """
 
     file, as_source = GGUF_FILE, DiskWeights
@@ -84,21 +89,32 @@ class GgufDirectories(WeightDirectories):
         header = Path(source) / HEADER
         if not header.is_file():
             raise ConfigError(
-                f'{source}: engine.kind = "llamacpp" trains a model that came as a GGUF file; set model.path to one '
-                "(llama.cpp's convert_hf_to_gguf.py makes it), or engine.kind to local, vllm or sglang"
+                f'{source}: engine.kind = "llamacpp" trains a model that came as a GGUF file; set '
+                "model.path to one "
+                "(llama.cpp's convert_hf_to_gguf.py makes it), or engine.kind to local, vllm or "
+                "sglang"
             )
         reader = GGUFReader(header)
-        values = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer.")}
+        values = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if not key.startswith("tokenizer.")
+        }
         self._architecture = str(values["general.architecture"])
         if self._architecture not in ROTATED_BY_PAIRS:
             known = ", ".join(ROTATED_BY_PAIRS)
-            raise ConfigError(f"{source}: {self._architecture} models are not written as GGUF files here; known are {known}")
+            raise ConfigError(
+                f"{source}: {self._architecture} models are not written as GGUF files here; known "
+                f"are {known}"
+            )
         self._key_values, self._other_tensors = _key_values(reader), reader.tensors
 
         heads = values[f"{self._architecture}.attention.head_count"]
         key_heads = values.get(f"{self._architecture}.attention.head_count_kv", heads)
         self._heads = {"attn_q": int(heads), "attn_k": int(key_heads)}
-        number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
+        number = next(
+            number for number, name in MODEL_ARCH_NAMES.items() if name == self._architecture
+        )
         self._names = get_tensor_name_map(number, int(values[f"{self._architecture}.block_count"]))
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
@@ -151,4 +167,6 @@ class GgufDirectories(WeightDirectories):
             return tensor
         heads = self._heads[part]
         halves = (-1, 2) if back else (2, -1)
-        return tensor.reshape(heads, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        return (
+            tensor.reshape(heads, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        )

@@ -1,7 +1,9 @@
-"""LoRA through peft: train small matrices beside linear layers instead of the layers (arXiv 2106.09685).
+"""LoRA through peft: train small matrices beside linear layers instead of the
+layers (arXiv 2106.09685).
 
-A layer computes ``W x + scale * B (A x)`` with ``scale = alpha / rank``; A starts random and B at zero, so the initial model is
-unchanged. Engines get merged weights, ``W + scale * B A``; checkpoints hold only A and B, in peft's own layout.
+A layer computes ``W x + scale * B (A x)`` with ``scale = alpha / rank``; A starts random and B at
+zero, so the initial model is unchanged. Engines get merged weights, ``W + scale * B A``;
+checkpoints hold only A and B, in peft's own layout.
 """
 
 from __future__ import annotations
@@ -32,23 +34,40 @@ ALL = "all"
 """Target for every linear layer of the text model except its head."""
 _PREFIX = "base_model.model."
 """Prefix of module names in peft's files."""
-_PART = re.compile(rf"(?P<layer>.+)\.(?:base_layer\.(?P<own>\w+)|(?P<half>lora_[AB])\.{ADAPTER_NAME}\.weight)")
+_PART = re.compile(
+    rf"(?P<layer>.+)\.(?:base_layer\.(?P<own>\w+)|(?P<half>lora_[AB])\.{ADAPTER_NAME}\.weight)"
+)
 
 
 class Adapter:
     """LoRA adapter of a model prepared by peft."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Find the model's adapter layers. Raises `ConfigError` for adapters of another kind, which cannot be merged here."""
+        """Find the model's adapter layers.
+
+        Raises `ConfigError` for adapters of another kind, which cannot be merged here.
+        """
         from peft.tuners.lora import Linear as LoraLinear
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self.config: Any = model.peft_config[ADAPTER_NAME]
-        self.layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
+        self.layers: dict[str, Any] = {
+            n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)
+        }
         for name, layer in self.layers.items():
-            if not isinstance(layer, LoraLinear) or layer.lora_variant or layer.fan_in_fan_out or any(layer.lora_bias.values()):
-                raise ConfigError(f"the adapter of {name} is no plain LoRA of a linear layer; others cannot be merged here")
-        self.scales = {name: float(layer.scaling[ADAPTER_NAME]) for name, layer in self.layers.items()}
+            if (
+                not isinstance(layer, LoraLinear)
+                or layer.lora_variant
+                or layer.fan_in_fan_out
+                or any(layer.lora_bias.values())
+            ):
+                raise ConfigError(
+                    f"the adapter of {name} is no plain LoRA of a linear layer; others cannot be "
+                    "merged here"
+                )
+        self.scales = {
+            name: float(layer.scaling[ADAPTER_NAME]) for name, layer in self.layers.items()
+        }
 
     def merge(self, weights: Weights) -> Weights:
         """Transform that merges adapters and restores the tensor names of a model without peft."""
@@ -64,7 +83,10 @@ class Adapter:
                 have = halves.setdefault(layer, {})
                 have[part["half"] or "W"] = tensor
                 if len(have) == 3:
-                    yield f"{layer}.weight", merge_weight(have["W"], have["lora_A"], have["lora_B"], self.scales[layer])
+                    yield (
+                        f"{layer}.weight",
+                        merge_weight(have["W"], have["lora_A"], have["lora_B"], self.scales[layer]),
+                    )
                     del halves[layer]
 
     def in_layout(self, weights: Weights) -> Weights:
@@ -77,14 +99,19 @@ class Adapter:
     @property
     def is_initial(self) -> bool:
         """Whether every B is still zero on this rank, so that the adapter has no effect."""
-        return not any(bool(local_shard(layer.lora_B[ADAPTER_NAME].weight).count_nonzero()) for layer in self.layers.values())
+        return not any(
+            bool(local_shard(layer.lora_B[ADAPTER_NAME].weight).count_nonzero())
+            for layer in self.layers.values()
+        )
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Disable the adapters in this context; for passes without gradient."""
         try:
             for layer in self.layers.values():
-                layer._disable_adapters = True  # `enable_adapters` would also remove the gradients of A and B
+                layer._disable_adapters = (
+                    True  # `enable_adapters` would also remove the gradients of A and B
+                )
             yield
         finally:
             for layer in self.layers.values():
@@ -104,16 +131,23 @@ class Adapter:
 
     def peft_config(self) -> dict[str, Any]:
         """Return the content of peft's adapter_config.json."""
-        with tempfile.TemporaryDirectory() as folder:  # leaves sets, enums and run-time values to peft
+        with (
+            tempfile.TemporaryDirectory() as folder
+        ):  # leaves sets, enums and run-time values to peft
             self.config.save_pretrained(folder)
             return read_json(Path(folder) / ADAPTER_FILE, "peft wrote none")
 
     def save(self, tensors: Mapping[str, Tensor], directory: Path, base: Path | None) -> None:
-        """Write the adapter of base model directory `base` in peft's layout; tensors are by the names of `in_layout`."""
+        """Write the adapter of base model directory `base` in peft's layout; tensors are by the
+        names of `in_layout`."""
         path = None if base is None else str(base.resolve())
         self.config.base_model_name_or_path = path
         self.config.save_pretrained(directory)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WEIGHTS_FILE, {"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            directory / WEIGHTS_FILE,
+            {"format": "pt"},
+        )
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -124,11 +158,14 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 def shape_of(model: nn.Module, config: LoraConfig) -> AdapterShape:
     """Return the shape of the adapter that `add_lora` will add to a model."""
     alpha = 2 * config.rank if config.alpha is None else config.alpha
-    return AdapterShape(tuple(linear_layers(model, config.targets)), config.rank, alpha / config.rank)
+    return AdapterShape(
+        tuple(linear_layers(model, config.targets)), config.rank, alpha / config.rank
+    )
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
-    """Add adapters to a model in place and freeze the rest; those of a bfloat16 model are in float32.
+    """Add adapters to a model in place and freeze the rest; those of a
+    bfloat16 model are in float32.
 
     Args:
         seed: of the random A.
@@ -150,19 +187,26 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
-    """Load the adapter of a directory in peft's layout into its base model, in place; raise `ModelError` when it is unreadable
-    or of another model, `ConfigError` without peft, or for a kind that cannot be merged."""
+    """Load the adapter of a directory in peft's layout into its base model, in place; raise
+    `ModelError` when it is unreadable or of another model, `ConfigError` without peft, or for a
+    kind that cannot be merged."""
     directory = Path(directory)
     peft = _peft()
     try:
         adapter = _inject(model, peft.LoraConfig.from_pretrained(str(directory)))
         tensors = dict(load_file(directory / WEIGHTS_FILE))
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise ModelError(f"{directory}: its LoRA adapter cannot be read ({' '.join(str(error).split())[:200]})") from error
+        raise ModelError(
+            f"{directory}: its LoRA adapter cannot be read ({' '.join(str(error).split())[:200]})"
+        ) from error
     own = dict(adapter.in_layout((name, p.detach()) for name, p in model.named_parameters()))
-    mismatched = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+    mismatched = sorted(own.keys() ^ tensors.keys()) or [
+        name for name in own if own[name].shape != tensors[name].shape
+    ]
     if mismatched:
-        raise ModelError(f"{directory}: the LoRA adapter belongs to another model: {mismatched[0]} does not fit")
+        raise ModelError(
+            f"{directory}: the LoRA adapter belongs to another model: {mismatched[0]} does not fit"
+        )
     for name, parameter in own.items():
         parameter.copy_(tensors[name])
     return adapter
@@ -171,7 +215,11 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
 def unload(model: nn.Module, adapter: Adapter) -> None:
     """Merge a model's adapter into it and remove peft, in place."""
     for name, layer in adapter.layers.items():
-        linear, a, b = layer.base_layer, layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+        linear, a, b = (
+            layer.base_layer,
+            layer.lora_A[ADAPTER_NAME].weight,
+            layer.lora_B[ADAPTER_NAME].weight,
+        )
         with torch.no_grad():
             linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name]))
         parent, _, last = name.rpartition(".")
@@ -180,7 +228,8 @@ def unload(model: nn.Module, adapter: Adapter) -> None:
 
 
 def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
-    """Resolve `all`, or suffixes such as `q_proj` or `mlp.up_proj`, to linear layers; raise `ConfigError` if one has none."""
+    """Resolve `all`, or suffixes such as `q_proj` or `mlp.up_proj`, to linear layers; raise
+    `ConfigError` if one has none."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tower, _ = split_vlm(model)
@@ -188,12 +237,16 @@ def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     text = [n for n in linear if model.get_submodule(n) is not head and f"{n}.weight" not in vision]
     found: list[str] = []
     for target in targets:
-        matches = text if target == ALL else [name for name in linear if name == target or name.endswith(f".{target}")]
+        matches = (
+            text
+            if target == ALL
+            else [name for name in linear if name == target or name.endswith(f".{target}")]
+        )
         if not matches:
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"lora.targets: {type(model).__name__} has no linear layer {target!r}; it has {', '.join(kinds)}, and {ALL!r} "
-                "for all of its text model"
+                f"lora.targets: {type(model).__name__} has no linear layer {target!r}; it has "
+                f"{', '.join(kinds)}, and {ALL!r} for all of its text model"
             )
         found += [name for name in matches if name not in found]
     return found

@@ -34,24 +34,42 @@ from turnwright.training.model.lora import load_adapter, unload
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>")
 """Special as in Qwen's tokenizers: never part of a reply's text."""
-MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+MARKUP_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
 """Added but not special, as in Qwen's tokenizers: a reply's text may contain them."""
 END_TOKEN, PAD_TOKEN = "<|im_end|>", "<|endoftext|>"
 
 MAX_VOCABULARY = 1024
-"""Maximum ids without control tokens. Small environments need far fewer: merges stop at pairs that occur once."""
+"""Maximum ids without control tokens.
+
+Small environments need far fewer: merges stop at pairs that occur once.
+"""
 
 
 def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) that can encode any text.
+    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909)
+    that can encode any text.
 
-    Every digit is a token. A word has different tokens with and without a leading space, so an environment whose words are to
-    be copied should write them in one form. Control tokens in texts are excluded. The same texts give the same tokenizer.
+    Every digit is a token. A word has different tokens with and without a leading space, so an
+    environment whose words are to be copied should write them in one form. Control tokens in texts
+    are excluded. The same texts give the same tokenizer.
     """
-    special = (*SPECIAL_TOKENS, *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)))
+    special = (
+        *SPECIAL_TOKENS,
+        *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)),
+    )
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = BpeTrainer(
@@ -62,14 +80,21 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
     )
     # Between control tokens only: merges across one could never be used.
     between = re.compile("|".join(map(re.escape, (*special, *MARKUP_TOKENS))))
-    tokenizer.train_from_iterator((piece for text in texts for piece in between.split(text) if piece), trainer)
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS])
+    tokenizer.train_from_iterator(
+        (piece for text in texts for piece in between.split(text) if piece), trainer
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
+    tokenizer.add_tokens(
+        [AddedToken(token, special=False, normalized=False) for token in MARKUP_TOKENS]
+    )
     return tokenizer
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, context: int) -> None:
-    """Write a tokenizer in transformers' layout: tokenizer.json, tokenizer_config.json, chat_template.jinja."""
+    """Write a tokenizer in transformers' layout: tokenizer.json,
+    tokenizer_config.json, chat_template.jinja."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_TOKEN,
@@ -78,7 +103,9 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, contex
         "clean_up_tokenization_spaces": False,
     }
     tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
     (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
@@ -90,13 +117,19 @@ CLIP_FRAMES = 32
 """Frames above which clips are scaled down."""
 
 
-def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]) -> Any:
-    """Create a Qwen3-VL with random weights; `sizes` are its decoder's, `token` returns the id of a special token."""
+def vision_model(
+    config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]
+) -> Any:
+    """Create a Qwen3-VL with random weights; `sizes` are its decoder's, `token` returns the
+    id of a special token."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
     quarter = sizes["head_dim"] // 8
     # Time, height and width share half of a head's width.
-    rope = dict(sizes["rope_parameters"]) | {"mrope_section": [2 * quarter, quarter, quarter], "mrope_interleaved": True}
+    rope = dict(sizes["rope_parameters"]) | {
+        "mrope_section": [2 * quarter, quarter, quarter],
+        "mrope_interleaved": True,
+    }
     text = dict(sizes) | {"rope_parameters": rope}
     tied, dtype = text.pop("tie_word_embeddings"), text.pop("dtype")
     side = config.image_side // config.patch
@@ -108,7 +141,8 @@ def vision_model(config: ModelConfig, sizes: Mapping[str, Any], token: Callable[
         "in_channels": 3,
         "patch_size": config.patch,
         "spatial_merge_size": MERGE,
-        # 2 in real models, where an image is doubled for it; in a tiny one half of the patch weights would be useless.
+        # 2 in real models, where an image is doubled for it; in a tiny one half of the patch
+        # weights would be useless.
         "temporal_patch_size": 1,
         "out_hidden_size": config.hidden,
         "num_position_embeddings": side * side,
@@ -142,8 +176,8 @@ steps of 48 images learned nothing of where the only target of an image was (7% 
 
 
 def _init_positions(table: Tensor, side: int) -> None:
-    """Fill a table of positions, [side * side, width]: a random code of the row plus one of the column, so that what is
-    learned in one place holds in its row and its column."""
+    """Fill a table of positions, [side * side, width]: a random code of the row plus one of the
+    column, so that what is learned in one place holds in its row and its column."""
     width = table.shape[1]
     rows, columns = (torch.randn(side, width) * (POSITION_STD / math.sqrt(2.0)) for _ in range(2))
     with torch.no_grad():
@@ -169,15 +203,26 @@ def write_processor(config: ModelConfig, directory: Path) -> None:
     for name, kind, value, pixels in (
         ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor", max_pixels),
         # For all frames together.
-        ("video_preprocessor_config.json", "video_processor_type", "Qwen3VLVideoProcessor", CLIP_FRAMES * max_pixels),
+        (
+            "video_preprocessor_config.json",
+            "video_processor_type",
+            "Qwen3VLVideoProcessor",
+            CLIP_FRAMES * max_pixels,
+        ),
     ):
         size = {"size": {"shortest_edge": token * token, "longest_edge": pixels}}
-        (directory / name).write_text(json.dumps({kind: value} | size | shared, indent=2) + "\n", encoding="utf-8")
+        (directory / name).write_text(
+            json.dumps({kind: value} | size | shared, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 TINY_CONTEXT = 4096
 """Maximum positions of a tiny model."""
-OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = "optimizer.safetensors", "reference.safetensors", "state.json"
+OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = (
+    "optimizer.safetensors",
+    "reference.safetensors",
+    "state.json",
+)
 """Files of a checkpoint besides those of a model directory."""
 _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
@@ -197,11 +242,15 @@ def tiny_template(config: ModelConfig) -> str:
     return "qwen_vl" if config.vision else "chatml"
 
 
-def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str | Path, *, seed: int = 0) -> Path:
-    """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random weights, as a model directory.
+def create_tiny_model(
+    config: ModelConfig, texts: Iterable[str], directory: str | Path, *, seed: int = 0
+) -> Path:
+    """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random
+    weights, as a model directory.
 
-    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width is 3 * hidden. The same arguments give
-    the same files. Raise `ConfigError` for sizes that do not fit together.
+    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width
+    is 3 * hidden. The same arguments give the same files. Raise `ConfigError` for sizes
+    that do not fit together.
     """
     _check_sizes(config)
     directory = Path(directory)
@@ -224,7 +273,8 @@ def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str 
             "max_position_embeddings": TINY_CONTEXT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "tie_word_embeddings": True,
-            # transformers' 0.02 suits wide models; width 64 needs 0.1, or copying is not learned in hundreds of steps.
+            # transformers' 0.02 suits wide models; width 64 needs 0.1, or copying is not
+            # learned in hundreds of steps.
             "initializer_range": 0.8 * config.hidden**-0.5,
             "eos_token_id": end,
             "pad_token_id": pad,
@@ -236,16 +286,21 @@ def create_tiny_model(config: ModelConfig, texts: Iterable[str], directory: str 
             write_processor(config, directory)
         else:
             model = Qwen3ForCausalLM(Qwen3Config(**sizes))
-        model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=True)
+        model.generation_config = GenerationConfig(
+            eos_token_id=[end, pad], pad_token_id=pad, do_sample=True
+        )
         model.save_pretrained(directory)
     return directory
 
 
-def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[nn.Module, ModelInfo]:
+def load(
+    path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[nn.Module, ModelInfo]:
     """Load a Hugging Face directory of a causal or vision-language model; nothing is downloaded.
 
-    The directory of a LoRA adapter gives its base model with the adapter merged in. `dtype` None is float32 on a CPU, bfloat16
-    elsewhere. Raise `ModelError` with the remedy when something is missing or does not fit.
+    The directory of a LoRA adapter gives its base model with the adapter merged in. `dtype` None is
+    float32 on a CPU, bfloat16 elsewhere. Raise `ModelError` with the remedy when something is
+    missing or does not fit.
     """
     root = Path(path)
     if (base := base_model_of(root)) is not None:
@@ -256,16 +311,22 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
         try:
-            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU and CUDA.
-            model, report = from_directory(root, dtype, attn_implementation="sdpa", output_loading_info=True)
+            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused
+            # kernel on CPU and CUDA.
+            model, report = from_directory(
+                root, dtype, attn_implementation="sdpa", output_loading_info=True
+            )
         except Exception as error:  # transformers raises nearly anything for a broken directory
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{root}: transformers cannot load it as a causal language model: {reason}") from error
+            raise ModelError(
+                f"{root}: transformers cannot load it as a causal language model: {reason}"
+            ) from error
     if report["missing_keys"]:
         lost = sorted(report["missing_keys"])
         raise ModelError(
-            f"{root}: the weights lack {len(lost)} tensors of config.json, {lost[0]!r} first; transformers would fill them "
-            "with random numbers: copy config.json and *.safetensors from the same model"
+            f"{root}: the weights lack {len(lost)} tensors of config.json, {lost[0]!r} first; "
+            "transformers would fill them with random numbers: copy config.json and *.safetensors "
+            "from the same model"
         )
     model.to(device)
     model.requires_grad_(True)
@@ -273,14 +334,18 @@ def load(path: str | Path, device: str = "cpu", dtype: torch.dtype | None = None
     tokens = token_count(root)
     if tokens > vocabulary:
         raise ModelError(
-            f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to {tokens - 1}, the embedding matrix "
-            f"{vocabulary} rows; use tokenizer and weights of the same model, or resize the embeddings"
+            f"{root}: the tokenizer does not fit the model: tokenizer.json has ids up to "
+            f"{tokens - 1}, the embedding matrix {vocabulary} rows; use tokenizer and weights of "
+            "the same model, or resize the embeddings"
         )
     return model, ModelInfo(vocabulary, tokens)
 
 
 def freeze_vision(model: nn.Module) -> None:
-    """Freeze the vision tower and its projection to text. Raises `ConfigError` for a model without one."""
+    """Freeze the vision tower and its projection to text.
+
+    Raises `ConfigError` for a model without one.
+    """
     tower, why = split_vlm(model)
     if tower is None:
         raise ConfigError(f'train.vision = "frozen", but {why}')
@@ -289,20 +354,35 @@ def freeze_vision(model: nn.Module) -> None:
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
-    """Resolve device and dtype of a model and set torch's threads; raise `ConfigError` for a device that is not here."""
+    """Resolve device and dtype of a model and set torch's threads; raise `ConfigError` for a
+    device that is not here."""
     device = config.device
     if device == "auto":
-        device = "cpu" if not torch.cuda.is_available() else "cuda" if world_size() == 1 else f"cuda:{local_rank()}"
+        device = (
+            "cpu"
+            if not torch.cuda.is_available()
+            else "cuda"
+            if world_size() == 1
+            else f"cuda:{local_rank()}"
+        )
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise ConfigError(f"model.device is {config.device!r}; give auto, cpu, cuda or cuda:N") from error
+        raise ConfigError(
+            f"model.device is {config.device!r}; give auto, cpu, cuda or cuda:N"
+        ) from error
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device is {config.device!r}, but torch finds no CUDA device here; use --model.device cpu")
+        raise ConfigError(
+            f"model.device is {config.device!r}, but torch finds no CUDA device here; use "
+            "--model.device cpu"
+        )
     torch.set_num_threads(config.threads)
     if config.dtype != "auto":
         if config.dtype == "mixed" and kind != "cpu":
-            raise ConfigError(f'model.dtype = "mixed" is for CPUs, and the model is on {device}; set it to "bfloat16"')
+            raise ConfigError(
+                f'model.dtype = "mixed" is for CPUs, and the model is on {device}; set it to '
+                '"bfloat16"'
+            )
         return device, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     return device, torch.bfloat16 if kind == "cuda" else torch.float32
 
@@ -310,31 +390,51 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
 MIXED_WEIGHTS = 20_000_000
 """Weights from which a model on a CPU multiplies in bfloat16 by default.
 
-On a core with AMX random models of 0.3, 0.9, 5, 17, 34 and 67 million weights sampled 0.7, 1.2, 2.2, 2.8, 2.7 and 2.6 times as
-fast as in float32, and trained 1.1, 1.7, 2.2, 1.9, 1.7 and 2.0 times as fast (32 calls; 16 rows of 96 ids). It would pay from 1
-million; models that the recipes make are smaller than 20 and keep the bits of float32.
+On a core with AMX random models of 0.3, 0.9, 5, 17, 34 and 67 million weights sampled 0.7, 1.2,
+2.2, 2.8, 2.7 and 2.6 times as fast as in float32, and trained 1.1, 1.7, 2.2, 1.9, 1.7 and 2.0 times
+as fast (32 calls; 16 rows of 96 ids). It would pay from 1 million; models that the recipes make are
+smaller than 20 and keep the bits of float32.
 """
 
 
 def choose_products(model: nn.Module, config: ModelConfig) -> str:
-    """Let a model on a CPU multiply in bfloat16 where `model.dtype` says so or, by default, where that pays.
+    """Let a model on a CPU multiply in bfloat16 where `model.dtype` says so or, by
+    default, where that pays.
 
-    Return what was chosen and why; empty for a model on another device, of another type, or too small for the question.
+    Return what was chosen and why; empty for a model on another device, of another type, or
+    too small for the question.
     """
-    first, count = next(model.parameters()), sum(parameter.numel() for parameter in model.parameters())
-    if first.device.type != "cpu" or first.dtype != torch.float32 or config.dtype not in ("auto", "mixed"):
+    first, count = (
+        next(model.parameters()),
+        sum(parameter.numel() for parameter in model.parameters()),
+    )
+    if (
+        first.device.type != "cpu"
+        or first.dtype != torch.float32
+        or config.dtype not in ("auto", "mixed")
+    ):
         return ""
     if config.dtype == "auto" and count < MIXED_WEIGHTS:
         return ""
     if not multiplies_bfloat16():
-        return "float32: this processor has no fast products in bfloat16, or torch does not use them"
+        return (
+            "float32: this processor has no fast products in bfloat16, or torch does not use them"
+        )
     tower, _ = split_vlm(model)
     if config.dtype == "auto" and not is_supported(model, tower):
-        return 'float32: products in bfloat16 (model.dtype = "mixed") are exact only in models like Llama, Qwen2 and Qwen3'
+        return (
+            'float32: products in bfloat16 (model.dtype = "mixed") are exact only in models '
+            "like Llama, Qwen2 and Qwen3"
+        )
     head = model.get_output_embeddings()
-    use_mixed_products(model.model if tower is None else tower.text, head if isinstance(head, nn.Module) else None)
+    use_mixed_products(
+        model.model if tower is None else tower.text, head if isinstance(head, nn.Module) else None
+    )
     size = f"{count / 1e6:.0f} million weights"
-    return f'mixed: products in bfloat16, all else in float32 ({size}); model.dtype = "float32" rounds nothing'
+    return (
+        f'mixed: products in bfloat16, all else in float32 ({size}); model.dtype = "float32" '
+        "rounds nothing"
+    )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -342,7 +442,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+        raise ModelError(
+            f"{path} cannot be read ({error}); resume from another checkpoint"
+        ) from error
 
 
 def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) -> None:
@@ -350,7 +452,11 @@ def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) 
     # Weights, their index and checkpoint files are written separately.
     separate = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     for path in source.iterdir():
-        if path.name in {*_OWN, *leave_out} or path.name.startswith(".") or path.name.endswith(separate):
+        if (
+            path.name in {*_OWN, *leave_out}
+            or path.name.startswith(".")
+            or path.name.endswith(separate)
+        ):
             continue
         if path.is_file() and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
@@ -362,27 +468,43 @@ def _check_sizes(config: ModelConfig) -> None:
             raise ConfigError(f"model.{name} is {value}; it must be at least 1")
     if config.hidden % (2 * config.heads):
         raise ConfigError(
-            f"model.hidden = {config.hidden} does not split into {config.heads} heads of even width (model.heads)"
+            f"model.hidden = {config.hidden} does not split into {config.heads} heads of even "
+            "width (model.heads)"
         )
     if config.heads % config.kv_heads:
-        raise ConfigError(f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}")
+        raise ConfigError(
+            f"model.heads = {config.heads} is no multiple of model.kv_heads = {config.kv_heads}"
+        )
     if config.vision and (config.hidden // config.heads) % 8:
-        raise ConfigError(f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, as model.vision = true requires")
-    if config.vision and (config.patch < 1 or config.image_side < 1 or config.image_side % (2 * config.patch)):
-        raise ConfigError(f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = {2 * config.patch}")
+        raise ConfigError(
+            f"model.hidden = {config.hidden} is no multiple of 8 * model.heads, as model.vision = "
+            "true requires"
+        )
+    if config.vision and (
+        config.patch < 1 or config.image_side < 1 or config.image_side % (2 * config.patch)
+    ):
+        raise ConfigError(
+            f"model.image_side = {config.image_side} is no multiple of 2 * model.patch = "
+            f"{2 * config.patch}"
+        )
 
 
 def _check_directory(root: Path) -> None:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise ModelError(
-            f"{root} {what}; model.path is a Hugging Face model directory (config.json, *.safetensors, tokenizer.json)"
+            f"{root} {what}; model.path is a Hugging Face model directory (config.json, "
+            "*.safetensors, tokenizer.json)"
         )
     check_model_files(root)
     read_json(root / "config.json", "it is no Hugging Face model directory")
     if not any(root.glob("*.safetensors")):
         others = sorted(p.name for p in root.glob("*.bin"))
-        found = f"; {others[0]} would have to be converted to safetensors" if others else "; download the weights too"
+        found = (
+            f"; {others[0]} would have to be converted to safetensors"
+            if others
+            else "; download the weights too"
+        )
         raise ModelError(f"{root}: no weights (*.safetensors){found}")
     if not (root / "tokenizer.json").is_file():
         raise ModelError(

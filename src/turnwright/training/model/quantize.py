@@ -1,7 +1,9 @@
-"""Quantization-aware training: which layers are quantized, straight-through layers, and weights on the grid for engines.
+"""Quantization-aware training: which layers are quantized, straight-through layers, and weights
+on the grid for engines.
 
-A layer keeps its full-precision weights (masters), names and tying; only its class changes. Rounding has the gradient of the
-identity (straight-through estimator: Bengio et al., arXiv 1308.3432).
+A layer keeps its full-precision weights (masters), names and tying; only its class
+changes. Rounding has the gradient of the identity (straight-through estimator: Bengio
+et al., arXiv 1308.3432).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def straight_through(given: Tensor, rounding: Callable[[Tensor], Tensor]) -> Ten
 
 
 class GridLinear(nn.Linear):  # type: ignore[misc]
-    """Linear layer that computes with its weights on the grid, and with rounded inputs if the grid has them."""
+    """Linear layer that computes with its weights on the grid, and with rounded inputs
+    if the grid has them."""
 
     grid: WeightGrid
 
@@ -50,12 +53,15 @@ class GridLinear(nn.Linear):  # type: ignore[misc]
         """Compute the layer in the values of its grid."""
         if self.grid.activations:
             inputs = straight_through(inputs, self.grid.round_inputs)
-        return nn.functional.linear(inputs, straight_through(self.weight, self.grid.on_grid), self.bias)
+        return nn.functional.linear(
+            inputs, straight_through(self.weight, self.grid.on_grid), self.bias
+        )
 
 
 @cache
 def _experts_class(plain: Any) -> Any:
-    """Return a subclass of a module of stacked experts that computes with its matrices on the grid."""
+    """Return a subclass of a module of stacked experts that computes with its
+    matrices on the grid."""
 
     class GridExperts(plain):  # type: ignore[misc]
         grid: WeightGrid
@@ -81,35 +87,53 @@ def grid_of(config: QuantConfig) -> WeightGrid | None:
         return None
     if config.kind == "fp8":
         return WeightGrid("fp8", config.block, config.activations)
-    dtype = None if config.scale_dtype == "auto" else {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.scale_dtype]
+    dtype = (
+        None
+        if config.scale_dtype == "auto"
+        else {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.scale_dtype]
+    )
     return WeightGrid("int4", config.group, scale_dtype=dtype)
 
 
 def quantized_layers(model: nn.Module, config: QuantConfig) -> dict[str, nn.Module]:
-    """Return the layers that `[quant]` quantizes by name: linear layers and stacked experts of the text model, except its head
-    and `skip`. Raise `ConfigError` for a layer that does not fit."""
+    """Return the layers that `[quant]` quantizes by name: linear layers and stacked experts of the
+    text model, except its head and `skip`. Raise `ConfigError` for a layer that does not fit."""
     grid = grid_of(config)
     if grid is None:
         return {}
     tower, _ = split_vlm(model)
-    excluded = set() if tower is None else {id(parameter) for _, parameter in tower.vision_parameters()}
+    excluded = (
+        set() if tower is None else {id(parameter) for _, parameter in tower.vision_parameters()}
+    )
     head = model.get_output_embeddings()
     layers = {}
     for name, module in model.named_modules():
         matrices = dict(_matrices(module))
-        if not matrices or module is head or any(name == skip or name.endswith(f".{skip}") for skip in config.skip):
+        if (
+            not matrices
+            or module is head
+            or any(name == skip or name.endswith(f".{skip}") for skip in config.skip)
+        ):
             continue
         if any(id(matrix) in excluded for matrix in matrices.values()):
             continue
         for own, matrix in matrices.items():
-            # Files hold gate and up projections apart, so blocks must not cross from one to the other.
-            if why := grid.misfit((matrix.chunk(2, -2)[0] if own == "gate_up_proj" else matrix).shape):
-                raise ConfigError(f"{name}.{own}: {why}; choose a divisor, or add the layer's name to quant.skip")
+            # Files hold gate and up projections apart, so blocks must not cross
+            # from one to the other.
+            if why := grid.misfit(
+                (matrix.chunk(2, -2)[0] if own == "gate_up_proj" else matrix).shape
+            ):
+                raise ConfigError(
+                    f"{name}.{own}: {why}; choose a divisor, or add the layer's name to quant.skip"
+                )
         if not isinstance(module, nn.Linear):
             _check_experts(name, module, grid)
         layers[name] = module
     if not layers:
-        raise ConfigError(f'quant.kind = "{config.kind}": {type(model).__name__} has no linear layer outside quant.skip')
+        raise ConfigError(
+            f'quant.kind = "{config.kind}": {type(model).__name__} has no linear layer outside '
+            "quant.skip"
+        )
     return layers
 
 
@@ -125,23 +149,33 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _check_experts(name: str, module: nn.Module, grid: WeightGrid) -> None:
     """Check that a module with 3-D parameters is stacked experts [experts, out, in]."""
     if vars(module).get("is_transposed") is not False:
-        raise ConfigError(f"{name}: its 3-D weights are not [experts, out, in]; add {name.rpartition('.')[2]} to quant.skip")
+        raise ConfigError(
+            f"{name}: its 3-D weights are not [experts, out, in]; add {name.rpartition('.')[2]} to "
+            "quant.skip"
+        )
     if grid.activations:
-        why = "the inputs of its second product are inside one function of transformers, so they cannot be rounded"
+        why = (
+            "the inputs of its second product are inside one function of transformers, so they "
+            "cannot be rounded"
+        )
         raise ConfigError(f"{name} (stacked experts): {why}; set quant.activations = false")
 
 
 def quantize_for_training(model: nn.Module, config: QuantConfig) -> None:
-    """Make the quantized layers compute on their grid, in place, by a change of class; parameters stay as they are."""
+    """Make the quantized layers compute on their grid, in place, by a change of class;
+    parameters stay as they are."""
     for module in quantized_layers(model, config).values():
         if "grid" in vars(module):  # done before, for a server
             continue
         module.grid = grid_of(config)
-        module.__class__ = GridLinear if isinstance(module, nn.Linear) else _experts_class(module.__class__)
+        module.__class__ = (
+            GridLinear if isinstance(module, nn.Linear) else _experts_class(module.__class__)
+        )
 
 
 def quantize_for_sampling(model: nn.Module, config: QuantConfig) -> nn.Module:
-    """Return the model that an engine samples from: a copy with weights on the grid; the model itself without `[quant]`."""
+    """Return the model that an engine samples from: a copy with weights on the grid; the model
+    itself without `[quant]`."""
     grid = grid_of(config)
     if grid is None:
         return model
@@ -159,18 +193,26 @@ def quantize_for_sampling(model: nn.Module, config: QuantConfig) -> nn.Module:
 def quantized_names(model: nn.Module, config: QuantConfig) -> frozenset[str]:
     """Return the names of the quantized matrices, as in `state_dict()`."""
     layers = quantized_layers(model, config)
-    return frozenset(f"{name}.{own}" for name, module in layers.items() for own, _ in _matrices(module))
+    return frozenset(
+        f"{name}.{own}" for name, module in layers.items() for own, _ in _matrices(module)
+    )
 
 
 def rounds_activations(model: nn.Module) -> bool:
     """Return whether a layer computes with rounded inputs."""
-    return any(isinstance(module, GridLinear) and module.grid.activations for module in model.modules())
+    return any(
+        isinstance(module, GridLinear) and module.grid.activations for module in model.modules()
+    )
 
 
 @contextmanager
 def plain_inputs(model: nn.Module) -> Iterator[None]:
     """Compute without rounded activations in this context."""
-    rounded = [module for module in model.modules() if isinstance(module, GridLinear) and module.grid.activations]
+    rounded = [
+        module
+        for module in model.modules()
+        if isinstance(module, GridLinear) and module.grid.activations
+    ]
     grids = [module.grid for module in rounded]
     try:
         for module, grid in zip(rounded, grids, strict=True):
@@ -190,7 +232,10 @@ class OnGrid:
 
     def __call__(self, weights: Weights) -> Weights:
         """Yield the weights, named matrices on the grid."""
-        return ((name, self.grid.on_grid(tensor) if name in self.names else tensor) for name, tensor in weights)
+        return (
+            (name, self.grid.on_grid(tensor) if name in self.names else tensor)
+            for name, tensor in weights
+        )
 
     def codes(self, weights: Weights) -> dict[str, Tensor]:
         """Return the codes of the named matrices, one byte each, on the CPU."""
@@ -199,7 +244,8 @@ class OnGrid:
 
 
 def packed(grid: WeightGrid, names: frozenset[str]) -> Transform:
-    """Create a transform that replaces the named matrices by codes and scales, in the layout of a packed directory."""
+    """Create a transform that replaces the named matrices by codes and scales, in the
+    layout of a packed directory."""
 
     def stage(weights: Weights) -> Weights:
         for name, tensor in weights:

@@ -1,7 +1,7 @@
 """Export of the trainer's weights: a stream of named tensors through transforms.
 
-A transform maps one stream to another: it merges adapters or casts tensors. It holds at most one module at a time, so the model
-is never duplicated for it.
+A transform maps one stream to another: it merges adapters or casts tensors. It holds at most one
+module at a time, so the model is never duplicated for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ def cast(dtype: torch.dtype) -> Transform:
     """Create a transform for `Trainer.transforms` that casts every floating-point tensor."""
 
     def stage(weights: Weights) -> Weights:
-        return ((name, tensor.to(dtype) if tensor.is_floating_point() else tensor) for name, tensor in weights)
+        return (
+            (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in weights
+        )
 
     return stage
 

@@ -1,4 +1,5 @@
-"""Ids of one tokenizer as ids of another: control tokens by their text, other text by its bytes, chunk by chunk."""
+"""Ids of one tokenizer as ids of another: control tokens by their text, other text by its
+bytes, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from turnwright.renderers.tokenizer import Tokenizer
 
 
 class AlignedChunk(NamedTuple):
-    """The shortest stretch of text that is complete ids of both tokenizers and that no id of one continues for the other, or
-    one control token, with such text before it."""
+    """The shortest stretch of text that is complete ids of both tokenizers and that no id of one
+    continues for the other, or one control token, with such text before it."""
 
     start: int
     """First position in the policy's ids."""
@@ -27,29 +28,45 @@ class Translation:
     """From the policy's ids to those of a teacher with another tokenizer."""
 
     def __init__(self, policy: ChatRenderer, teacher: ChatRenderer, name: str) -> None:
-        """Compare two renderers; raise `ConfigError` for one whose ids are not bytes, or whose turns are marked otherwise."""
+        """Compare two renderers; raise `ConfigError` for one whose ids are not bytes, or whose
+        turns are marked otherwise."""
         texts, own = policy.codec.token_bytes, teacher.codec.token_bytes
         if texts is None or own is None:
             which = "teacher's" if own is None else "policy's"
-            raise ConfigError(f"teacher {name}: the {which} tokenizer is not byte-level, so their ids cannot be aligned")
+            raise ConfigError(
+                f"teacher {name}: the {which} tokenizer is not byte-level, so their ids cannot be "
+                "aligned"
+            )
         self._texts, self._own, self._codec = texts, own, teacher.codec
-        # After "lo", a policy that splits "lookup" is in the middle of a word that the teacher has as one id: their
-        # probabilities of what comes next are not of the same events.
-        self._begun = {*_beginnings(own, texts, policy.codec), *_beginnings(texts, own, teacher.codec)}
+        # After "lo", a policy that splits "lookup" is in the middle of a word that the teacher has
+        # as one id: their probabilities of what comes next are not of the same events.
+        self._begun = {
+            *_beginnings(own, texts, policy.codec),
+            *_beginnings(texts, own, teacher.codec),
+        }
         control = teacher.codec.control
-        self._control = {i: control[text] for text, i in policy.codec.control.items() if text in control}
+        self._control = {
+            i: control[text] for text, i in policy.codec.control.items() if text in control
+        }
         ends = sorted(teacher.stop_ids)
         self._control |= {i: ends[0] for i in policy.stop_ids - self._control.keys() if ends}
         opening = policy.preamble_ids
-        if missing := [policy.token_texts([i])[0] for i in opening if i in policy.special_ids and i not in self._control]:
+        if missing := [
+            policy.token_texts([i])[0]
+            for i in opening
+            if i in policy.special_ids and i not in self._control
+        ]:
             raise ConfigError(
-                f"teacher {name}: its tokenizer has no {missing[0]!r}, which begins turns in the policy's template; a teacher "
-                "with another tokenizer needs the same marks of turns"
+                f"teacher {name}: its tokenizer has no {missing[0]!r}, which begins turns in the "
+                "policy's template; a teacher with another tokenizer needs the same marks of turns"
             )
 
-    def align(self, ids: Sequence[int], sampled: Collection[int]) -> tuple[list[int], list[AlignedChunk]]:
-        """Return the teacher's ids for the policy's, and the chunks of both. Text is encoded separately before, in and after
-        sampled ids (at the given positions), as the teacher would read it."""
+    def align(
+        self, ids: Sequence[int], sampled: Collection[int]
+    ) -> tuple[list[int], list[AlignedChunk]]:
+        """Return the teacher's ids for the policy's, and the chunks of both. Text is
+        encoded separately before, in and after sampled ids (at the given positions), as the
+        teacher would read it."""
         made: list[int] = []
         chunks: list[AlignedChunk] = []
         start = 0
@@ -60,7 +77,9 @@ class Translation:
             before = self._text(ids, start, place, place - 1 in sampled, made, chunks)
             start = place
             if mapped is not None:
-                first, own_first = before if before is not None and place in sampled else (place, len(made))
+                first, own_first = (
+                    before if before is not None and place in sampled else (place, len(made))
+                )
                 chunks.append(AlignedChunk(first, place + 1, own_first, len(made) + 1))
                 made.append(mapped)
                 start = place + 1
@@ -68,14 +87,24 @@ class Translation:
         return made, chunks
 
     def _text(
-        self, ids: Sequence[int], start: int, end: int, sampled: bool, made: list[int], chunks: list[AlignedChunk]
+        self,
+        ids: Sequence[int],
+        start: int,
+        end: int,
+        sampled: bool,
+        made: list[int],
+        chunks: list[AlignedChunk],
     ) -> tuple[int, int] | None:
-        """Add the teacher's ids of text, and its chunks; return where sampled text begins, in both, that may go on."""
+        """Add the teacher's ids of text, and its chunks; return where sampled text begins, in
+        both, that may go on."""
         if start == end:
             return None
         pieces = [self._texts[i] for i in ids[start:end]]
         everything = b"".join(pieces)
-        own, first = self._codec.encode_plain(everything.decode("utf-8", "replace"), "control"), len(made)
+        own, first = (
+            self._codec.encode_plain(everything.decode("utf-8", "replace"), "control"),
+            len(made),
+        )
         made += own
         theirs = [self._own[i] for i in own]
         if b"".join(theirs) != everything:
@@ -87,12 +116,16 @@ class Translation:
                 continue
             if everything[size_before:size] in self._begun and (sampled or n < len(pieces)):
                 continue
-            chunks.append(AlignedChunk(start + before, start + n, first + own_before, first + ends[size]))
+            chunks.append(
+                AlignedChunk(start + before, start + n, first + own_before, first + ends[size])
+            )
             before, own_before, size_before = n, ends[size], size
         return (start + before, first + own_before) if size_before < len(everything) else None
 
 
-def _beginnings(tokens: Sequence[bytes], others: Sequence[bytes], codec: Tokenizer) -> Iterator[bytes]:
+def _beginnings(
+    tokens: Sequence[bytes], others: Sequence[bytes], codec: Tokenizer
+) -> Iterator[bytes]:
     """Yield the texts at which another tokenizer, of these ids, splits tokens."""
     for token in {*tokens} - {*others}:
         try:

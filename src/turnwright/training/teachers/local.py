@@ -45,18 +45,26 @@ class LocalTeacher(Teacher):
         self._start = packer.start_step
         if config.signal == "loss" and config.top is None and forward.head is None:
             raise ConfigError(
-                f"teacher {name}: the logits of this model are not a function of its last hidden states that is known here, "
-                "so a divergence over the vocabulary is not possible; set teacher.top"
+                f"teacher {name}: the logits of this model are not a function of its last hidden "
+                "states that is known here, so a divergence over the vocabulary is not possible; "
+                "set teacher.top"
             )
 
     @property
     def context(self) -> int | None:
         config: Any = getattr(self.forward.model, "config", None)
-        positions = None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+        positions = (
+            None
+            if config is None
+            else getattr(config.get_text_config(), "max_position_embeddings", None)
+        )
         return positions if isinstance(positions, int) else None
 
     def score(self, batch: TrainingBatch) -> TeacherScores:
-        policy, vision = self.policy, None if self.policy.pixels is None else self.policy.pixels.vision
+        policy, vision = (
+            self.policy,
+            None if self.policy.pixels is None else self.policy.pixels.vision,
+        )
         rows, tokens_k = self.rows(batch)
         device = batch.weights_n.device
         self._start()
@@ -64,7 +72,12 @@ class LocalTeacher(Teacher):
         def packed(limit: int) -> list[MicroBatch]:
             return self._pack(rows, limit, device, vision)
 
-        view = replace(batch, micros=packed(policy.micro_tokens), packed=packed, max_positions=policy.micro_tokens)
+        view = replace(
+            batch,
+            micros=packed(policy.micro_tokens),
+            packed=packed,
+            max_positions=policy.micro_tokens,
+        )
         logp_n = torch.full_like(batch.weights_n, torch.nan)
         known_n = torch.zeros_like(batch.weights_n, dtype=torch.bool)
         known_n[tokens_k] = True
@@ -82,7 +95,12 @@ class LocalTeacher(Teacher):
         return TeacherScores(self.config, self.name, logp_n, self._targets(known_n, kept))
 
     def _score_pass(
-        self, batch: TrainingBatch, micro: MicroBatch, at_m: Tensor, logp_n: Tensor, kept: dict[str, Tensor]
+        self,
+        batch: TrainingBatch,
+        micro: MicroBatch,
+        at_m: Tensor,
+        logp_n: Tensor,
+        kept: dict[str, Tensor],
     ) -> None:
         """Score one pass, whose targets are tokens `at_m` of the batch."""
         config, law = self.config, self.policy.distribution

@@ -40,7 +40,8 @@ class RemoteTeacher(Teacher):
         renderer: ChatRenderer,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        """Connect to the servers; raise `ConfigError` for one that does not compute the policy's distribution."""
+        """Connect to the servers; raise `ConfigError` for one that does not compute the
+        policy's distribution."""
         super().__init__(config, name, policy, hint)
         self._renderer, self._on_note = renderer, on_note or (lambda line: None)
         self._kinds: dict[str, str] = {}
@@ -59,20 +60,30 @@ class RemoteTeacher(Teacher):
         for trajectory in trajectories:
             number = id(trajectory)
             self._answered[number] = {
-                span: [has and (number, span, offset) in self._found for offset, has in enumerate(given)]
+                span: [
+                    has and (number, span, offset) in self._found
+                    for offset, has in enumerate(given)
+                ]
                 for span, given in self._answered[number].items()
             }
         if failures:
-            self._on_note(f"teacher {self.name}: {len(failures)} rows of episodes have no answer, first: {failures[0]}")
+            self._on_note(
+                f"teacher {self.name}: {len(failures)} rows of episodes have no answer, first: "
+                f"{failures[0]}"
+            )
 
     def score(self, batch: TrainingBatch) -> TeacherScores:
         device = batch.weights_n.device
         numbers = [id(trajectory) for trajectory in batch.trajectories]
         slots = [(numbers[row.trajectory], *slot) for row in batch.rows for slot in row.slots]
-        logp_n = torch.tensor([self._found.get(slot, torch.nan) for slot in slots], dtype=torch.float64, device=device)
+        logp_n = torch.tensor(
+            [self._found.get(slot, torch.nan) for slot in slots], dtype=torch.float64, device=device
+        )
         targets = None
         if self.config.signal == "loss":
-            targets = TeacherTargets(self.config.divergence, logp_n.isfinite(), **self._top_tensors(slots, device))
+            targets = TeacherTargets(
+                self.config.divergence, logp_n.isfinite(), **self._top_tensors(slots, device)
+            )
         return TeacherScores(self.config, self.name, logp_n, targets)
 
     def _top_tensors(self, slots: Sequence[Slot], device: torch.device) -> dict[str, torch.Tensor]:
@@ -82,8 +93,12 @@ class RemoteTeacher(Teacher):
         if not width:
             return {}
         rows = [list((top or {}).items())[:width] or [(0, 0.0)] * width for top in tops]
-        ids = torch.tensor([[one for one, _ in row] for row in rows], dtype=torch.long, device=device)
-        logps = torch.tensor([[logp for _, logp in row] for row in rows], dtype=torch.float64, device=device)
+        ids = torch.tensor(
+            [[one for one, _ in row] for row in rows], dtype=torch.long, device=device
+        )
+        logps = torch.tensor(
+            [[logp for _, logp in row] for row in rows], dtype=torch.float64, device=device
+        )
         return {"top_mk": ids, "top_logp_mk": logps}
 
     # Servers
@@ -94,7 +109,11 @@ class RemoteTeacher(Teacher):
         if url not in self._kinds:
             self._kinds[url] = await kind_of(url, key_env=self.config.key_env)
         config = self.config
-        options: dict[str, Any] = {"renderer": self._renderer, "key_env": config.key_env, "request_s": config.timeout_s}
+        options: dict[str, Any] = {
+            "renderer": self._renderer,
+            "key_env": config.key_env,
+            "request_s": config.timeout_s,
+        }
         engine = await connect(url, kind=self._kinds[url], **options)
         if self.policy.pixels is not None:
             engine.add_pixel_source(self.policy.pixels)
@@ -107,16 +126,22 @@ class RemoteTeacher(Teacher):
             try:
                 if fault := engine.scoring_fault(self._request([0])):
                     raise ConfigError(f"teacher {self.name}: {engine.display_name}: {fault}")
-                contexts += [] if engine.context is None else [engine.context - 1]  # it samples one id too
+                contexts += (
+                    [] if engine.context is None else [engine.context - 1]
+                )  # it samples one id too
             finally:
                 await engine.close()
         return min(contexts, default=None)
 
-    def _request(self, ids: Sequence[int], sample: Sample | None = None, shift: int = 0) -> ScoreRequest:
+    def _request(
+        self, ids: Sequence[int], sample: Sample | None = None, shift: int = 0
+    ) -> ScoreRequest:
         law = self.policy.distribution
         blocks = () if sample is None else placements_between(sample.media, 0, len(ids) - shift)
         media = tuple(block.shifted(shift) for block in blocks)
-        return ScoreRequest(ids, media, law.temperature, frozenset(law.banned_ids), self.config.top or 0)
+        return ScoreRequest(
+            ids, media, law.temperature, frozenset(law.banned_ids), self.config.top or 0
+        )
 
     async def _ask(self, trajectories: Sequence[Trajectory]) -> list[str]:
         """Ask for the rows of episodes; return why some have no answer."""
@@ -128,7 +153,9 @@ class RemoteTeacher(Teacher):
             has = self._answered[id(trajectory)]
             wanted = [
                 place
-                for place, ((span, offset), weight) in enumerate(zip(sample.slots, sample.weights, strict=True))
+                for place, ((span, offset), weight) in enumerate(
+                    zip(sample.slots, sample.weights, strict=True)
+                )
                 if weight and place and span in has and has[span][offset]
             ]
             if not wanted:
@@ -142,7 +169,9 @@ class RemoteTeacher(Teacher):
             except ConfigError:
                 raise
             except (TurnwrightError, TimeoutError) as error:
-                failures.append(str(error) or f"no answer in {self.config.timeout_s:g} s (teacher.timeout_s)")
+                failures.append(
+                    str(error) or f"no answer in {self.config.timeout_s:g} s (teacher.timeout_s)"
+                )
                 return
             for place in wanted:
                 at, slot = len(prefix) + place - 1, (id(trajectory), *sample.slots[place])
@@ -151,8 +180,14 @@ class RemoteTeacher(Teacher):
                     self._tops[slot] = dict(found.top[at])
 
         try:
-            rows = [(number, t, sample) for number, t in enumerate(trajectories) for sample in t.samples()]
-            await asyncio.gather(*(ask(number % len(engines), t, sample) for number, t, sample in rows))
+            rows = [
+                (number, t, sample)
+                for number, t in enumerate(trajectories)
+                for sample in t.samples()
+            ]
+            await asyncio.gather(
+                *(ask(number % len(engines), t, sample) for number, t, sample in rows)
+            )
         finally:
             for engine in engines:
                 await engine.close()

@@ -19,7 +19,11 @@ from turnwright.renderers.vision import PixelCache
 from turnwright.training.advantages import FAILED, CreditSettings, StepCredits, exclusion_reason
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch, TrainingRow
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
-from turnwright.training.teachers.credits import Answered, credits_beside_rewards, credits_of_teachers
+from turnwright.training.teachers.credits import (
+    Answered,
+    credits_beside_rewards,
+    credits_of_teachers,
+)
 from turnwright.types import Group, Trajectory
 from turnwright.types.media import placements_between
 from turnwright.types.messages import as_messages
@@ -50,19 +54,26 @@ class TaughtPolicy:
 
 
 class Hint:
-    """Messages that a teacher reads before the ids of an episode, by a user's function of the trajectory."""
+    """Messages that a teacher reads before the ids of an episode, by a user's
+    function of the trajectory."""
 
     def __init__(self, spec: str, renderer: ChatRenderer) -> None:
         """Load ``file.py:function``; raise `ConfigError` for something else."""
         self.spec, self._renderer = spec, renderer
         self._function: Callable[[Trajectory], Any] = load_object(spec)
         if not callable(self._function):
-            raise ConfigError(f"teacher.hint = {spec!r}: is {type(self._function).__name__}, not a function of a trajectory")
+            raise ConfigError(
+                f"teacher.hint = {spec!r}: is {type(self._function).__name__}, not a function of a "
+                "trajectory"
+            )
         if wrong := call_error(self._function, None):
-            raise ConfigError(f"teacher.hint = {spec!r}: must take one argument, the trajectory ({wrong})")
+            raise ConfigError(
+                f"teacher.hint = {spec!r}: must take one argument, the trajectory ({wrong})"
+            )
 
     def ids(self, trajectory: Trajectory) -> list[int]:
-        """Return the ids of the messages, without the start of a reply; none where the function returns none."""
+        """Return the ids of the messages, without the start of a reply; none where the
+        function returns none."""
         key = trajectory.key
         where = f"teacher.hint = {self.spec!r}, task {key.task!r}, sample {key.sample}"
         try:
@@ -70,7 +81,9 @@ class Hint:
             messages = as_messages(given)
         except Exception as error:
             place = user_location(error)
-            raise UsageError(f"{where}: {type(error).__name__}: {error}{place and f' ({place})'}") from error
+            raise UsageError(
+                f"{where}: {type(error).__name__}: {error}{place and f' ({place})'}"
+            ) from error
         if not messages:
             return []
         found = self._renderer.preamble(messages)
@@ -80,9 +93,12 @@ class Hint:
 
 
 class Teacher:
-    """One teacher of a policy: filters, hint, and the ids that it answered for, by trajectory of the current step."""
+    """One teacher of a policy: filters, hint, and the ids that it answered for, by
+    trajectory of the current step."""
 
-    def __init__(self, config: TeacherConfig, name: str, policy: TaughtPolicy, hint: Hint | None) -> None:
+    def __init__(
+        self, config: TeacherConfig, name: str, policy: TaughtPolicy, hint: Hint | None
+    ) -> None:
         self.config, self.name, self.policy = config, name, policy
         self._hint = hint
         self._answered: dict[int, Answered] = {}
@@ -97,7 +113,9 @@ class Teacher:
         """Start a step: find out which ids the teacher answers for."""
         self._answered, self._hints = {}, {}
         for trajectory in trajectories:
-            self._hints[id(trajectory)] = self._hint_of(trajectory) if self.covers(trajectory) else None
+            self._hints[id(trajectory)] = (
+                self._hint_of(trajectory) if self.covers(trajectory) else None
+            )
             self._answered[id(trajectory)] = self._readable(trajectory)
 
     def answered(self, trajectory: Trajectory) -> Answered:
@@ -124,17 +142,29 @@ class Teacher:
         hint, agents, most = self._hints[id(trajectory)], self.config.agents, self.context
         if hint is None or (self.config.self and not hint):
             return {}
-        spans = [(n, span) for n, span in enumerate(trajectory.spans) if span.sampled and (not agents or span.agent in agents)]
+        spans = [
+            (n, span)
+            for n, span in enumerate(trajectory.spans)
+            if span.sampled and (not agents or span.agent in agents)
+        ]
         room = math.inf if most is None else most - len(hint)  # ids before the last that it reads
-        return {number: [span.start + offset <= room for offset in range(len(span.ids))] for number, span in spans}
+        return {
+            number: [span.start + offset <= room for offset in range(len(span.ids))]
+            for number, span in spans
+        }
 
     def rows(self, batch: TrainingBatch) -> tuple[list[TrainingRow], torch.Tensor]:
-        """Return the rows that the teacher reads, and which tokens of the batch their targets are."""
+        """Return the rows that the teacher reads, and which tokens of the
+        batch their targets are."""
         rows, tokens, first = [], [], 0
         for row in batch.rows:
             trajectory = batch.trajectories[row.trajectory]
             answered = self.answered(trajectory)
-            chosen = [k for k, (span, offset) in enumerate(row.slots) if span in answered and answered[span][offset]]
+            chosen = [
+                k
+                for k, (span, offset) in enumerate(row.slots)
+                if span in answered and answered[span][offset]
+            ]
             if chosen:
                 rows.append(with_preamble(row, self.preamble(trajectory), chosen))
                 tokens += [first + k for k in chosen]
@@ -180,7 +210,9 @@ class Teachers:
         for teacher in self.teachers:
             for span, has in teacher.answered(trajectory).items():
                 before = found.get(span)
-                found[span] = has if before is None else [a or b for a, b in zip(before, has, strict=True)]
+                found[span] = (
+                    has if before is None else [a or b for a, b in zip(before, has, strict=True)]
+                )
         return found
 
     def credits(
@@ -189,8 +221,11 @@ class Teachers:
         settings: CreditSettings,
         by_rewards: Callable[[Sequence[Group]], StepCredits],
     ) -> StepCredits:
-        """Ask the teachers about a step's groups and return its credits, with those of rewards unless their weight is 0."""
-        self.ask([t for group in groups for t in group.trajectories if exclusion_reason(t) != FAILED])
+        """Ask the teachers about a step's groups and return its credits, with those of rewards
+        unless their weight is 0."""
+        self.ask(
+            [t for group in groups for t in group.trajectories if exclusion_reason(t) != FAILED]
+        )
         if self.reward_weight:
             rewarded = by_rewards(groups)
             weight = self.reward_weight
@@ -209,9 +244,14 @@ MakeTeachers = Callable[[TaughtPolicy], Teachers]
 def refuse_ranks(ranks: int) -> None:
     """Raise `ConfigError` for teachers with several ranks."""
     if ranks > 1:
-        raise ConfigError("[[teacher]] needs a trainer of one process: teachers are not distributed; start it without torchrun")
+        raise ConfigError(
+            "[[teacher]] needs a trainer of one process: teachers are not distributed; start it "
+            "without torchrun"
+        )
 
 
 def no_answer(name: str) -> TurnwrightError:
     """Return the error for a support that was not computed."""
-    return TurnwrightError(f"teacher {name}: the policy's top-p/top-k/min-p support is unknown; score the batch first")
+    return TurnwrightError(
+        f"teacher {name}: the policy's top-p/top-k/min-p support is unknown; score the batch first"
+    )

@@ -1,9 +1,10 @@
 """What a forward and a backward pass allocate, seen on short passes and carried on to a long one.
 
-A pass makes the same tensors in the same order however many tokens it has; only their sizes change.
-So three short passes give each tensor's size as a polynomial, and the long pass is played in numbers
-alone: its peak is exact where a parabola through the three peaks would be wrong, since in a short
-pass the peak may be one large weight's gradient, and in a long one the activations of all layers.
+A pass makes the same tensors in the same order however many tokens it has; only their sizes
+change. So three short passes give each tensor's size as a polynomial, and the long pass is
+played in numbers alone: its peak is exact where a parabola through the three peaks would be
+wrong, since in a short pass the peak may be one large weight's gradient, and in a long one the
+activations of all layers.
 
 What a kernel allocates inside itself is not seen.
 """
@@ -51,20 +52,26 @@ class Allocations:
         return max(self.live_bytes(), default=0.0)
 
 
-def carry_on(short: Sequence[Allocations], lengths: Sequence[int], tokens: int, length: int) -> Allocations:
-    """Return the allocations of a pass over `tokens` tokens in rows of `length`, from passes over one row each.
+def carry_on(
+    short: Sequence[Allocations], lengths: Sequence[int], tokens: int, length: int
+) -> Allocations:
+    """Return the allocations of a pass over `tokens` tokens in rows of `length`, from
+    passes over one row each.
 
     A block has a constant size, a cost per token, and a cost per token and token of its row
     (attention that keeps its weights). Passes that made different blocks, as kernels that choose by
     size do, are reduced to what was saved and the peak.
     """
     if any(one.events != short[0].events for one in short):
-        short = [Allocations([one.saved, max(0.0, one.peak - one.saved)], [0, 1], 1) for one in short]
+        short = [
+            Allocations([one.saved, max(0.0, one.peak - one.saved)], [0, 1], 1) for one in short
+        ]
 
     powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
     sizes = torch.tensor([one.sizes for one in short], dtype=torch.float64)
     constant, each, squared = torch.linalg.solve(powers, sizes)
-    # Rounding leaves a few bytes in place of 0, which a product of two lengths would make millions of.
+    # Rounding leaves a few bytes in place of 0, which a product of two lengths
+    # would make millions of.
     squared = squared.where(squared > 0.01, 0.0)
     carried = constant + each * tokens + squared * (tokens * length)
     return Allocations(carried.clamp(min=0.0).tolist(), short[0].events, short[0].forward_events)
@@ -73,8 +80,9 @@ def carry_on(short: Sequence[Allocations], lengths: Sequence[int], tokens: int, 
 def trace_pass(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> Allocations:
     """Run a forward pass and the backward pass of its result, and return what they allocated.
 
-    `known` are the tensors that exist already, such as the model's weights. Their gradients, which must
-    be None before, are dropped as soon as they are complete: an estimate counts them once for all passes.
+    `known` are the tensors that exist already, such as the model's weights. Their
+    gradients, which must be None before, are dropped as soon as they are complete: an
+    estimate counts them once for all passes.
     """
     found, leaves = Allocations(), [tensor for tensor in known if tensor.requires_grad]
     hooks = [leaf.register_post_accumulate_grad_hook(drop_gradient) for leaf in leaves]
@@ -96,7 +104,8 @@ def drop_gradient(leaf: Tensor) -> None:
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[misc]
-    """Adds to `found` each storage that an operation returns for the first time, and when it is freed."""
+    """Adds to `found` each storage that an operation returns for the first time,
+    and when it is freed."""
 
     def __init__(self, found: Allocations, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -107,7 +116,9 @@ class _Tracer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not tensor.is_mkldnn:  # a packed matrix has no storage to see
+            if (
+                isinstance(tensor, Tensor) and not tensor.is_mkldnn
+            ):  # a packed matrix has no storage to see
                 self._see(tensor.untyped_storage())
         return result
 

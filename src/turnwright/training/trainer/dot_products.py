@@ -1,4 +1,5 @@
-"""Dot products of two gradients, in one pass over the memory: for large models, whose numbers fit into no cache."""
+"""Dot products of two gradients, in one pass over the memory: for large models, whose
+numbers fit into no cache."""
 
 from __future__ import annotations
 
@@ -12,13 +13,17 @@ BLOCK = 4096
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "arcp"})  # type: ignore[untyped-decorator]
-def dot_products(gradient: Any, other: Any, past: Any, without: bool, kept: float, tiny: float) -> Any:
-    """Return g.o, g.g, o.o, and the same three with each coordinate divided by its mean square: gs.o, gs.g, os.o [6] float64.
+def dot_products(
+    gradient: Any, other: Any, past: Any, without: bool, kept: float, tiny: float
+) -> Any:
+    """Return g.o, g.g, o.o, and the same three with each coordinate divided by its mean square:
+    gs.o, gs.g, os.o [6] float64.
 
     Args:
         gradient: [N] float32; `other` is taken off it first if `without`.
         other: [N] float32.
-        past: mean squares [N] float32 of the steps before, of which `kept` is kept; empty for none, then both gradients count.
+        past: mean squares [N] float32 of the steps before, of which `kept` is kept; empty for none,
+            then both gradients count.
         kept: Adam's second beta.
         tiny: added to each mean square.
     """

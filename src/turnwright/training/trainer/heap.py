@@ -10,8 +10,9 @@ from typing import Any
 from turnwright.engines.protocols import Engine, SharesMemory, SupportsWeightUpdate
 
 LARGE_WEIGHTS = 2**27
-"""Bytes of weights from which freed memory goes back to the system between sampling and training. The allocator would keep
-what one of them freed while the other needs its own: about 1 GB for a model of 135 million weights."""
+"""Bytes of weights from which freed memory goes back to the system between sampling and training.
+The allocator would keep what one of them freed while the other needs its own: about 1 GB for a
+model of 135 million weights."""
 
 
 @cache
@@ -23,7 +24,10 @@ def _trim() -> Any:
 
 
 def return_free_pages() -> None:
-    """Return the pages of freed blocks to the system. The allocator of glibc keeps those between blocks that are in use."""
+    """Return the pages of freed blocks to the system.
+
+    The allocator of glibc keeps those between blocks that are in use.
+    """
     if (trim := _trim()) is not None:
         trim(0)
 
@@ -35,6 +39,7 @@ def return_freed_memory() -> None:
 
 
 def return_large_heap(engine: Engine | SupportsWeightUpdate) -> None:
-    """Return freed memory to the system, between sampling and training in one process with a large model."""
+    """Return freed memory to the system, between sampling and training in one
+    process with a large model."""
     if isinstance(engine, SharesMemory) and engine.weight_bytes >= LARGE_WEIGHTS:
         return_freed_memory()

@@ -33,12 +33,14 @@ BROADCAST_METHODS = (
 
 
 class RankZeroTrainer(Trainer):
-    """Trainer of several ranks: rank 0 broadcasts each call to the others before it makes the call itself."""
+    """Trainer of several ranks: rank 0 broadcasts each call to the others before it
+    makes the call itself."""
 
     ranks: ProcessRanks
 
     def expected(self, ids: Sequence[int]) -> list[float]:
-        """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned, to verify servers."""
+        """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing
+        banned, to verify servers."""
         known = list(ids)
         ones = [1.0] * (len(known) - 1)
         row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
@@ -61,7 +63,8 @@ for _name in BROADCAST_METHODS:
 
 
 def follow_rank_zero(ranks: ProcessRanks, begin: Callable[..., Trainer]) -> None:
-    """Run the calls that rank 0 broadcasts until it ends the run; `begin` makes this rank's trainer of the first message."""
+    """Run the calls that rank 0 broadcasts until it ends the run; `begin` makes this rank's trainer
+    of the first message."""
     message = ranks.receive()
     if message is None:
         return

@@ -23,13 +23,13 @@ from turnwright.training.trainer.trainer import Trainer
 LENGTHS = (16, 32, 64)
 """Ids of the measured passes."""
 HEAP = 1.25
-"""Memory that holds a pass on a CPU over what the pass uses: the C library does not take a freed block
-for the next tensor of its size. Fitted to the cases of `benchmarks/memory.py`."""
+"""Memory that holds a pass on a CPU over what the pass uses: the C library does not take a freed
+block for the next tensor of its size. Fitted to the cases of `benchmarks/memory.py`."""
 HEAP_OF_SMALL_BLOCKS = 2.2
-"""The same where a pass frees large tensors between small ones that stay, as with gradient checkpointing
-or a LoRA adapter; but not that of a bfloat16 model, which computes in float32, so that what it frees
-has room for two tensors of the model. Memory of its own for each tensor (`MALLOC_MMAP_THRESHOLD_`)
-would need neither, and makes a step 20 to 30% longer."""
+"""The same where a pass frees large tensors between small ones that stay, as with gradient
+checkpointing or a LoRA adapter; but not that of a bfloat16 model, which computes in float32, so
+that what it frees has room for two tensors of the model. Memory of its own for each tensor
+(`MALLOC_MMAP_THRESHOLD_`) would need neither, and makes a step 20 to 30% longer."""
 SPREAD = 1.1
 """Most over least memory from which on both are reported."""
 MIB = 2**20
@@ -64,7 +64,14 @@ class MemoryEstimate:
     @property
     def fixed(self) -> int:
         """Bytes needed independent of micro-batches."""
-        return self.process + self.weights + self.gradients + self.optimizer + self.reference + self.engine
+        return (
+            self.process
+            + self.weights
+            + self.gradients
+            + self.optimizer
+            + self.reference
+            + self.engine
+        )
 
     @property
     def total(self) -> int:
@@ -77,8 +84,16 @@ class MemoryEstimate:
         `least` is the estimate for shorter rows, where their length is not known yet.
         """
         names = ["process", "weights", "gradients", "optimizer", "reference", "engine"]
-        names += ["activations", "logits"] if self.activations + self.logits > self.update else ["update"]
-        parts = ", ".join(f"{name} {format_gib(getattr(self, name))}" for name in names if getattr(self, name) >= MIB)
+        names += (
+            ["activations", "logits"]
+            if self.activations + self.logits > self.update
+            else ["update"]
+        )
+        parts = ", ".join(
+            f"{name} {format_gib(getattr(self, name))}"
+            for name in names
+            if getattr(self, name) >= MIB
+        )
 
         total, rows = f"about {format_gib(self.total)}", ""
         if least is not None and self.total > SPREAD * least.total:
@@ -86,7 +101,10 @@ class MemoryEstimate:
             rows = f" for rows of {least.longest} to {self.longest} ids"
         images = ", images not counted" if self.takes_images else ""
         of = "" if have is None else f" of {format_gib(have)}"
-        return f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of {self.tokens} tokens{images})"
+        return (
+            f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of "
+            f"{self.tokens} tokens{images})"
+        )
 
 
 def estimate(
@@ -112,9 +130,11 @@ def estimate(
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
     # Two moments; with float32 masters also those and a float32 copy of the gradient.
-    optimizer = sum(p.numel() for p in trained) * (16 if low else 2 * (trained[0].element_size() if trained else 4))
-    # A reference of its own takes the place of the trained parameters while it scores, and they wait
-    # in a copy. With a LoRA adapter it is the model without the adapter.
+    optimizer = sum(p.numel() for p in trained) * (
+        16 if low else 2 * (trained[0].element_size() if trained else 4)
+    )
+    # A reference of its own takes the place of the trained parameters while it scores, and they
+    # wait in a copy. With a LoRA adapter it is the model without the adapter.
     reference = _bytes(trained) if trainer.keeps_reference and trainer.adapter is None else 0
 
     in_engine = cache = 0
@@ -144,7 +164,8 @@ def estimate(
 
 
 def short_passes(trainer: Trainer) -> list[Allocations]:
-    """Run a forward and a backward pass up to the head over rows of `LENGTHS` ids; return what they allocate."""
+    """Run a forward and a backward pass up to the head over rows of `LENGTHS` ids;
+    return what they allocate."""
     known = [*trainer.model.parameters(), *trainer.model.buffers()]
     return [trace_pass(partial(_features, trainer, count), known) for count in LENGTHS]
 
@@ -153,12 +174,15 @@ def _features(trainer: Trainer, count: int) -> Tensor:
     """Run a forward pass over one row in which each id is a target."""
     ids_bt = torch.zeros(1, count, dtype=torch.long, device=trainer.device)
     at_m = torch.arange(count, device=trainer.device)
-    micro = MicroBatch(ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m)
+    micro = MicroBatch(
+        ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m
+    )
     return trainer.forward.features(micro, None)[0]
 
 
 def _logits(trainer: Trainer, tokens: int) -> int:
-    """Estimate a chunk of logits with intermediate results and the gradient of the head's weights; or all logits."""
+    """Estimate a chunk of logits with intermediate results and the gradient of the head's
+    weights; or all logits."""
     head = trainer.forward.head
     if head is None:
         width = int(getattr(getattr(trainer.model, "config", None), "vocab_size", 0))
@@ -166,7 +190,9 @@ def _logits(trainer: Trainer, tokens: int) -> int:
     width, most = head.vocabulary, chunk_rows(trainer.device, head) * head.vocabulary
     weight = getattr(head.module, "weight", None)
     chunked = tokens * width > most
-    weight_grad = 4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
+    weight_grad = (
+        4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
+    )
     return 4 * 4 * min(tokens * width, most) + weight_grad
 
 
@@ -184,13 +210,16 @@ def _bytes_in_use(device: torch.device) -> int:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process may use on a device, those in use included; None if unknown."""
+    """Return the bytes that this process may use on a device, those in use
+    included; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + int(torch.cuda.memory_reserved(device))
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        free = next(
+            int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")
+        )
     except (OSError, ValueError, StopIteration):
         return None
     have = free + resident_bytes()
@@ -211,7 +240,8 @@ def report_memory(
     sequences: int,
     concurrency: int,
 ) -> None:
-    """Report a step's estimated memory and what is available; nothing for several ranks, which share devices.
+    """Report a step's estimated memory and what is available; nothing for several
+    ranks, which share devices.
 
     How long rows will be is not known yet: at least as long as replies that fill their limits, if
     observations are short; at most as long as the limit or the engine allows.
@@ -225,27 +255,47 @@ def report_memory(
 
     passes = short_passes(trainer)
     least = estimate(
-        trainer, longest=shortest, sequences=sequences, engine=own, concurrency=min(sequences, concurrency), passes=passes
+        trainer,
+        longest=shortest,
+        sequences=sequences,
+        engine=own,
+        concurrency=min(sequences, concurrency),
+        passes=passes,
     )
-    most = estimate(trainer, longest=longest, sequences=sequences, engine=own, concurrency=concurrency, passes=passes)
+    most = estimate(
+        trainer,
+        longest=longest,
+        sequences=sequences,
+        engine=own,
+        concurrency=concurrency,
+        passes=passes,
+    )
     note(check_memory(most, available_bytes(trainer.device), least))
 
 
-def check_memory(found: MemoryEstimate, have: int | None, least: MemoryEstimate | None = None) -> str:
-    """Format the estimate, with a warning close to the available memory; raise `ConfigError` when the fixed part is over it."""
+def check_memory(
+    found: MemoryEstimate, have: int | None, least: MemoryEstimate | None = None
+) -> str:
+    """Format the estimate, with a warning close to the available memory; raise `ConfigError` when
+    the fixed part is over it."""
     text = found.text(have, least)
     if have is None or found.total <= 0.9 * have:
         return text
     certain = least or found
     if certain.fixed > have:
         raise ConfigError(
-            f"{text}: weights, gradients and optimizer alone need {format_gib(certain.fixed)}. Train fewer parameters, use a "
+            f"{text}: weights, gradients and optimizer alone need {format_gib(certain.fixed)}. "
+            "Train fewer parameters, use a "
             'smaller model, model.dtype = "bfloat16" or a device with more memory'
             + (", or set train.kl = 0" if found.reference else "")
         )
     each = (found.activations + found.logits) / found.tokens
     fits = int((0.9 * have - found.fixed) / each) if each else 0
-    what = f"train.micro_tokens = {fits // 128 * 128}" if fits >= 256 else "a smaller train.micro_tokens and shorter episodes"
+    what = (
+        f"train.micro_tokens = {fits // 128 * 128}"
+        if fits >= 256
+        else "a smaller train.micro_tokens and shorter episodes"
+    )
     return f"{text}, which may not fit: {what} would"
 
 

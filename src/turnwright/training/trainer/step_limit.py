@@ -28,11 +28,16 @@ MOST = 16
 
 
 def good_episodes(credits: Sequence[Credit]) -> list[Credit]:
-    """Return up to `MOST` of a step's episodes whose reward is at least the mean, each with an advantage.
+    """Return up to `MOST` of a step's episodes whose reward is at least the
+    mean, each with an advantage.
 
     Groups without a signal count too: nothing is trained on them, so they tell what a step breaks.
     """
-    usable = [credit for credit in credits if credit.reason in (None, NO_SIGNAL) and credit.trajectory.reward is not None]
+    usable = [
+        credit
+        for credit in credits
+        if credit.reason in (None, NO_SIGNAL) and credit.trajectory.reward is not None
+    ]
     if not usable:
         return []
 
@@ -49,7 +54,9 @@ def good_episodes(credits: Sequence[Credit]) -> list[Credit]:
 class StepLimit:
     """Measures how far a step moved the policy on good episodes, and by how much to shorten it."""
 
-    def __init__(self, batch: TrainingBatch, score: Callable[[TrainingBatch], Tensor], *, exact: bool) -> None:
+    def __init__(
+        self, batch: TrainingBatch, score: Callable[[TrainingBatch], Tensor], *, exact: bool
+    ) -> None:
         """Prepare for a step; `exact`: the engine's logprobs are those of the policy before it."""
         self._batch = batch
         self._score = score
@@ -65,7 +72,8 @@ class StepLimit:
         return float(divergence_n.sum()) / episodes
 
     def share(self) -> tuple[float, float]:
-        """Return the share of the step that keeps the bound, from 0 to 1, and the divergence of all of it.
+        """Return the share of the step that keeps the bound, from 0 to 1, and the
+        divergence of all of it.
 
         The divergence of a short step grows with the square of its length.
         """

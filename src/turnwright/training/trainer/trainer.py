@@ -1,4 +1,7 @@
-"""The trainer. A training step reads from top to bottom: `Trainer.step`, then `_update` and `_backward`."""
+"""The trainer.
+
+A training step reads from top to bottom: `Trainer.step`, then `_update` and `_backward`.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ from turnwright.types import Group, Trajectory
 from turnwright.types.seeds import derive_seed
 
 LOSS_CHANGE = 0.01
-"""Change of the loss, at most and to first order, by the step that measures the agreement of tasks."""
+"""Change of the loss, at most and to first order, by the step that measures
+the agreement of tasks."""
 
 
 class StepResult(NamedTuple):
@@ -80,30 +84,36 @@ class StepResult(NamedTuple):
 
     metrics: dict[str, float]
     token_records: tuple[Sequence[Credit], Sequence[TrainingBatch]]
-    """Credits of the step and its trained batches, for `write_token_records`; they hold device tensors."""
+    """Credits of the step and its trained batches, for `write_token_records`;
+    they hold device tensors."""
 
 
 class Trainer:
-    """Trainer of one causal language model, on groups of trajectories (`step`) or demonstrations (`supervised`).
+    """Trainer of one causal language model, on groups of trajectories (`step`) or
+    demonstrations (`supervised`).
 
-    An engine receives copies of the weights through `weights()`, so a lost update shows as a logprob mismatch.
+    An engine receives copies of the weights through `weights()`, so a lost update
+    shows as a logprob mismatch.
 
     Args:
-        model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body under
-            `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`, `attention_mask` and `use_cache`.
-        sampling: the engine's; logprobs of both are of the distribution after temperature and truncation.
+        model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body
+            under `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`,
+            `attention_mask` and `use_cache`.
+        sampling: the engine's; logprobs of both are of the distribution after
+            temperature and truncation.
         banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
         seed: seed of the minibatch shuffles.
-        template: fingerprint of the engine's renderer; trajectories with another one raise. Empty accepts any.
-        ranks: processes that train together. With several, the model is sharded and all must make the same calls
-            (`RankZeroTrainer` ensures that).
+        template: fingerprint of the engine's renderer; trajectories with another one
+            raise. Empty accepts any.
+        ranks: processes that train together. With several, the model is sharded and all must make
+            the same calls (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
         teachers: makes the policy's teachers, as `make_teachers` returns it.
         on_note: receives a line when micro-batches are halved; a warning is logged by default.
 
     Raises:
-        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or `train.routing_replay = "replay"`
-            for a model whose routers cannot replay experts.
+        ConfigError: for a temperature that is not positive, an unusable algorithm or key, or
+            `train.routing_replay = "replay"` for a model whose routers cannot replay experts.
     """
 
     def __init__(
@@ -123,8 +133,8 @@ class Trainer:
         sampling = sampling or Sampling()
         if not sampling.temperature > 0:
             raise ConfigError(
-                f"rollout.temperature is {sampling.temperature}, but training needs samples that differ; set it over 0, such "
-                "as 1.0"
+                f"rollout.temperature is {sampling.temperature}, but training needs samples that "
+                "differ; set it over 0, such as 1.0"
             )
         # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
         self.model = model.eval()
@@ -168,10 +178,13 @@ class Trainer:
         self.ranks = ranks or Ranks()
         if self.distribution.truncates and self.ranks.size > 1:
             raise ConfigError(
-                "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask replay is not distributed"
+                "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask "
+                "replay is not distributed"
             )
         tokens = config.micro_tokens or default_micro_tokens(model)
-        self.micro_batch_limit = MicroBatchLimit(tokens, alone=self.ranks.size == 1, on_note=on_note)
+        self.micro_batch_limit = MicroBatchLimit(
+            tokens, alone=self.ranks.size == 1, on_note=on_note
+        )
         self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
         self.teachers = None if teachers is None else teachers(self._as_policy())
         self.reset_optimizer()
@@ -187,48 +200,72 @@ class Trainer:
     def _as_policy(self) -> TaughtPolicy:
         refuse_ranks(self.ranks.size)
         head = self.forward.head
-        vocabulary = self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
+        vocabulary = (
+            self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
+        )
         limit = self.micro_batch_limit
         return TaughtPolicy(
-            self.forward, self.distribution, vocabulary, limit.tokens, self.pixels, limit.run, self._as_reference
+            self.forward,
+            self.distribution,
+            vocabulary,
+            limit.tokens,
+            self.pixels,
+            limit.run,
+            self._as_reference,
         )
 
     # Steps.
 
-    def step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None = None) -> StepResult:
-        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate schedule. `version` is the policy
-        version of the weights before the step; None counts every token as sampled by them.
+    def step(
+        self, groups: Sequence[Group], *, step: int, steps: int, version: int | None = None
+    ) -> StepResult:
+        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate
+        schedule. `version` is the policy version of the weights before the step; None counts every
+        token as sampled by them.
 
-        On a CPU with one thread, equal groups, weights and optimizer state give equal bits in any order of the groups.
+        On a CPU with one thread, equal groups, weights and optimizer state give equal bits in
+        any order of the groups.
 
         Returns:
-            Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm, agreement with earlier
-            gradients, learning rate, ratio, clip fraction, entropy, mismatch with the engine, tokens by outcome
-            (`tokens_trained` and `tokens_<reason>` sum to `tokens_sampled`) and tokens trained per second.
+            Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm,
+            agreement with earlier gradients, learning rate, ratio, clip fraction, entropy, mismatch
+            with the engine, tokens by outcome (`tokens_trained` and `tokens_<reason>` sum to
+            `tokens_sampled`) and tokens trained per second.
 
-        Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of another chat template,
-        tokenizer or settings, or invalid loss-scale weights; `RoutesMissing` with `train.routing_replay = "replay"`, when the
-        engine did not report its experts. `SyncError` when the mismatch of tokens of `version` exceeds `max_mismatch` or
-        `max_mismatch_kl`, or a token is of a newer policy, and `TurnwrightError` when the loss or its gradient is not finite,
-        come before the update, which is not made.
+        Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of
+        another chat template, tokenizer or settings, or invalid loss-scale weights; `RoutesMissing`
+        with `train.routing_replay = "replay"`, when the engine did not report its experts.
+        `SyncError` when the mismatch of tokens of `version` exceeds `max_mismatch` or
+        `max_mismatch_kl`, or a token is of a newer policy, and `TurnwrightError` when the loss or
+        its gradient is not finite, come before the update, which is not made.
         """
         with self._own_draws():
             return self._step(groups, step=step, steps=steps, version=version)
 
-    def _step(self, groups: Sequence[Group], *, step: int, steps: int, version: int | None) -> StepResult:
+    def _step(
+        self, groups: Sequence[Group], *, step: int, steps: int, version: int | None
+    ) -> StepResult:
         began = time.perf_counter()
         config = self.config
-        check_fingerprints(self.template, [t for group in groups for t in group.trajectories], "the training data")
+        check_fingerprints(
+            self.template, [t for group in groups for t in group.trajectories], "the training data"
+        )
         self.layout.start_step()
         # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
         # Batches: one per minibatch, each with the passes that cover it.
         lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
-        scale = LossDenominator.of(step_credits.credits, self.objective.settings.aggregation, config.fixed_length, len(parts))
+        scale = LossDenominator.of(
+            step_credits.credits,
+            self.objective.settings.aggregation,
+            config.fixed_length,
+            len(parts),
+        )
         batches = [self._batch(part, scale, version=version) for part in parts]
         step_metrics = StepMetrics()
-        # Scores. The ratio's denominator is the policy before the first update: score later batches now.
+        # Scores. The ratio's denominator is the policy before the first update:
+        # score later batches now.
         for batch in batches if self.distribution.truncates else batches[1:]:
             self._start(batch, step_metrics)
         if config.kl:
@@ -237,11 +274,19 @@ class Trainer:
         if self.teachers is not None:
             for batch in batches:
                 batch.teachers = self.teachers.score(batch)
-        needed = batches and needs_probe(config, self.precision, step, rounded_inputs=self._rounded_inputs)
-        probe = WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device) if needed else None
+        needed = batches and needs_probe(
+            config, self.precision, step, rounded_inputs=self._rounded_inputs
+        )
+        probe = (
+            WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device)
+            if needed
+            else None
+        )
         # Updates.
         codes = self._codes()
-        with self._limited(step_credits.credits, step_metrics, version) if batches else nullcontext():
+        with (
+            self._limited(step_credits.credits, step_metrics, version) if batches else nullcontext()
+        ):
             for epoch in range(config.epochs):
                 if epoch == self.passes:
                     break
@@ -261,15 +306,21 @@ class Trainer:
             | {"lr": lr * self.lr_share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
-            metrics["codes_changed"] = float(sum(int((codes[name] != now).sum()) for name, now in self._codes().items()))
+            metrics["codes_changed"] = float(
+                sum(int((codes[name] != now).sum()) for name, now in self._codes().items())
+            )
         seconds = time.perf_counter() - began
         updates = len(step_metrics.updates) / max(len(batches), 1)
-        metrics |= {"train_s": seconds, "tokens_per_s": metrics["tokens_trained"] * updates / seconds}
+        metrics |= {
+            "train_s": seconds,
+            "tokens_per_s": metrics["tokens_trained"] * updates / seconds,
+        }
         return StepResult(metrics, (step_credits.credits, batches))
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of this update.
+        """Let what draws by torch's global generator (dropout, a user's loss) draw
+        by a seed of this update.
 
         The process shares that generator with the code of environments, so its state tells nothing
         about a run: a resumed one draws the same without restoring it.
@@ -280,16 +331,21 @@ class Trainer:
             yield
 
     @contextmanager
-    def _limited(self, credits: Sequence[Credit], step_metrics: StepMetrics, version: int | None) -> Iterator[None]:
+    def _limited(
+        self, credits: Sequence[Credit], step_metrics: StepMetrics, version: int | None
+    ) -> Iterator[None]:
         """Shorten the step that is made inside, where it would move good episodes too far."""
         good = good_episodes(credits) if self.config.gradient_signal_steps else []
         if not good:
             yield
             return
 
-        scale = LossDenominator.of(good, self.objective.settings.aggregation, self.config.fixed_length, 1)
+        scale = LossDenominator.of(
+            good, self.objective.settings.aggregation, self.config.fixed_length, 1
+        )
         batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
-        # Else the engine's logprobs are of an older policy, of rounded numbers, or of a cut vocabulary.
+        # Else the engine's logprobs are of an older policy, of rounded numbers,
+        # or of a cut vocabulary.
         exact = (
             self.precision == torch.float32
             and not self._rounded_inputs
@@ -314,7 +370,8 @@ class Trainer:
         return stage.codes(named_tensors(self.model, self._tied, copy=True))
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
-        """Return the credits that `step` would train groups with, and the account of every sampled id."""
+        """Return the credits that `step` would train groups with, and the
+        account of every sampled id."""
         if self.teachers is not None:
             return self.teachers.credits(groups, self.credit_settings, self._reward_credits)
         return self._reward_credits(groups)
@@ -359,7 +416,9 @@ class Trainer:
             version=version,
         )
 
-    def _update(self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int) -> None:
+    def _update(
+        self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int
+    ) -> None:
         """Make one optimizer step."""
         if self.config.old_logprobs == "engine":
             check_logprobs(batch)
@@ -373,24 +432,39 @@ class Trainer:
         if split and not past:
             past, halved = self._half_gradient(batch, sequence_n)
         self.optimizer.zero_grad()
-        passes = self.micro_batch_limit.run(batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad)
+        passes = self.micro_batch_limit.run(
+            batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad
+        )
         logp_n, slope_n = torch.zeros_like(batch.weights_n), torch.zeros_like(batch.weights_n)
         loss = 0.0
         for micro, terms, entropy_m, logp_m, slope_m in passes:
             logp_n[micro.tokens_m], slope_n[micro.tokens_m] = logp_m.double(), slope_m.double()
             loss += terms.loss.item()
             reference_n = batch.reference_n
-            step_metrics.add(terms, entropy_m, None if reference_n is None else (logp_m, reference_n[micro.tokens_m]))
+            step_metrics.add(
+                terms,
+                entropy_m,
+                None if reference_n is None else (logp_m, reference_n[micro.tokens_m]),
+            )
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if batch.start_n is None:
             self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
-        # Later updates of a step see episodes that are in the momentum already, so their noise would agree with itself.
-        found = self.optimizer.agreement(self.optimizer.gradient(), past, without=bool(halved)) if first else None
+        # Later updates of a step see episodes that are in the momentum already, so their noise
+        # would agree with itself.
+        found = (
+            self.optimizer.agreement(self.optimizer.gradient(), past, without=bool(halved))
+            if first
+            else None
+        )
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
         if first:
             step_metrics.agreement = found
-            parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm) if found and split else []
+            parts = (
+                self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm)
+                if found and split
+                else []
+            )
             moved = self.signal_share > 0.0
             self.signals[0].update(found and found.cosine, parts, moved=moved)
             self.signals[1].update(found and found.scaled, moved=moved)
@@ -398,9 +472,11 @@ class Trainer:
         self.optimizer.step(lr * self.lr_share)
         self.updates += 1
 
-    def _half_gradient(self, batch: TrainingBatch, sequence_n: Tensor | None) -> tuple[Direction, set[str]]:
-        """Return the gradient of every second task of a batch, and their ids; empty for a single task. A first step compares it
-        with that of the others, since it has no momentum."""
+    def _half_gradient(
+        self, batch: TrainingBatch, sequence_n: Tensor | None
+    ) -> tuple[Direction, set[str]]:
+        """Return the gradient of every second task of a batch, and their ids; empty for a single
+        task. A first step compares it with that of the others, since it has no momentum."""
         tasks_n = [batch.trajectories[index].task.id for index in batch.trajectory_n.tolist()]
         tasks = sorted(set(tasks_n))
         if len(tasks) < 2:
@@ -409,14 +485,23 @@ class Trainer:
         inside_n = torch.tensor([task in halved for task in tasks_n], device=self.device)
         half = replace(batch, weights_n=batch.weights_n * inside_n)
         self.optimizer.zero_grad()
-        self.micro_batch_limit.run(half, lambda: self._backward(half, sequence_n), undo=self.optimizer.zero_grad)
+        self.micro_batch_limit.run(
+            half, lambda: self._backward(half, sequence_n), undo=self.optimizer.zero_grad
+        )
         return self.optimizer.gradient(), halved
 
     def _agreement_by_task(
-        self, batch: TrainingBatch, past: Direction, halved: set[str], logp_n: Tensor, slope_n: Tensor, norm: float
+        self,
+        batch: TrainingBatch,
+        past: Direction,
+        halved: set[str],
+        logp_n: Tensor,
+        slope_n: Tensor,
+        norm: float,
     ) -> list[float]:
-        """Return the parts of the agreement that the tasks of a batch have, without those whose gradients `past` is: how far a
-        small step against it lowers their loss, by its first order (`slope_n`: the loss's derivative by each logprob)."""
+        """Return the parts of the agreement that the tasks of a batch have, without those whose
+        gradients `past` is: how far a small step against it lowers their loss, by its first order
+        (`slope_n`: the loss's derivative by each logprob)."""
         size = LOSS_CHANGE / norm
         with self.optimizer.moved(past, size):
             change_n = self.ranks.sum_(slope_n) * (self._score(batch) - self.ranks.sum_(logp_n))
@@ -429,8 +514,9 @@ class Trainer:
     def _passes(self, batch: TrainingBatch) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's passes of an update, each with whether it counts.
 
-        The tensors of one pass have other sizes than those of the next, which find no room between the gradients
-        that stay: without the trim a step of a model of 135 million weights grew by 0.3 GB over its passes.
+        The tensors of one pass have other sizes than those of the next, which find no room
+        between the gradients that stay: without the trim a step of a model of 135 million
+        weights grew by 0.3 GB over its passes.
         """
         large = is_large_on_cpu(self.model)
         for number, (micro, own) in enumerate(self.ranks.passes(batch.micros)):
@@ -441,20 +527,30 @@ class Trainer:
     def _backward(
         self, batch: TrainingBatch, sequence_n: Tensor | None
     ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor, Tensor]]:
-        """Run forward and backward of this rank's passes; return each one's terms, entropies, logprobs and the loss's slope in
-        them, detached."""
+        """Run forward and backward of this rank's passes; return each one's terms, entropies,
+        logprobs and the loss's slope in them, detached."""
         made = []
         for micro, own in self._passes(batch):
             wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
             wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
-            found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), **wanted)
+            found = self._stats(
+                micro, self.pixels, self.distribution, batch.support_of(micro), **wanted
+            )
             found.logprobs_m.retain_grad()
             terms = self.objective.terms(batch, micro, found, sequence_n)
             (terms.loss if own else 0.0 * terms.loss).backward()
             if own:
                 logp_m, slope_m = found.logprobs_m.detach(), found.logprobs_m.grad
                 assert slope_m is not None
-                made.append((micro, replace(terms, loss=terms.loss.detach()), found.entropy_m.detach(), logp_m, slope_m))
+                made.append(
+                    (
+                        micro,
+                        replace(terms, loss=terms.loss.detach()),
+                        found.entropy_m.detach(),
+                        logp_m,
+                        slope_m,
+                    )
+                )
         return made
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
@@ -466,7 +562,9 @@ class Trainer:
             batch.correction_n = correction.weights(start_n, batch.engine_n, batch.trajectory_n)
             step_metrics.corrections.append(batch.correction_n)
 
-    def _check_start(self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics) -> None:
+    def _check_start(
+        self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics
+    ) -> None:
         batch.start_n = start_n
 
         def rounding_effect() -> float:
@@ -476,15 +574,21 @@ class Trainer:
 
         effect = rounding_effect if self._rounded_inputs else None
         options: dict[str, Any] = {"rounding_effect": effect, "moved_steps": self._moved_steps}
-        step_metrics.moved |= check_mismatch(batch, self.config, self.precision, self.distribution, **options)
+        step_metrics.moved |= check_mismatch(
+            batch, self.config, self.precision, self.distribution, **options
+        )
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 
     def _score(self, batch: TrainingBatch) -> Tensor:
-        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p support."""
+        """Return logprobs of a batch's targets, float64, N; the first call finds
+        the top-k/top-p support."""
 
         def support() -> SamplingSupport:
-            found = [self.forward.sampling_support(micro, self.pixels, self.distribution) for micro in batch.micros]
+            found = [
+                self.forward.sampling_support(micro, self.pixels, self.distribution)
+                for micro in batch.micros
+            ]
             order_n = torch.cat([micro.tokens_m for micro in batch.micros])
             return SamplingSupport.join(found).take(order_n.argsort())
 
@@ -492,7 +596,13 @@ class Trainer:
             logp_n = torch.zeros_like(batch.weights_n)
             with torch.no_grad():
                 for micro, own in self.ranks.passes(batch.micros):
-                    found = self._stats(micro, self.pixels, self.distribution, batch.support_of(micro), entropy=False)
+                    found = self._stats(
+                        micro,
+                        self.pixels,
+                        self.distribution,
+                        batch.support_of(micro),
+                        entropy=False,
+                    )
                     if own:
                         logp_n[micro.tokens_m] = found.logprobs_m.double()
             return self.ranks.sum_(logp_n)
@@ -514,7 +624,9 @@ class Trainer:
     def _as_reference(self) -> AbstractContextManager[None]:
         if self._reference is None:
             why = "train.kl is over 0, or the policy is its own teacher"
-            raise TurnwrightError(f"{why}, but there is no reference policy; call reference() before the first step")
+            raise TurnwrightError(
+                f"{why}, but there is no reference policy; call reference() before the first step"
+            )
         return self._reference.active()
 
     def _at_temperature_one(self, micro: MicroBatch) -> Tensor:  # log-probabilities (M, vocabulary)
@@ -522,28 +634,37 @@ class Trainer:
             return self._full_logprobs(micro, self.pixels, LogitDistribution(1.0, self.banned_ids))
 
     def take_probe(self) -> WeightSyncProbe | None:
-        """Return and clear the last step's probe, which checks whether an engine has the updates; None if there is none."""
+        """Return and clear the last step's probe, which checks whether an engine has the updates;
+        None if there is none."""
         probe, self._probe = self._probe, None
         return probe
 
     # Other uses of the forward pass.
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
-        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over the step's tokens.
+        """Train one step on demonstrations: cross entropy of their sampled ids in nats,
+        mean over the step's tokens.
 
-        Returns `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`. Raises `UsageError` as `step`, and
-        `TurnwrightError` when no id carries loss, or the loss or its gradient is not finite.
+        Returns `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`.
+        Raises `UsageError` as `step`, and `TurnwrightError` when no id carries loss, or the
+        loss or its gradient is not finite.
         """
         began = time.perf_counter()
         check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
-        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)]
+        credits = [
+            Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)
+        ]
         scale = LossDenominator.of(credits, "token")
         if not scale.tokens:
             raise TurnwrightError(
-                f"none of {len(trajectories)} demonstrations has an id to train; a solver's replies must be sampled spans"
+                f"none of {len(trajectories)} demonstrations has an id to train; a solver's "
+                "replies must be sampled spans"
             )
-        batch, distribution = self._batch(credits, scale, routes=False), LogitDistribution(1.0, self.banned_ids)
+        batch, distribution = (
+            self._batch(credits, scale, routes=False),
+            LogitDistribution(1.0, self.banned_ids),
+        )
 
         def backward() -> float:
             total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -566,26 +687,32 @@ class Trainer:
         return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by path in order; raise
-        `UsageError` as `step`."""
+        """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by
+        path in order; raise `UsageError` as `step`."""
         check_fingerprints(self.template, trajectories, "the training data")
         credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
         rows: list[list[float]] = [[] for _ in trajectories]
         used = [number for number, credit in enumerate(credits) if credit.tokens]
-        for index, value in zip(batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True):
+        for index, value in zip(
+            batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True
+        ):
             rows[used[int(index)]].append(value)
         return rows
 
     # Weights and state.
 
     def weights(self, *, copy: bool = True) -> Weights:
-        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms` applied, tied ones once.
+        """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms`
+        applied, tied ones once.
 
-        Without `copy` tensors may be the model's own, for a receiver that copies them before the next step.
+        Without `copy` tensors may be the model's own, for a receiver that copies
+        them before the next step.
         """
         weights = named_tensors(self.model, self._tied, copy=copy)
-        for transform in self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]:
+        for transform in (
+            self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
+        ):
             weights = transform(weights)
         return weights
 
@@ -594,28 +721,31 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def adapter_weights(self) -> Weights:
-        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take adapters; raise
-        `TurnwrightError` without an adapter."""
+        """Yield copies of the LoRA matrices A and B by peft's file names, for engines that take
+        adapters; raise `TurnwrightError` without an adapter."""
         if self.adapter is None:
             raise TurnwrightError("the model has no LoRA adapter; use weights()")
         return self.adapter.in_layout(named_tensors(self.model, self._tied, copy=True))
 
     def reference(self) -> None:
-        """Keep the current policy as the reference of the KL term and of a `self` teacher, if there is one. Raises
-        `ConfigError` when `train.reference` needs an adapter and there is none."""
+        """Keep the current policy as the reference of the KL term and of a `self` teacher, if there
+        is one. Raises `ConfigError` when `train.reference` needs an adapter and there is none."""
         if self.keeps_reference:
             untouched = self.adapter is not None and not self.ranks.any(not self.adapter.is_initial)
-            self._reference = ReferencePolicy.of(self.model, self.adapter, self.config, untouched=untouched)
+            self._reference = ReferencePolicy.of(
+                self.model, self.adapter, self.config, untouched=untouched
+            )
 
     @property
     def signal_share(self) -> float:
-        """Share of `train.epochs` full updates that a step makes: the larger share of signal of both measures of agreement."""
+        """Share of `train.epochs` full updates that a step makes: the larger share of signal of
+        both measures of agreement."""
         return max(signal.share for signal in self.signals)
 
     @property
     def passes(self) -> int:
-        """Passes over a step's batches: as few as may make that share of updates, none larger than a full one. A pass more
-        would cost as much as the first, and move the policy no further."""
+        """Passes over a step's batches: as few as may make that share of updates, none larger than
+        a full one. A pass more would cost as much as the first, and move the policy no further."""
         return max(1, math.ceil(self.config.epochs * self.signal_share))
 
     @property
@@ -626,15 +756,18 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        # Updates by the same episodes have the same noise: the momentum forgets one step's in as many as there are.
+        # Updates by the same episodes have the same noise: the momentum forgets one step's
+        # in as many as there are.
         memory, beta = self.config.gradient_signal_steps, self.config.betas[0] ** self.config.epochs
         self.signals = GradientSignal(memory, beta), GradientSignal(memory, beta)
-        """Evidence of the gradients' agreement, and of their agreement in units of each coordinate's size."""
+        """Evidence of the gradients' agreement, and of their agreement in units of
+        each coordinate's size."""
         self.updates = 0
         """Optimizer steps since the last reset."""
 
     def save_weights(self, directory: str | Path, base: Path) -> None:
-        """Write the model as a Hugging Face directory, or only its LoRA in peft's layout with `base` as its base model."""
+        """Write the model as a Hugging Face directory, or only its LoRA in peft's layout with
+        `base` as its base model."""
         if self.adapter is not None:
             adapter = dict(self.adapter_weights())
             if self.ranks.rank == 0:
@@ -647,20 +780,27 @@ class Trainer:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
-        """Write the state for an exact resume, except the weights: optimizer, reference, update count."""
+        """Write the state for an exact resume, except the weights: optimizer,
+        reference, update count."""
         directory = Path(directory)
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["updates"] = torch.tensor([self.updates])
-        tensors["signal"] = torch.tensor([signal.state() for signal in self.signals], dtype=torch.float64)
+        tensors["signal"] = torch.tensor(
+            [signal.state() for signal in self.signals], dtype=torch.float64
+        )
         reference = None if self._reference is None else self._reference.tensors()
         if self.ranks.rank:
             return
         save_file(tensors, directory / OPTIMIZER_FILE)
         if reference is not None:
-            save_file({name: tensor.contiguous() for name, tensor in reference.items()}, directory / REFERENCE_FILE)
+            save_file(
+                {name: tensor.contiguous() for name, tensor in reference.items()},
+                directory / REFERENCE_FILE,
+            )
 
     def load(self, directory: str | Path) -> None:
-        """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or of another model."""
+        """Restore what `save` wrote, not the weights; raise `ModelError` when it is
+        unreadable or of another model."""
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
         self.updates = int(tensors.pop("updates"))
@@ -681,66 +821,82 @@ T = TypeVar("T")
 MICRO_TOKENS = 4096
 """Most tokens of a pass."""
 LARGE_MICRO_TOKENS, LARGE_MICRO_TOKENS_MIXED = 512, 4096
-"""The same for a large model on a CPU. Layers keep 0.4 MB a token in a model of 135 million weights in mixed precision, where
-each pass packs all weights anew, and twice that in float32."""
+"""The same for a large model on a CPU. Layers keep 0.4 MB a token in a model of 135 million weights
+in mixed precision, where each pass packs all weights anew, and twice that in float32."""
 ADAPTER_MICRO_TOKENS, ADAPTER_MICRO_TOKENS_MIXED = 256, 512
-"""The same for an adapter of one, whose step has no gradients of weights that would be larger than what layers keep. In
-float32 a step of 16 demonstrations peaked 0.2 GB lower with 256 than with 512 in the same CPU time."""
+"""The same for an adapter of one, whose step has no gradients of weights that would be larger than
+what layers keep. In float32 a step of 16 demonstrations peaked 0.2 GB lower with 256 than with 512
+in the same CPU time."""
 
 
 def is_large_on_cpu(model: nn.Module) -> bool:
-    """Return whether a model is on a CPU, and so large that its passes decide how large the process is."""
+    """Return whether a model is on a CPU, and so large that its passes decide how
+    large the process is."""
     sizes = [p.numel() for p in model.parameters() if p.device.type == "cpu"]
     return bool(4 * sum(sizes) >= LARGE_WEIGHTS)
 
 
 def default_micro_tokens(model: nn.Module) -> int:
-    """Return the most tokens of a pass: few for a large model on a CPU, fewer where its trained part is small."""
+    """Return the most tokens of a pass: few for a large model on a CPU, fewer where its
+    trained part is small."""
     if not is_large_on_cpu(model):
         return MICRO_TOKENS
     sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    weights, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    weights, trained = (
+        sum(size for size, _ in sizes),
+        sum(size for size, is_trained in sizes if is_trained),
+    )
     if trained < weights // 4:
         return ADAPTER_MICRO_TOKENS_MIXED if is_mixed(model) else ADAPTER_MICRO_TOKENS
     return LARGE_MICRO_TOKENS_MIXED if is_mixed(model) else LARGE_MICRO_TOKENS
 
 
 class MicroBatchLimit:
-    """Micro-batch size in tokens; halved once after an out-of-memory error: a second time would hide that something else fills
-    the memory. Results do not depend on the size."""
+    """Micro-batch size in tokens; halved once after an out-of-memory error: a second time would
+    hide that something else fills the memory. Results do not depend on the size."""
 
-    def __init__(self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None) -> None:
-        """Halve only `alone`: several ranks would have to halve together, and one that runs out of memory cannot notify the
-        others during a pass."""
+    def __init__(
+        self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None
+    ) -> None:
+        """Halve only `alone`: several ranks would have to halve together, and one that runs out of
+        memory cannot notify the others during a pass."""
         self.tokens = tokens
         self.alone = alone
         self.halved = False
         self._on_note = on_note or logging.getLogger(__name__).warning
 
-    def run(self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None) -> T:
-        """Run work over a batch's passes, from the first and with gradients as before; after an out-of-memory error, retry once
-        with passes of half the size, after `undo` of the results. Raise `TurnwrightError` when they were halved before."""
+    def run(
+        self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None
+    ) -> T:
+        """Run work over a batch's passes, from the first and with gradients as before; after an
+        out-of-memory error, retry once with passes of half the size, after `undo` of the results.
+        Raise `TurnwrightError` when they were halved before."""
         while True:
             if self.halved:
                 batch.repack(self.tokens)
             try:
                 return work()
             except torch.OutOfMemoryError as error:
-                reason = (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[0]
-            # Outside the handler the exception is gone, and with it the frames that held tensors of the failed pass.
+                reason = (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[
+                    0
+                ]
+            # Outside the handler the exception is gone, and with it the frames that held
+            # tensors of the failed pass.
             undo()
             if self.halved or self.tokens < 2 or not self.alone:
                 already = ", already half of train.micro_tokens" if self.halved else ""
                 raise TurnwrightError(
-                    f"out of memory with forward passes of {self.tokens} tokens{already} ({reason}). The weights are "
-                    "unchanged. Shorten episodes (limits.context, limits.episode_tokens), lower train.micro_tokens, freeze "
-                    "parts of the model, or give the engine less memory"
+                    f"out of memory with forward passes of {self.tokens} tokens{already} "
+                    f"({reason}). The weights are unchanged. Shorten episodes (limits.context, "
+                    "limits.episode_tokens), lower train.micro_tokens, freeze parts of the model, "
+                    "or give the engine less memory"
                 )
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.halved = True
             self._on_note(
-                f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens instead of {self.tokens}; set "
-                f"train.micro_tokens = {self.tokens // 2} to start with that"
+                f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens "
+                f"instead of {self.tokens}; set train.micro_tokens = {self.tokens // 2} to start "
+                "with that"
             )
             self.tokens //= 2

@@ -11,14 +11,20 @@ class Cut(GeneratorInterface):
 
     async def generate(self, input_batch, disable_tqdm=False):
         (prompt,) = input_batch["prompts"]
-        start = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        start = self.tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         ids, mask = list(start), []
         for turn in range(2):
             if turn:
                 more = self.tokenizer.encode(AGAIN, add_special_tokens=False)
                 ids, mask = [*ids, *more], [*mask, *[0] * len(more)]
             out = await self.client.generate({"prompt_token_ids": [ids], "sampling_params": None})
-            (reply,), (reason,), (text,) = out["response_ids"], out["stop_reasons"], out["responses"]
+            (reply,), (reason,), (text,) = (
+                out["response_ids"],
+                out["stop_reasons"],
+                out["responses"],
+            )
             ids, mask = [*ids, *reply], [*mask, *[1] * len(reply)]
             if reason == "length":
                 break

@@ -7,7 +7,10 @@ from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 class Cut(MultiTurnScheduler):
     def check_finished(self, infer_request, response_choice, current_turn):
         self.seen = response_choice.finish_reason
-        return super().check_finished(infer_request, response_choice, current_turn) or current_turn == 2
+        return (
+            super().check_finished(infer_request, response_choice, current_turn)
+            or current_turn == 2
+        )
 
     def step(self, infer_request, response_choice, current_turn):
         infer_request.messages.append({"role": "user", "content": "Again."})
@@ -16,7 +19,10 @@ class Cut(MultiTurnScheduler):
 
 class Punished(ORM):
     def __call__(self, completions, is_truncated, **kwargs):
-        return [-1.0 if cut else float("good" in text) for text, cut in zip(completions, is_truncated, strict=True)]
+        return [
+            -1.0 if cut else float("good" in text)
+            for text, cut in zip(completions, is_truncated, strict=True)
+        ]
 
 
 class Rounds(Cut):

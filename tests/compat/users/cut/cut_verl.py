@@ -1,4 +1,5 @@
-"""verl: two replies at most; a cut reply, which has no end token, ends the conversation and is punished."""
+"""verl: two replies at most; a cut reply, which has no end token, ends the
+conversation and is punished."""
 
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 
@@ -13,9 +14,13 @@ class Cut(AgentLoopBase):
             if turn:
                 more = self.tokenizer.encode(AGAIN, add_special_tokens=False)
                 ids, mask = [*ids, *more], [*mask, *[0] * len(more)]
-            output = await self.server_manager.generate("a", prompt_ids=ids, sampling_params=sampling_params)
+            output = await self.server_manager.generate(
+                "a", prompt_ids=ids, sampling_params=sampling_params
+            )
             ids, mask = [*ids, *output.token_ids], [*mask, *[1] * len(output.token_ids)]
-            cut = output.token_ids[-1] != self.tokenizer.eos_token_id  # verl's stop reason is "completed" for both
+            cut = (
+                output.token_ids[-1] != self.tokenizer.eos_token_id
+            )  # verl's stop reason is "completed" for both
             if cut:
                 break
         text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)

@@ -15,4 +15,6 @@ class DigitsEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         found = re.search(r"#### (\d+)", action)
         reward = float(found is not None and found[1] == self.truth)
-        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={"answer": found and found[1]})
+        return BaseTextEnvStepOutput(
+            observations=[], reward=reward, done=True, metadata={"answer": found and found[1]}
+        )

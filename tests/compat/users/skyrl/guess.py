@@ -19,7 +19,9 @@ class GuessEnv(BaseTextEnv):
         reward = 1.0 if right else 0.1 / self.max_turns if guess is not None else 0.0
         hint = "a number, please" if guess is None else "higher" if guess < self.number else "lower"
         observations = [] if done else [{"role": "user", "content": hint}]
-        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={"guess": guess})
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=reward, done=done, metadata={"guess": guess}
+        )
 
     def get_metrics(self) -> dict[str, Any]:
         return {"steps": self.turns, "solved": self.turns < self.max_turns, "note": "text"}

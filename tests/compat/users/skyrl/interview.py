@@ -15,7 +15,10 @@ class InterviewEnv(BaseTextEnv):
 
     def init(self, prompt):
         opening, metadata = super().init(prompt)
-        return [{"role": "system", "content": f"{len(self.questions)} questions follow."}, *opening], {"n": 1, **metadata}
+        return [
+            {"role": "system", "content": f"{len(self.questions)} questions follow."},
+            *opening,
+        ], {"n": 1, **metadata}
 
     def step(self, action: str):
         self.turns += 1
@@ -25,7 +28,12 @@ class InterviewEnv(BaseTextEnv):
             {"role": "tool", "content": f"noted: {action}"},
             {"role": "user", "content": self.questions.pop(0)},
         ]
-        return {"observations": observations, "reward": 0.25, "done": False, "metadata": {"seen": {1, 2}, "who": self}}
+        return {
+            "observations": observations,
+            "reward": 0.25,
+            "done": False,
+            "metadata": {"seen": {1, 2}, "who": self},
+        }
 
     def close(self):
         self.closed = True

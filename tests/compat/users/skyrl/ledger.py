@@ -38,7 +38,9 @@ class LedgerEnv(BaseTextEnv):
         self.turns += 1
         if "<solution>" in action:
             right = self.gold in action
-            return BaseTextEnvStepOutput(observations=[], reward=1.0 if right else -1.0, done=True, metadata={})
+            return BaseTextEnvStepOutput(
+                observations=[], reward=1.0 if right else -1.0, done=True, metadata={}
+            )
         query = re.search(r"<sql>(.*?)</sql>", action, re.DOTALL)
         try:
             assert query is not None, "write <sql>...</sql>"

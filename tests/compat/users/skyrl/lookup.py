@@ -59,4 +59,6 @@ class LookupEnv(BaseTextEnv):
         observation = {"role": "user", "content": content}
         self.chat_history.append(observation)
         info = {"tool_group": self.group.name, "tool_name": tool_name}
-        return BaseTextEnvStepOutput(observations=[observation], reward=0, done=False, metadata=info)
+        return BaseTextEnvStepOutput(
+            observations=[observation], reward=0, done=False, metadata=info
+        )

@@ -21,4 +21,6 @@ class MultiplyEnv(BaseTextEnv):
         reward = 1.0 if right else self.credit if done and answer is not None else 0.0
         text = "Write \\boxed{answer}." if answer is None else f"{answer} is wrong."
         observations = [] if done else [{"role": "user", "content": text}]
-        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata={"parsed": answer})
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=reward, done=done, metadata={"parsed": answer}
+        )

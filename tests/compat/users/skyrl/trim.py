@@ -15,5 +15,9 @@ class TrimEnv(BaseTextEnv):
         text, mark, _ = action.partition("</think>")
         done = "stop" in action
         return BaseTextEnvStepOutput(
-            observations=[], reward=float(done), done=done, metadata={}, postprocessed_action=text + mark
+            observations=[],
+            reward=float(done),
+            done=done,
+            metadata={},
+            postprocessed_action=text + mark,
         )

@@ -23,7 +23,11 @@ class GuessEnv(BaseInteractionEnv):
         answer = extract_answer(response_text)
         if answer is not None and re.search(r"<\|im_end\|>$", response_text):
             return {"obs_str": "done", "role": "tool"}, True, {"answer": answer}
-        return {"obs_str": f"turn {self.turn} of {self.max_turns}: box it"}, False, {"turn": self.turn}
+        return (
+            {"obs_str": f"turn {self.turn} of {self.max_turns}: box it"},
+            False,
+            {"turn": self.turn},
+        )
 
 
 def build_env(sample: Sample | None = None, args=None, **_):

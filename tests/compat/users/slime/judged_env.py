@@ -1,4 +1,5 @@
-"""An interaction environment whose step waits for a judge, which is down for the first call of each question."""
+"""An interaction environment whose step waits for a judge, which is down for the first
+call of each question."""
 
 from threading import Barrier
 
@@ -6,7 +7,8 @@ from examples.geo3k_vlm_multi_turn.base_env import BaseInteractionEnv
 
 ASKED = set()
 TOGETHER = Barrier(8, timeout=60)
-"""Answers come to eight questions at once: a loop in which one waits for another would never get them."""
+"""Answers come to eight questions at once: a loop in which one waits for another
+would never get them."""
 
 
 def judge(question, text, turn):

@@ -16,7 +16,11 @@ class MilesEnv(BaseInteractionEnv):
     def step(self, response_text):
         self.turn += 1
         found = extract_answer(response_text)
-        return {"obs_str": f"{self.max_turns - self.turn} left"}, found is not None, {"reward": float(found == self.label)}
+        return (
+            {"obs_str": f"{self.max_turns - self.turn} left"},
+            found is not None,
+            {"reward": float(found == self.label)},
+        )
 
 
 def build_env(sample=None, args=None, **_):

@@ -9,8 +9,12 @@ from slime.utils.types import Sample
 
 async def _ask(args, ids, sampling_params):
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
-    output = await post(url, {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True})
-    return output["meta_info"]["output_token_logprobs"], output["meta_info"]["finish_reason"]["type"]
+    output = await post(
+        url, {"input_ids": ids, "sampling_params": sampling_params, "return_logprob": True}
+    )
+    return output["meta_info"]["output_token_logprobs"], output["meta_info"]["finish_reason"][
+        "type"
+    ]
 
 
 def _filled(sample, prompt, rows, reward):
@@ -28,11 +32,15 @@ async def fan_out(args, sample, sampling_params, evaluation=False):
     prompt = GenerateState(args).tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
     both = await asyncio.gather(*(_ask(args, prompt, sampling_params) for _ in range(2)))
     samples = [Sample(prompt=sample.prompt, label=sample.label, rollout_id=7) for _ in both]
-    return [_filled(one, prompt, rows, float(at)) for at, (one, (rows, _)) in enumerate(zip(samples, both, strict=True))]
+    return [
+        _filled(one, prompt, rows, float(at))
+        for at, (one, (rows, _)) in enumerate(zip(samples, both, strict=True))
+    ]
 
 
 async def fan_out_unscored(args, sample, sampling_params):
-    """The same without rewards, which `batch_length` gives to all of them in one call, as slime asks for a list."""
+    """The same without rewards, which `batch_length` gives to all of them in one call, as
+    slime asks for a list."""
     both = await fan_out(args, sample, sampling_params)
     tokenizer = GenerateState(args).tokenizer
     for one in both:

@@ -21,7 +21,11 @@ class ScoringEnv(BaseInteractionEnv):
             return {"obs_str": "over"}, True, {}
         answer = json.loads(found[1])["arguments"]["answer"]
         self.scores.append(float(grade_answer_verl(f"\\boxed{{{answer}}}", self.label)))
-        return {"obs_str": f"score {self.scores[-1]}, {self.left} left"}, self.left == 0, {"score": self.scores[-1]}
+        return (
+            {"obs_str": f"score {self.scores[-1]}, {self.left} left"},
+            self.left == 0,
+            {"score": self.scores[-1]},
+        )
 
 
 def build_env(sample=None, args=None, **_):

@@ -13,15 +13,21 @@ async def generate(args, sample: Sample, sampling_params) -> Sample:
     sample.tokens, response = list(prompt_ids), ""
     params = {**sampling_params, "stop": ["</search>", "</answer>"]}
     for _ in range(args.max_turns):
-        output = await post(url, {"text": sample.prompt + response, "sampling_params": params, "return_logprob": True})
+        output = await post(
+            url,
+            {"text": sample.prompt + response, "sampling_params": params, "return_logprob": True},
+        )
         rows = output["meta_info"]["output_token_logprobs"]
         sample.append_response_tokens(
-            args, tokens=[row[1] for row in rows], log_probs=[row[0] for row in rows], meta_info=output["meta_info"]
+            args,
+            tokens=[row[1] for row in rows],
+            log_probs=[row[0] for row in rows],
+            meta_info=output["meta_info"],
         )
         response += output["text"]
         if output["meta_info"]["finish_reason"]["type"] == "length" or "<answer>" in output["text"]:
             break
-        found = f"\n\n<information>{args.index[output['text'].split('<search>')[1].split('</search>')[0]]}</information>\n\n"
+        found = f"\n\n<information>{args.index[output['text'].split('<search>')[1].split('</search>')[0]]}</information>\n\n"  # noqa: E501
         ids = state.tokenizer(found, add_special_tokens=False)["input_ids"]
         sample.append_response_tokens(args, tokens=ids, trainable=False)
         response += found

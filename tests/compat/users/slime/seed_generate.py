@@ -1,4 +1,5 @@
-"""Helpers that the printed generate function (seed_generate.txt) calls, which a test appends to this file."""
+"""Helpers that the printed generate function (seed_generate.txt) calls, which a test
+appends to this file."""
 
 import asyncio
 from types import SimpleNamespace
@@ -23,7 +24,12 @@ def init_from_prompt(sample, state):
 
 
 async def sglang_generate(url, input_ids, sampling_params, image_data):
-    payload = {"input_ids": input_ids, "sampling_params": sampling_params, "return_logprob": True, "image_data": image_data}
+    payload = {
+        "input_ids": input_ids,
+        "sampling_params": sampling_params,
+        "return_logprob": True,
+        "image_data": image_data,
+    }
     output = await asyncio.wait_for(post(url, payload), 60)
     rows = output["meta_info"]["output_token_logprobs"]
     finish = output["meta_info"]["finish_reason"]["type"]
@@ -41,6 +47,10 @@ def append(sample, tokens, logprobs, loss_mask_val):
 
 def encode_observation_delta(user_msg, tokenizer, processor, tools):
     message = {**user_msg, "content": "".join(part["text"] for part in user_msg["content"])}
-    dummy = tokenizer.apply_chat_template(DUMMY, tools=tools, tokenize=False, add_generation_prompt=False)
-    full = tokenizer.apply_chat_template([*DUMMY, message], tools=tools, tokenize=False, add_generation_prompt=True)
+    dummy = tokenizer.apply_chat_template(
+        DUMMY, tools=tools, tokenize=False, add_generation_prompt=False
+    )
+    full = tokenizer.apply_chat_template(
+        [*DUMMY, message], tools=tools, tokenize=False, add_generation_prompt=True
+    )
     return tokenizer(full[len(dummy) :], add_special_tokens=False)["input_ids"], [], None, None

@@ -1,4 +1,5 @@
-"""An interaction environment with a tool of the row, an observation of its own form, and a reward that is a dict."""
+"""An interaction environment with a tool of the row, an observation of its own form, and a
+reward that is a dict."""
 
 import json
 import re
@@ -22,7 +23,11 @@ class ToolEnv(BaseInteractionEnv):
             return {}, True, {"calls": 0}
         call = json.loads(found[1])
         assert call["name"] in self.names
-        return {"result": sum(call["arguments"]["numbers"])}, self.left == 0, {"calls": 1, "call": call}
+        return (
+            {"result": sum(call["arguments"]["numbers"])},
+            self.left == 0,
+            {"calls": 1, "call": call},
+        )
 
     def format_observation(self, observation):
         return {"role": "tool", "content": str(observation["result"])}

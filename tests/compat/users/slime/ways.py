@@ -1,4 +1,5 @@
-"""Generate functions and rewards as they are written in many ways: names of their own, lists in place, statuses as texts."""
+"""Generate functions and rewards as they are written in many ways: names of their own, lists in
+place, statuses as texts."""
 
 from copy import deepcopy
 
@@ -9,7 +10,9 @@ from slime.utils.types import Sample
 
 async def _reply(configuration, ids, params):
     url = f"http://{configuration.sglang_router_ip}:{configuration.sglang_router_port}/generate"
-    return await post(url, {"input_ids": list(ids), "sampling_params": params, "return_logprob": True})
+    return await post(
+        url, {"input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+    )
 
 
 def _rows(out):
@@ -21,7 +24,11 @@ def _rows(out):
 async def in_place(configuration, item, params):
     """Called by position; the lists of the sample are kept in variables, and grow."""
     tokenizer = GenerateState(configuration).tokenizer
-    item.tokens, item.loss_mask, item.rollout_log_probs = list(tokenizer.encode(item.prompt)), [], []
+    item.tokens, item.loss_mask, item.rollout_log_probs = (
+        list(tokenizer.encode(item.prompt)),
+        [],
+        [],
+    )
     ids, mask, logprobs = item.tokens, item.loss_mask, item.rollout_log_probs
     for number in range(2):
         out = await _reply(configuration, ids, params)
@@ -45,7 +52,9 @@ async def appended(args, sample, sampling_params, evaluation=False):
     sample.tokens = list(tokenizer.encode(sample.prompt))
     out = await _reply(args, sample.tokens, sampling_params)
     ids, logprobs = _rows(out)
-    sample.append_response_tokens(args, tokens=ids, log_probs=logprobs, meta_info=out["meta_info"], text=out["text"])
+    sample.append_response_tokens(
+        args, tokens=ids, log_probs=logprobs, meta_info=out["meta_info"], text=out["text"]
+    )
     return sample
 
 

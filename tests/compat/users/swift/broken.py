@@ -18,4 +18,8 @@ class TrainsTips(MultiTurnScheduler):
         tip = self.tokenizer.encode(" no", add_special_tokens=False)
         infer_request.messages[-1]["content"] += " no"
         ids = list(response_choice.token_ids) + tip
-        return {"infer_request": infer_request, "response_token_ids": ids, "response_loss_mask": [1] * len(ids)}
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": ids,
+            "response_loss_mask": [1] * len(ids),
+        }

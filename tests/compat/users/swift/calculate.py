@@ -9,14 +9,20 @@ from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
 class Calculate(MultiTurnScheduler):
     def check_finished(
-        self, infer_request: "RolloutInferRequest", response_choice: "ChatCompletionResponseChoice", current_turn: int
+        self,
+        infer_request: "RolloutInferRequest",
+        response_choice: "ChatCompletionResponseChoice",
+        current_turn: int,
     ) -> bool:
         if "Action:" not in response_choice.message.content:
             return True
         return super().check_finished(infer_request, response_choice, current_turn)
 
     def step(
-        self, infer_request: "RolloutInferRequest", response_choice: "ChatCompletionResponseChoice", current_turn: int
+        self,
+        infer_request: "RolloutInferRequest",
+        response_choice: "ChatCompletionResponseChoice",
+        current_turn: int,
     ) -> Dict:  # noqa: UP006
         first, second = response_choice.message.content.removeprefix("Action:").split("+")
         result = f"[{int(first) + int(second)}]"

@@ -2,7 +2,14 @@
 
 from swift.rewards import ORM, orms
 
-COLUMNS = ("messages", "response_token_ids", "rollout_infos", "is_truncated", "finish_reason", "multi_turn_infos")
+COLUMNS = (
+    "messages",
+    "response_token_ids",
+    "rollout_infos",
+    "is_truncated",
+    "finish_reason",
+    "multi_turn_infos",
+)
 
 
 class Kept(ORM):

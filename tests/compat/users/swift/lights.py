@@ -19,7 +19,12 @@ class Lights(Env):
     async def step(self, action: Messages):
         on = action[-1]["content"] == "on"
         self.left -= on
-        return f"{self.left} left.", self.step_reward if on else -self.step_reward / 2, self.left == 0, {}
+        return (
+            f"{self.left} left.",
+            self.step_reward if on else -self.step_reward / 2,
+            self.left == 0,
+            {},
+        )
 
     async def close(self):
         self.left = None
@@ -27,7 +32,10 @@ class Lights(Env):
 
 class Short(ORM):
     def __call__(self, completions, rollout_infos, **kwargs):
-        return [2.0 if len(c) < 4 and infos["gym_done"] else 0.0 for c, infos in zip(completions, rollout_infos, strict=True)]
+        return [
+            2.0 if len(c) < 4 and infos["gym_done"] else 0.0
+            for c, infos in zip(completions, rollout_infos, strict=True)
+        ]
 
 
 envs["lights"] = Lights

@@ -10,10 +10,14 @@ class TwoDrafts(MultiTurnScheduler):
         super().__init__(infer_engine, max_turns, **kwargs)
         self.best = best
 
-    async def run(self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs):
+    async def run(
+        self, infer_request: RolloutInferRequest, request_config: RequestConfig, **kwargs
+    ):
         messages, rows = infer_request.messages, []
         for question in ("Which is better?", None):
-            response: ChatCompletionResponse = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
+            response: ChatCompletionResponse = await self.infer_engine.infer_async(
+                infer_request, request_config, **kwargs
+            )
             choice = response.choices[0]
             messages.append({"role": "assistant", "content": choice.message.content})
             rows.append(list(choice.token_ids))
@@ -43,7 +47,11 @@ class Memory(MultiTurnScheduler):
     def on_turn_end(self, infer_request, response_choice, current_turn):
         said = self.said[infer_request.uuid]
         said.append(response_choice.message.content)
-        assert [one["role"] for one in infer_request.messages].count("assistant") == len(said) == current_turn
+        assert (
+            [one["role"] for one in infer_request.messages].count("assistant")
+            == len(said)
+            == current_turn
+        )
         return {"done": current_turn == 3, "rollout_infos": {"words": sum(map(len, said))}}
 
     def step(self, infer_request, response_choice, current_turn):
@@ -60,7 +68,11 @@ class Half(MultiTurnScheduler):
         tip = self.tokenizer.encode(" and", add_special_tokens=False)
         infer_request.messages[-1]["content"] += " and"
         mask = [1] * len(ids) + [0] * len(tip)
-        return {"infer_request": infer_request, "response_token_ids": ids + tip, "response_loss_mask": mask}
+        return {
+            "infer_request": infer_request,
+            "response_token_ids": ids + tip,
+            "response_loss_mask": mask,
+        }
 
 
 multi_turns["memory"] = Memory

@@ -30,13 +30,23 @@ class Paths(MultiTurnScheduler):
         rows = []
         for answer, (messages, ids) in zip(answers, paths, strict=True):
             mask = [[1] * len(one) for one in ids]
-            rows.append(RolloutOutput(response=answer, messages=messages, response_token_ids=ids, response_loss_mask=mask))
+            rows.append(
+                RolloutOutput(
+                    response=answer,
+                    messages=messages,
+                    response_token_ids=ids,
+                    response_loss_mask=mask,
+                )
+            )
         return rows
 
     def step(self, path, answer):
         messages, ids = path
         choice = answer.choices[0]
-        return [*messages, {"role": "assistant", "content": choice.message.content}], [*ids, list(choice.token_ids)]
+        return [*messages, {"role": "assistant", "content": choice.message.content}], [
+            *ids,
+            list(choice.token_ids),
+        ]
 
     def check_finished(self, path):
         raise AssertionError("the loop has no use for it")

@@ -32,12 +32,24 @@ class OwnLoop(ORM):
 
 
 def columns(completions, **kwargs):
-    wanted = {"messages", "solution", "nums", "problem", "rollout_infos", "is_truncated", "finish_reason", "request_id"}
+    wanted = {
+        "messages",
+        "solution",
+        "nums",
+        "problem",
+        "rollout_infos",
+        "is_truncated",
+        "finish_reason",
+        "request_id",
+    }
     assert wanted <= set(kwargs), sorted(kwargs)
     assert all(len(kwargs[key]) == len(completions) for key in wanted)
     assert kwargs["messages"][0][-1] == {"role": "assistant", "content": completions[0]}
     assert kwargs["is_truncated"] == [False]
-    assert kwargs["trajectory_inputs"][kwargs["request_id"][0]][-1]["solution"] == kwargs["solution"][0]
+    assert (
+        kwargs["trajectory_inputs"][kwargs["request_id"][0]][-1]["solution"]
+        == kwargs["solution"][0]
+    )
     return [1.0]
 
 

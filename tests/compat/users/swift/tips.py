@@ -12,7 +12,9 @@ class AskAgain(MultiTurnScheduler):
         return right or super().check_finished(infer_request, result, current_turn)
 
     def step(self, infer_request, result, current_turn):
-        infer_request.messages.append({"role": "user", "content": f"Wrong, try {current_turn + 1}."})
+        infer_request.messages.append(
+            {"role": "user", "content": f"Wrong, try {current_turn + 1}."}
+        )
         return infer_request, {"said": result.message.content}
 
 
@@ -34,7 +36,9 @@ class GoBack(MultiTurnScheduler):
 class Said(ORM):
     def __call__(self, completions, solution, multi_turn_infos, messages, **kwargs):
         turns = [len(infos.get("said", ())) for infos in multi_turn_infos]
-        return [float(s in c) / (1 + n) for c, s, n in zip(completions, solution, turns, strict=True)]
+        return [
+            float(s in c) / (1 + n) for c, s, n in zip(completions, solution, turns, strict=True)
+        ]
 
 
 multi_turns["ask_again"] = AskAgain

@@ -17,4 +17,7 @@ class Zoom(MultiTurnScheduler):
             infer_request.images.pop()
         else:
             infer_request.messages.append({"role": "user", "content": "<image>Here it is."})
-        return {"infer_request": infer_request, "rollout_infos": {"images": list(infer_request.images)}}
+        return {
+            "infer_request": infer_request,
+            "rollout_infos": {"images": list(infer_request.images)},
+        }

@@ -6,7 +6,10 @@ from PIL import Image
 class Pictures:
     def reset(self, color: str, **row):
         self.color, self.looked = color, 0
-        return [{"type": "image", "image": Image.new("RGB", (56, 56), color)}, {"type": "text", "text": "Which color?"}]
+        return [
+            {"type": "image", "image": Image.new("RGB", (56, 56), color)},
+            {"type": "text", "text": "Which color?"},
+        ]
 
     def look(self, size: int) -> list:
         """

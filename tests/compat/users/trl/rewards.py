@@ -2,7 +2,10 @@
 
 
 def exact(completions, answer, **kwargs):
-    return [float(messages[-1]["content"] == str(one)) for messages, one in zip(completions, answer, strict=True)]
+    return [
+        float(messages[-1]["content"] == str(one))
+        for messages, one in zip(completions, answer, strict=True)
+    ]
 
 
 def brief(completion_ids, log_metric=None, log_extra=None, **kwargs):
@@ -18,7 +21,10 @@ async def said(environments, prompts, **kwargs):
 
 
 def calls(completions, **kwargs):
-    return [float(sum(len(message.get("tool_calls") or ()) for message in messages)) for messages in completions]
+    return [
+        float(sum(len(message.get("tool_calls") or ()) for message in messages))
+        for messages in completions
+    ]
 
 
 def length(completions, **kwargs):

@@ -20,13 +20,18 @@ class CounterTool(BaseTool):
     async def create(self, instance_id: str | None = None, **kwargs) -> tuple[str, ToolResponse]:
         instance_id = instance_id or str(uuid4())
         start = kwargs.get("create_kwargs", {}).get("start", 0)
-        self._instances[instance_id] = {"n": start, "goal": kwargs.get("create_kwargs", {}).get("goal")}
+        self._instances[instance_id] = {
+            "n": start,
+            "goal": kwargs.get("create_kwargs", {}).get("goal"),
+        }
         await asyncio.sleep(0)
         self.log.append("create")
         return instance_id, ToolResponse(text=f"The counter is at {start}.")
 
     @rollout_trace_op
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs
+    ) -> tuple[ToolResponse, float, dict]:
         state = self._instances[instance_id]
         await asyncio.sleep(0)
         state["n"] += self.step * int(parameters["by"])

@@ -1,4 +1,5 @@
-"""A tool of older releases: arguments of the row by name, text in place of a response, its schema in a method."""
+"""A tool of older releases: arguments of the row by name, text in place of a response,
+its schema in a method."""
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
@@ -10,7 +11,11 @@ class FlatTool(BaseTool):
         self.truths = {}
 
     def get_openai_tool_schema(self):
-        parameters = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+        parameters = {
+            "type": "object",
+            "properties": {"answer": {"type": "string"}},
+            "required": ["answer"],
+        }
         body = {"name": "check", "description": "Check an answer.", "parameters": parameters}
         return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": body})
 

@@ -28,7 +28,9 @@ def evaluate(expression: str) -> str:
 
 
 @function_tool
-async def rate(thing: str, stars: Literal[1, 2, 3], note: str | None = None, tags: list[str] | None = None) -> tuple:
+async def rate(
+    thing: str, stars: Literal[1, 2, 3], note: str | None = None, tags: list[str] | None = None
+) -> tuple:
     """Rate a thing.
 
     Args:
@@ -38,7 +40,11 @@ async def rate(thing: str, stars: Literal[1, 2, 3], note: str | None = None, tag
         tags: Words for it.
     """
     await asyncio.sleep(0)
-    return ToolResponse(text=f"{thing}: {stars} {note} {tags}"), 0.5 if stars == 3 else None, {"stars": stars}
+    return (
+        ToolResponse(text=f"{thing}: {stars} {note} {tags}"),
+        0.5 if stars == 3 else None,
+        {"stars": stars},
+    )
 
 
 @function_tool(
@@ -48,7 +54,11 @@ async def rate(thing: str, stars: Literal[1, 2, 3], note: str | None = None, tag
         "function": {
             "name": "ping",
             "description": "Ping.",
-            "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"n": {"type": "integer"}},
+                "required": ["n"],
+            },
         },
     },
 )

@@ -1,4 +1,5 @@
-"""A loop with a hidden number: the model guesses, and reads whether the number is larger or smaller."""
+"""A loop with a hidden number: the model guesses, and reads whether the number
+is larger or smaller."""
 
 import re
 from uuid import uuid4
@@ -26,7 +27,10 @@ class GuessLoop(AgentLoopBase):
         for turn in range(self.turns):
             with simple_timer("generate_sequences", metrics):
                 output = await self.server_manager.generate(
-                    request_id=request_id, prompt_ids=runtime, sampling_params=sampling_params, priority=priority
+                    request_id=request_id,
+                    prompt_ids=runtime,
+                    sampling_params=sampling_params,
+                    priority=priority,
                 )
             merged, mask, logprobs = await self.ct_merge_assistant_token(
                 runtime, output.token_ids, mask, logprobs, assistant_logprobs=output.log_probs
@@ -40,8 +44,13 @@ class GuessLoop(AgentLoopBase):
             if guess == secret or turn + 1 == self.turns or len(mask) >= self.response_length:
                 break
             previous = [*messages, {"role": "assistant", "content": text}]
-            messages = [*previous, {"role": "user", "content": "smaller" if guess > secret else "larger"}]
-            merged, mask, logprobs = await self.ct_merge_context_msg(previous, messages, runtime, mask, logprobs)
+            messages = [
+                *previous,
+                {"role": "user", "content": "smaller" if guess > secret else "larger"},
+            ]
+            merged, mask, logprobs = await self.ct_merge_context_msg(
+                previous, messages, runtime, mask, logprobs
+            )
             runtime = merged.token_ids
         return AgentLoopOutput(
             prompt_ids=runtime[:opening],

@@ -22,7 +22,9 @@ class PlainLoop(AgentLoopBase):
 class TrainsPrompt(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
-        output = await self.server_manager.generate("a", prompt_ids=ids, sampling_params=sampling_params)
+        output = await self.server_manager.generate(
+            "a", prompt_ids=ids, sampling_params=sampling_params
+        )
         return AgentLoopOutput(
             prompt_ids=ids[:-1],
             response_ids=[ids[-1], *output.token_ids],

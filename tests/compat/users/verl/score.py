@@ -6,7 +6,12 @@ import re
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     found = re.findall(r"#### (\d+)", solution_str)
     right = bool(found) and found[-1] == ground_truth
-    return {"score": float(right), "turns": extra_info["num_turns"], "text": solution_str, "known": data_source == "toy"}
+    return {
+        "score": float(right),
+        "turns": extra_info["num_turns"],
+        "text": solution_str,
+        "known": data_source == "toy",
+    }
 
 
 def plain(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
