@@ -170,7 +170,7 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
 
 @both
 def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(
-    home,
+    home,  # noqa: F811
     directories,
     kind,
 ):

@@ -142,7 +142,7 @@ def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(
-    directory,
+    directory,  # noqa: F811
     kind,
     tmp_path,
     monkeypatch,
@@ -385,7 +385,7 @@ def test_keep_needs_the_weights_of_each_id():
     "kind", ["sglang"]
 )  # only its client names the session, by which `turnwright serve` finds a cache
 def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(
-    directory,
+    directory,  # noqa: F811
     kind,
     tmp_path,
 ):

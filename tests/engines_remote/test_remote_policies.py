@@ -214,7 +214,7 @@ def test_each_policy_finds_out_that_a_server_was_started_anew(root, kind):
 
 @both
 def test_servers_of_a_run_are_started_once_for_all_policies_and_end_with_their_owner(
-    home,
+    home,  # noqa: F811
     root,
     kind,
 ):
