@@ -317,6 +317,11 @@ def _schema_problems(tool: Any) -> Iterator[str]:
             yield f"{name!r} requires {key!r}, which is no property"
 
 
+def _always(reply: str, messages: object, rng: object) -> str:
+    """Reply the same, whatever was asked."""
+    return reply
+
+
 async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check that replies of an untrained model are handled and not rewarded."""
     findings: dict[str, EnvFinding] = {}
@@ -324,9 +329,7 @@ async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindi
     for number, reply in enumerate(MISTAKES):
         task = tasks[number % len(tasks)]
         text = repr(reply if len(reply) < 40 else reply[:20] + "...")
-        played = await _play(
-            spec, task, lambda messages, rng, reply=reply: reply, f"the reply {text}", turns=3
-        )  # type: ignore[misc]
+        played = await _play(spec, task, partial(_always, reply), f"the reply {text}", turns=3)
         if isinstance(played, EnvFinding):
             fault = _fault(played.message)
             findings.setdefault(fault, played)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product, takewhile
 from typing import Any, NamedTuple
 
@@ -560,9 +560,9 @@ class ConversationComposer:
         """
         marks = [random_mark() if m.role != "assistant" else "" for m in given]
         marked = [
-            map_texts(m, lambda t, own=own: f"{own}{t}{own}")
-            for m, own in zip(given, marks, strict=True)
-        ]  # type: ignore[misc]
+            map_texts(message, partial("{0}{1}{0}".format, mark))
+            for message, mark in zip(given, marks, strict=True)
+        ]
         text = self._template.try_render(marked, tools, generation_prompt=True)
         if (
             text is None

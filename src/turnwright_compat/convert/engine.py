@@ -169,10 +169,9 @@ class Converted:
     def summary(self) -> str:
         """Return the counts in one line."""
         words = ("mapped", "machine settings dropped", "without an equivalent", "unknown")
-        counts = zip(("mapped", "machine", "none", "unknown"), words, strict=True)
-        return f"{len(self.accounts)} settings of {self.system}: " + ", ".join(
-            f"{self.count(k)} {w}" for k, w in counts
-        )  # type: ignore[arg-type]
+        kinds: tuple[Kind, ...] = ("mapped", "machine", "none", "unknown")
+        counts = [f"{self.count(kind)} {word}" for kind, word in zip(kinds, words, strict=True)]
+        return f"{len(self.accounts)} settings of {self.system}: " + ", ".join(counts)
 
 
 def same(key: str, **choices: Any) -> Rule:

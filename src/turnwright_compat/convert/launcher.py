@@ -998,10 +998,10 @@ class Launcher:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 name = node.target.id
                 order.append(name)
-                missing = node.value is None or _is_uninitialized(node.value)
-                record.fields[name] = (
-                    Unknown(name) if missing else self.value(node.value, made.scope)
-                )  # type: ignore[arg-type]
+                if node.value is None or _is_uninitialized(node.value):
+                    record.fields[name] = Unknown(name)
+                else:
+                    record.fields[name] = self.value(node.value, made.scope)
             elif isinstance(node, ast.Assign):
                 for target in node.targets:
                     if isinstance(target, ast.Name):
