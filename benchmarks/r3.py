@@ -38,8 +38,8 @@ from turnwright.training import (
     make_batch,
     trainable_tokens,
 )
-from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.forward.passes import MicroBatch
 
 LIMITS = tw.Limits(turns=3, turn_tokens=24, on_turn_length="continue")
 WORDS = ("lamp", "river", "stone", "cloud", "ember", "moss")

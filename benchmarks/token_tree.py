@@ -40,16 +40,11 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from turnwright.training import LogitDistribution, build_prefix_tree
-from turnwright.training.forward.batch import (
-    BatchPacker,
-    MicroBatch,
-    TrainingRow,
-    pack_rows,
-    shared_prefixes,
-    tree_micro,
-)
 from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.forward.packing import BatchPacker, shared_prefixes, tree_micro
+from turnwright.training.forward.passes import MicroBatch, pack_rows
 from turnwright.training.forward.prefix_tree import split_passes
+from turnwright.training.forward.rows import TrainingRow
 
 SIZES = {"cpu": (369, 256, 4, 4, 2, 64), "cuda": (32_000, 1024, 24, 16, 8, 64)}
 """Vocabulary, width, layers, heads, key heads and size of a head."""

@@ -19,9 +19,10 @@ from sight_kit import Gallery, episode
 from turnwright.config import ModelConfig, TeacherConfig, TrainConfig
 from turnwright.engines import Sampling
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.credit import Credit
 from turnwright.training.forward.batch import LossDenominator, TeacherScores
 from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.teachers.local import LocalTeacher
 from turnwright.training.teachers.remote import RemoteTeacher
 from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, Teachers

@@ -39,8 +39,9 @@ from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.rollouts import EpisodeSpec, Rollout, RolloutSettings, group_by_task
 from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.algorithms.grpo import ALGORITHM as GRPO
-from turnwright.training.forward.batch import BatchPacker, LossDenominator, make_batch
+from turnwright.training.forward.batch import LossDenominator, make_batch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.forward.packing import BatchPacker
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.loss import TokenBatch
 from turnwright.training.model.weight_export import unique_weights

@@ -23,7 +23,8 @@ from turnwright.records.run_dir import RunDir
 from turnwright.records.serialization import read_trajectory, rebuild_trajectories, trajectory_row
 from turnwright.renderers import CHATML, load_renderer
 from turnwright.training import create_tiny_model
-from turnwright.training.advantages import WEIGHED, advantages
+from turnwright.training.advantages import advantages
+from turnwright.training.untrained_reasons import WEIGHED
 from turnwright.types import Group, Origin, Status, StopReason
 from turnwright_view.replay.compare import as_json
 

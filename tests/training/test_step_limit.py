@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 import turnwright as tw
 from turnwright.config import TrainConfig
-from turnwright.training.advantages import NO_SIGNAL, Credit
+from turnwright.training.credit import Credit
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.trainer.optimizer import Optimizer
 from turnwright.training.trainer.step_limit import MAX_GOOD_KL, MOST, StepLimit, good_episodes
 from turnwright.training.trainer.trainer import Trainer
+from turnwright.training.untrained_reasons import NO_SIGNAL
 from turnwright.types import Task, Trajectory
 
 

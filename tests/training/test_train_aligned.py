@@ -10,8 +10,9 @@ from train_kit import E, M, P, chain
 from turnwright.config import ModelConfig, RunConfig, TeacherConfig, TrainConfig
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer
-from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.credit import Credit
 from turnwright.training.forward.batch import LossDenominator
+from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.teachers.alignment import Translation
 from turnwright.training.teachers.build import make_teachers
 from turnwright.types import Group, Message, Task

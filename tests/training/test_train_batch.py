@@ -10,8 +10,11 @@ from strategies import groups, trajectories
 from train_kit import E, M, P, chain, random_groups
 
 from turnwright.training import TRAINED, Credit, LossDenominator, make_batch, trainable_tokens
-from turnwright.training.advantages import advantages, sort_key
-from turnwright.training.forward.batch import OVERHEAD_TOKENS, rows_of, split_minibatches
+from turnwright.training.advantages import advantages
+from turnwright.training.credit import sort_key
+from turnwright.training.forward.batch import split_minibatches
+from turnwright.training.forward.passes import OVERHEAD_TOKENS
+from turnwright.training.forward.rows import rows_of
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):

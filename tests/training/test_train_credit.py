@@ -15,15 +15,9 @@ from train_model64 import Model64
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
 from turnwright.training import TRAINED, Trainer, trainable_tokens
-from turnwright.training.advantages import (
-    CreditSettings,
-    TokenWeights,
-    advantages,
-    discounted_returns,
-    last_round,
-    loss_scale,
-)
+from turnwright.training.advantages import CreditSettings, advantages, discounted_returns
 from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
+from turnwright.training.loss_weights import TokenWeights, last_round, loss_scale
 from turnwright.types import Group, Message, RowReward, Task, Turn
 
 STILL = {

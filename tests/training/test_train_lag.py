@@ -17,8 +17,9 @@ from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.weights import fingerprint as digest_of
 from turnwright.errors import SyncError
 from turnwright.training import Trainer, setup
-from turnwright.training.advantages import Credit, trainable_tokens
+from turnwright.training.credit import Credit
 from turnwright.training.forward.batch import LossDenominator, make_batch
+from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.metrics import lag_metrics
 from turnwright.types import Turn
 

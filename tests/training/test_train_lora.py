@@ -18,7 +18,7 @@ from turnwright.training import Checkpoints, Trainer, add_lora
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwright.training.model.weight_export import cast
-from turnwright.training.trainer.trainer import (
+from turnwright.training.trainer.micro_batches import (
     ADAPTER_MICRO_TOKENS,
     LARGE_MICRO_TOKENS,
     MICRO_TOKENS,
@@ -347,7 +347,7 @@ def test_a_large_model_is_trained_in_small_passes_and_an_adapter_of_it_in_smalle
         return Trainer(model, TrainConfig(**settings)).micro_batch_limit.tokens
 
     assert limit(lora=True) == limit() == MICRO_TOKENS
-    monkeypatch.setattr("turnwright.training.trainer.trainer.LARGE_WEIGHTS", 1)
+    monkeypatch.setattr("turnwright.training.trainer.micro_batches.LARGE_WEIGHTS", 1)
     assert limit(lora=True) == ADAPTER_MICRO_TOKENS
     assert limit() == LARGE_MICRO_TOKENS
     assert limit(lora=True, micro_tokens=2048) == 2048

@@ -12,7 +12,8 @@ from tree_kit import STILL
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.training import LossDenominator, Trainer, build_prefix_tree
 from turnwright.training.advantages import advantages
-from turnwright.training.forward.batch import rows_of, shared_prefixes, tree_micro
+from turnwright.training.forward.packing import shared_prefixes, tree_micro
+from turnwright.training.forward.rows import rows_of
 from turnwright.training.model import models
 from turnwright.types import Group, Origin, Span, Task
 

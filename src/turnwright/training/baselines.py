@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from turnwright.training.advantages import GroupMember, SetValues, exclusion_reason, sort_key
+from turnwright.training.advantages import GroupMember, SetValues
+from turnwright.training.credit import exclusion_reason, sort_key
 from turnwright.types import Group, Trajectory
 
 RUNNING_DECAY = 0.95

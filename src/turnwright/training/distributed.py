@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from turnwright.config.launch import local_rank, world_size
 from turnwright.errors import ConfigError, TurnwrightError, UsageError
-from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.forward import ForwardPass, TokenStats
+from turnwright.training.forward.passes import MicroBatch
 from turnwright.training.forward.ranks import Ranks
 
 _TIMEOUT = timedelta(days=30)

@@ -15,8 +15,9 @@ from turnwright.config.schema import Aggregation, KLEstimator, KLPlace
 from turnwright.config.schema import Correction as CorrectionKind
 from turnwright.errors import ConfigError
 from turnwright.training.advantages import Penalties
-from turnwright.training.forward.batch import MicroBatch, TeacherScores, TrainingBatch
+from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import TokenStats
+from turnwright.training.forward.passes import MicroBatch
 from turnwright.types import Trajectory
 
 

@@ -17,10 +17,12 @@ from turnwright.engines.protocols import SharesMemory
 from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, SyncError, UsageError
 from turnwright.records.episode_metrics import group_by_task
-from turnwright.training.advantages import FAILED, Credit, exclusion_reason, without_signal
+from turnwright.training.advantages import without_signal
+from turnwright.training.credit import Credit, exclusion_reason
 from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.model.weight_export import Weights
 from turnwright.training.trainer.trainer import StepResult, Trainer
+from turnwright.training.untrained_reasons import FAILED
 from turnwright.types import Group, RowReward, Trajectory
 
 FROZEN = "frozen"

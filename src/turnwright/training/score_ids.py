@@ -8,13 +8,14 @@ from torch import Tensor
 
 from turnwright.engines.scoring import IdScores, ScoreRequest
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.forward.batch import TrainingRow, padded
 from turnwright.training.forward.forward import (
     ForwardPass,
     LogitDistribution,
     OutputHead,
     target_stats,
 )
+from turnwright.training.forward.passes import padded
+from turnwright.training.forward.rows import TrainingRow
 from turnwright.training.forward.support import SamplingSupport
 from turnwright.types.media import placements_between
 

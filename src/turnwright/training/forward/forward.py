@@ -32,10 +32,10 @@ from turnwright.engines.local.mixed_precision import (
 from turnwright.engines.local.vision import ImageFeatures, SplitVLM, is_video, split_vlm
 from turnwright.errors import TurnwrightError, UsageError
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.checkpointing import enable_gradient_checkpointing
 from turnwright.training.forward.divergence import TeacherTargets
 from turnwright.training.forward.mixed_decoder import MixedDecoder, mixed_decoder
+from turnwright.training.forward.passes import MicroBatch
 from turnwright.training.forward.routing_replay import RoutingReplay
 from turnwright.training.forward.support import SamplingSupport
 from turnwright.types import Media

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.forward import ForwardPass
+from turnwright.training.forward.passes import MicroBatch
 
 
 class Ranks:

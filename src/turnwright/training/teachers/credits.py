@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from turnwright.training.advantages import (
+from turnwright.training.credit import Credit, StepCredits, count_ids, exclusion_reason, sort_key
+from turnwright.training.loss_weights import LossScale, TokenWeights, trainable_tokens, trained_ids
+from turnwright.training.untrained_reasons import (
     CUT_BY_LENGTH,
     FAILED,
     GROUP_TOO_SMALL,
@@ -14,15 +16,6 @@ from turnwright.training.advantages import (
     NO_SIGNAL,
     NO_TEACHER,
     OVERLONG,
-    Credit,
-    LossScale,
-    StepCredits,
-    TokenWeights,
-    count_ids,
-    exclusion_reason,
-    sort_key,
-    trainable_tokens,
-    trained_ids,
 )
 from turnwright.types import Group, Trajectory
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from turnwright.config import TeacherConfig
 from turnwright.config.schema import Batching
 from turnwright.errors import ConfigError
-from turnwright.training.forward.batch import BatchPacker, MicroBatch, TeacherScores, TrainingBatch
+from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.divergence import TeacherTargets
 from turnwright.training.forward.forward import FittedHead, ForwardPass, target_stats
+from turnwright.training.forward.packing import BatchPacker
+from turnwright.training.forward.passes import MicroBatch
 from turnwright.training.score_ids import top_logprobs
 from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, no_answer
 

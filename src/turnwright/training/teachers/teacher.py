@@ -16,14 +16,17 @@ from turnwright.envs.user_code import user_location
 from turnwright.errors import ConfigError, TurnwrightError, UsageError
 from turnwright.renderers.chat_renderer import ChatRenderer
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.advantages import FAILED, CreditSettings, StepCredits, exclusion_reason
-from turnwright.training.forward.batch import TeacherScores, TrainingBatch, TrainingRow
+from turnwright.training.advantages import CreditSettings
+from turnwright.training.credit import StepCredits, exclusion_reason
+from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.forward.rows import TrainingRow
 from turnwright.training.teachers.credits import (
     Answered,
     credits_beside_rewards,
     credits_of_teachers,
 )
+from turnwright.training.untrained_reasons import FAILED
 from turnwright.types import Group, Trajectory
 from turnwright.types.media import placements_between
 from turnwright.types.messages import as_messages

@@ -25,18 +25,15 @@ from turnwright.config import TrainConfig
 from turnwright.engines import Engine, Generation, Request, Sampling
 from turnwright.errors import SyncError, TurnwrightError, UsageError
 from turnwright.records.episode_metrics import top_counts
-from turnwright.training.advantages import MISMATCH, REJECTED, TRAINED, Credit, StepCredits
-from turnwright.training.forward.batch import (
-    MicroBatch,
-    TrainingBatch,
-    TrainingRow,
-    padded,
-    rows_of,
-)
+from turnwright.training.credit import Credit, StepCredits
+from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.forward.forward import BANNED_LOGIT, LogitDistribution
+from turnwright.training.forward.passes import MicroBatch, padded
 from turnwright.training.forward.ranks import Ranks
+from turnwright.training.forward.rows import TrainingRow, rows_of
 from turnwright.training.loss import PolicyTerms, effective_sample_share, k3, logprob_mismatch
 from turnwright.training.trainer.optimizer import Agreement
+from turnwright.training.untrained_reasons import MISMATCH, REJECTED, TRAINED
 from turnwright.types import Trajectory
 
 

@@ -15,8 +15,8 @@ from turnwright.engines import Engine, HasContextLimit
 from turnwright.engines.local import LocalEngine
 from turnwright.errors import ConfigError
 from turnwright.rollouts.garbage import resident_bytes
-from turnwright.training.forward.batch import MicroBatch
 from turnwright.training.forward.forward import chunk_rows
+from turnwright.training.forward.passes import MicroBatch
 from turnwright.training.trainer.allocations import Allocations, carry_on, trace_pass
 from turnwright.training.trainer.trainer import Trainer
 

@@ -13,9 +13,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from turnwright.training.advantages import NO_SIGNAL, Credit
+from turnwright.training.credit import Credit
 from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.loss import k3
+from turnwright.training.untrained_reasons import NO_SIGNAL
 
 MAX_GOOD_KL = 0.15
 """Largest mean KL divergence of the policy after a step from that before it, over good episodes, in

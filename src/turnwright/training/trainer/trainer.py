@@ -1,18 +1,26 @@
-"""The trainer.
+"""The trainer: credits, batches, loss and updates of one policy.
 
-A training step reads from top to bottom: `Trainer.step`, then `_update` and `_backward`.
+A step reads from top to bottom: `Trainer.step` compares the trajectories of each task
+(`training/advantages.py`), makes batches of their sampled ids (`training/forward/batch.py`), and
+for each batch `_update` runs the model forward and backward, pass after pass (`_backward`), before
+the optimizer moves the weights. `training/loss.py` has the loss of a pass; its algorithm is a file
+of `training/algorithms`.
+
+What is checked on the way (does the engine sample the policy that is trained, is a gradient
+finite) is in `checks.py` beside this file, how far a step may go in `step_limit.py`, how large a
+pass may be in `micro_batches.py`. Which groups a step trains, and when the engine gets the weights,
+is for the run (`training/run.py`). `simple.py` has the same step without options.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -23,30 +31,23 @@ from turnwright.engines import Sampling
 from turnwright.engines.local.mixed_precision import is_mixed
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.advantages import (
-    Credit,
-    CreditSettings,
-    StepCredits,
-    advantages,
-    exclusion_reason,
-    sort_key,
-    trainable_tokens,
-)
+from turnwright.training.advantages import CreditSettings, advantages
 from turnwright.training.algorithms import resolve_settings
 from turnwright.training.baselines import RunningBaselines
+from turnwright.training.credit import Credit, StepCredits, exclusion_reason, sort_key
 from turnwright.training.forward.batch import (
-    BatchPacker,
     LossDenominator,
-    MicroBatch,
-    Pack,
     TrainingBatch,
     make_batch,
     split_minibatches,
 )
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
+from turnwright.training.forward.packing import BatchPacker
+from turnwright.training.forward.passes import MicroBatch, Pack
 from turnwright.training.forward.ranks import Ranks
 from turnwright.training.forward.support import SamplingSupport
 from turnwright.training.loss import Objective, PolicyTerms, check_logprobs
+from turnwright.training.loss_weights import trainable_tokens
 from turnwright.training.model.lora import adapter_of
 from turnwright.training.model.models import (
     OPTIMIZER_FILE,
@@ -68,15 +69,26 @@ from turnwright.training.trainer.checks import (
     needs_probe,
     teacher_figures,
 )
-from turnwright.training.trainer.heap import LARGE_WEIGHTS, return_free_pages
-from turnwright.training.trainer.optimizer import Direction, GradientSignal, Optimizer, schedule
+from turnwright.training.trainer.heap import return_free_pages
+from turnwright.training.trainer.micro_batches import (
+    MicroBatchLimit,
+    default_micro_tokens,
+    is_large_on_cpu,
+)
+from turnwright.training.trainer.optimizer import (
+    Agreement,
+    Direction,
+    GradientSignal,
+    Optimizer,
+    schedule,
+)
 from turnwright.training.trainer.step_limit import SHORT, StepLimit, good_episodes
 from turnwright.types import Group, Trajectory
 from turnwright.types.seeds import derive_seed
 
 LOSS_CHANGE = 0.01
-"""Change of the loss, at most and to first order, by the step that measures
-the agreement of tasks."""
+"""Change of the loss, at most and to first order, by the move that measures how the gradients of
+tasks agree."""
 
 
 class StepResult(NamedTuple):
@@ -84,27 +96,39 @@ class StepResult(NamedTuple):
 
     metrics: dict[str, float]
     token_records: tuple[Sequence[Credit], Sequence[TrainingBatch]]
-    """Credits of the step and its trained batches, for `write_token_records`;
-    they hold device tensors."""
+    """Credits of the step and its trained batches, for `write_token_records`; they hold device
+    tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPass:
+    """What a pass leaves beside gradients, of its M targets; detached."""
+
+    micro: MicroBatch
+    terms: PolicyTerms
+    entropy_m: Tensor
+    logprobs_m: Tensor
+    slope_m: Tensor
+    """Derivative of the loss by each logprob."""
 
 
 class Trainer:
-    """Trainer of one causal language model, on groups of trajectories (`step`) or
-    demonstrations (`supervised`).
+    """Trainer of one causal language model, on groups of trajectories (`step`) or demonstrations
+    (`supervised`).
 
-    An engine receives copies of the weights through `weights()`, so a lost update
-    shows as a logprob mismatch.
+    An engine receives copies of the weights through `weights()`, so a lost update shows as a
+    logprob mismatch.
 
     Args:
         model: Hugging Face causal model, or a module of its shape: `get_output_embeddings`, a body
             under `base_model_prefix`, a `forward` that takes `input_ids`, `position_ids`,
             `attention_mask` and `use_cache`.
-        sampling: the engine's; logprobs of both are of the distribution after
-            temperature and truncation.
+        sampling: the engine's; logprobs of both are of the distribution after temperature and
+            truncation.
         banned_ids: ids that the engine never samples; excluded from the trainer's softmax too.
         seed: seed of the minibatch shuffles.
-        template: fingerprint of the engine's renderer; trajectories with another one
-            raise. Empty accepts any.
+        template: fingerprint of the engine's renderer; trajectories with another one raise. Empty
+            accepts any.
         ranks: processes that train together. With several, the model is sharded and all must make
             the same calls (`RankZeroTrainer` ensures that).
         pixels: source of images' pixel values, as in `Rollout.pixels`.
@@ -131,16 +155,20 @@ class Trainer:
         on_note: Callable[[str], None] | None = None,
     ) -> None:
         sampling = sampling or Sampling()
+        ranks = ranks or Ranks()
         if not sampling.temperature > 0:
             raise ConfigError(
                 f"rollout.temperature is {sampling.temperature}, but training needs samples that "
                 "differ; set it over 0, such as 1.0"
             )
-        # Dropout off: the trained policy must equal the sampled one. Gradients flow all the same.
-        self.model = model.eval()
-        self._rounded_inputs = rounds_activations(model)
-        self._moved_steps = 0
         self.config = config
+        self.seed = seed
+        self.template = template
+        self.ranks = ranks
+        self.pixels = pixels
+        """Source of pixel values; None without images."""
+
+        # The algorithm.
         settings = resolve_settings(config)
         self.objective = Objective(config, settings)
         self.baselines = RunningBaselines()
@@ -151,47 +179,56 @@ class Trainer:
             settings.refill,
             running=self.baselines.of,
         )
-        self.temperature = sampling.temperature
-        self.seed = seed
-        self.template = template
-        first = next(model.parameters())
-        self.device, self.dtype = first.device, first.dtype
+
+        # The model. Dropout is off, since the trained policy must equal the sampled one; gradients
+        # flow all the same.
+        self.model = model.eval()
+        first_parameter = next(model.parameters())
+        self.device = first_parameter.device
+        self.dtype = first_parameter.dtype
         self.adapter = adapter_of(model)
         """The model's LoRA adapter; None if its own weights are trained."""
+        self._tied = tied_names(model)
+        self._rounded_inputs = rounds_activations(model)
         if config.vision == "frozen":
             freeze_vision(model)
+        self.transforms: list[Transform] = []
+        """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
+
+        # Forward passes.
         self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
+        if config.gradient_checkpointing:
+            self.forward.enable_checkpointing()
         rounds = is_mixed(model) and self.forward.mixed is None
         self.precision = torch.bfloat16 if rounds else self.dtype
         """Type whose rounding bounds the difference of logprobs from a correct engine's."""
         self.layout = BatchPacker(config.batching, self.forward.decoder)
-        if config.gradient_checkpointing:
-            self.forward.enable_checkpointing()
+        self.micro_batch_limit = MicroBatchLimit(
+            config.micro_tokens or default_micro_tokens(model),
+            alone=ranks.size == 1,
+            on_note=on_note,
+        )
+
+        # The distribution that the engine samples from.
+        self.temperature = sampling.temperature
         self.banned_ids = frozenset(banned_ids)
         self.distribution = LogitDistribution(
             sampling.temperature, self.banned_ids, sampling.top_p, sampling.top_k, sampling.min_p
         )
-        """Distribution the engine samples from."""
-        self.pixels = pixels
-        """Source of pixel values; None without images."""
-        self._tied = tied_names(model)
-        self.ranks = ranks or Ranks()
-        if self.distribution.truncates and self.ranks.size > 1:
+        if self.distribution.truncates and ranks.size > 1:
             raise ConfigError(
                 "rollout.top_p, top_k and min_p need a trainer of one process; sampling-mask "
                 "replay is not distributed"
             )
-        tokens = config.micro_tokens or default_micro_tokens(model)
-        self.micro_batch_limit = MicroBatchLimit(
-            tokens, alone=self.ranks.size == 1, on_note=on_note
-        )
-        self._stats, self._full_logprobs = self.ranks.shard(model, self.forward)
+
+        # From here on the model may be sharded, and parameters are replaced.
+        self._stats, self._full_logprobs = ranks.shard(model, self.forward)
         self.teachers = None if teachers is None else teachers(self._as_policy())
         self.reset_optimizer()
-        self.transforms: list[Transform] = []
-        """Stages between the parameters (adapters merged) and `weights()`, such as casting."""
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
+        self._moved_steps = 0
+        """Steps in a row in which most ids differed from the engine's by more than the bound."""
 
     def expect_rounding(self) -> None:
         """Let logprobs differ from the engine's by the rounding of bfloat16."""
@@ -199,32 +236,36 @@ class Trainer:
 
     def _as_policy(self) -> TaughtPolicy:
         refuse_ranks(self.ranks.size)
-        head = self.forward.head
-        vocabulary = (
-            self.model.get_input_embeddings().weight.shape[0] if head is None else head.vocabulary
-        )
-        limit = self.micro_batch_limit
+        if self.forward.head is not None:
+            vocabulary = self.forward.head.vocabulary
+        else:
+            vocabulary = self.model.get_input_embeddings().weight.shape[0]
         return TaughtPolicy(
-            self.forward,
-            self.distribution,
-            vocabulary,
-            limit.tokens,
-            self.pixels,
-            limit.run,
-            self._as_reference,
+            forward=self.forward,
+            distribution=self.distribution,
+            vocabulary=vocabulary,
+            micro_tokens=self.micro_batch_limit.tokens,
+            pixels=self.pixels,
+            run=self.micro_batch_limit.run,
+            as_reference=self._as_reference,
         )
 
     # Steps.
 
     def step(
-        self, groups: Sequence[Group], *, step: int, steps: int, version: int | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        steps: int,
+        version: int | None = None,
     ) -> StepResult:
         """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate
-        schedule. `version` is the policy version of the weights before the step; None counts every
-        token as sampled by them.
+        schedule.
 
-        On a CPU with one thread, equal groups, weights and optimizer state give equal bits in
-        any order of the groups.
+        `version` is the policy version of the weights before the step; None counts every token as
+        sampled by them. On a CPU with one thread, equal groups, weights and optimizer state give
+        equal bits in any order of the groups.
 
         Returns:
             Metrics by name, and the step's credits and batches. Metrics: loss, KL, gradient norm,
@@ -232,70 +273,75 @@ class Trainer:
             with the engine, tokens by outcome (`tokens_trained` and `tokens_<reason>` sum to
             `tokens_sampled`) and tokens trained per second.
 
-        Raises `RewardError` for a reward that is NaN or infinite; `UsageError` for a trajectory of
-        another chat template, tokenizer or settings, or invalid loss-scale weights; `RoutesMissing`
-        with `train.routing_replay = "replay"`, when the engine did not report its experts.
-        `SyncError` when the mismatch of tokens of `version` exceeds `max_mismatch` or
-        `max_mismatch_kl`, or a token is of a newer policy, and `TurnwrightError` when the loss or
-        its gradient is not finite, come before the update, which is not made.
+        Raises:
+            RewardError: for a reward that is NaN or infinite.
+            UsageError: for a trajectory of another chat template, tokenizer or settings, or invalid
+                loss-scale weights.
+            RoutesMissing: with `train.routing_replay = "replay"`, when the engine did not report
+                its experts.
+            SyncError: before the update, which is not made, when the mismatch of tokens of
+                `version` exceeds `max_mismatch` or `max_mismatch_kl`, or a token is of a newer
+                policy.
+            TurnwrightError: before the update, when the loss or its gradient is not finite.
         """
         with self._own_draws():
             return self._step(groups, step=step, steps=steps, version=version)
 
     def _step(
-        self, groups: Sequence[Group], *, step: int, steps: int, version: int | None
+        self,
+        groups: Sequence[Group],
+        *,
+        step: int,
+        steps: int,
+        version: int | None,
     ) -> StepResult:
         began = time.perf_counter()
         config = self.config
-        check_fingerprints(
-            self.template, [t for group in groups for t in group.trajectories], "the training data"
-        )
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
+
         # Credit: how much better each trajectory did than the others of its task.
         step_credits = self.step_credits(groups)
+        credits = step_credits.credits
+
         # Batches: one per minibatch, each with the passes that cover it.
-        lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
-        parts = split_minibatches(step_credits.credits, config.minibatches, f"{self.seed}:{step}")
+        parts = split_minibatches(credits, config.minibatches, f"{self.seed}:{step}")
         scale = LossDenominator.of(
-            step_credits.credits,
+            credits,
             self.objective.settings.aggregation,
             config.fixed_length,
             len(parts),
         )
         batches = [self._batch(part, scale, version=version) for part in parts]
+
         step_metrics = StepMetrics()
-        # Scores. The ratio's denominator is the policy before the first update:
-        # score later batches now.
-        for batch in batches if self.distribution.truncates else batches[1:]:
-            self._start(batch, step_metrics)
-        if config.kl:
-            for batch in batches:
-                batch.reference_n = self._score_reference(batch)
-        if self.teachers is not None:
-            for batch in batches:
-                batch.teachers = self.teachers.score(batch)
-        needed = batches and needs_probe(
-            config, self.precision, step, rounded_inputs=self._rounded_inputs
-        )
-        probe = (
-            WeightSyncProbe.before(step_credits.credits, self._at_temperature_one, self.device)
-            if needed
-            else None
-        )
+        self._score_before_updates(batches, step_metrics)
+
+        # A few positions whose probabilities tell later whether the engine has this update.
+        probe = None
+        rounded = self._rounded_inputs
+        if batches and needs_probe(config, self.precision, step, rounded_inputs=rounded):
+            probe = WeightSyncProbe.before(credits, self._at_temperature_one, self.device)
+
         # Updates.
+        lr = config.lr * schedule(config.schedule, step, steps, config.lr_warmup_steps)
         codes = self._codes()
-        with (
-            self._limited(step_credits.credits, step_metrics, version) if batches else nullcontext()
-        ):
+        limited = self._limited(credits, step_metrics, version) if batches else nullcontext()
+        with limited:
             for epoch in range(config.epochs):
                 if epoch == self.passes:
                     break
                 for batch in batches:
                     self._update(batch, lr, step_metrics, step)
-        self._probe = None if probe is None else probe.after(self._at_temperature_one)
+
+        if probe is not None:
+            probe = probe.after(self._at_temperature_one)
+        self._probe = probe
         self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
         if self.credit_settings.by_agent:
             self.baselines.update(groups)
+
         # Metrics.
         step_metrics.reduce(self.ranks)
         metrics = (
@@ -306,21 +352,35 @@ class Trainer:
             | {"lr": lr * self.lr_share, "optimizer_steps": float(len(step_metrics.updates))}
         )
         if codes:
-            metrics["codes_changed"] = float(
-                sum(int((codes[name] != now).sum()) for name, now in self._codes().items())
-            )
+            changed = [int((codes[name] != code).sum()) for name, code in self._codes().items()]
+            metrics["codes_changed"] = float(sum(changed))
         seconds = time.perf_counter() - began
         updates = len(step_metrics.updates) / max(len(batches), 1)
-        metrics |= {
-            "train_s": seconds,
-            "tokens_per_s": metrics["tokens_trained"] * updates / seconds,
-        }
-        return StepResult(metrics, (step_credits.credits, batches))
+        metrics["train_s"] = seconds
+        metrics["tokens_per_s"] = metrics["tokens_trained"] * updates / seconds
+        return StepResult(metrics, (credits, batches))
+
+    def _score_before_updates(
+        self, batches: Sequence[TrainingBatch], step_metrics: StepMetrics
+    ) -> None:
+        """Score batches with the policy before the first update, which the ratio of every update
+        is to, with the reference policy and with teachers."""
+        # The first batch is scored by the forward pass of its own update.
+        later = batches if self.distribution.truncates else batches[1:]
+        for batch in later:
+            self._start(batch, step_metrics)
+
+        if self.config.kl:
+            for batch in batches:
+                batch.reference_n = self._score_reference(batch)
+        if self.teachers is not None:
+            for batch in batches:
+                batch.teachers = self.teachers.score(batch)
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Let what draws by torch's global generator (dropout, a user's loss) draw
-        by a seed of this update.
+        """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of
+        this update.
 
         The process shares that generator with the code of environments, so its state tells nothing
         about a run: a resumed one draws the same without restoring it.
@@ -344,8 +404,8 @@ class Trainer:
             good, self.objective.settings.aggregation, self.config.fixed_length, 1
         )
         batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
-        # Else the engine's logprobs are of an older policy, of rounded numbers,
-        # or of a cut vocabulary.
+        # The policy before the step need not be scored where the engine's logprobs are its own:
+        # they are not if they are of an older policy, of rounded numbers or of a cut vocabulary.
         exact = (
             self.precision == torch.float32
             and not self._rounded_inputs
@@ -370,8 +430,8 @@ class Trainer:
         return stage.codes(named_tensors(self.model, self._tied, copy=True))
 
     def step_credits(self, groups: Sequence[Group]) -> StepCredits:
-        """Return the credits that `step` would train groups with, and the
-        account of every sampled id."""
+        """Return the credits that `step` would train groups with, and the account of every sampled
+        id."""
         if self.teachers is not None:
             return self.teachers.credits(groups, self.credit_settings, self._reward_credits)
         return self._reward_credits(groups)
@@ -382,7 +442,12 @@ class Trainer:
             return advantages(groups, settings)
 
         # KL is part of the reward: score every id that can carry loss before rewards are compared.
-        usable = [t for group in groups for t in group.trajectories if exclusion_reason(t) is None]
+        usable = [
+            trajectory
+            for group in groups
+            for trajectory in group.trajectories
+            if exclusion_reason(trajectory) is None
+        ]
         scored = []
         for trajectory in sorted(usable, key=sort_key):
             weights = settings.scale(trajectory)
@@ -417,76 +482,106 @@ class Trainer:
         )
 
     def _update(
-        self, batch: TrainingBatch, lr: float, step_metrics: StepMetrics, step: int
+        self,
+        batch: TrainingBatch,
+        lr: float,
+        step_metrics: StepMetrics,
+        step: int,
     ) -> None:
         """Make one optimizer step."""
+        is_first = not step_metrics.updates
         if self.config.old_logprobs == "engine":
             check_logprobs(batch)
         if batch.start_n is None and self.objective.correction is not None:
             self._start(batch, step_metrics)
-        first = not step_metrics.updates
-        sequence_n = self.objective.sequence(batch, self._score, first=first)
-        # In bfloat16 the small move that measures each task's part would be lost in rounding.
-        split = first and self.signals[0].is_young and self.dtype == torch.float32
-        past, halved = self.optimizer.momentum(), set[str]()
-        if split and not past:
+        sequence_n = self.objective.sequence(batch, self._score, first=is_first)
+
+        # What the gradient is compared with: the average of earlier steps'. A first step has none,
+        # and compares two halves of its tasks. The share of each task is measured by a small move,
+        # which would be lost in bfloat16's rounding.
+        compares_tasks = is_first and self.signals[0].is_young and self.dtype == torch.float32
+        past = self.optimizer.momentum()
+        halved = set[str]()
+        if compares_tasks and not past:
             past, halved = self._half_gradient(batch, sequence_n)
+
+        # Forward and backward.
         self.optimizer.zero_grad()
         passes = self.micro_batch_limit.run(
-            batch, lambda: self._backward(batch, sequence_n), undo=self.optimizer.zero_grad
+            batch,
+            lambda: self._backward(batch, sequence_n),
+            undo=self.optimizer.zero_grad,
         )
-        logp_n, slope_n = torch.zeros_like(batch.weights_n), torch.zeros_like(batch.weights_n)
+
+        # What the passes found, in the order of the batch's targets.
         loss = 0.0
-        for micro, terms, entropy_m, logp_m, slope_m in passes:
-            logp_n[micro.tokens_m], slope_n[micro.tokens_m] = logp_m.double(), slope_m.double()
-            loss += terms.loss.item()
-            reference_n = batch.reference_n
-            step_metrics.add(
-                terms,
-                entropy_m,
-                None if reference_n is None else (logp_m, reference_n[micro.tokens_m]),
-            )
+        logp_n = torch.zeros_like(batch.weights_n)
+        slope_n = torch.zeros_like(batch.weights_n)
+        for done in passes:
+            tokens_m = done.micro.tokens_m
+            logp_n[tokens_m] = done.logprobs_m.double()
+            slope_n[tokens_m] = done.slope_m.double()
+            loss += done.terms.loss.item()
+            kl_terms = None
+            if batch.reference_n is not None:
+                kl_terms = done.logprobs_m, batch.reference_n[tokens_m]
+            step_metrics.add(done.terms, done.entropy_m, kl_terms)
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if batch.start_n is None:
             self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
-        # Later updates of a step see episodes that are in the momentum already, so their noise
-        # would agree with itself.
-        found = (
-            self.optimizer.agreement(self.optimizer.gradient(), past, without=bool(halved))
-            if first
-            else None
-        )
+
+        # Only the first update of a step is compared: later ones see episodes that are in the
+        # average already, so their noise would agree with itself.
+        agreement = None
+        if is_first:
+            gradient = self.optimizer.gradient()
+            agreement = self.optimizer.agreement(gradient, past, without=bool(halved))
         norm = self.optimizer.grad_norm()
         check_finite(loss, norm, f"step {step}")
-        if first:
-            step_metrics.agreement = found
-            parts = (
-                self._agreement_by_task(batch, past, halved, logp_n, slope_n, found.norm)
-                if found and split
-                else []
-            )
-            moved = self.signal_share > 0.0
-            self.signals[0].update(found and found.cosine, parts, moved=moved)
-            self.signals[1].update(found and found.scaled, moved=moved)
-        step_metrics.updates.append((loss, norm))
+        if is_first:
+            parts = []
+            if agreement is not None and compares_tasks:
+                gradient_norm = agreement.norm
+                parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, gradient_norm)
+            self._add_evidence(agreement, parts)
+            step_metrics.agreement = agreement
+
         self.optimizer.step(lr * self.lr_share)
         self.updates += 1
+        step_metrics.updates.append((loss, norm))
+
+    def _add_evidence(self, agreement: Agreement | None, parts: list[float]) -> None:
+        """Add a step to the evidence that gradients agree, which decides how long steps may be."""
+        plain, scaled = self.signals
+        moved = self.signal_share > 0.0
+        if agreement is None:
+            plain.update(None, parts, moved=moved)
+            scaled.update(None, moved=moved)
+        else:
+            plain.update(agreement.cosine, parts, moved=moved)
+            scaled.update(agreement.scaled, moved=moved)
 
     def _half_gradient(
         self, batch: TrainingBatch, sequence_n: Tensor | None
     ) -> tuple[Direction, set[str]]:
-        """Return the gradient of every second task of a batch, and their ids; empty for a single
-        task. A first step compares it with that of the others, since it has no momentum."""
+        """Return the gradient of every second task of a batch, and the ids of those tasks.
+
+        Both are empty for a single task. A first step compares it with the gradient of the others,
+        since it has no momentum.
+        """
         tasks_n = [batch.trajectories[index].task.id for index in batch.trajectory_n.tolist()]
         tasks = sorted(set(tasks_n))
         if len(tasks) < 2:
             return {}, set()
+
         halved = set(tasks[::2])
         inside_n = torch.tensor([task in halved for task in tasks_n], device=self.device)
         half = replace(batch, weights_n=batch.weights_n * inside_n)
         self.optimizer.zero_grad()
         self.micro_batch_limit.run(
-            half, lambda: self._backward(half, sequence_n), undo=self.optimizer.zero_grad
+            half,
+            lambda: self._backward(half, sequence_n),
+            undo=self.optimizer.zero_grad,
         )
         return self.optimizer.gradient(), halved
 
@@ -499,12 +594,16 @@ class Trainer:
         slope_n: Tensor,
         norm: float,
     ) -> list[float]:
-        """Return the parts of the agreement that the tasks of a batch have, without those whose
-        gradients `past` is: how far a small step against it lowers their loss, by its first order
-        (`slope_n`: the loss's derivative by each logprob)."""
+        """Return, for each task, how well its gradient agrees with the average of the others.
+
+        That is how far a small move against the average lowers the task's loss, to first order:
+        `slope_n` is the loss's derivative by each logprob, `logp_n` the logprobs before the move.
+        Tasks in `halved` are left out, whose gradients the average `past` consists of.
+        """
         size = LOSS_CHANGE / norm
         with self.optimizer.moved(past, size):
             change_n = self.ranks.sum_(slope_n) * (self._score(batch) - self.ranks.sum_(logp_n))
+
         parts: dict[str, float] = {}
         for index, change in zip(batch.trajectory_n.tolist(), change_n.tolist(), strict=True):
             task = batch.trajectories[index].task.id
@@ -514,44 +613,54 @@ class Trainer:
     def _passes(self, batch: TrainingBatch) -> Iterator[tuple[MicroBatch, bool]]:
         """Yield this rank's passes of an update, each with whether it counts.
 
-        The tensors of one pass have other sizes than those of the next, which find no room
-        between the gradients that stay: without the trim a step of a model of 135 million
-        weights grew by 0.3 GB over its passes.
+        The tensors of one pass have other sizes than those of the next, which find no room between
+        the gradients that stay: without the trim a step of a model of 135 million weights grew by
+        0.3 GB over its passes.
         """
-        large = is_large_on_cpu(self.model)
-        for number, (micro, own) in enumerate(self.ranks.passes(batch.micros)):
-            if number and large:
+        is_large = is_large_on_cpu(self.model)
+        for number, (micro, counts) in enumerate(self.ranks.passes(batch.micros)):
+            if number and is_large:
                 return_free_pages()
-            yield micro, own
+            yield micro, counts
 
-    def _backward(
-        self, batch: TrainingBatch, sequence_n: Tensor | None
-    ) -> list[tuple[MicroBatch, PolicyTerms, Tensor, Tensor, Tensor]]:
-        """Run forward and backward of this rank's passes; return each one's terms, entropies,
-        logprobs and the loss's slope in them, detached."""
-        made = []
-        for micro, own in self._passes(batch):
-            wanted: dict[str, Any] = {"entropy": True, "entropy_grad": bool(self.config.entropy)}
-            wanted |= {"teachers": batch.targets_of(micro)} if batch.teachers else {}
-            found = self._stats(
-                micro, self.pixels, self.distribution, batch.support_of(micro), **wanted
+    def _backward(self, batch: TrainingBatch, sequence_n: Tensor | None) -> list[BackwardPass]:
+        """Run forward and backward of this rank's passes; gradients add up in the parameters."""
+        done = []
+        for micro, counts in self._passes(batch):
+            options: dict[str, Any] = {}
+            if batch.teachers:
+                options["teachers"] = batch.targets_of(micro)
+            stats = self._stats(
+                micro,
+                self.pixels,
+                self.distribution,
+                batch.support_of(micro),
+                entropy=True,
+                entropy_grad=bool(self.config.entropy),
+                **options,
             )
-            found.logprobs_m.retain_grad()
-            terms = self.objective.terms(batch, micro, found, sequence_n)
-            (terms.loss if own else 0.0 * terms.loss).backward()
-            if own:
-                logp_m, slope_m = found.logprobs_m.detach(), found.logprobs_m.grad
-                assert slope_m is not None
-                made.append(
-                    (
-                        micro,
-                        replace(terms, loss=terms.loss.detach()),
-                        found.entropy_m.detach(),
-                        logp_m,
-                        slope_m,
-                    )
+            stats.logprobs_m.retain_grad()
+            terms = self.objective.terms(batch, micro, stats, sequence_n)
+
+            # A pass that other ranks have and this one has not is run as well, since sharded layers
+            # wait for all ranks; it adds nothing.
+            loss = terms.loss if counts else 0.0 * terms.loss
+            loss.backward()
+            if not counts:
+                continue
+
+            slope_m = stats.logprobs_m.grad
+            assert slope_m is not None
+            done.append(
+                BackwardPass(
+                    micro=micro,
+                    terms=replace(terms, loss=terms.loss.detach()),
+                    entropy_m=stats.entropy_m.detach(),
+                    logprobs_m=stats.logprobs_m.detach(),
+                    slope_m=slope_m,
                 )
-        return made
+            )
+        return done
 
     def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
         """Score a batch before its first update, and set its correction."""
@@ -563,8 +672,12 @@ class Trainer:
             step_metrics.corrections.append(batch.correction_n)
 
     def _check_start(
-        self, batch: TrainingBatch, start_n: Tensor, step_metrics: StepMetrics
+        self,
+        batch: TrainingBatch,
+        start_n: Tensor,
+        step_metrics: StepMetrics,
     ) -> None:
+        """Keep a batch's logprobs before its first update, and compare them with the engine's."""
         batch.start_n = start_n
 
         def rounding_effect() -> float:
@@ -572,44 +685,42 @@ class Trainer:
                 changed_n = self._score(batch) - start_n
             return float(changed_n[batch.current_n].abs().mean())
 
-        effect = rounding_effect if self._rounded_inputs else None
-        options: dict[str, Any] = {"rounding_effect": effect, "moved_steps": self._moved_steps}
         step_metrics.moved |= check_mismatch(
-            batch, self.config, self.precision, self.distribution, **options
+            batch,
+            self.config,
+            self.precision,
+            self.distribution,
+            rounding_effect=rounding_effect if self._rounded_inputs else None,
+            moved_steps=self._moved_steps,
         )
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
 
     def _score(self, batch: TrainingBatch) -> Tensor:
-        """Return logprobs of a batch's targets, float64, N; the first call finds
-        the top-k/top-p support."""
-
-        def support() -> SamplingSupport:
-            found = [
-                self.forward.sampling_support(micro, self.pixels, self.distribution)
-                for micro in batch.micros
-            ]
-            order_n = torch.cat([micro.tokens_m for micro in batch.micros])
-            return SamplingSupport.join(found).take(order_n.argsort())
-
-        def logprobs() -> Tensor:
-            logp_n = torch.zeros_like(batch.weights_n)
-            with torch.no_grad():
-                for micro, own in self.ranks.passes(batch.micros):
-                    found = self._stats(
-                        micro,
-                        self.pixels,
-                        self.distribution,
-                        batch.support_of(micro),
-                        entropy=False,
-                    )
-                    if own:
-                        logp_n[micro.tokens_m] = found.logprobs_m.double()
-            return self.ranks.sum_(logp_n)
-
+        """Return logprobs of a batch's targets, float64, N; the first call finds the top-k/top-p
+        support."""
         if self.distribution.truncates and batch.support is None and batch.micros:
-            batch.support = self.micro_batch_limit.run(batch, support)
-        return self.micro_batch_limit.run(batch, logprobs)
+            batch.support = self.micro_batch_limit.run(batch, lambda: self._support(batch))
+        return self.micro_batch_limit.run(batch, lambda: self._logprobs(batch))
+
+    def _support(self, batch: TrainingBatch) -> SamplingSupport:
+        """Return the ids that the engine could have sampled at each target, in the order of N."""
+        supports = [
+            self.forward.sampling_support(micro, self.pixels, self.distribution)
+            for micro in batch.micros
+        ]
+        order_n = torch.cat([micro.tokens_m for micro in batch.micros])
+        return SamplingSupport.join(supports).take(order_n.argsort())
+
+    def _logprobs(self, batch: TrainingBatch) -> Tensor:
+        logp_n = torch.zeros_like(batch.weights_n)
+        with torch.no_grad():
+            for micro, counts in self.ranks.passes(batch.micros):
+                support = batch.support_of(micro)
+                stats = self._stats(micro, self.pixels, self.distribution, support, entropy=False)
+                if counts:
+                    logp_n[micro.tokens_m] = stats.logprobs_m.double()
+        return self.ranks.sum_(logp_n)
 
     def _score_reference(self, batch: TrainingBatch) -> Tensor:
         """Return the reference policy's logprobs of a batch's targets, float64, N."""
@@ -642,18 +753,24 @@ class Trainer:
     # Other uses of the forward pass.
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, float]:
-        """Train one step on demonstrations: cross entropy of their sampled ids in nats,
-        mean over the step's tokens.
+        """Train one step on demonstrations: cross entropy of their sampled ids in nats, mean over
+        the step's tokens.
 
-        Returns `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`.
-        Raises `UsageError` as `step`, and `TurnwrightError` when no id carries loss, or the
-        loss or its gradient is not finite.
+        Returns:
+            `loss`, `grad_norm`, `lr`, `tokens_trained`, `tokens_per_s` and `train_s`.
+
+        Raises:
+            UsageError: as `step`.
+            TurnwrightError: when no id carries loss, or the loss or its gradient is not finite.
         """
         began = time.perf_counter()
         check_fingerprints(self.template, trajectories, "the training data")
         self.layout.start_step()
+
+        # Each id has the advantage 1, so that its loss is its cross entropy.
         credits = [
-            Credit(t, 1.0, None, trainable_tokens(t)) for t in sorted(trajectories, key=sort_key)
+            Credit(trajectory, 1.0, None, trainable_tokens(trajectory))
+            for trajectory in sorted(trajectories, key=sort_key)
         ]
         scale = LossDenominator.of(credits, "token")
         if not scale.tokens:
@@ -661,43 +778,61 @@ class Trainer:
                 f"none of {len(trajectories)} demonstrations has an id to train; a solver's "
                 "replies must be sampled spans"
             )
-        batch, distribution = (
-            self._batch(credits, scale, routes=False),
-            LogitDistribution(1.0, self.banned_ids),
-        )
-
-        def backward() -> float:
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            for micro, own in self._passes(batch):
-                logp_m = self._stats(micro, self.pixels, distribution, entropy=False).logprobs_m
-                loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
-                (loss if own else 0.0 * loss).backward()
-                total += loss.detach() if own else 0.0
-            return float(self.ranks.sum_(total))
+        batch = self._batch(credits, scale, routes=False)
 
         self.optimizer.zero_grad()
-        with self._own_draws(), nullcontext() if self.adapter is None else self.adapter.dropout():
-            total = self.micro_batch_limit.run(batch, backward, undo=self.optimizer.zero_grad)
+        dropout = nullcontext() if self.adapter is None else self.adapter.dropout()
+        with self._own_draws(), dropout:
+            loss = self.micro_batch_limit.run(
+                batch,
+                lambda: self._supervised_backward(batch),
+                undo=self.optimizer.zero_grad,
+            )
         norm = self.optimizer.grad_norm()
-        check_finite(total, norm, "a supervised step")
+        check_finite(loss, norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
+
         seconds = time.perf_counter() - began
-        metrics = {"loss": total, "grad_norm": norm, "lr": lr, "tokens_trained": float(batch.size)}
-        return metrics | {"tokens_per_s": batch.size / seconds, "train_s": seconds}
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens_trained": float(batch.size),
+            "tokens_per_s": batch.size / seconds,
+            "train_s": seconds,
+        }
+
+    def _supervised_backward(self, batch: TrainingBatch) -> float:
+        """Run forward and backward of the passes of demonstrations; return the loss over all
+        ranks."""
+        distribution = LogitDistribution(1.0, self.banned_ids)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro, counts in self._passes(batch):
+            logp_m = self._stats(micro, self.pixels, distribution, entropy=False).logprobs_m
+            loss = -(logp_m * batch.weights_n[micro.tokens_m].to(logp_m.dtype)).sum()
+            if counts:
+                loss.backward()
+                total += loss.detach()
+            else:
+                (0.0 * loss).backward()
+        return float(self.ranks.sum_(total))
 
     def logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Return log-probabilities in nats of each trajectory's ids that can carry loss, path by
         path in order; raise `UsageError` as `step`."""
         check_fingerprints(self.template, trajectories, "the training data")
-        credits = [Credit(t, 1.0, None, trainable_tokens(t)) for t in trajectories]
+        credits = [
+            Credit(trajectory, 1.0, None, trainable_tokens(trajectory))
+            for trajectory in trajectories
+        ]
         batch = self._batch(credits, LossDenominator.of(credits, "token"))
+
         rows: list[list[float]] = [[] for _ in trajectories]
-        used = [number for number, credit in enumerate(credits) if credit.tokens]
-        for index, value in zip(
-            batch.trajectory_n.tolist(), self._score(batch).tolist(), strict=True
-        ):
-            rows[used[int(index)]].append(value)
+        with_tokens = [number for number, credit in enumerate(credits) if credit.tokens]
+        values = self._score(batch).tolist()
+        for index, value in zip(batch.trajectory_n.tolist(), values, strict=True):
+            rows[with_tokens[int(index)]].append(value)
         return rows
 
     # Weights and state.
@@ -706,13 +841,13 @@ class Trainer:
         """Yield copies of the model's tensors by Hugging Face name: adapters merged, `transforms`
         applied, tied ones once.
 
-        Without `copy` tensors may be the model's own, for a receiver that copies
-        them before the next step.
+        Without `copy` tensors may be the model's own, for a receiver that copies them before the
+        next step.
         """
         weights = named_tensors(self.model, self._tied, copy=copy)
-        for transform in (
-            self.transforms if self.adapter is None else [self.adapter.merge, *self.transforms]
-        ):
+        if self.adapter is not None:
+            weights = self.adapter.merge(weights)
+        for transform in self.transforms:
             weights = transform(weights)
         return weights
 
@@ -756,12 +891,13 @@ class Trainer:
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
         self.optimizer = Optimizer(self.model, self.config, self.ranks)
-        # Updates by the same episodes have the same noise: the momentum forgets one step's
-        # in as many as there are.
-        memory, beta = self.config.gradient_signal_steps, self.config.betas[0] ** self.config.epochs
+        # Updates by the same episodes have the same noise: the momentum forgets one step's in as
+        # many as there are.
+        memory = self.config.gradient_signal_steps
+        beta = self.config.betas[0] ** self.config.epochs
         self.signals = GradientSignal(memory, beta), GradientSignal(memory, beta)
-        """Evidence of the gradients' agreement, and of their agreement in units of
-        each coordinate's size."""
+        """Evidence of the gradients' agreement, and of their agreement in units of each
+        coordinate's size."""
         self.updates = 0
         """Optimizer steps since the last reset."""
 
@@ -780,27 +916,26 @@ class Trainer:
                 self.model.save_pretrained(directory, state_dict=gathered)
 
     def save(self, directory: str | Path) -> None:
-        """Write the state for an exact resume, except the weights: optimizer,
-        reference, update count."""
+        """Write the state for an exact resume, except the weights: optimizer, reference, update
+        count."""
         directory = Path(directory)
         tensors = {name: tensor.contiguous() for name, tensor in self.optimizer.tensors()}
         tensors["updates"] = torch.tensor([self.updates])
-        tensors["signal"] = torch.tensor(
-            [signal.state() for signal in self.signals], dtype=torch.float64
-        )
+        signals = [signal.state() for signal in self.signals]
+        tensors["signal"] = torch.tensor(signals, dtype=torch.float64)
         reference = None if self._reference is None else self._reference.tensors()
+
+        # All ranks have gathered their parts above; one writes.
         if self.ranks.rank:
             return
         save_file(tensors, directory / OPTIMIZER_FILE)
         if reference is not None:
-            save_file(
-                {name: tensor.contiguous() for name, tensor in reference.items()},
-                directory / REFERENCE_FILE,
-            )
+            whole = {name: tensor.contiguous() for name, tensor in reference.items()}
+            save_file(whole, directory / REFERENCE_FILE)
 
     def load(self, directory: str | Path) -> None:
-        """Restore what `save` wrote, not the weights; raise `ModelError` when it is
-        unreadable or of another model."""
+        """Restore what `save` wrote, not the weights; raise `ModelError` when it is unreadable or
+        of another model."""
         directory = Path(directory)
         tensors = read_tensors(directory / OPTIMIZER_FILE)
         self.updates = int(tensors.pop("updates"))
@@ -813,90 +948,3 @@ class Trainer:
             self._reference.restore(read_tensors(directory / REFERENCE_FILE))
         elif self.keeps_reference and self.adapter is not None:
             self._reference = ReferencePolicy(self.model, self.adapter, None)
-
-
-T = TypeVar("T")
-
-
-MICRO_TOKENS = 4096
-"""Most tokens of a pass."""
-LARGE_MICRO_TOKENS, LARGE_MICRO_TOKENS_MIXED = 512, 4096
-"""The same for a large model on a CPU. Layers keep 0.4 MB a token in a model of 135 million weights
-in mixed precision, where each pass packs all weights anew, and twice that in float32."""
-ADAPTER_MICRO_TOKENS, ADAPTER_MICRO_TOKENS_MIXED = 256, 512
-"""The same for an adapter of one, whose step has no gradients of weights that would be larger than
-what layers keep. In float32 a step of 16 demonstrations peaked 0.2 GB lower with 256 than with 512
-in the same CPU time."""
-
-
-def is_large_on_cpu(model: nn.Module) -> bool:
-    """Return whether a model is on a CPU, and so large that its passes decide how
-    large the process is."""
-    sizes = [p.numel() for p in model.parameters() if p.device.type == "cpu"]
-    return bool(4 * sum(sizes) >= LARGE_WEIGHTS)
-
-
-def default_micro_tokens(model: nn.Module) -> int:
-    """Return the most tokens of a pass: few for a large model on a CPU, fewer where its
-    trained part is small."""
-    if not is_large_on_cpu(model):
-        return MICRO_TOKENS
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    weights, trained = (
-        sum(size for size, _ in sizes),
-        sum(size for size, is_trained in sizes if is_trained),
-    )
-    if trained < weights // 4:
-        return ADAPTER_MICRO_TOKENS_MIXED if is_mixed(model) else ADAPTER_MICRO_TOKENS
-    return LARGE_MICRO_TOKENS_MIXED if is_mixed(model) else LARGE_MICRO_TOKENS
-
-
-class MicroBatchLimit:
-    """Micro-batch size in tokens; halved once after an out-of-memory error: a second time would
-    hide that something else fills the memory. Results do not depend on the size."""
-
-    def __init__(
-        self, tokens: int, *, alone: bool = True, on_note: Callable[[str], None] | None = None
-    ) -> None:
-        """Halve only `alone`: several ranks would have to halve together, and one that runs out of
-        memory cannot notify the others during a pass."""
-        self.tokens = tokens
-        self.alone = alone
-        self.halved = False
-        self._on_note = on_note or logging.getLogger(__name__).warning
-
-    def run(
-        self, batch: TrainingBatch, work: Callable[[], T], undo: Callable[[], None] = lambda: None
-    ) -> T:
-        """Run work over a batch's passes, from the first and with gradients as before; after an
-        out-of-memory error, retry once with passes of half the size, after `undo` of the results.
-        Raise `TurnwrightError` when they were halved before."""
-        while True:
-            if self.halved:
-                batch.repack(self.tokens)
-            try:
-                return work()
-            except torch.OutOfMemoryError as error:
-                reason = (str(error).strip().splitlines() or ["no more memory"])[0].partition(". ")[
-                    0
-                ]
-            # Outside the handler the exception is gone, and with it the frames that held
-            # tensors of the failed pass.
-            undo()
-            if self.halved or self.tokens < 2 or not self.alone:
-                already = ", already half of train.micro_tokens" if self.halved else ""
-                raise TurnwrightError(
-                    f"out of memory with forward passes of {self.tokens} tokens{already} "
-                    f"({reason}). The weights are unchanged. Shorten episodes (limits.context, "
-                    "limits.episode_tokens), lower train.micro_tokens, freeze parts of the model, "
-                    "or give the engine less memory"
-                )
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            self.halved = True
-            self._on_note(
-                f"out of memory ({reason}): forward passes now take {self.tokens // 2} tokens "
-                f"instead of {self.tokens}; set train.micro_tokens = {self.tokens // 2} to start "
-                "with that"
-            )
-            self.tokens //= 2
