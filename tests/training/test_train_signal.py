@@ -17,13 +17,13 @@ from turnwright.config import TrainConfig
 from turnwright.training import Ranks, Trainer
 from turnwright.training.model import models
 from turnwright.training.trainer.dot_products import dot_products
-from turnwright.training.trainer.optimizer import (
+from turnwright.training.trainer.gradient_signal import (
     YOUNG,
     GradientSignal,
-    Optimizer,
     signal_share,
     standard_errors,
 )
+from turnwright.training.trainer.optimizer import Optimizer
 from turnwright.types import Group, Task
 
 # The formula.

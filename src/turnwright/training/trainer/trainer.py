@@ -69,19 +69,14 @@ from turnwright.training.trainer.checks import (
     needs_probe,
     teacher_figures,
 )
+from turnwright.training.trainer.gradient_signal import GradientSignal
 from turnwright.training.trainer.heap import return_free_pages
 from turnwright.training.trainer.micro_batches import (
     MicroBatchLimit,
     default_micro_tokens,
     is_large_on_cpu,
 )
-from turnwright.training.trainer.optimizer import (
-    Agreement,
-    Direction,
-    GradientSignal,
-    Optimizer,
-    schedule,
-)
+from turnwright.training.trainer.optimizer import Agreement, Direction, Optimizer, schedule
 from turnwright.training.trainer.step_limit import SHORT, StepLimit, good_episodes
 from turnwright.types import Group, Trajectory
 from turnwright.types.seeds import derive_seed
