@@ -17,7 +17,7 @@ from test_lora_run import RECIPE, rows
 from turnwright.cli.main import main
 from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.training import setup
-from turnwright.training.trainer.checks import MAX_SHARE, MIN_POSITIONS, count_missing
+from turnwright.training.trainer.weight_probe import MAX_SHARE, MIN_POSITIONS, count_missing
 
 pytest.importorskip("peft")
 

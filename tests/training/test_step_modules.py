@@ -47,8 +47,11 @@ def test_a_step_runs_through_these_modules_and_no_other(tiny_model):
         "forward.rows",
         "loss",
         "loss_weights",
-        "trainer.checks",
+        "trainer.gradient_signal",
         "trainer.micro_batches",
+        "trainer.mismatch",
         "trainer.optimizer",
+        "trainer.step_metrics",
         "trainer.trainer",
+        "trainer.weight_probe",
     }

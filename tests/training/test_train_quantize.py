@@ -464,7 +464,7 @@ def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_ro
     from turnwright.config import TrainConfig
     from turnwright.errors import SyncError
     from turnwright.training import LogitDistribution
-    from turnwright.training.trainer.checks import check_mismatch
+    from turnwright.training.trainer.mismatch import check_mismatch
 
     count = 1000
     engine = torch.full((count,), -1.0, dtype=torch.float64)

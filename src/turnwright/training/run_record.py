@@ -16,7 +16,7 @@ from turnwright.records.serialization import key_row
 from turnwright.renderers import ChatRenderer
 from turnwright.rollouts.play_again import may_pass
 from turnwright.training.batches import StreamRecord
-from turnwright.training.trainer.checks import check_fingerprints
+from turnwright.training.trainer.mismatch import check_fingerprints
 from turnwright.types import EpisodeKey, Task, Trajectory
 
 

@@ -40,7 +40,7 @@ from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.standalone import run_sync
 from turnwright.training.run import TrainingRun
 from turnwright.training.setup import load_model_and_renderer
-from turnwright.training.trainer.checks import mismatch_bound
+from turnwright.training.trainer.mismatch import mismatch_bound
 from turnwright.training.trainer.trainer import Trainer
 from turnwright.types import Image, ImageRef, MediaPlacement, Message, Task, Trajectory
 

@@ -6,10 +6,12 @@ for each batch `_update` runs the model forward and backward, pass after pass (`
 the optimizer moves the weights. `training/loss.py` has the loss of a pass; its algorithm is a file
 of `training/algorithms`.
 
-What is checked on the way (does the engine sample the policy that is trained, is a gradient
-finite) is in `checks.py` beside this file, how far a step may go in `step_limit.py`, how large a
-pass may be in `micro_batches.py`. Which groups a step trains, and when the engine gets the weights,
-is for the run (`training/run.py`). `simple.py` has the same step without options.
+What is checked on the way is beside this file: in `mismatch.py` whether the engine samples the
+policy that is trained, in `weight_probe.py` whether it has the last update. How far a step may go
+is in `gradient_signal.py` and `step_limit.py`, how large a pass may be in `micro_batches.py`.
+
+Which groups a step trains, and when the engine gets the weights, is for the run
+(`training/run.py`). `simple.py` has the same step without options.
 """
 
 from __future__ import annotations
@@ -59,16 +61,6 @@ from turnwright.training.model.quantize import OnGrid, plain_inputs, rounds_acti
 from turnwright.training.model.reference import ReferencePolicy
 from turnwright.training.model.weight_export import Transform, Weights, named_tensors, tied_names
 from turnwright.training.teachers.teacher import MakeTeachers, TaughtPolicy, refuse_ranks
-from turnwright.training.trainer.checks import (
-    StepMetrics,
-    WeightSyncProbe,
-    accounting_metrics,
-    check_fingerprints,
-    check_finite,
-    check_mismatch,
-    needs_probe,
-    teacher_figures,
-)
 from turnwright.training.trainer.gradient_signal import GradientSignal
 from turnwright.training.trainer.heap import return_free_pages
 from turnwright.training.trainer.micro_batches import (
@@ -76,8 +68,15 @@ from turnwright.training.trainer.micro_batches import (
     default_micro_tokens,
     is_large_on_cpu,
 )
+from turnwright.training.trainer.mismatch import check_fingerprints, check_finite, check_mismatch
 from turnwright.training.trainer.optimizer import Agreement, Direction, Optimizer, schedule
 from turnwright.training.trainer.step_limit import SHORT, StepLimit, good_episodes
+from turnwright.training.trainer.step_metrics import (
+    StepMetrics,
+    accounting_metrics,
+    teacher_figures,
+)
+from turnwright.training.trainer.weight_probe import WeightSyncProbe, needs_probe
 from turnwright.types import Group, Trajectory
 from turnwright.types.seeds import derive_seed
 
