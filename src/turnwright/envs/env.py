@@ -1,4 +1,10 @@
-"""Environment interface. Environments exchange messages, never tokens."""
+"""The environment interface. Environments exchange messages, never tokens.
+
+`Env` is what a user writes: `reset`, `step`, `reward`, `close`. `step` gets an `Action`, the
+model's reply, and returns a `Step`. Most environments are simpler to write as tools
+(`tool_env.py`) or as a Gymnasium environment (`gym.py`); what a rollout does with one is in
+`rollouts/episode.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InlineObservation:
-    """Observation inserted into the model's own message, without closing it; the model
-    continues after the text.
+    """Observation inserted into the model's own message, without closing it; the model continues
+    after the text.
 
     `keep_chars` or `keep_tokens` first rewinds the last reply. The removed part leaves the context
     and stays in the trajectory as a separate branch.
@@ -78,8 +84,8 @@ class InlineObservation:
         return Message("user", self.text)
 
     def check(self, chars: int, tokens: int) -> None:
-        """Check a reply of this length; raise `EnvError` when it is shorter
-        than the part to keep."""
+        """Check a reply of this length; raise `EnvError` when it is shorter than the part to
+        keep."""
         for name, value, length in (
             ("keep_chars", self.keep_chars, chars),
             ("keep_tokens", self.keep_tokens, tokens),
@@ -91,21 +97,19 @@ class InlineObservation:
                 )
 
     def kept_text(self, reply: str) -> str:
-        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte
-        (the built-in tokenizer)."""
+        """Return the kept part of a reply whose tokens are unknown, one token per UTF-8 byte (the
+        built-in tokenizer)."""
         encoded = reply.encode("utf-8", "replace")
         self.check(len(reply), len(encoded))
-        return (
-            reply[: self.keep_chars]
-            if self.keep_tokens is None
-            else encoded[: self.keep_tokens].decode("utf-8", "replace")
-        )
+        if self.keep_tokens is None:
+            return reply[: self.keep_chars]
+        return encoded[: self.keep_tokens].decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, slots=True)
 class NewHistory:
-    """Observation that replaces the conversation: the model continues with these
-    messages, and no others.
+    """Observation that replaces the conversation: the model continues with these messages, and no
+    others.
 
     A number is the index of a message of the conversation so far, the last reply included; a reply
     that is kept so keeps its sampled ids. What is left out stays in the trajectory as a branch
@@ -120,11 +124,10 @@ class NewHistory:
     """Indices of messages that are kept, and new messages; a string is a user message."""
 
     def __post_init__(self) -> None:
-        items = (
-            (self.messages,)
-            if isinstance(self.messages, (str, Message, Mapping))
-            else tuple(self.messages)
-        )
+        if isinstance(self.messages, (str, Message, Mapping)):
+            items: tuple[Any, ...] = (self.messages,)
+        else:
+            items = tuple(self.messages)
         read: list[Message | int] = []
         for item in items:
             if isinstance(item, int) and not isinstance(item, bool):
@@ -143,17 +146,18 @@ class NewHistory:
 
     def with_new(self, messages: Sequence[Message]) -> NewHistory:
         """Return a copy with other new messages, in order."""
-        left = iter(messages)
-        return NewHistory(
-            tuple(next(left) if isinstance(item, Message) else item for item in self.messages)
-        )
+        remaining = iter(messages)
+        items = []
+        for item in self.messages:
+            items.append(next(remaining) if isinstance(item, Message) else item)
+        return NewHistory(items)
 
     def check(self, size: int) -> None:
         """Check the indices for a conversation of this many messages; raise `EnvError` for one that
         is not there, or twice."""
-        kept = [item for item in self.messages if isinstance(item, int)]
         if not self.messages:
             raise EnvError("NewHistory has no message; the model needs one to answer")
+        kept = [item for item in self.messages if isinstance(item, int)]
         for index in kept:
             if not 0 <= index < size:
                 raise EnvError(
@@ -188,8 +192,8 @@ class Action:
     text: str
     """Visible text of the reply: no end token, no reasoning, no tool calls."""
     message: Message
-    """The complete reply as an assistant message; only this reply where it
-    continues an earlier message."""
+    """The complete reply as an assistant message; only this reply where it continues an earlier
+    message."""
     truncated: bool = False
     """The reply reached its token limit."""
     tokens: int = 0
@@ -197,13 +201,13 @@ class Action:
     raw_source: Callable[[], str] | None = field(default=None, repr=False, compare=False)
     """Computes `raw` on demand, since few environments use it."""
     end_token: str = ""
-    """Text of the token that ended the reply; empty if the reply was cut or
-    ended with a stop text."""
+    """Text of the token that ended the reply; empty if the reply was cut or ended with a stop
+    text."""
 
     @property
     def raw(self) -> str:
-        """Complete text, reasoning and calls included, without the end token;
-        truncated after a stop text."""
+        """Complete text, reasoning and calls included, without the end token; truncated after a
+        stop text."""
         return self.text if self.raw_source is None else self.raw_source()
 
     @property
@@ -219,8 +223,8 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Reward made of several parts; returned by `Env.reward`, a reward function
-    or an agent function."""
+    """Reward made of several parts; returned by `Env.reward`, a reward function or an agent
+    function."""
 
     own: float | None = 0.0
     """Weighted reward of the episode; None when a part was not computed."""
@@ -231,8 +235,8 @@ class Scores:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Counters: judge calls, parts that were not computed."""
     status: Literal["completed", "truncated", "aborted", "failed"] | StopReason = "completed"
-    """How an agent function's episode ended, or the limit that it met;
-    environments say it by `Step`.
+    """How an agent function's episode ended, or the limit that it met; environments say it by
+    `Step`.
 
     `completed` and `truncated` are rewarded and trained alike, and counted apart. `aborted` (given
     up for a reason outside the episode) has no reward, whatever `own` is, and is not trained.
@@ -249,50 +253,55 @@ class Scores:
 
     @property
     def total(self) -> float | None:
-        """Sum of the episode's and all turns' rewards, and the mean of the rows';
-        None when not computed."""
+        """Sum of the episode's and all turns' rewards, and the mean of the rows'; None when not
+        computed."""
+        if self.own is None:
+            return None
         mean = math.fsum(reward for reward, _ in self.rows) / max(len(self.rows), 1)
-        return None if self.own is None else self.own + math.fsum(self.turns) + mean
+        return self.own + math.fsum(self.turns) + mean
 
     def checked(self, what: str) -> Scores:
-        """Return a copy with every number as a float; raise `RewardError` for one that is
-        not finite or too large."""
-        return Scores(
-            as_number(self.own, what),
-            tuple(as_number(one, f"{what} by turn") or 0.0 for one in self.turns),
-            {
-                str(name): found
-                for name, one in self.parts.items()
-                if (found := as_number(one, f"{what}, {name!r}")) is not None
-            },
-            {
-                str(name): as_number(one, f"{what}, metric {name!r}") or 0.0
-                for name, one in self.metrics.items()
-            },
-            self.status,
-            tuple(
-                (as_number(one, f"{what} by row") or 0.0, tuple(replies))
-                for one, replies in self.rows
-            ),
-            {
-                str(name): found
-                for name, one in self.agents.items()
-                if (found := as_number(one, f"{what} of agent {name!r}")) is not None
-            },
-        )
+        """Return a copy with every number as a float; raise `RewardError` for one that is not
+        finite or too large."""
+        own = as_number(self.own, what)
+        turns = tuple(as_number(value, f"{what} by turn") or 0.0 for value in self.turns)
+
+        parts = {}
+        for name, value in self.parts.items():
+            number = as_number(value, f"{what}, {name!r}")
+            if number is not None:
+                parts[str(name)] = number
+
+        metrics = {}
+        for name, value in self.metrics.items():
+            metrics[str(name)] = as_number(value, f"{what}, metric {name!r}") or 0.0
+
+        rows = []
+        for value, replies in self.rows:
+            rows.append((as_number(value, f"{what} by row") or 0.0, tuple(replies)))
+
+        agents = {}
+        for name, value in self.agents.items():
+            number = as_number(value, f"{what} of agent {name!r}")
+            if number is not None:
+                agents[str(name)] = number
+
+        return Scores(own, turns, parts, metrics, self.status, tuple(rows), agents)
 
     def with_added(self, added: float | None) -> Scores:
         """Return a copy with `added` on top of the episode's reward; None means not computed."""
-        return replace(self, own=None if self.own is None or added is None else self.own + added)
+        if self.own is None or added is None:
+            return replace(self, own=None)
+        return replace(self, own=self.own + added)
 
 
 class Env(ABC):
-    """Environment of one episode: used once, then closed. A rollout takes a factory,
-    such as the class itself.
+    """Environment of one episode: used once, then closed. A rollout takes a factory, such as the
+    class itself.
 
-    Every method may be `async`; a synchronous one runs in a thread and may block. Order of
-    calls: `reset`; `step` until terminated, truncated or a limit is reached; `reward`; `close`
-    (always, also after an error).
+    Every method may be `async`; a synchronous one runs in a thread and may block. Order of calls:
+    `reset`; `step` until terminated, truncated or a limit is reached; `reward`; `close` (always,
+    also after an error).
 
     Example::
 
@@ -326,8 +335,8 @@ class Env(ABC):
     def reward(
         self, trajectory: Trajectory
     ) -> float | Scores | Awaitable[float | Scores | None] | None:
-        """Compute the reward of the finished episode, added to those of its steps. Default:
-        0.0. None: not computed.
+        """Compute the reward of the finished episode, added to those of its steps. Default: 0.0.
+        None: not computed.
 
         `Scores`, as returned by `rewards(...)`, also reports named parts.
         """
@@ -338,20 +347,20 @@ class Env(ABC):
         return None
 
     def snapshot(self) -> Any:
-        """Return the episode state for `restore` after a failed step; later steps must
-        not change it. Optional."""
+        """Return the episode state for `restore` after a failed step; later steps must not change
+        it. Optional."""
         return None
 
     def restore(self, state: Any) -> Awaitable[None] | None:
-        """Restore a state from `snapshot`, taken from this environment or another with
-        the same task and seed."""
+        """Restore a state from `snapshot`, taken from this environment or another with the same
+        task and seed."""
         raise NotImplementedError(f"{type(self).__name__} has snapshot but no restore")
 
 
 @runtime_checkable
 class SupportsSnapshot(Protocol):
-    """Environment that declares whether it has snapshots; otherwise overriding
-    `Env.snapshot` declares it."""
+    """Environment that declares whether it has snapshots; otherwise overriding `Env.snapshot`
+    declares it."""
 
     @property
     def snapshots(self) -> bool | None:
@@ -372,8 +381,8 @@ class SupportsSnapshot(Protocol):
 
 @lru_cache(maxsize=256)
 def implements(kind: type, protocol: Any) -> bool:
-    """Whether a class has the methods of a protocol; an `isinstance` for
-    each episode costs 10 us."""
+    """Return whether a class has the methods of a protocol; an `isinstance` for each episode costs
+    10 us."""
     return issubclass(kind, protocol)
 
 
@@ -391,8 +400,8 @@ class NeedsDecoder(Protocol):
     """Environment that reads the ids of a trajectory; not in a separate process."""
 
     def set_decoder(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """Receive a function that decodes ids without special tokens; called once,
-        before the first `reset`."""
+        """Receive a function that decodes ids without special tokens; called once, before the first
+        `reset`."""
         ...
 
 
@@ -410,8 +419,8 @@ class ChecksRow(Protocol):
     """Environment factory that can tell from a row alone whether its environment can be made."""
 
     def check_row(self, task: Task) -> None:
-        """Make the environment of a row and close it; raise `EnvError` for
-        what is wrong with it."""
+        """Make the environment of a row and close it; raise `EnvError` for what is wrong with
+        it."""
         ...
 
 
@@ -430,8 +439,8 @@ MAX_CHARACTERS = 4_000_000
 
 
 def check_size(observation: Any, where: str) -> None:
-    """Raise `EnvError` for a text that no model reads; it would only fill the
-    memory and the journal."""
+    """Raise `EnvError` for a text that no model reads; it would only fill the memory and the
+    journal."""
     if isinstance(observation, str) and len(observation) > MAX_CHARACTERS:
         raise EnvError(
             f"{where} returned an observation of {len(observation):,} characters; at most "
@@ -448,22 +457,19 @@ def as_step(value: Any) -> Step:
         )
     observation, reward, terminated, truncated, info = value
     check_size(observation, "step")
-    plain_info = type(info) is dict or type(info) is MappingProxyType
-    flags = type(terminated) is type(truncated) is bool
-    if (
-        type(value) is Step
-        and plain_info
-        and flags
-        and type(reward) is float
-        and -LARGEST <= reward <= LARGEST
-    ):
-        return value  # nearly every step
-    if not plain_info and not isinstance(info, Mapping):
+
+    # Nearly every step is as it should be, and is returned as it is.
+    has_plain_info = type(info) is dict or type(info) is MappingProxyType
+    has_flags = type(terminated) is type(truncated) is bool
+    has_reward = type(reward) is float and -LARGEST <= reward <= LARGEST
+    if type(value) is Step and has_plain_info and has_flags and has_reward:
+        return value
+
+    if not has_plain_info and not isinstance(info, Mapping):
         raise EnvError(f"step returned the info {describe_value(info)}; info is a dict")
-    number = as_number(reward, "a step's reward")
     return Step(
         observation,
-        number,
+        as_number(reward, "a step's reward"),
         as_flag(terminated, "a step's terminated"),
         as_flag(truncated, "a step's truncated"),
         info,
