@@ -207,7 +207,7 @@ def replaced(trajectory: Trajectory, agent: str, rng: random.Random) -> Trajecto
 
 def only(trajectory: Trajectory, agent: str) -> Trajectory:
     """Return the part of an episode that an agent played."""
-    from turnwright.training.policies import view_of
+    from turnwright.training.agent_views import view_of
 
     view = view_of(trajectory, agent.__eq__, agent)
     assert view is not None

@@ -20,10 +20,11 @@ from turnwright.engines import Generation, PolicyEngine, Request
 from turnwright.engines.policy_engine import AgentPolicies, PastVersions
 from turnwright.errors import UsageError
 from turnwright.training import Trainer
+from turnwright.training.agent_views import comparable, view_of
 from turnwright.training.baselines import RUNNING_DECAY, RunningBaselines
 from turnwright.training.metrics import joined, token_rows
 from turnwright.training.past import PastPolicy
-from turnwright.training.policies import Policies, Policy, comparable, view_of
+from turnwright.training.policies import Policies, Policy
 from turnwright.types import (
     EpisodeKey,
     Group,

@@ -22,11 +22,11 @@ from turnwright.envs.spec import EnvSpec
 from turnwright.records.episode_metrics import MAX_TURNS, rollout_metrics
 from turnwright.records.run_dir import JsonLines
 from turnwright.records.serialization import key_row
+from turnwright.training.agent_views import AgentView
 from turnwright.training.credit import Credit
 from turnwright.training.evaluation import EvalResult
 from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.loss import logprob_mismatch
-from turnwright.training.policies import AgentView
 from turnwright.training.untrained_reasons import REJECTED
 from turnwright.types import Trajectory
 

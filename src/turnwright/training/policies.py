@@ -1,12 +1,14 @@
-"""The trained policies of a run, and what each of them is trained on: the spans of its own
-agents, and their rewards."""
+"""The trained policies of a run.
+
+What each of them is trained on, the spans of its own agents and their rewards, is cut out of the
+episodes by `agent_views.py`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +20,17 @@ from turnwright.envs.spec import EnvSpec
 from turnwright.errors import ConfigError, SyncError, UsageError
 from turnwright.records.episode_metrics import group_by_task
 from turnwright.training.advantages import without_signal
-from turnwright.training.credit import Credit, exclusion_reason
+from turnwright.training.agent_views import comparable
+from turnwright.training.credit import Credit
 from turnwright.training.forward.batch import TrainingBatch
 from turnwright.training.model.weight_export import Weights
 from turnwright.training.trainer.trainer import StepResult, Trainer
-from turnwright.training.untrained_reasons import FAILED
-from turnwright.types import Group, RowReward, Trajectory
+from turnwright.types import Group, Trajectory
 
 FROZEN = "frozen"
 """Reason of ids sampled by a policy that is not trained."""
 COUNTS = ("tokens_", "trajectories", "groups_filtered", "optimizer_steps", "train_s")
 """Starts of the names of metrics that are summed over policies."""
-AgentFits = Callable[[str], bool]
-
-
-@dataclass(slots=True)
-class AgentView(Trajectory):
-    """Part of a trajectory: the spans and turns of some of its agents, with their reward. Agents
-    share no spans, so it is a trajectory of its own."""
-
-    numbers: tuple[int, ...] = ()
-    """Indices of its spans in the trajectory."""
-    agent: str = ""
-    """Its agent; empty if it has those of a policy."""
-
-
-def view_of(trajectory: Trajectory, fits: AgentFits, agent: str = "") -> Trajectory | None:
-    """Return the part of a trajectory that belongs to the fitting agents; itself if that is all,
-    and None if they sampled nothing in an episode that did not fail. With the name of one `agent`,
-    the reward is that agent's."""
-    numbers = [number for number, span in enumerate(trajectory.spans) if fits(span.agent)]
-    if len(numbers) == len(trajectory.spans) and not agent:
-        return trajectory
-    if (
-        not any(trajectory.spans[number].sampled for number in numbers)
-        and exclusion_reason(trajectory) != FAILED
-    ):
-        return None
-    spans = {old: new for new, old in enumerate(numbers)} | {-1: -1}
-    turns = [number for number, turn in enumerate(trajectory.turns) if fits(turn.agent)]
-    turn_at = {old: new for new, old in enumerate(turns)} | {-1: -1}
-    rows = [
-        RowReward(row.reward, own)
-        for row in trajectory.row_rewards
-        if (own := tuple(turn_at[number] for number in row.turns if number in turn_at))
-        or not row.turns
-    ]
-    reward = trajectory.reward
-    if trajectory.row_rewards and reward is not None:
-        reward += _mean_of(rows) - _mean_of(trajectory.row_rewards)
-    if agent and reward is not None:
-        reward = trajectory.agent_rewards.get(agent, reward)
-    own_parts = {
-        "spans": [
-            replace(span, parent=spans[span.parent])
-            for span in map(trajectory.spans.__getitem__, numbers)
-        ],
-        "turns": [
-            replace(
-                turn,
-                prompt=spans[turn.prompt],
-                spans=tuple(spans[i] for i in turn.spans),
-                parent=turn_at[turn.parent],
-            )
-            for turn in map(trajectory.turns.__getitem__, turns)
-        ],
-        "failed_turns": [],  # their spans are untrained roots, which need no turn
-        "row_rewards": rows,
-        "reward": reward,
-    }
-    given = {one.name: getattr(trajectory, one.name) for one in fields(Trajectory)}
-    return AgentView(**given | own_parts, numbers=tuple(numbers), agent=agent)
-
-
-def _mean_of(rows: Sequence[RowReward]) -> float:
-    return math.fsum(row.reward for row in rows) / max(len(rows), 1)
-
-
-def agents_of(trajectory: Trajectory) -> list[str]:
-    """Return the agents that sampled something, by name."""
-    return sorted({span.agent for span in trajectory.spans if span.sampled})
-
-
-def comparable(groups: Sequence[Group], fits: AgentFits, *, by_agent: bool = False) -> list[Group]:
-    """Return groups of what is compared of a policy's agents.
-
-    An episode whose agents have rewards or groups of their own is compared agent by agent: with the
-    same agent in the other episodes of the task, or within the episode with the agents of its group
-    (`Model.generate(group=...)`); `by_agent` does so for all. Otherwise all agents of the policy
-    are one trajectory, with the episode's reward.
-    """
-    found: list[Group] = []
-    for group in groups:
-        trajectories = group.trajectories
-        if not by_agent and not any(t.agent_rewards or t.agent_groups for t in trajectories):
-            views = [view for t in trajectories if (view := view_of(t, fits)) is not None]
-            found += [Group(group.task, views)] if views else []
-            continue
-        parts: dict[tuple[str, ...], list[Trajectory]] = defaultdict(list)
-        agents = sorted({agent for t in trajectories for agent in agents_of(t) if fits(agent)})
-        for t in trajectories:
-            for agent in agents:
-                if (view := view_of(t, agent.__eq__, agent)) is not None:
-                    named = t.agent_groups.get(agent)
-                    parts[
-                        ("", agent)
-                        if named is None
-                        else (named, str(t.key.sample), str(t.key.attempt))
-                    ].append(view)
-        found += [Group(group.task, parts[name]) for name in sorted(parts)]
-    return found
 
 
 @dataclass(slots=True)
@@ -211,11 +114,10 @@ class Policies:
     @property
     def notes(self) -> list[str]:
         """Notes on the settings of all policies, each once."""
-        return list(
-            dict.fromkeys(
-                note for policy in self.trained for note in policy.trainer.objective.settings.notes
-            )
-        )
+        notes: list[str] = []
+        for policy in self.trained:
+            notes += policy.trainer.objective.settings.notes
+        return list(dict.fromkeys(notes))
 
     def reference(self) -> None:
         """Keep the current weights of each policy as the reference of its KL term."""
@@ -229,9 +131,10 @@ class Policies:
 
     def supervised(self, trajectories: Sequence[Trajectory], *, lr: float) -> dict[str, Any]:
         """Train each policy one step on demonstrations; metrics as of `step`."""
-        return merged_metrics(
-            {policy.name: policy.trainer.supervised(trajectories, lr=lr) for policy in self.trained}
-        )
+        metrics = {}
+        for policy in self.trained:
+            metrics[policy.name] = policy.trainer.supervised(trajectories, lr=lr)
+        return merged_metrics(metrics)
 
     @property
     def refill(self) -> int:
@@ -239,13 +142,15 @@ class Policies:
         return self.trained[0].trainer.objective.settings.refill
 
     def tied_groups(self, groups: Sequence[Group]) -> set[str]:
-        """Return task ids of the groups that dynamic sampling replaces: those without
-        signal for every policy."""
+        """Return task ids of the groups that dynamic sampling replaces: those without signal for
+        every policy."""
         tied = {group.task.id for group in groups}
         for policy in self.trained:
             parts = self._parts(policy, groups)
             ties = without_signal(parts, policy.trainer.credit_settings)
-            tied -= {part.task.id for part, is_tied in zip(parts, ties, strict=True) if not is_tied}
+            for part, is_tied in zip(parts, ties, strict=True):
+                if not is_tied:
+                    tied.discard(part.task.id)
         return tied
 
     def step(
@@ -254,34 +159,43 @@ class Policies:
         """Train every policy that sampled something on a step's episodes; arguments and errors are
         those of `Trainer.step`.
 
-        Returns metrics of all policies together, and the credits and batches of all. Counts
-        are summed, a maximum is of all, others are means; `policy/NAME/` precedes a
-        policy's own, unless it has no name. A policy that sampled nothing sits the step
-        out, unless it is the only one.
+        Returns metrics of all policies together, and the credits and batches of all. Counts are
+        summed, a maximum is of all, others are means; `policy/NAME/` precedes a policy's own,
+        unless it has no name. A policy that sampled nothing sits the step out, unless it is the
+        only one.
         """
         groups = group_by_task(trajectories)
-        made: dict[str, StepResult] = {}
+        results: dict[str, StepResult] = {}
         for policy in self.trained:
             parts = self._parts(policy, groups)
-            sampled = any(
-                span.sampled for part in parts for t in part.trajectories for span in t.spans
-            )
-            if sampled or len(self.trained) == 1:
-                made[policy.name] = policy.trainer.step(
+            if _has_samples(parts) or len(self.trained) == 1:
+                results[policy.name] = policy.trainer.step(
                     parts, step=step, steps=steps, version=version
                 )
-        credits = [credit for result in made.values() for credit in result.token_records[0]]
-        batches = [batch for result in made.values() for batch in result.token_records[1]]
-        metrics = merged_metrics({name: result.metrics for name, result in made.items()})
-        names = {policy.name for policy in self.trained}
-        frozen = sum(
-            len(span.ids)
-            for t in trajectories
-            for span in t.spans
-            if span.sampled and self._agents.of(span.agent) not in names
-        )
+
+        credits: list[Credit] = []
+        batches: list[TrainingBatch] = []
+        for result in results.values():
+            step_credits, step_batches = result.token_records
+            credits += step_credits
+            batches += step_batches
+
+        metrics = merged_metrics({name: result.metrics for name, result in results.items()})
+        frozen = self._frozen_tokens(trajectories)
         metrics["tokens_sampled"] = metrics.get("tokens_sampled", 0.0) + frozen
-        return metrics | ({f"tokens_{FROZEN}": float(frozen)} if frozen else {}), credits, batches
+        if frozen:
+            metrics[f"tokens_{FROZEN}"] = float(frozen)
+        return metrics, credits, batches
+
+    def _frozen_tokens(self, trajectories: Sequence[Trajectory]) -> int:
+        """Count the ids that policies sampled which are not trained."""
+        trained = {policy.name for policy in self.trained}
+        count = 0
+        for trajectory in trajectories:
+            for span in trajectory.spans:
+                if span.sampled and self._agents.of(span.agent) not in trained:
+                    count += len(span.ids)
+        return count
 
     def _parts(self, policy: Policy, groups: Sequence[Group]) -> list[Group]:
         def fits(agent: str) -> bool:
@@ -290,39 +204,50 @@ class Policies:
         return comparable(groups, fits, by_agent=policy.trainer.credit_settings.by_agent)
 
     def state(self) -> dict[str, Any]:
-        """Return the running baselines of the policies as JSON, for a checkpoint;
-        empty if there are none."""
-        found = {policy.name: policy.trainer.baselines.state() for policy in self.trained}
-        return {"baselines": found} if any(found.values()) else {}
+        """Return the running baselines of the policies as JSON, for a checkpoint; empty if there
+        are none."""
+        baselines = {policy.name: policy.trainer.baselines.state() for policy in self.trained}
+        return {"baselines": baselines} if any(baselines.values()) else {}
 
     def restore(self, cursor: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
+        baselines = cursor.get("baselines", {})
         for policy in self.trained:
-            policy.trainer.baselines.restore(cursor.get("baselines", {}).get(policy.name, []))
+            policy.trainer.baselines.restore(baselines.get(policy.name, []))
+
+
+def _has_samples(groups: Sequence[Group]) -> bool:
+    return any(
+        span.sampled
+        for group in groups
+        for trajectory in group.trajectories
+        for span in trajectory.spans
+    )
 
 
 def merged_metrics(by_policy: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metrics of all policies together, and each one's under
-    `policy/NAME/` if it has a name."""
+    """Return metrics of all policies together, and each one's under `policy/NAME/` if it has a
+    name."""
     values: dict[str, list[float]] = defaultdict(list)
     for metrics in by_policy.values():
         for name, value in metrics.items():
             values[name].append(value)
-    found: dict[str, Any] = {}
-    for name, given in values.items():
-        if len(given) == 1:
-            found[name] = given[0]
-        elif name.startswith(COUNTS) and name != "tokens_per_s":
-            found[name] = sum(given)
-        elif name.endswith("_max"):
-            found[name] = max(given)
-        else:
-            found[name] = sum(given) / len(given)
+    merged: dict[str, Any] = {name: _merged(name, numbers) for name, numbers in values.items()}
 
-    named = {policy: metrics for policy, metrics in by_policy.items() if policy}
-    own = {
-        f"policy/{policy}/{name}": value
-        for policy, metrics in named.items()
-        for name, value in metrics.items()
-    }
-    return found | own
+    for policy, metrics in by_policy.items():
+        if policy:
+            for name, value in metrics.items():
+                merged[f"policy/{policy}/{name}"] = value
+    return merged
+
+
+def _merged(name: str, numbers: Sequence[float]) -> float:
+    """Return one number of all policies: counts are summed, a maximum is of all, others are
+    means."""
+    if len(numbers) == 1:
+        return numbers[0]
+    if name.startswith(COUNTS) and name != "tokens_per_s":
+        return sum(numbers)
+    if name.endswith("_max"):
+        return max(numbers)
+    return sum(numbers) / len(numbers)
