@@ -1,4 +1,12 @@
-"""The template contract, derived by probing, and its explanation in words."""
+"""The contract of a chat template: how it behaves while a conversation grows.
+
+`derive_contract` asks a template questions, each answered by one or two renderings of short
+conversations (`_TemplateQueries`), and `explain_contract` puts the answers into words for
+`turnwright check`. Nothing is read from the template's source but the names of its variables.
+
+Prompts do not depend on the contract: what is appended to a reply is proven where it is needed
+(`TemplateProbe.append`). Whether replies are read back is in `reply_proof.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +39,7 @@ SCENARIOS: Mapping[str, tuple[str, ...]] = {
     "tool, user": ("tool", "user"),
 }
 """Roles of the messages after a reply, by scenario name."""
-_GIVEN = {
+_NOT_SETTINGS = {
     "messages",
     "tools",
     "documents",
@@ -41,10 +49,12 @@ _GIVEN = {
     "namespace",
     "range",
 }
+"""Variables that a template reads besides its settings."""
 _CLOCKS = ("strftime_now",)
-_MAX_TURNS, _MAX_REPLIES = 24, 12
-"""Turns of the longest probed conversation, which detects windows, and the number of its
-last replies to check."""
+_MAX_TURNS = 24
+"""Turns of the longest probed conversation, which detects windows."""
+_MAX_REPLIES = 12
+"""Number of its last replies to check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,31 +117,45 @@ class TemplateContract:
 
     @property
     def append_only(self) -> bool:
-        """Whether all earlier text stays unchanged, so that a conversation only grows
-        in `template` mode too."""
+        """Whether all earlier text stays unchanged, so that a conversation only grows in
+        `template` mode too."""
         return self.kind == "append-only"
 
 
 def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> TemplateContract:
-    """Derive the contract of a template by probing; `thinks` if replies are parsed as
-    starting inside the thinking.
+    """Derive the contract of a template by probing.
+
+    `thinks` says whether replies are parsed as starting inside the thinking.
 
     Raises `TemplateError` if the template cannot render a reply to a user.
     """
     template = probe.template
     queries = _TemplateQueries(probe)
     thinking = queries.thinking()
+    prefix = queries.prefix()
+    prefilled = not queries.continues()
+
+    # How messages follow a reply.
     thought = "thought" if queries.has_reasoning_field else None
-    found = {name: _append_proof(probe, roles, thought) for name, roles in SCENARIOS.items()}
-    appends = {name: proof for name, (proof, _) in found.items()}
-    prefix, prefilled = queries.prefix(), not queries.continues()
-    variables = template.parameters
-    tail = probe.text.last[len(probe.text.close_in_last) :]
-    kind = "splits replies"
-    if not queries.splits():
+    appends: dict[str, str] = {}
+    stateful: list[str] = []
+    for scenario, roles in SCENARIOS.items():
+        appends[scenario], depends_on_earlier = _append_proof(probe, roles, thought)
+        if depends_on_earlier:
+            stateful.append(scenario)
+
+    # Its class: what it does first of all that could surprise.
+    if queries.splits():
+        kind = "splits replies"
+    else:
         kind = _kind(thinking, appends, prefilled, queries.keeps_results(), queries.moves_tools())
     if kind in ("append-only", "prefilled") and not queries.grows():
         kind = "strips older" if queries.grows(thinking=False) else "rewrites messages"
+
+    following_roles = [
+        role for role in ("user", "tool", "system", "assistant") if queries.follows(role)
+    ]
+    clocks = [name for name in _CLOCKS if re.search(rf"\b{name}\b", template.source)]
     return TemplateContract(
         kind=kind,
         prefilled=prefilled,
@@ -141,21 +165,19 @@ def derive_contract(probe: TemplateProbe, codec: Tokenizer, *, thinks: bool) -> 
         heads=probe.text.heads,
         close=probe.text.head,
         last=probe.text.last,
-        tail=tail,
+        tail=probe.text.last[len(probe.text.close_in_last) :],
         prefix=prefix,
         thinks=thinks,
         thinking=thinking,
-        switches=_switches(probe, thinking, prefix, variables),
+        switches=_switches(probe, thinking, prefix, template.parameters),
         appends=appends,
-        stateful=tuple(name for name, (_, varies) in found.items() if varies),
-        roles=tuple(
-            role for role in ("user", "tool", "system", "assistant") if queries.follows(role)
-        ),
+        stateful=tuple(stateful),
+        roles=tuple(following_roles),
         moves_text=queries.moves_text(),
         tool_images=queries.tool_images(),
         system=queries.system(),
         default_system=queries.default_system(),
-        impure=tuple(name for name in _CLOCKS if re.search(rf"\b{name}\b", template.source)),
+        impure=tuple(clocks),
         seams=_seams(probe, codec),
     )
 
@@ -169,13 +191,12 @@ class _TemplateQueries:
         self.has_reasoning_field = False
 
     def render(self, *messages: Message, prompt: bool = False) -> str:
-        """Render messages, with a tool schema where required; empty if the
-        template rejects them."""
-        called = any(m.tool_calls or m.role == "tool" for m in messages)
+        """Render messages, with a tool schema where required; empty if the template rejects
+        them."""
+        called = any(message.tool_calls or message.role == "tool" for message in messages)
         for tools in (PROBE_TOOLS, ()) if called else ((), PROBE_TOOLS):
-            if (
-                text := self.template.try_render(messages, tools, generation_prompt=prompt)
-            ) is not None:
+            text = self.template.try_render(messages, tools, generation_prompt=prompt)
+            if text is not None:
                 return text
         return ""
 
@@ -187,83 +208,86 @@ class _TemplateQueries:
         *,
         prompt: bool = False,
     ) -> bool | None:
-        """Return whether the text of `before` begins that of `after`; None if the
-        template rejects one of them."""
+        """Return whether the text of `before` begins that of `after`.
+
+        None if the template rejects one of them.
+        """
         first = self.template.try_render(before, tools, generation_prompt=prompt)
         full = self.template.try_render(after, tools)
-        return None if first is None or full is None else full.startswith(first)
+        if first is None or full is None:
+            return None
+        return full.startswith(first)
 
     def thinking(self) -> dict[str, bool]:
-        """Return whether thinking is rendered, by what follows it: in its own
-        field, else in the text."""
+        """Return whether thinking is rendered, by what follows it: in its own field, else in the
+        text."""
         in_field = self._thinking(lambda thought: {"reasoning": thought}, "")
         self.has_reasoning_field = any(in_field.values())
         if self.has_reasoning_field:
             return in_field
+
         text = random_mark()
         return self._thinking(
             lambda thought: {"content": f"<think>\n{thought}\n</think>\n\n{text}"}, text
         )
 
     def _thinking(self, fields: Callable[[str], Mapping[str, Any]], text: str) -> dict[str, bool]:
-        """Return whether a thought is rendered; a thought inside a text counts as
-        rendered if the text is not."""
+        """Return whether a thought is rendered.
+
+        `fields` puts a thought into a reply. A thought inside a text counts as rendered if the
+        text is not.
+        """
         thought = random_mark()
         reply = replace(Message("assistant", "reply"), **fields(thought))
         called = replace(Message("assistant", "", (PROBE_CALL,)), **fields(thought))
 
-        def kept(*messages: Message) -> bool:
+        def is_rendered(*messages: Message) -> bool:
             rendered = self.render(*messages, prompt=len(messages) > 2)
             return thought in rendered or bool(text and text not in rendered)
 
-        result = probe_result("result")
         return {
-            "last": kept(ASKED, reply),
-            "user": kept(ASKED, reply, ASKED),
-            "tool": kept(ASKED, called, result),
+            "last": is_rendered(ASKED, reply),
+            "user": is_rendered(ASKED, reply, ASKED),
+            "tool": is_rendered(ASKED, called, probe_result("result")),
         }
 
     def prefix(self) -> str:
         """Return the text that opens a reply: the generation prompt, else the text between a
         question and its answer."""
-        without, prompted = (
-            self.template.render((ASKED,)),
-            self.template.render((ASKED,), generation_prompt=True),
-        )
+        without = self.template.render((ASKED,))
+        prompted = self.template.render((ASKED,), generation_prompt=True)
         if prompted != without:
-            pieces, others = (self.probe.split.split(text) for text in (prompted, without))
-            same = next(
-                (i for i, (a, b) in enumerate(zip(pieces, others, strict=False)) if a != b),
-                len(others),
-            )
-            if same < len(others):
-                start = (
-                    common_prefix_length(pieces[same], others[same])
-                    if pieces[same] not in self.probe.control
-                    else 0
-                )
-                pieces[same] = pieces[same][start:]
-            return "".join(pieces[same:])
-        one, other = random_mark(), random_mark()
-        between, found, _ = (
-            self.render(Message("user", one), Message("assistant", other))
-            .rpartition(one)[2]
-            .partition(other)
-        )
+            return self._added_text(without, prompted)
+
+        question, answer = random_mark(), random_mark()
+        rendered = self.render(Message("user", question), Message("assistant", answer))
+        between, found, _ = rendered.rpartition(question)[2].partition(answer)
         return between if found else ""
+
+    def _added_text(self, without: str, prompted: str) -> str:
+        """Return what the second text adds to the first; it never begins within a control
+        token."""
+        pieces = self.probe.split.split(prompted)
+        other_pieces = self.probe.split.split(without)
+
+        same = 0
+        while same < min(len(pieces), len(other_pieces)) and pieces[same] == other_pieces[same]:
+            same += 1
+
+        if same < min(len(pieces), len(other_pieces)) and pieces[same] not in self.probe.control:
+            start = common_prefix_length(pieces[same], other_pieces[same])
+            pieces[same] = pieces[same][start:]
+        return "".join(pieces[same:])
 
     def continues(self) -> bool:
         """Return whether finished replies of every kind are rendered after the generation prompt
         they were sampled after."""
         for calls in ((), (PROBE_CALL,)):
             for thought in (None, "thought") if self.has_reasoning_field else (None,):
-                reply = Message(
-                    "assistant", "" if calls else "reply", tool_calls=calls, reasoning=thought
-                )
-                if (
-                    self._stays((ASKED,), (ASKED, reply), PROBE_TOOLS if calls else (), prompt=True)
-                    is False
-                ):
+                text = "" if calls else "reply"
+                reply = Message("assistant", text, tool_calls=calls, reasoning=thought)
+                tools = PROBE_TOOLS if calls else ()
+                if self._stays((ASKED,), (ASKED, reply), tools, prompt=True) is False:
                     return False
         return True
 
@@ -276,34 +300,36 @@ class _TemplateQueries:
         return self._stays(base, (*base, Message("user", "on")), PROBE_TOOLS) is False
 
     def keeps_results(self) -> bool:
-        """Return whether a message after a reply is rendered the same once the
-        next reply follows it."""
-        answer = Message(
-            "assistant", "reply", reasoning="thought" if self.has_reasoning_field else None
-        )
-        called = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("result"))
-        for rows, tools in (((ASKED, answer, ASKED), ()), (called, PROBE_TOOLS)):
-            replies = (answer, replace(answer, reasoning=None))
-            if [self._stays(rows, (*rows, reply), tools, prompt=True) for reply in replies] == [
-                False,
-                False,
-            ]:
+        """Return whether a message after a reply is rendered the same once the next reply follows
+        it."""
+        thought = "thought" if self.has_reasoning_field else None
+        answer = Message("assistant", "reply", reasoning=thought)
+        after_text = (ASKED, answer, ASKED)
+        after_call = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("result"))
+
+        for rows, tools in ((after_text, ()), (after_call, PROBE_TOOLS)):
+            stays = [
+                self._stays(rows, (*rows, reply), tools, prompt=True)
+                for reply in (answer, replace(answer, reasoning=None))
+            ]
+            if stays == [False, False]:
                 return False
         return True
 
     def grows(self, *, thinking: bool = True) -> bool:
-        """Return whether all text stays in long conversations with calls, a system
-        message and thinking."""
-        for messages in (
-            *CONVERSATIONS,
-            (ASKED, Message("assistant", "a")) * _MAX_TURNS + (ASKED,),
-        ):
-            rows = messages if thinking else [replace(m, reasoning=None) for m in messages]
-            tools = PROBE_TOOLS if any(m.role == "tool" for m in rows) else ()
-            ends = [number + 1 for number, m in enumerate(rows) if m.role == "assistant"]
-            full = self.template.try_render(rows, tools, generation_prompt=True)
+        """Return whether all text stays in long conversations with calls, a system message and
+        thinking."""
+        many_turns = (ASKED, Message("assistant", "a")) * _MAX_TURNS + (ASKED,)
+        for conversation in (*CONVERSATIONS, many_turns):
+            messages: Sequence[Message] = conversation
+            if not thinking:
+                messages = [replace(message, reasoning=None) for message in conversation]
+            tools = PROBE_TOOLS if any(message.role == "tool" for message in messages) else ()
+            full = self.template.try_render(messages, tools, generation_prompt=True)
+
+            ends = [number + 1 for number, m in enumerate(messages) if m.role == "assistant"]
             for end in ends[-_MAX_REPLIES:]:
-                text = self.template.try_render(rows[:end], tools)
+                text = self.template.try_render(messages[:end], tools)
                 if full is None or text is None:
                     break
                 if not full.startswith(text):
@@ -316,13 +342,11 @@ class _TemplateQueries:
         called = Message("assistant", "", (replace(PROBE_CALL, arguments={"x": argument}),))
         prompted = self.template.try_render((ASKED,), PROBE_TOOLS, generation_prompt=True)
         rendered = self.template.try_render((ASKED, called), PROBE_TOOLS)
-        if (
-            prompted is None
-            or rendered is None
-            or not rendered.startswith(prompted)
-            or argument not in rendered
-        ):
+        if prompted is None or rendered is None:
             return False
+        if not rendered.startswith(prompted) or argument not in rendered:
+            return False
+
         reply = rendered[len(prompted) :].partition(argument)[0]
         return any(stop in reply for stop in self.probe.text.stops)
 
@@ -330,71 +354,70 @@ class _TemplateQueries:
         """Return whether a second tool result changes the rendering of the first."""
         calls = tuple(ToolCall("f", {"x": str(i)}, call_id(i)) for i in range(2))
         base = (ASKED, Message("assistant", "", calls), probe_result("result 0"))
-        one, both = self.render(*base), self.render(*base, probe_result("result 1", 1))
-        return bool(one) and bool(both) and not both.startswith(one)
+        with_one = self.render(*base)
+        with_both = self.render(*base, probe_result("result 1", 1))
+        return bool(with_one) and bool(with_both) and not with_both.startswith(with_one)
 
     def moves_text(self) -> bool:
         """Return whether the text of a reply with calls is rendered after their results."""
         text, result = random_mark(), random_mark()
-        rendered = self.render(
-            ASKED, Message("assistant", text, (PROBE_CALL,)), probe_result(result), prompt=True
-        )
+        reply = Message("assistant", text, (PROBE_CALL,))
+        rendered = self.render(ASKED, reply, probe_result(result), prompt=True)
         return 0 <= rendered.find(result) < rendered.find(text)
 
     def follows(self, role: str) -> bool:
         """Return whether a message of a role can follow a reply."""
         text = random_mark()
-        reply, message = Message("assistant", "reply"), Message(role, text)
         if role == "tool":
-            reply, message = Message("assistant", "", (PROBE_CALL,)), probe_result(text)
+            reply = Message("assistant", "", (PROBE_CALL,))
+            message = probe_result(text)
+        else:
+            reply = Message("assistant", "reply")
+            message = Message(role, text)
         return text in self.render(ASKED, reply, message, prompt=True)
 
     def system(self) -> str:
-        """Return the handling of a system message."""
-        text = random_mark()
+        """Return the handling of a system message, see `TemplateContract.system`."""
+        text, reply = random_mark(), random_mark()
         asked = (Message("system", text), ASKED)
         rendered = self.render(*asked, prompt=True)
-        later = self.render(
-            *asked, Message("assistant", reply := random_mark()), ASKED, prompt=True
-        )
-        if text in rendered and text in later.partition(reply)[2]:
-            return "moved"
-        return "shown" if text in rendered else "dropped" if rendered else "refused"
+        later = self.render(*asked, Message("assistant", reply), ASKED, prompt=True)
+        if text in rendered:
+            return "moved" if text in later.partition(reply)[2] else "shown"
+        return "dropped" if rendered else "refused"
 
     def default_system(self) -> bool:
-        """Return whether the template writes more without a system message
-        than with an empty one."""
-        bare = self.render(ASKED, prompt=True)
-        empty, own = (
-            self.render(Message("system", text), ASKED, prompt=True) for text in ("", "s")
-        )
-        return bool(own) and len(bare) > len(empty) > 0
+        """Return whether the template writes more without a system message than with an empty
+        one."""
+        without = self.render(ASKED, prompt=True)
+        with_empty = self.render(Message("system", ""), ASKED, prompt=True)
+        with_text = self.render(Message("system", "s"), ASKED, prompt=True)
+        return bool(with_text) and len(without) > len(with_empty) > 0
 
     def tool_images(self) -> bool | None:
-        """Return whether an image in a tool message is rendered."""
+        """Return whether an image in a tool message is rendered; None if no message shows one."""
         image = ImageRef("0" * 64)
         twin = _TemplateQueries(self.probe, self.template.with_message_format(parts=True))
 
-        def gains(*base: Message) -> bool:
-            with_image = Message(
-                base[-1].role, (image, "t"), tool_call_id=base[-1].tool_call_id, name=base[-1].name
-            )
-            rendered, bare = twin.render(*base[:-1], with_image), twin.render(*base)
-            return (
-                bool(rendered) and rendered != bare and image.sha256 not in rendered
-            )  # else the list was printed as is
+        def shows_image(*base: Message) -> bool:
+            last = base[-1]
+            with_image = replace(last, content=(image, "t"))
+            rendered = twin.render(*base[:-1], with_image)
+            if not rendered or rendered == twin.render(*base):
+                return False
+            return image.sha256 not in rendered  # else the list of parts was printed as it is
 
-        if not gains(Message("user", "t")):
+        if not shows_image(Message("user", "t")):
             return None
-        return gains(ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
+        return shows_image(ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
 
 
 def _kind(
     thinking: Mapping[str, bool],
     appends: Mapping[str, str],
     prefilled: bool,
-    kept: bool,
-    moved: bool,
+    keeps_results: bool,
+    moves_tools: bool,
 ) -> str:
     if not thinking["user"]:
         return "strips on user" if thinking["last"] and thinking["tool"] else "strips always"
@@ -406,38 +429,42 @@ def _kind(
         return "rewrites messages"
     if prefilled:
         return "prefilled"
-    if moved:
+    if moves_tools:
         return "moves tools"
-    return "append-only" if kept else "rewrites messages"
+    return "append-only" if keeps_results else "rewrites messages"
 
 
 def _append_proof(
     probe: TemplateProbe, roles: Sequence[str], thought: str | None
 ) -> tuple[str, bool]:
-    """Return how messages of these roles are appended to a reply, and whether that
-    depends on earlier turns."""
-    calls = tuple(
-        ToolCall("f", {"x": "1"}, call_id(i)) for i, role in enumerate(roles) if role == "tool"
-    )
-    reply = Message("assistant", "" if calls else "reply", tool_calls=calls, reasoning=thought)
-    messages = [
-        probe_result("t", i) if role == "tool" else Message(role, "t")
-        for i, role in enumerate(roles)
-    ]
+    """Return how messages of these roles are appended to a reply, and whether that depends on
+    earlier turns."""
+    calls: list[ToolCall] = []
+    messages: list[Message] = []
+    for number, role in enumerate(roles):
+        if role == "tool":
+            calls.append(ToolCall("f", {"x": "1"}, call_id(number)))
+            messages.append(probe_result("t", number))
+        else:
+            messages.append(Message(role, "t"))
+    text = "" if calls else "reply"
+    reply = Message("assistant", text, tool_calls=tuple(calls), reasoning=thought)
+    tools = PROBE_TOOLS if calls else ()
+
     try:
-        found = probe.append(reply, messages, tools := PROBE_TOOLS if calls else ())
+        append = probe.append(reply, messages, tools)
     except TemplateError as error:
         return f"refused: {error}", False
-    varies = probe.varies(found, reply, messages, tools)
-    return f"{found.proof} as user" if found.adapt == "user" else found.proof, varies
+    proof = f"{append.proof} as user" if append.adapt == "user" else append.proof
+    return proof, probe.varies(append, reply, messages, tools)
 
 
 def _switches(
     probe: TemplateProbe, thinking: Mapping[str, bool], prefix: str, variables: frozenset[str]
 ) -> dict[str, str]:
     """Return the effects of the template's settings, each set to true and false."""
-    found: dict[str, str] = {}
-    for name in sorted(variables - _GIVEN - set(_CLOCKS)):
+    effects_by_setting: dict[str, str] = {}
+    for name in sorted(variables - _NOT_SETTINGS - set(_CLOCKS)):
         if name.endswith("_token"):
             continue
         for value in (True, False):
@@ -445,24 +472,26 @@ def _switches(
                 probe, probe.template.with_message_format(variables={name: value})
             )
             try:
-                now, opened = twin.thinking(), twin.prefix()
+                thinking_then = twin.thinking()
+                prefix_then = twin.prefix()
             except (TemplateError, TypeError):
                 continue
+
             effects = []
-            if now["user"] and not thinking["user"]:
+            if thinking_then["user"] and not thinking["user"]:
                 effects.append("keeps thinking")
-            elif thinking["user"] and not now["user"]:
+            elif thinking["user"] and not thinking_then["user"]:
                 effects.append("strips thinking")
-            if opened != prefix:
-                effects.append(f"opens a reply with {opened!r}")
+            if prefix_then != prefix:
+                effects.append(f"opens a reply with {prefix_then!r}")
             if effects:
-                found[f"{name}={str(value).lower()}"] = ", ".join(effects)
-    return found
+                effects_by_setting[f"{name}={str(value).lower()}"] = ", ".join(effects)
+    return effects_by_setting
 
 
 def _seams(probe: TemplateProbe, codec: Tokenizer) -> tuple[str, ...]:
-    """Return the seams at which encoding the parts gives other ids than
-    encoding the complete text."""
+    """Return the seams at which encoding the parts gives other ids than encoding the complete
+    text."""
     asked = Message("user", "Go on.")
     try:
         prompt = probe.template.render((asked,), generation_prompt=True)
@@ -470,89 +499,96 @@ def _seams(probe: TemplateProbe, codec: Tokenizer) -> tuple[str, ...]:
         rest = probe.rendered(append, [asked])
     except TemplateError:
         return ()
-    found = []
-    for name, left, right in (
-        ("prompt | reply", prompt, "Well"),
-        ("prompt | a reply that begins with a line break", prompt, "\n\nWell"),
-        ("reply | what follows", f"Well{append.head}", rest),
+
+    stop = append.head if append.head in codec.control else ""
+    seams = []
+    for name, left, right, after in (
+        ("prompt | reply", prompt, "Well", ""),
+        ("prompt | a reply that begins with a line break", prompt, "\n\nWell", ""),
+        ("reply | what follows", f"Well{append.head}", rest, stop),
     ):
-        after = append.head if name.startswith("reply") and append.head in codec.control else ""
         if codec.encode(left) + codec.encode_after(right, after) != codec.encode(left + right):
-            found.append(name)
-    return (*found, codec.inexact_reason) if codec.inexact_reason else tuple(found)
+            seams.append(name)
+    if codec.inexact_reason:
+        seams.append(codec.inexact_reason)
+    return tuple(seams)
+
+
+# In words
 
 
 def explain_contract(
     contract: TemplateContract, history: str = "append"
 ) -> list[tuple[bool | None, str]]:
-    """Explain the contract, for a history mode, as lines: (whether it is good,
-    None for a remark; text)."""
-    rows: list[tuple[bool | None, str]] = [(None, f"class: {contract.kind}{_flags(contract)}")]
-    ends = (
-        ", ".join(map(repr, contract.stops))
-        or f"plain text {contract.close!r}: give stop strings (rollout.stop)"
-    )
-    rows.append(
-        (
-            None,
-            "a reply ends with "
-            f"{ends}{', the header of the next message' if contract.heads else ''}",
-        )
-    )
+    """Explain the contract, for a history mode, as lines.
+
+    A line is a text, and whether what it says is good: None for a remark. The last one says
+    whether the history mode can be exact.
+    """
+    return [
+        *((None, text) for text in _remarks_on_replies(contract)),
+        *(_append_row(scenario, proof) for scenario, proof in contract.appends.items()),
+        *((None, text) for text in _remarks_on_conversations(contract)),
+        _verdict(contract, history),
+    ]
+
+
+def _remarks_on_replies(contract: TemplateContract) -> list[str]:
+    """Describe how a reply ends, opens and thinks, and the settings of the template."""
+    remarks = [f"class: {contract.kind}{_flags(contract)}"]
+
+    ends = ", ".join(map(repr, contract.stops))
+    if not ends:
+        ends = f"plain text {contract.close!r}: give stop strings (rollout.stop)"
+    header = ", the header of the next message" if contract.heads else ""
+    remarks.append(f"a reply ends with {ends}{header}")
     if contract.tail:
-        after = (
+        remarks.append(
             f"after it the template writes {contract.tail!r}, which is never sampled: it "
             "begins the next append"
         )
-        rows.append((None, after))
+
     opened = " (thinking is already open)" if contract.thinks else ""
-    rows.append((None, f"a reply is opened by {contract.prefix!r}{opened}"))
+    remarks.append(f"a reply is opened by {contract.prefix!r}{opened}")
+
     if not all(contract.thinking.values()):
-        kept = [name for name in ("user", "tool") if contract.thinking[name]]
-        dropped = [name for name in ("user", "tool") if not contract.thinking[name]]
+        kept = [role for role in ("user", "tool") if contract.thinking[role]]
+        dropped = [role for role in ("user", "tool") if not contract.thinking[role]]
         where = f"kept before {' and '.join(kept)} messages" if kept else "never kept"
-        rows.append(
-            (
-                None,
-                "thinking is "
-                f"{where}{f', dropped before {chr(32).join(dropped)}' if kept and dropped else ''}",
-            )
-        )
-    rows += [
-        (None, f"[model.template_args] {name}: {effect}")
-        for name, effect in contract.switches.items()
-    ]
-    rows += [_append_row(name, proof) for name, proof in contract.appends.items()]
+        if kept and dropped:
+            where += f", dropped before {' '.join(dropped)}"
+        remarks.append(f"thinking is {where}")
+
+    for setting, effect in contract.switches.items():
+        remarks.append(f"[model.template_args] {setting}: {effect}")
+    return remarks
+
+
+def _remarks_on_conversations(contract: TemplateContract) -> list[str]:
+    """Describe what depends on the rest of a conversation, on a clock, or on the tokenizer."""
+    remarks = []
     if contract.stateful:
-        names = " and of ".join(contract.stateful)
-        rows.append(
-            (
-                None,
-                f"the appended text of {names} depends on earlier turns: it is derived for each "
-                "shape of conversation",
-            )
+        scenarios = " and of ".join(contract.stateful)
+        remarks.append(
+            f"the appended text of {scenarios} depends on earlier turns: it is derived for each "
+            "shape of conversation"
         )
     if contract.moves_text:
-        moved = (
+        remarks.append(
             "the text of a reply with calls moves after their results; in an append it stays "
             "where it was sampled"
         )
-        rows.append((None, moved))
     if contract.tool_images is False:
-        rows.append(
-            (
-                None,
-                "tool messages lose their images: they are moved to a user message after it "
-                "(tool_media_moved)",
-            )
+        remarks.append(
+            "tool messages lose their images: they are moved to a user message after it "
+            "(tool_media_moved)"
         )
     if contract.system != "shown":
         where = " to the last user message" if contract.system == "moved" else ""
-        rows.append((None, f"a system message is {contract.system}{where}"))
-    rows += [(None, f"depends on {name}: frozen during a run") for name in contract.impure]
-    rows += [(None, f"encoded separately, other ids at: {name}") for name in contract.seams]
-    rows.append(_verdict(contract, history))
-    return rows
+        remarks.append(f"a system message is {contract.system}{where}")
+    remarks += [f"depends on {name}: frozen during a run" for name in contract.impure]
+    remarks += [f"encoded separately, other ids at: {seam}" for seam in contract.seams]
+    return remarks
 
 
 def _flags(contract: TemplateContract) -> str:
@@ -565,9 +601,10 @@ def _flags(contract: TemplateContract) -> str:
     return "".join(f", {name}" for name, holds in flags.items() if holds)
 
 
-def _append_row(name: str, proof: str) -> tuple[bool | None, str]:
+def _append_row(scenario: str, proof: str) -> tuple[bool | None, str]:
     if proof.startswith("refused"):
-        return None, f"appending {name} is {proof}"
+        return None, f"appending {scenario} is {proof}"
+
     words = {
         "append": "is exact: all earlier text stays",
         "tail": "is exact from the reply on; the template would render something earlier "
@@ -576,19 +613,15 @@ def _append_row(name: str, proof: str) -> tuple[bool | None, str]:
         "the sampled close is kept",
     }
     proof, _, as_user = proof.partition(" ")
-    note = (
-        "; tool results are rendered as user text, because the template does not render them"
-        if as_user
-        else ""
-    )
-    return True, f"appending {name} {words[proof]}{note}"
+    note = ""
+    if as_user:
+        note = "; tool results are rendered as user text, because the template does not render them"
+    return True, f"appending {scenario} {words[proof]}{note}"
 
 
 def _verdict(contract: TemplateContract, history: str) -> tuple[bool | None, str]:
     """Return whether the history mode can be exact."""
-    refused = contract.appends["user"].startswith("refused") and contract.appends[
-        "tool"
-    ].startswith("refused")
+    refused = all(contract.appends[scenario].startswith("refused") for scenario in ("user", "tool"))
     if history == "append" and refused:
         return False, 'history = "append" cannot be exact: nothing can follow a reply; use "inline"'
     if history == "template" and refused:
@@ -597,19 +630,18 @@ def _verdict(contract: TemplateContract, history: str) -> tuple[bool | None, str
             'history = "template" cannot be exact: the template rejects all messages after a '
             'reply; use "inline"',
         )
+
     if history == "template":
-        cost = (
-            "never branches"
-            if contract.append_only
-            else "branches where earlier replies are rendered differently"
-        )
+        cost = "branches where earlier replies are rendered differently"
+        if contract.append_only:
+            cost = "never branches"
         return True, f'history = "template" is exact: it {cost}'
+
     if history == "inline":
-        ends = (
-            "give stop strings (rollout.stop) that end a step"
-            if contract.stops
-            else "replies end by stop strings alone"
-        )
+        ends = "replies end by stop strings alone"
+        if contract.stops:
+            ends = "give stop strings (rollout.stop) that end a step"
         return True, f'history = "inline" is exact; {ends}'
+
     stays = "" if contract.append_only else ": earlier turns stay as they were sampled"
     return True, f'history = "{history}" is exact{stays}'

@@ -2,7 +2,10 @@
 
 What a template writes after a conversation of placeholders holds for every conversation of the same
 shape whose texts contain none of the words that the template looked for (`inspected`). So it is
-derived once per shape, and never depends on which conversation came first.
+derived once per shape (`ProvenByShape.get`), and never depends on which conversation came first.
+
+How far back a template looks is read from its source (`reach_of`): where it looks at no earlier
+message when it writes a later one, every conversation has the same shape.
 """
 
 from __future__ import annotations
@@ -26,17 +29,21 @@ def is_blank(text: str) -> bool:
 
 
 def content_shape(message: Message) -> Hashable:
-    """Return the kinds of a content's parts; a blank text, which templates treat
-    differently, is its own shape."""
+    """Return the kinds of a content's parts; a blank text, which templates treat differently, is
+    its own shape."""
     content = message.content
-    if isinstance(content, str):  # at every turn, so without a call
+    if isinstance(content, str):  # at every turn, so without a call of `is_blank`
         return str if content and not content.isspace() else content
-    return tuple(
-        [
-            (part if is_blank(part) else str) if isinstance(part, str) else type(part)
-            for part in content
-        ]
-    )
+
+    kinds: list[Any] = []
+    for part in content:
+        if not isinstance(part, str):
+            kinds.append(type(part))
+        elif is_blank(part):
+            kinds.append(part)
+        else:
+            kinds.append(str)
+    return tuple(kinds)
 
 
 class ConversationShapes:
@@ -58,15 +65,17 @@ class ConversationShapes:
     def of(self, messages: Sequence[Message]) -> Hashable:
         """Return the shape of the messages that the template looks at."""
         rows: list[Hashable] = []
-        for message in self.seen(
-            messages
-        ):  # at every turn over all turns, so most messages take no call
+        # This runs at every turn over all turns, so most messages take no call.
+        for message in self.seen(messages):
             content = message.content
-            is_plain = (
-                isinstance(content, str) and message.name is None and message.reasoning is None
-            )
-            if is_plain and not message.tool_calls and message.tool_call_id is None:
-                rows.append((message.role, str if content and not content.isspace() else content))  # type: ignore[union-attr]
+            if (
+                isinstance(content, str)
+                and message.name is None
+                and message.reasoning is None
+                and not message.tool_calls
+                and message.tool_call_id is None
+            ):
+                rows.append((message.role, str if content and not content.isspace() else content))
             else:
                 rows.append(self._row(message))
         return tuple(rows)
@@ -76,57 +85,63 @@ class ConversationShapes:
         return list(map(self._placeholder, messages))
 
     def _row(self, message: Message) -> Hashable:
-        reasoning = (
-            message.reasoning if message.reasoning is None or is_blank(message.reasoning) else str
-        )
+        """Return the shape of a message with thinking, calls, a name or parts."""
+        reasoning: Hashable = message.reasoning
+        if message.reasoning is not None and not is_blank(message.reasoning):
+            reasoning = str
+
         calls: Hashable = len(message.tool_calls)
         if message.tool_calls:
             with_arguments = tuple([bool(call.arguments) for call in message.tool_calls])
-            named = (
-                tuple([(call.name, call.id) for call in message.tool_calls])
-                if self.renders_ids
-                else ()
-            )
-            calls = with_arguments, named
-        call = message.tool_call_id if self.renders_ids else None
-        name = message.name if self.renders_ids else message.name is not None
-        return message.role, content_shape(message), reasoning, calls, call, name
+            names_and_ids: Hashable = ()
+            if self.renders_ids:
+                names_and_ids = tuple([(call.name, call.id) for call in message.tool_calls])
+            calls = with_arguments, names_and_ids
+
+        answered: Hashable = None
+        name: Hashable = message.name is not None
+        if self.renders_ids:
+            answered = message.tool_call_id
+            name = message.name
+        return message.role, content_shape(message), reasoning, calls, answered, name
 
     def _placeholder(self, message: Message) -> Message:
-        if (
-            not message.tool_calls
-            and message.reasoning is None
-            and message.name is None
-            and isinstance(message.content, str)
-        ):
-            return replace(message, content=_masked(message.content))  # most messages
         content = message.content
-        if not isinstance(content, str):
-            content = tuple(_masked(part) if isinstance(part, str) else part for part in content)
+        if isinstance(content, str):
+            masked_content: str | tuple[Any, ...] = _masked(content)
         else:
-            content = _masked(content)
-        calls = tuple(
-            ToolCall(
-                self._name(call.name),
-                {"x": random_mark()} if call.arguments else {},
-                self._id(call.id, number),
+            masked_content = tuple(
+                [_masked(part) if isinstance(part, str) else part for part in content]
             )
-            for number, call in enumerate(message.tool_calls)
-        )
+        has_text_alone = isinstance(content, str) and message.reasoning is None
+        if has_text_alone and not message.tool_calls and message.name is None:
+            return replace(message, content=masked_content)  # most messages
+
+        reasoning = message.reasoning
+        if reasoning is not None:
+            reasoning = _masked(reasoning)
+
+        # Where the template writes them, names and ids stay: they join results to calls.
+        calls = []
+        for number, call in enumerate(message.tool_calls):
+            arguments = {"x": random_mark()} if call.arguments else {}
+            if self.renders_ids:
+                calls.append(ToolCall(call.name, arguments, call.id))
+            else:
+                calls.append(ToolCall(random_mark(), arguments, call_id(number)))
+        name = message.name
+        answered = message.tool_call_id
+        if not self.renders_ids:
+            name = name and random_mark()
+            answered = answered and call_id(0)
         return replace(
             message,
-            content=content,
-            reasoning=None if message.reasoning is None else _masked(message.reasoning),
-            tool_calls=calls,
-            name=message.name and self._name(message.name),
-            tool_call_id=message.tool_call_id and self._id(message.tool_call_id, 0),
+            content=masked_content,
+            reasoning=reasoning,
+            tool_calls=tuple(calls),
+            name=name,
+            tool_call_id=answered,
         )
-
-    def _name(self, name: str) -> str:
-        return name if self.renders_ids else random_mark()
-
-    def _id(self, given: str, number: int) -> str:
-        return given if self.renders_ids else call_id(number)
 
 
 def _masked(text: str) -> str:
@@ -164,11 +179,11 @@ def _texts_of_value(value: Any) -> Iterator[str]:
 class _Proof(NamedTuple, Generic[Derived]):
     derived: Derived
     inspected: Inspected
+    """What the template inspected of the placeholders meanwhile."""
 
 
 class ProvenByShape(Generic[Derived]):
-    """What was derived of conversations by their shapes, for as long as it is
-    proven for their texts."""
+    """What was derived of conversations by their shapes, where it is proven for their texts."""
 
     def __init__(self, shapes: ConversationShapes) -> None:
         self._shapes = shapes
@@ -180,11 +195,11 @@ class ProvenByShape(Generic[Derived]):
         messages: Sequence[Message],
         derive: Callable[[Sequence[Message]], Derived],
     ) -> Derived | None:
-        """Return what `derive` returns for placeholders of these messages; None if that is
-        not proven for their texts.
+        """Return what `derive` returns for placeholders of these messages; None if that is not
+        proven for their texts.
 
-        `key` is all else that the result depends on. Exceptions of `derive` are passed
-        on, and nothing is kept.
+        `key` is all else that the result depends on. Exceptions of `derive` are passed on, and
+        nothing is kept.
         """
         full_key = (key, self._shapes.of(messages))
         proof = self._proofs.get(full_key)

@@ -1,4 +1,10 @@
-"""Compare built ids with a full render of the conversation."""
+"""Compare built ids with a full render of the conversation, and name the cause of a difference.
+
+`compare_with_render` renders a conversation that was built turn by turn as the template writes it
+now, and reports where the two first differ. A difference is no fault: sampled ids stay as they are,
+and templates rewrite earlier turns. What counts is that its cause (`CAUSES`) is one that a user
+knows of. `rollouts/render_check.py` decides when to compare, and what a run does then.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,9 @@ CAUSES: Mapping[str, str] = {
 """Causes of differences between built ids and a full render, each with a sentence."""
 _CONTEXT = 48
 """Characters on either side of a reported difference."""
-_THINK = ("<think>", "</think>", "<|channel|>", "[THINK]", "<seed:think>")
+_EXCERPT = 200
+"""Characters from a difference on that its cause is judged by."""
+_THINKING_MARKS = ("<think>", "</think>", "<|channel|>", "[THINK]", "<seed:think>")
 
 
 class OriginRun(NamedTuple):
@@ -105,24 +113,17 @@ class RenderDifference:
 def compare_with_render(
     renderer: ChatRenderer, built: BuiltConversation, level: Level = "strict"
 ) -> RenderDifference | None:
-    """Return the first difference between built ids and a full render of the same
-    conversation; None if there is none.
+    """Return the first difference between built ids and a full render of the same conversation.
 
-    Template text after the end of the last reply does not count, because nothing is
-    there yet. Never raises.
+    None if there is none. Template text after the end of the last reply does not count, because
+    nothing is there yet. Never raises.
     """
     try:
         return _compare(renderer, built, level)
     except TemplateError as error:
-        return _difference(
-            renderer,
-            built,
-            "template_refuses",
-            len(built.ids),
-            len(built.ids),
-            "",
-            str(error)[:500],
-        )
+        end = len(built.ids)
+        comparison = _Comparison(renderer, built, text="")
+        return comparison.report("template_refuses", end, end, error=str(error)[:500])
 
 
 def _compare(
@@ -134,51 +135,258 @@ def _compare(
     if built.placed and renderer.vision is not None:
         media = media_of(built.messages)
         if [block.media for block in built.placed] != media:
-            return _image_difference(renderer, built, text, media)
+            return _Comparison(renderer, built, text).image_difference(media)
         canonical, text = _with_media_blocks(renderer, canonical, text, built)
+
     ended = bool(ids) and ids[-1] in renderer.stop_ids
-    size = len(ids)
-    if ended and canonical[:size] == ids:
+    if ended and canonical[: len(ids)] == ids:
         return None
-    sent = renderer.decode(ids)
-    at = _first_difference(sent, text, level)
-    same = at >= len(sent) and (ended or not text[at:].strip() or _only_closes(renderer, text[at:]))
-    if same:
-        position = next(
-            (i for i, (a, b) in enumerate(zip(ids, canonical, strict=False)) if a != b), None
+
+    comparison = _Comparison(renderer, built, text)
+    at = _first_difference(comparison.sent, text, level)
+    rest = text[at:]
+    contains_all = at >= len(comparison.sent)
+    if contains_all and (ended or not rest.strip() or _only_closes(renderer, rest)):
+        return comparison.difference_of_ids(canonical)
+
+    position = _position(renderer, ids, at)
+    return comparison.report(comparison.cause(at, position), position, at)
+
+
+class _Comparison:
+    """Built ids beside the text of a full render that differs from theirs.
+
+    In all methods `position` is that of the first differing id on the path, and `at` that of the
+    first differing character in `sent`.
+    """
+
+    def __init__(self, renderer: ChatRenderer, built: BuiltConversation, text: str) -> None:
+        self._renderer = renderer
+        self._built = built
+        self._text = text
+        """Text of the full render."""
+        self.sent = renderer.decode(built.ids)
+        """Text of the built ids."""
+
+    def report(self, cause: str, position: int, at: int, *, error: str = "") -> RenderDifference:
+        """Return the report, with excerpts of the three texts around a difference."""
+        run_number, run = self._run_at(position)
+        start = max(0, at - _CONTEXT)
+
+        # The text before the difference may be further back in the full render, where white space
+        # was skipped.
+        lead = self.sent[start:at]
+        canonical_start = start
+        if lead and self._text[start:at] != lead:
+            canonical_start = self._text.find(lead, max(0, start - 400))
+        canonical_start = max(canonical_start, 0)
+
+        turn = -1
+        sampled = ""
+        for earlier in reversed(self._built.pieces[: run_number + 1]):
+            if earlier.origin is Origin.MODEL:
+                turn = earlier.turn
+                reply = self._decode(earlier.start, earlier.end)
+                middle = len(self._decode(earlier.start, min(position, earlier.end)))
+                sampled = reply[max(0, middle - _CONTEXT) : middle + _CONTEXT]
+                break
+
+        return RenderDifference(
+            cause,
+            position,
+            origin=str(run.origin),
+            turn=turn,
+            sampled=sampled,
+            canonical=self._text[canonical_start : canonical_start + 2 * _CONTEXT],
+            sent=self.sent[start : at + _CONTEXT],
+            said=error,
         )
-        if position is None or sent != text[: len(sent)]:
+
+    def image_difference(self, expected: Sequence[Media]) -> RenderDifference:
+        """Return the first image on the path that differs from the conversation's image there."""
+        built = self._built
+        cause = "image"
+        if built.inline:
+            cause = "inline"
+        elif built.rewritten:
+            cause = "history"
+
+        differing = built.placed[min(len(expected), len(built.placed) - 1)]
+        for block, media in zip(built.placed, expected, strict=False):
+            if block.media != media:
+                differing = block
+                break
+        return self.report(cause, differing.start, len(self._decode(0, differing.start)))
+
+    def difference_of_ids(self, canonical: Sequence[int]) -> RenderDifference | None:
+        """Return the first difference from the full render's ids where the texts are equal."""
+        ids = self._built.ids
+        positions = (
+            index
+            for index, (built_id, other_id) in enumerate(zip(ids, canonical, strict=False))
+            if built_id != other_id
+        )
+        position = next(positions, None)
+        if position is None or self.sent != self._text[: len(self.sent)]:
             return None
-        _, piece = _piece(built, position)
-        cause = (
-            "control_text"
-            if built.neutralised and piece.origin is not Origin.MODEL
-            else "retokenised"
-        )
-        found = _difference(
-            renderer, built, cause, position, len(renderer.decode(ids[:position])), text
-        )
+
+        _, run = self._run_at(position)
+        neutralised = self._built.neutralised and run.origin is not Origin.MODEL
+        cause = "control_text" if neutralised else "retokenised"
+        difference = self.report(cause, position, len(self._decode(0, position)))
+
         # The texts are equal: show the ids around the difference.
         nearby = slice(max(0, position - 4), position + 8)
-        texts = ["|".join(renderer.token_texts(row[nearby])) for row in (canonical, ids)]
-        return replace(found, canonical=texts[0], sent=texts[1])
-    position = _position(renderer, ids, at)
-    return _difference(
-        renderer, built, _cause(renderer, built, sent, text, at, position), position, at, text
-    )
+        return replace(
+            difference,
+            canonical="|".join(self._renderer.token_texts(canonical[nearby])),
+            sent="|".join(self._renderer.token_texts(ids[nearby])),
+        )
 
+    def cause(self, at: int, position: int) -> str:
+        """Return the cause of a difference between the texts, one of `CAUSES`."""
+        built = self._built
+        run_number, run = self._run_at(position)
+        if built.inline:
+            return "inline"
+        if built.rewritten:
+            return "history"
+        is_input = run.origin in (Origin.PROMPT, Origin.ENV)
+        if is_input and built.neutralised:
+            return "control_text"
+        if is_input and any(message.media for message in built.messages):
+            return "image"
 
-def _image_difference(
-    renderer: ChatRenderer, built: BuiltConversation, text: str, expected: Sequence[Media]
-) -> RenderDifference:
-    """Return the first image on the path that differs from the conversation's image there."""
-    cause = "inline" if built.inline else "history" if built.rewritten else "image"
-    pairs = zip(built.placed, expected, strict=False)
-    last = built.placed[min(len(expected), len(built.placed) - 1)]
-    block = next((block for block, media in pairs if block.media != media), last)
-    return _difference(
-        renderer, built, cause, block.start, len(renderer.decode(built.ids[: block.start])), text
-    )
+        if run.origin is Origin.MODEL:
+            return self._cause_in_reply(run, at, position)
+        return self._cause_between_replies(run_number, run, at, position)
+
+    def _cause_between_replies(
+        self, run_number: int, run: OriginRun, at: int, position: int
+    ) -> str:
+        """Return the cause of a difference in what the template or the environment wrote."""
+        here = self.sent[at : at + _EXCERPT]
+        there = _aligned(self._text, self.sent, at)
+        before = self._built.pieces[run_number - 1] if run_number else None
+        if before is not None and before.origin is Origin.MODEL and self._is_truncated(before):
+            return "truncated"
+        if _starts_thinking(there):
+            return "thinking_added"
+        if self._keeps_state(at, position):
+            return "state"
+
+        if before is not None and position == run.start:
+            same_but_for_space = here.lstrip() == there.lstrip()
+            one_is_space = here[:1].isspace() != there[:1].isspace()
+            return "whitespace" if same_but_for_space or one_is_space else "close"
+        if self._ends_prompt(run, position):
+            return "prefill"
+
+        is_input = run.origin in (Origin.PROMPT, Origin.ENV)
+        if is_input and any(message.role == "tool" for message in self._built.messages):
+            return "tool_folding"
+        if here[:1].isspace() or there[:1].isspace():
+            return "whitespace"
+        return "scaffold"
+
+    def _cause_in_reply(self, run: OriginRun, at: int, position: int) -> str:
+        """Return the cause of a difference within a reply."""
+        here = self.sent[at : at + _EXCERPT]
+        there = _aligned(self._text, self.sent, at)
+        reply = self._reply_of(run)
+        calls = reply.tool_calls if reply is not None else ()
+        if self._is_truncated(run) and not calls:
+            return "truncated"
+        if self._built.ids[position] in self._renderer.stop_ids:
+            return "whitespace" if there[:1].isspace() else "close"
+
+        reply_text = self._decode(run.start, run.end)
+        before = self._decode(run.start, position)
+        reasoning = reply.reasoning if reply is not None else None
+        if reasoning is not None or any(mark in reply_text for mark in _THINKING_MARKS):
+            # Stripped: the marks are gone and the thought with them, or the thought alone.
+            thought = (reasoning or "").strip()
+            marks_written = any(mark in there[: len(reply_text)] for mark in _THINKING_MARKS)
+            marks_sampled = "<think>" in here + before or "</think>" in reply_text
+            thought_in_place = thought and thought in there[: len(reply_text) + 20]
+            if marks_sampled and not marks_written and not thought_in_place:
+                return "thinking_stripped"
+            if thought and thought not in there + before:
+                return "thinking_stripped"
+        elif _starts_thinking(there):
+            return "thinking_added"
+
+        if any(call.name and call.name in before for call in calls):
+            return "tool_calls"
+        same_but_for_space = "".join(here.split())[:40] == "".join(there.split())[:40]
+        if same_but_for_space or here[:1].isspace() != there[:1].isspace():
+            return "whitespace"
+        return "tool_calls" if calls else "reply"
+
+    def _keeps_state(self, at: int, position: int) -> bool:
+        """Return whether a difference in template text is not due to the messages right after it.
+
+        Either the template rendered it as sent when one more turn followed, and renders it
+        differently by now. Or it never rendered it as sent after this conversation.
+        """
+        messages = self._built.messages
+        reply_indices = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        sampled = [run for run in self._built.pieces if run.turn >= 0]
+        turns = len({run.turn for run in sampled})
+        turns_before = len({run.turn for run in sampled if run.start <= position})
+
+        # The conversation as it was before the next reply, and one turn later.
+        ends = [*reply_indices[len(reply_indices) - turns :], len(messages)]
+        then = messages[: ends[min(turns_before, len(ends) - 1)]]
+        later = messages[: ends[min(turns_before + 1, len(ends) - 1)]]
+        try:
+            text_then = self._render(then)
+            text_later = self._render(later)
+        except TemplateError:
+            return False
+
+        if len(later) == len(messages):
+            is_as_sent = text_then.startswith(self.sent[: at + 1])
+            return not is_as_sent and text_then.startswith(self.sent[:at])
+        return text_later.startswith(self.sent[: at + 1])
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        shown = self._renderer.with_rendered_media(messages)
+        return self._renderer.template.render(shown, self._built.tools, generation_prompt=True)
+
+    def _ends_prompt(self, run: OriginRun, position: int) -> bool:
+        """Return whether no message text is between a position and the next reply."""
+        rest = self._decode(position, run.end)
+        for message in self._built.messages:
+            text = message.text.strip()
+            if message.role != "assistant" and text and (text in rest or rest.strip() in text):
+                return False
+        return True
+
+    def _run_at(self, position: int) -> tuple[int, OriginRun]:
+        """Return the number of the run of ids that contains a position, and the run."""
+        runs = self._built.pieces
+        if not runs:
+            return -1, OriginRun(Origin.PROMPT, 0, 0)
+        for number, run in enumerate(runs):
+            if run.start <= position < run.end:
+                return number, run
+        return len(runs) - 1, runs[-1]
+
+    def _reply_of(self, run: OriginRun) -> Message | None:
+        """Return the reply of a run; replies are on the path in the order of the conversation."""
+        turns = list(dict.fromkeys(other.turn for other in self._built.pieces if other.turn >= 0))
+        replies = [message for message in self._built.messages if message.role == "assistant"]
+        replies = replies[-len(turns) :]
+        if run.turn not in turns or len(replies) != len(turns):
+            return None
+        return replies[turns.index(run.turn)]
+
+    def _is_truncated(self, run: OriginRun) -> bool:
+        return (self._built.finish or {}).get(run.turn, "stop") == "length"
+
+    def _decode(self, start: int, end: int) -> str:
+        return self._renderer.decode(self._built.ids[start:end])
 
 
 def _with_media_blocks(
@@ -186,41 +394,41 @@ def _with_media_blocks(
 ) -> tuple[list[int], str]:
     """Replace the placeholders of a full render, as ids and text, by the built media blocks."""
     assert renderer.vision is not None
-    placeholders = re.compile(
-        "|".join({re.escape(renderer.decode(block.compact)) for block in built.placed})
-    )
+    placeholders = {re.escape(renderer.decode(block.compact)) for block in built.placed}
+    pattern = re.compile("|".join(placeholders))
     blocks = [renderer.decode(built.ids[block.start : block.end]) for block in built.placed]
-    if len(placeholders.findall(text)) != len(blocks):
-        return (
-            canonical,
-            text,
-        )  # a content contains a placeholder's text, which was encoded as plain text
+    if len(pattern.findall(text)) != len(blocks):
+        # A content contains a placeholder's text, which was encoded as plain text.
+        return canonical, text
+
     ids, _ = renderer.vision.expand(canonical, [block.media for block in built.placed])
-    rest = iter(blocks)
-    return ids, placeholders.sub(lambda _: next(rest), text)
+    remaining = iter(blocks)
+    return ids, pattern.sub(lambda _: next(remaining), text)
 
 
 def _only_closes(renderer: ChatRenderer, rest: str) -> bool:
     """Return whether a text only closes a truncated reply."""
     ids = renderer.codec.encode(rest)
-    found = [i for i, token in enumerate(ids) if token in renderer.stop_ids]
-    return (
-        bool(found)
-        and not renderer.decode(ids[: found[0]]).strip()
-        and not renderer.decode(ids[found[0] + 1 :]).strip()
-    )
+    for index, token in enumerate(ids):
+        if token in renderer.stop_ids:
+            before = renderer.decode(ids[:index])
+            after = renderer.decode(ids[index + 1 :])
+            return not before.strip() and not after.strip()
+    return False
 
 
 def _first_difference(sent: str, text: str, level: Level) -> int:
-    """Return the position in `sent` where the texts first differ; its length if
-    `text` contains all of it."""
-    at = common_prefix_length(sent, text)
+    """Return the position in `sent` where the texts first differ; its length if `text` contains
+    all of it."""
+    here = common_prefix_length(sent, text)
     if level == "strict":
-        return at
-    here = there = at
+        return here
+
+    there = here
     while here < len(sent):
         if there < len(text) and sent[here] == text[there]:
-            here, there = here + 1, there + 1
+            here += 1
+            there += 1
         elif sent[here].isspace():
             here += 1
         elif there < len(text) and text[there].isspace():
@@ -232,203 +440,28 @@ def _first_difference(sent: str, text: str, level: Level) -> int:
 
 def _position(renderer: ChatRenderer, ids: Sequence[int], at: int) -> int:
     """Return the position of the id that contains a character."""
-    return min(
-        bisect_right(range(len(ids)), at, key=lambda n: len(renderer.decode(ids[: n + 1]))),
-        max(len(ids) - 1, 0),
-    )
+
+    def end_of(index: int) -> int:
+        return len(renderer.decode(ids[: index + 1]))
+
+    position = bisect_right(range(len(ids)), at, key=end_of)
+    return min(position, max(len(ids) - 1, 0))
 
 
-def _cause(
-    renderer: ChatRenderer, built: BuiltConversation, sent: str, text: str, at: int, position: int
-) -> str:
-    number, piece = _piece(built, position)
-    if built.inline:
-        return "inline"
-    if built.rewritten:
-        return "history"
-    is_input = piece.origin in (Origin.PROMPT, Origin.ENV)
-    if is_input and built.neutralised:
-        return "control_text"
-    if is_input and any(message.media for message in built.messages):
-        return "image"
-    here = sent[at : at + 200]
-    there = _aligned(text, sent, at)
-    if piece.origin is Origin.MODEL:
-        return _cause_in_reply(renderer, built, piece, here, there, position)
-    before = built.pieces[number - 1] if number else None
-    if before is not None and before.origin is Origin.MODEL and _truncated(built, before):
-        return "truncated"
-    if any(there.startswith(one) or there.lstrip().startswith(one) for one in _THINK):
-        return "thinking_added"
-    if _keeps_state(renderer, built, sent, at, position):
-        return "state"
-    if before is not None and position == piece.start:
-        return (
-            "whitespace"
-            if here.lstrip() == there.lstrip() or there[:1].isspace() != here[:1].isspace()
-            else "close"
-        )
-    if _ends_prompt(renderer, built, piece, position):
-        return "prefill"
-    folds = is_input and any(m.role == "tool" for m in built.messages)
-    return (
-        "tool_folding"
-        if folds
-        else "whitespace"
-        if here[:1].isspace() or there[:1].isspace()
-        else "scaffold"
-    )
-
-
-def _keeps_state(
-    renderer: ChatRenderer, built: BuiltConversation, sent: str, at: int, position: int
-) -> bool:
-    """Return whether a difference in template text is not due to the messages right after it.
-
-    Either the template rendered it as sent when one more turn followed, and renders it differently
-    by now. Or it never rendered it as sent after this conversation.
-    """
-    replies = [
-        number for number, message in enumerate(built.messages) if message.role == "assistant"
-    ]
-    turns = len({piece.turn for piece in built.pieces if piece.turn >= 0})
-    past = len(
-        {piece.turn for piece in built.pieces if piece.turn >= 0 and piece.start <= position}
-    )
-    ends = [*replies[len(replies) - turns :], len(built.messages)]
-    then, after = (built.messages[: ends[min(past + more, len(ends) - 1)]] for more in (0, 1))
-    try:
-        first, second = (
-            renderer.template.render(
-                renderer.with_rendered_media(rows), built.tools, generation_prompt=True
-            )
-            for rows in (then, after)
-        )
-    except TemplateError:
-        return False
-    if len(after) == len(built.messages):
-        return not first.startswith(sent[: at + 1]) and first.startswith(sent[:at])
-    return second.startswith(sent[: at + 1])
-
-
-def _cause_in_reply(
-    renderer: ChatRenderer,
-    built: BuiltConversation,
-    piece: OriginRun,
-    here: str,
-    there: str,
-    position: int,
-) -> str:
-    reply = _reply(built, piece)
-    own = renderer.decode(built.ids[piece.start : piece.end])
-    if _truncated(built, piece) and not (reply and reply.tool_calls):
-        return "truncated"
-    if built.ids[position] in renderer.stop_ids:
-        return "whitespace" if there[:1].isspace() else "close"
-    inside = renderer.decode(built.ids[piece.start : position])
-    if (reply is not None and reply.reasoning is not None) or any(one in own for one in _THINK):
-        if not any(one in there[: len(own)] for one in _THINK) and (here + inside).count(
-            "<think>"
-        ) + own.count("</think>"):
-            thought = (reply.reasoning or "").strip() if reply else ""
-            if not thought or thought not in there[: len(own) + 20]:
-                return "thinking_stripped"
-        if (
-            reply is not None
-            and (reply.reasoning or "").strip()
-            and (reply.reasoning or "").strip() not in there + inside
-        ):
-            return "thinking_stripped"
-    elif any(there.lstrip().startswith(one) for one in _THINK):
-        return "thinking_added"
-    if reply is not None and any(call.name and call.name in inside for call in reply.tool_calls):
-        return "tool_calls"
-    if (
-        "".join(here.split())[:40] == "".join(there.split())[:40]
-        or here[:1].isspace() != there[:1].isspace()
-    ):
-        return "whitespace"
-    if reply is not None and reply.tool_calls:
-        return "tool_calls"
-    return "reply"
+def _starts_thinking(text: str) -> bool:
+    return text.lstrip().startswith(_THINKING_MARKS)
 
 
 def _aligned(text: str, sent: str, at: int) -> str:
     """Return the text of the full render where `sent` differs from it."""
     if text[:at] == sent[:at]:
-        return text[at : at + 200]
-    count = len("".join(sent[:at].split()))  # the comparison skipped white space before it
+        return text[at : at + _EXCERPT]
+
+    # The comparison skipped white space before it.
+    left = len("".join(sent[:at].split()))
     for index, char in enumerate(text):
-        if count <= 0:
-            return text[index : index + 200]
-        count -= not char.isspace()
+        if left <= 0:
+            return text[index : index + _EXCERPT]
+        if not char.isspace():
+            left -= 1
     return ""
-
-
-def _ends_prompt(
-    renderer: ChatRenderer, built: BuiltConversation, piece: OriginRun, position: int
-) -> bool:
-    """Return whether no message text is between a position and the next reply."""
-    rest = renderer.decode(built.ids[position : piece.end])
-    texts = [m.text.strip() for m in built.messages if m.role != "assistant" and m.text.strip()]
-    return not any(text in rest or rest.strip() in text for text in texts)
-
-
-def _piece(built: BuiltConversation, position: int) -> tuple[int, OriginRun]:
-    number = next(
-        (n for n, one in enumerate(built.pieces) if one.start <= position < one.end),
-        len(built.pieces) - 1,
-    )
-    return number, built.pieces[number] if built.pieces else OriginRun(Origin.PROMPT, 0, 0)
-
-
-def _reply(built: BuiltConversation, piece: OriginRun) -> Message | None:
-    """Return the reply of a piece; replies are on the path in the order of the conversation."""
-    turns = list(dict.fromkeys(one.turn for one in built.pieces if one.turn >= 0))
-    replies = [message for message in built.messages if message.role == "assistant"][-len(turns) :]
-    return (
-        replies[turns.index(piece.turn)]
-        if piece.turn in turns and len(replies) == len(turns)
-        else None
-    )
-
-
-def _truncated(built: BuiltConversation, piece: OriginRun) -> bool:
-    return (built.finish or {}).get(piece.turn, "stop") == "length"
-
-
-def _difference(
-    renderer: ChatRenderer,
-    built: BuiltConversation,
-    cause: str,
-    position: int,
-    at: int,
-    text: str,
-    error: str = "",
-) -> RenderDifference:
-    """Return the report, with excerpts of the three texts around a difference."""
-    number, piece = _piece(built, position)
-    sent = renderer.decode(built.ids)
-    back = max(0, at - _CONTEXT)
-    lead = sent[back:at]
-    start = text.find(lead, max(0, back - 400)) if lead and text[back:at] != lead else back
-    canonical = text[max(start, 0) : max(start, 0) + 2 * _CONTEXT]
-    model = next(
-        (one for one in reversed(built.pieces[: number + 1]) if one.origin is Origin.MODEL), None
-    )
-    sampled = ""
-    if model is not None:
-        own = renderer.decode(built.ids[model.start : model.end])
-        middle = len(renderer.decode(built.ids[model.start : min(position, model.end)]))
-        sampled = own[max(0, middle - _CONTEXT) : middle + _CONTEXT]
-    turn = model.turn if model is not None else -1
-    return RenderDifference(
-        cause,
-        position,
-        str(piece.origin),
-        turn,
-        sampled,
-        canonical,
-        sent[back : at + _CONTEXT],
-        error,
-    )

@@ -1,5 +1,12 @@
-"""History modes (`append`, `template`) and policies: what the next prompt
-contains of a conversation."""
+"""History modes (`append`, `template`) and policies: what the next prompt contains of a
+conversation.
+
+`render_next` is called at every turn. `append` renders what follows the last reply
+(`Renderer.extend`), `template` the complete conversation (`Renderer.compose`). A policy selects
+messages first; what it keeps unchanged of the sampled replies keeps its ids (`_arrange`), and the
+prompt branches off the path where the selection departs from it. The built-in policies are at the
+end (`POLICIES`).
+"""
 
 from __future__ import annotations
 
@@ -31,12 +38,16 @@ from turnwright.types import (
 
 
 class HistoryPolicy(Protocol):
-    """Chooses the messages of the next prompt; a plain function
-    `(conversation, replies) -> messages`.
+    """Chooses the messages of the next prompt: a function `(conversation, replies) -> messages`.
 
     A reply returned as the same object keeps its sampled ids. An edited or new assistant message is
     rendered by the template and never trained. A policy must be deterministic: the same
     conversation gives the same messages.
+
+    Example, which keeps the first message and the last four::
+
+        def recent(conversation, replies):
+            return [*conversation[:1], *conversation[1:][-4:]]
     """
 
     def __call__(
@@ -45,8 +56,8 @@ class HistoryPolicy(Protocol):
         """Return the messages of the next prompt.
 
         Args:
-            conversation: all messages, with the latest observation; never the
-                result of an earlier call.
+            conversation: all messages, with the latest observation; never the result of an
+                earlier call.
             replies: indices of the sampled messages.
         """
 
@@ -81,18 +92,28 @@ def render_next(
         return renderer.compose(conversation, state.replies, state.ids, state.tools, state.placed)
     if isinstance(history, str):
         raise UsageError(f"history = {history!r} is not a mode of this renderer")
+
     name = policy_name(history)
     selected = _apply_policy(history, name, conversation, state.replies)
-    prompt = _arrange(renderer, selected, conversation, state, len(state.messages))
+    prompt = _arrange(renderer, selected, conversation, state, first_new=len(state.messages))
+
+    # Keys of media take part, because the placeholder ids of all images are the same.
     keep = common_prefix_length(
         ids_with_media_keys(prompt.ids, prompt.media), ids_with_media_keys(state.ids, state.placed)
     )
-    ids, media = prompt.ids[keep:], placements_between(prompt.media, keep, len(prompt.ids))
+    ids = prompt.ids[keep:]
+    media = placements_between(prompt.media, keep, len(prompt.ids))
     if keep == len(state.ids):
         return prompt._replace(ids=ids, media=media)
-    met = prompt.neutralised, prompt.control_text
     return Branch(
-        keep, ids, f"policy:{name}", *met, prompt.replies, media, prompt.tool_images_moved
+        keep,
+        ids,
+        reason=f"policy:{name}",
+        neutralised=prompt.neutralised,
+        control_text=prompt.control_text,
+        replies=prompt.replies,
+        media=media,
+        tool_images_moved=prompt.tool_images_moved,
     )
 
 
@@ -103,31 +124,32 @@ def render_from_scratch(
     replies: Sequence[SampledReply],
     tools: Tools,
 ) -> Extend:
-    """Render the prompt of a conversation that is on no path; replies sampled
-    elsewhere keep their ids.
+    """Render the prompt of a conversation that is on no path; replies sampled elsewhere keep their
+    ids.
 
     Raises `TemplateError` if the template cannot render it; `UsageError` if a policy's
     messages cannot be rendered.
     """
     if isinstance(history, str) and (not replies or replies[0].message == 0):
         return renderer.open(messages, tools)
+
     if history == "template":
-        found = renderer.compose(messages, replies, (), tools)
+        prompt = renderer.compose(messages, replies, (), tools)
         return Extend(
-            found.ids,
-            0,
-            found.neutralised,
-            found.control_text,
-            found.replies,
-            found.media,
-            found.tool_images_moved,
+            prompt.ids,
+            close=0,
+            neutralised=prompt.neutralised,
+            control_text=prompt.control_text,
+            replies=prompt.replies,
+            media=prompt.media,
+            tool_images_moved=prompt.tool_images_moved,
         )
-    selected = (
-        messages
-        if isinstance(history, str)
-        else _apply_policy(history, policy_name(history), messages, replies)
-    )
-    return _arrange(renderer, selected, messages, ConversationState((), replies, (), tools), 0)
+
+    selected = messages
+    if not isinstance(history, str):
+        selected = _apply_policy(history, policy_name(history), messages, replies)
+    state = ConversationState((), replies, (), tools)
+    return _arrange(renderer, selected, messages, state, first_new=0)
 
 
 def _apply_policy(
@@ -136,6 +158,8 @@ def _apply_policy(
     conversation: Sequence[Message],
     replies: Sequence[SampledReply],
 ) -> list[Message]:
+    """Return the messages that a policy selects; raise `UsageError` if no prompt can be made of
+    them."""
     selected = list(policy(conversation, tuple(reply.message for reply in replies)))
     for message in selected:
         if not isinstance(message, Message):
@@ -143,6 +167,7 @@ def _apply_policy(
                 f"history policy {name}: returned {message!r:.60} among its messages, which are "
                 "turnwright.Message"
             )
+
     sampled = {id(conversation[reply.message]) for reply in replies}
     if not selected or id(selected[0]) in sampled:
         raise UsageError(
@@ -158,49 +183,54 @@ def _arrange(
     state: ConversationState,
     first_new: int,
 ) -> Extend:
-    """Render the complete prompt of the selected messages; kept replies keep their ids, the
-    messages between are appended.
+    """Render the complete prompt of the selected messages.
 
-    Control texts are counted in messages from index `first_new` on, `close` for a last
-    reply that ends the path.
+    Kept replies, which are the same objects as in the conversation, keep their ids; the messages
+    between are appended. Control texts are counted in messages from index `first_new` on, `close`
+    for a last reply that ends the path.
     """
     reply_numbers = {
         id(conversation[reply.message]): number for number, reply in enumerate(state.replies)
     }
     new_messages = {id(message) for message in conversation[first_new:]}
+    reply_indices = [i for i, message in enumerate(selected) if id(message) in reply_numbers]
+
+    opening = selected[: reply_indices[0]] if reply_indices else selected
+    rendered: Extend | Branch = renderer.open(opening, state.tools)
+    parts: list[tuple[Sequence[Message], Extend | Branch]] = [(opening, rendered)]
+    ids = list(rendered.ids)
+    placed = list(rendered.media)
+    close = 0
     starts = [-1] * len(state.replies)
-    cuts = [at for at, message in enumerate(selected) if id(message) in reply_numbers]
-    opening = selected[: cuts[0]] if cuts else selected
-    parts: list[tuple[Sequence[Message], Extend | Branch]] = [
-        (opening, renderer.open(opening, state.tools))
-    ]
-    ids, close = list(parts[0][1].ids), 0
-    placed = list(parts[0][1].media)
-    for at, following in zip(cuts, [*cuts[1:], len(selected)][: len(cuts)], strict=True):
-        number = reply_numbers[id(selected[at])]
-        reply = state.replies[number].ids
+
+    ends = [*reply_indices[1:], len(selected)]
+    for index, end in zip(reply_indices, ends[: len(reply_indices)], strict=True):
+        number = reply_numbers[id(selected[index])]
+        reply_ids = state.replies[number].ids
         starts[number] = len(ids)
-        ids += reply
-        between = selected[at + 1 : following]
-        rendered = renderer.extend(selected[: at + 1], reply, between, state.tools)
+        ids += reply_ids
+
+        following = selected[index + 1 : end]
+        rendered = renderer.extend(selected[: index + 1], reply_ids, following, state.tools)
         if isinstance(rendered, Branch):
             del ids[rendered.keep :]
             placed = [block for block in placed if block.end <= rendered.keep]
-        close = rendered.close if isinstance(rendered, Extend) and len(ids) == len(state.ids) else 0
+        ends_path = len(ids) == len(state.ids)
+        close = rendered.close if isinstance(rendered, Extend) and ends_path else 0
         placed += [block.shifted(len(ids)) for block in rendered.media]
         ids += rendered.ids
-        parts.append((between, rendered))
-    new = [
-        rendered
-        for given, rendered in parts
-        if any(id(message) in new_messages for message in given)
-    ]
-    met: Counter[str] = Counter()
-    for rendered in new:
-        met.update(rendered.control_text)
-    neutralised = sum(rendered.neutralised for rendered in new)
-    moved = sum(rendered.tool_images_moved for rendered in new)
-    return Extend(ids, close, neutralised, met, tuple(starts), tuple(placed), moved)
+        parts.append((following, rendered))
+
+    # What earlier messages hold was counted when they were new.
+    neutralised = 0
+    control_text: Counter[str] = Counter()
+    moved = 0
+    for messages, rendered in parts:
+        if any(id(message) in new_messages for message in messages):
+            neutralised += rendered.neutralised
+            control_text.update(rendered.control_text)
+            moved += rendered.tool_images_moved
+    return Extend(ids, close, neutralised, control_text, tuple(starts), tuple(placed), moved)
 
 
 # Built-in policies
@@ -212,53 +242,60 @@ def keep_images(count: int) -> HistoryPolicy:
     Raises `ConfigError` for a count under 0.
     """
 
+    def shortened(media: Media) -> ContentPart:
+        kind = "video" if isinstance(media, VideoRef) else "image"
+        return f"[{kind} no longer shown]"
+
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        return _older(
-            conversation,
-            count,
-            lambda m: f"[{'video' if isinstance(m, VideoRef) else 'image'} no longer shown]",
-        )
+        return _with_older_media_changed(conversation, count, shortened)
 
     return _named(policy, "keep_images", count)
 
 
 def downscale_images(count: int) -> HistoryPolicy:
-    """Keep the last `count` images and videos at full size; reduce earlier ones to
-    a quarter of their area.
+    """Keep the last `count` images and videos at full size; reduce earlier ones to a quarter of
+    their area.
 
     Raises `ConfigError` for a count under 0.
     """
 
     def policy(conversation: Sequence[Message], replies: Sequence[int]) -> list[Message]:
-        return _older(conversation, count, _quarter)
+        return _with_older_media_changed(conversation, count, _quarter)
 
     return _named(policy, "downscale_images", count)
 
 
-def _older(
+def _with_older_media_changed(
     conversation: Sequence[Message], count: int, change: Callable[[Media], ContentPart]
 ) -> list[Message]:
-    """Change all but the last `count` images and videos; messages without media
-    stay the same objects."""
+    """Change all but the last `count` images and videos.
+
+    Messages without one that changes stay the same objects.
+    """
     left = max(0, sum(len(message.media) for message in conversation) - count)
     changed = []
     for message in conversation:
         if left and message.media:
             parts: list[ContentPart] = []
             for part in message.content:
-                older = isinstance(part, (ImageRef, VideoRef)) and left > 0
-                left -= older
-                parts.append(change(part) if older else part)  # type: ignore[arg-type]
+                if left and isinstance(part, (ImageRef, VideoRef)):
+                    parts.append(change(part))
+                    left -= 1
+                else:
+                    parts.append(part)
             message = replace(message, content=tuple(parts))
         changed.append(message)
     return changed
 
 
-def _quarter(ref: Any) -> Any:
-    if isinstance(ref, VideoRef):
-        return replace(ref, frames=tuple(map(_quarter, ref.frames)))
-    area = min(ref.width * ref.height, ref.max_pixels or ref.width * ref.height)
-    return limit_pixels(ref, max(1, area // 4))
+def _quarter(media: Any) -> Any:
+    """Reduce an image, or each frame of a video, to a quarter of its area."""
+    if isinstance(media, VideoRef):
+        return replace(media, frames=tuple(map(_quarter, media.frames)))
+    area = media.width * media.height
+    if media.max_pixels:
+        area = min(area, media.max_pixels)
+    return limit_pixels(media, max(1, area // 4))
 
 
 def drop_reasoning(turns: int) -> HistoryPolicy:
@@ -285,8 +322,8 @@ POLICIES: dict[str, Callable[[int], HistoryPolicy]] = {
 
 
 def policy_name(policy: HistoryPolicy) -> str:
-    """Return the name that branches of a policy are counted under: its `name`,
-    else its Python name."""
+    """Return the name that branches of a policy are counted under: its `name`, else its Python
+    name."""
     return str(
         getattr(policy, "name", None) or getattr(policy, "__name__", None) or type(policy).__name__
     )

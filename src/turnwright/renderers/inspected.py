@@ -38,17 +38,18 @@ class Inspected:
     """An operation whose outcome for other texts is unknown; empty if there was none."""
 
     def allows(self, texts: Iterable[str]) -> bool:
-        """Return whether the template treats these texts as it treated the
-        placeholders in their place."""
+        """Return whether the template treats these texts as it treated the placeholders in their
+        place."""
         if self.unprovable:
             return False
         if not self.words:
             return True
+
+        words: Iterable[str] = self.words
         if self.any_case:
             texts = [text.casefold() for text in texts]
             words = [word.casefold() for word in self.words]
-            return not any(word in text for text in texts for word in words)
-        return not any(word in text for text in texts for word in self.words)
+        return not any(word in text for text in texts for word in words)
 
     def give_up(self, operation: str) -> None:
         """Record an operation whose outcome for other texts is unknown."""
@@ -65,8 +66,8 @@ class Inspected:
         elif isinstance(word, str):
             self.words.add(word)
         elif isinstance(word, (list, tuple)):
-            for one in word:
-                self.add(one, value, operation)
+            for item in word:
+                self.add(item, value, operation)
         elif word is not None and not isinstance(word, (bool, int, float)):
             self.give_up(operation)
 
@@ -76,8 +77,7 @@ _inspected: ContextVar[Inspected | None] = ContextVar("_inspected", default=None
 
 @contextmanager
 def watch_placeholders() -> Iterator[Inspected]:
-    """Record what templates inspect of placeholders while they render in the
-    body; see `Inspected`."""
+    """Record what templates inspect of placeholders while they render in the body."""
     record = Inspected()
     token = _inspected.set(record)
     try:
@@ -107,8 +107,8 @@ def current_record() -> Inspected:
 
 
 def _is_placeholder(value: Any) -> bool:
-    """Return whether a value is a placeholder, but for white space, or a list in
-    which no value holds more."""
+    """Return whether a value is a placeholder, but for white space, or a list in which no value
+    holds more."""
     if isinstance(value, str):
         return _PLACEHOLDER.fullmatch(value.strip()) is not None or not holds_placeholder(value)
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,8 @@
-"""Build renderers from a model directory, a template, or built-in parts."""
+"""Build renderers from a model directory, a template, or built-in parts.
+
+`load_renderer` is for a model, `byte_renderer` for use without one, `template_renderer` for looking
+at a template alone.
+"""
 
 from __future__ import annotations
 
@@ -36,18 +40,29 @@ MARKUP = (
     "</tool_response>",
 )
 """Added tokens that a reply may contain."""
-# Texts that look like tokens: <|im_start|>, </think>, [|endofturn|], [INST],
-# [e~[, ]~b], ]<]minimax[>[.
+# Texts that look like tokens: <|im_start|>, </think>, [|endofturn|], [INST], [e~[, ]~b],
+# ]<]minimax[>[.
 _MARKER = re.compile(
     r"<\|\"\|>|<[|\uff5c/]?[^\s<>='\"{}()]{1,60}>|[\[{(][|\uff5c][^\s|\uff5c]{1,60}[|\uff5c][\]})]|\[/?[A-Z_]{3,}\]"
     r"|\[e~\[|\]~!?b\[?\]?|\]<\][a-z]+\[>\["
 )
+_TOKEN_NAMES = (
+    "bos_token",
+    "eos_token",
+    "pad_token",
+    "unk_token",
+    "sep_token",
+    "cls_token",
+    "mask_token",
+)
+"""Names of tokens that a template may use, as in `tokenizer_config.json`."""
 _IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 
 
 def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
-    """Return the built-in renderer, ChatML over bytes, for use without a model; its derived
-    patterns are shared per process.
+    """Return the built-in renderer, ChatML over bytes, for use without a model.
+
+    What it derives of the template is shared in the process.
 
     Args:
         control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
@@ -64,18 +79,24 @@ def _byte_renderer(control_text: ControlText) -> ChatRenderer:
 
 
 def template_renderer(name: str) -> ChatRenderer:
-    """Return a renderer of a template alone, by name or file, over bytes; texts that look
-    like tokens become tokens.
+    """Return a renderer of a template alone, by name or file, over bytes.
+
+    Texts that look like tokens become tokens.
 
     Raises `ConfigError` if there is no such template, or its file cannot be read; `TemplateError`
     if the source is not a template, or does not render replies.
     """
     source, origin = find_source(name)
-    names = {name: f"<|{name}|>" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    template = ChatTemplate(source, names, origin=origin)
-    found = (token for text in sample_conversations(template) for token in _MARKER.findall(text))
-    codec = ByteTokenizer(tuple(dict.fromkeys((*names.values(), *found))))
-    return ChatRenderer(codec, template, stop_ids=frozenset((codec.control[names["eos_token"]],)))
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    variables = {name: f"<|{name}|>" for name in names}
+    template = ChatTemplate(source, variables, origin=origin)
+
+    tokens = list(variables.values())
+    for text in sample_conversations(template):
+        tokens += _MARKER.findall(text)
+    codec = ByteTokenizer(tuple(dict.fromkeys(tokens)))
+    end_of_sequence = codec.control[variables["eos_token"]]
+    return ChatRenderer(codec, template, stop_ids=frozenset([end_of_sequence]))
 
 
 def load_renderer(
@@ -86,8 +107,8 @@ def load_renderer(
     control_text: ControlText = "neutralise",
     parser: str | None = None,
 ) -> ChatRenderer:
-    """Load the renderer of a Hugging Face model directory: tokenizer, chat
-    template and vision processor.
+    """Load the renderer of a Hugging Face model directory: tokenizer, chat template and vision
+    processor.
 
     Args:
         template: another chat template, by name or file (see `turnwright.renderers.template`).
@@ -109,35 +130,31 @@ def load_renderer(
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
+
     settings = read_json(root / "tokenizer_config.json")
     source, origin = _find_template(root, settings) if template is None else find_source(template)
-    names = (
-        "bos_token",
-        "eos_token",
-        "pad_token",
-        "unk_token",
-        "sep_token",
-        "cls_token",
-        "mask_token",
-    )
-    given = {name: settings[name] for name in names if settings.get(name)}
-    variables = {
-        name: value["content"] if isinstance(value, dict) else str(value)
-        for name, value in given.items()
-    }
+    variables: dict[str, str] = {}
+    for name in _TOKEN_NAMES:
+        token = settings.get(name)
+        if token:
+            variables[name] = token["content"] if isinstance(token, dict) else str(token)
     stop = read_json(root / "generation_config.json").get("eos_token_id")
-    stop_ids = frozenset([stop] if isinstance(stop, int) else stop or ())
+    stop_ids = [stop] if isinstance(stop, int) else stop or ()
+
     if template_args:
         check_arguments(ChatTemplate(source, variables, origin=origin), template_args)
-        source = with_preset_variables(
-            source, template_args
-        )  # so that a saved template keeps these values
+        # In the source, so that a saved template keeps these values.
+        source = with_preset_variables(source, template_args)
     codec = HFTokenizer.load(root / "tokenizer.json")
-    found = ChatTemplate(source, variables, origin=origin)
-    options: dict[str, Any] = {"stop_ids": stop_ids, "control_text": control_text, "parser": parser}
-    options["directory"] = root
     return ChatRenderer(
-        codec, found, banned=_IMAGE_TOKENS, vision=load_vision_processor(root, codec), **options
+        codec,
+        ChatTemplate(source, variables, origin=origin),
+        stop_ids=frozenset(stop_ids),
+        banned=_IMAGE_TOKENS,
+        control_text=control_text,
+        vision=load_vision_processor(root, codec),
+        parser=parser,
+        directory=root,
     )
 
 
@@ -153,17 +170,20 @@ def check_model_files(root: Path) -> None:
 
 
 def _find_template(root: Path, settings: dict[str, Any]) -> tuple[str, str]:
+    """Return the source of a model's own template, and the file that it is from."""
     file = root / "chat_template.jinja"
     if file.is_file():
         return files.read_text(file), str(file)
-    given = settings.get("chat_template") or read_json(root / "chat_template.json").get(
-        "chat_template"
-    )
-    if isinstance(given, list):
-        given = next((row["template"] for row in given if row.get("name") == "default"), None)
-    if not isinstance(given, str):
+
+    source = settings.get("chat_template")
+    if not source:
+        source = read_json(root / "chat_template.json").get("chat_template")
+    if isinstance(source, list):  # several, by name
+        defaults = [row["template"] for row in source if row.get("name") == "default"]
+        source = defaults[0] if defaults else None
+    if not isinstance(source, str):
         raise ModelError(
             f"{root}: no chat template; name one with model.template, add {file.name}, or use an "
             "instruction-tuned model with its own"
         )
-    return given, str(root / "tokenizer_config.json")
+    return source, str(root / "tokenizer_config.json")

@@ -1,4 +1,15 @@
-"""Probe a template with random marks; derive and prove append patterns."""
+"""Probe a template with random marks; derive and prove how messages are appended to a reply.
+
+`TemplateProbe` finds out how replies end (`ReplyEnding`), and `TemplateProbe.append` derives what
+the template writes between a reply and the next one: it renders the conversation with a random
+number in place of each text, cuts after the reply, and refuses where a text is missing, repeated or
+moved. `AppendShapes.find` then proves, over contents that templates treat differently
+(`probe_contents`), that contents appear unchanged between fixed pieces, and encodes the pieces
+once; `fill_ids` is what runs at every turn.
+
+What is proven here holds for one shape of reply and messages. For which conversations and texts it
+is used is decided in `chat_renderer.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwright.errors import TemplateError
 from turnwright.renderers.control_text import ControlTextGuard, GuardRender, map_texts
@@ -25,8 +36,8 @@ from turnwright.renderers.template import (
 from turnwright.renderers.tokenizer import Tokenizer
 from turnwright.types import Message, ToolCall, Tools
 
-# Contents that templates treat differently: padded (trimmed), JSON (loaded and
-# dumped again), escapes.
+# Contents that templates treat differently: padded (trimmed), JSON (loaded and dumped again),
+# escapes.
 _PROBES = (
     "plain words",
     " \n padded\t ",
@@ -61,32 +72,31 @@ def with_texts(messages: Sequence[Message], texts: Sequence[str]) -> list[Messag
 
 
 def probe_contents(count: int) -> list[list[str]]:
-    """Return lists of `count` difficult contents, such that each content is
-    at each position once."""
+    """Return lists of `count` difficult contents, such that each content is at each position
+    once."""
     return [
-        [_PROBES[(number + i) % len(_PROBES)] for i in range(count)]
-        for number in range(len(_PROBES))
+        [_PROBES[(first + offset) % len(_PROBES)] for offset in range(count)]
+        for first in range(len(_PROBES))
     ]
 
 
 def interleave(pieces: Sequence[str], contents: Sequence[str]) -> str:
     """Join pieces with contents between them; there is one content fewer than pieces."""
-    if len(contents) == 1:
+    if len(contents) == 1:  # most appends
         return pieces[0] + contents[0] + pieces[1]
-    return (
-        "".join([text for pair in zip(pieces, contents, strict=False) for text in pair])
-        + pieces[-1]
-    )
+    pairs = zip(pieces, contents, strict=False)
+    return "".join([text for pair in pairs for text in pair]) + pieces[-1]
 
 
 def _conversations() -> tuple[tuple[Message, ...], ...]:
-    """Return conversations up to a reply, which a stateless template continues as
-    it does a single question.
+    """Return conversations up to a reply, which a stateless template continues as it does a single
+    question.
 
     They include system messages, replies with and without thinking, and single, parallel and
     successive calls and results. Their lengths differ, so that counters, flags and windows show.
     """
-    user, answer = ASKED, Message("assistant", "a")
+    user = ASKED
+    answer = Message("assistant", "a")
     thought = replace(answer, reasoning="thought")
 
     def called(*numbers: int) -> tuple[Message, ...]:
@@ -138,15 +148,16 @@ class ReplyEnding:
     @property
     def close_in_last(self) -> str:
         """Part of `last` up to and including the stop; empty if `last` does not contain it."""
-        stop = self.stops[0] if self.stops else ""
-        before, found, _ = self.last.partition(stop) if stop else ("", "", "")
-        return before + found if found else "" if stop else self.last
+        if not self.stops:
+            return self.last
+        before, stop, _ = self.last.partition(self.stops[0])
+        return before + stop if stop else ""
 
 
 @dataclass(frozen=True, slots=True)
 class AppendProbe:
-    """How messages of certain roles are appended to a reply; proven with placeholders, used
-    for all of that shape."""
+    """How messages of certain roles are appended to a reply; proven with placeholders, used for all
+    of that shape."""
 
     base: tuple[Message, ...]
     """Conversation that ends in a placeholder of the reply."""
@@ -171,6 +182,15 @@ class AppendProbe:
         return ADAPT[self.adapt](messages)
 
 
+class _Placeholder(NamedTuple):
+    """Rendered conversation that ends in a placeholder of a reply."""
+
+    base: tuple[Message, ...]
+    mark: str
+    """The last mark of the placeholder that is rendered."""
+    rendered: str
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateProbe:
     """Renders conversations made of random marks with one template."""
@@ -187,11 +207,11 @@ class TemplateProbe:
     calls: ReplyEnding = field(init=False)
     """Ending of replies with tool calls."""
     results: str = field(init=False)
-    """Change of tool results that the template requires, a name of `ADAPT`; `user` if it
-    has no place for them."""
+    """Change of tool results that the template requires, a name of `ADAPT`; `user` if it has no
+    place for them."""
     part_ends: frozenset[str] = field(init=False)
-    """Control tokens that end a reply, and also a part of one: its thinking, or the
-    first of several calls."""
+    """Control tokens that end a reply, and also a part of one: its thinking, or the first of
+    several calls."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self._find_text_ending())
@@ -209,9 +229,8 @@ class TemplateProbe:
         stops = self._written_stops()
         if not self.part_ends or not self.declared:
             return stops
-        return tuple(token for token in stops if token not in self.part_ends) or tuple(
-            sorted(self.declared)
-        )
+        ends = tuple(token for token in stops if token not in self.part_ends)
+        return ends or tuple(sorted(self.declared))
 
     # Reply endings
 
@@ -226,37 +245,46 @@ class TemplateProbe:
         last = _after_mark(rendered, reply)
         if last is None:
             raise TemplateError(f"{self.template.origin}: does not render assistant messages")
-        following = self.template.try_render(
+        followed = self.template.try_render(
             (*base, Message("user", next_message)), generation_prompt=True
         )
-        text = (_after_mark(rendered if following is None else following, reply) or "").partition(
-            next_message
-        )[0]
+        after_reply = _after_mark(rendered if followed is None else followed, reply) or ""
+        text = after_reply.partition(next_message)[0]
+        tokens = self._tokens(text)
+        last_tokens = self._tokens(last)
+
+        def ended_by(stop: tuple[str, int]) -> ReplyEnding:
+            token, end = stop
+            # It may be the header of the next user message too (GLM's `<|user|>`).
+            heads = tokens[-1][0] == token and token in rendered.partition(asked)[0]
+            return ReplyEnding((token,), heads, head=text[:end], last=last)
+
+        # A token that is known to end replies.
+        declared = [token for token in tokens if token[0] in self.declared]
+        if declared:
+            return ended_by(declared[0])
+
+        # A token that ends a reply whether or not something follows.
         same = last[: common_prefix_length(last, text)]
-        if found := [(t, end) for t, end in self._tokens(text) if t in self.declared]:
-            return self._stopped(found[0], text, rendered, asked, last)
-        both, ending = self._tokens(same), self._tokens(last)
+        shared_tokens = self._tokens(same)
         if not text.startswith(last) or len(set(self._prompts())) == 1:
             # A template that always opens the next reply seems to close the last one by its header:
             # leave out the tokens that end both a user message and a reply.
             alone = self.template.render((Message("user", asked),))
             same_end = rendered[len(rendered) - common_prefix_length(alone[::-1], rendered[::-1]) :]
-            both = both[: len(ending) - len(self._tokens(same_end)) + 1]
-        if both:
-            return self._stopped(both[-1], text, rendered, asked, last)
-        if ending:  # replaced by another token once something follows
-            following_tokens = self._tokens(text)[: len(ending)]
-            return ReplyEnding(
-                (ending[-1][0],),
-                False,
-                text[: following_tokens[-1][1]] if following_tokens else "",
-                last,
-            )
-        tokens = self._tokens(text)
-        if (
-            tokens and not last.strip()
-        ):  # nothing ends the last reply; the next message's header does
-            return self._stopped(tokens[0], text, rendered, asked, last)
+            shared_tokens = shared_tokens[: len(last_tokens) - len(self._tokens(same_end)) + 1]
+        if shared_tokens:
+            return ended_by(shared_tokens[-1])
+
+        # A token that another one replaces once something follows.
+        if last_tokens:
+            replacing = tokens[: len(last_tokens)]
+            head = text[: replacing[-1][1]] if replacing else ""
+            return ReplyEnding((last_tokens[-1][0],), heads=False, head=head, last=last)
+
+        # Nothing ends the last reply; the next message's header does.
+        if tokens and not last.strip():
+            return ended_by(tokens[0])
         return ReplyEnding(head=same, last=last)
 
     def _find_part_ends(self) -> frozenset[str]:
@@ -265,105 +293,106 @@ class TemplateProbe:
         They stand between the thinking and the text, between two calls, or between the
         generation prompt and a call.
         """
-        asked, thought, answered, one, two = (random_mark() for _ in range(5))
-        base = (Message("user", asked),)
+        asked, thought, answered, first, second = (random_mark() for _ in range(5))
+        question = (Message("user", asked),)
         answer = Message("assistant", answered, reasoning=thought)
-        calls = tuple(
-            ToolCall("f", {"x": text}, call_id(number)) for number, text in enumerate((one, two))
-        )
-        thinking = self.template.try_render((*base, answer)) or ""
-        calling = (
-            self.template.try_render((*base, Message("assistant", "", calls)), PROBE_TOOLS) or ""
-        )
+        thinking = self.template.try_render((*question, answer)) or ""
 
-        found: set[str] = set()
-        prompt = self.template.try_render(base, PROBE_TOOLS, generation_prompt=True) or ""
+        calls = tuple(
+            ToolCall("f", {"x": argument}, call_id(number))
+            for number, argument in enumerate((first, second))
+        )
+        called = Message("assistant", "", calls)
+        calling = self.template.try_render((*question, called), PROBE_TOOLS) or ""
+        prompt = self.template.try_render(question, PROBE_TOOLS, generation_prompt=True) or ""
         opening = prompt.rpartition(asked)[2]
-        for rendered, first, last, stops in (
+
+        part_ends: set[str] = set()
+        for rendered, begin, end, stops in (
             (thinking, thought, answered, self.text.stops),
-            (calling, one, two, self.calls.stops),
-            (calling, opening, one, self._written_stops()),
+            (calling, first, second, self.calls.stops),
+            (calling, opening, first, self._written_stops()),
         ):
-            _, asks, reply = rendered.rpartition(asked)
-            _, begins, rest = reply.partition(first) if first else ("", "", "")
-            between, ends, _ = rest.partition(last)
-            if asks and begins and ends:
-                found |= {token for token, _ in self._tokens(between) if token in stops}
-        return frozenset(found) - self.declared
+            _, has_question, reply = rendered.rpartition(asked)
+            _, begins, rest = reply.partition(begin) if begin else ("", "", "")
+            between, ends, _ = rest.partition(end)
+            if has_question and begins and ends:
+                part_ends |= {token for token, _ in self._tokens(between) if token in stops}
+        return frozenset(part_ends) - self.declared
 
     def _prompts(self) -> tuple[str, str]:
         """Render a question without and with the generation prompt."""
-        return self.template.render((ASKED,)), self.template.render(
-            (ASKED,), generation_prompt=True
-        )
-
-    def _stopped(
-        self, stop: tuple[str, int], text: str, rendered: str, asked: str, last: str
-    ) -> ReplyEnding:
-        """Return the ending by a token, which may be the header of the next user message
-        too (GLM's `<|user|>`)."""
-        token, end = stop
-        heads = self._tokens(text)[-1][0] == token and token in rendered.partition(asked)[0]
-        return ReplyEnding((token,), heads, text[:end], last)
+        without = self.template.render((ASKED,))
+        return without, self.template.render((ASKED,), generation_prompt=True)
 
     def _find_calls_ending(self) -> ReplyEnding:
-        """Find the ending of replies with calls; that of other replies if none with
-        calls can be rendered."""
+        """Find the ending of replies with calls.
+
+        That of other replies if none with calls can be rendered.
+        """
         result = random_mark()
         for tools in (PROBE_TOOLS, ()):
-            for base, mark, rendered in self._placeholders(
+            for placeholder in self._placeholders(
                 (ASKED,), Message("assistant"), (PROBE_CALL,), tools
             ):
-                last = _after_mark(rendered, mark)
-                following = self.template.try_render(
-                    (*base, probe_result(result)), tools, generation_prompt=True
+                last = _after_mark(placeholder.rendered, placeholder.mark)
+                followed = self.template.try_render(
+                    (*placeholder.base, probe_result(result)), tools, generation_prompt=True
                 )
-                text = _after_mark(following or "", mark)
+                text = _after_mark(followed or "", placeholder.mark)
                 if last is not None and text is not None and result in text:
                     return self._calls_ending(last, text.partition(result)[0])
         return self.text
 
     def _calls_ending(self, last: str, text: str) -> ReplyEnding:
-        known = [
-            (t, end) for t, end in self._tokens(text) if t in self.declared or t in self.text.stops
-        ]
-        if known:
-            return ReplyEnding((known[0][0],), self.text.heads, text[: known[0][1]], last)
+        """Return the ending of a reply with calls, by the text after it: at the end of a
+        conversation, and where a result follows."""
+        tokens = self._tokens(text)
+        for token, end in tokens:
+            if token in self.declared or token in self.text.stops:
+                return ReplyEnding((token,), self.text.heads, text[:end], last)
+
         same = last[: common_prefix_length(last, text)]
-        inside, after = self._tokens(same), self._tokens(text)[len(self._tokens(same)) :]
-        unended = not self._tokens(self.text.last) and bool(self.text.stops)
-        without, prompted = self._prompts() if inside else ("", "")
-        openers = {
-            token for token, _ in self._tokens(prompted[common_prefix_length(without, prompted) :])
-        }
-        opened = [end - len(token) for token, end in inside if token in openers]
-        if (
-            opened and self.text.stops
-        ):  # the next message opens without a stop before it: calls end as text does
+        shared_tokens = self._tokens(same)
+        later_tokens = tokens[len(shared_tokens) :]
+
+        # Where the next message opens without a stop before it, calls end as text does.
+        without, prompted = self._prompts() if shared_tokens else ("", "")
+        generation_prompt = prompted[common_prefix_length(without, prompted) :]
+        openers = {token for token, _ in self._tokens(generation_prompt)}
+        opened = [end - len(token) for token, end in shared_tokens if token in openers]
+        if opened and self.text.stops:
             return ReplyEnding(self.text.stops, self.text.heads, same[: opened[0]], last)
-        if after and (unended or len(self._tokens(last)) > len(inside)):
-            return ReplyEnding((after[0][0],), True, text[: after[0][1]], last)
-        if inside:
-            return ReplyEnding((inside[-1][0],), False, text[: inside[-1][1]], last)
+
+        # The header of what follows ends them.
+        text_unended = not self._tokens(self.text.last) and bool(self.text.stops)
+        if later_tokens and (text_unended or len(self._tokens(last)) > len(shared_tokens)):
+            token, end = later_tokens[0]
+            return ReplyEnding((token,), True, text[:end], last)
+
+        if shared_tokens:
+            token, end = shared_tokens[-1]
+            return ReplyEnding((token,), False, text[:end], last)
         return ReplyEnding(self.text.stops, self.text.heads, same, last)
 
     def _find_result_form(self) -> str:
-        """Find the form in which the template shows a tool result; `user` if it
-        shows it in no other."""
+        """Find the form in which the template shows a tool result; `user` if it shows it in no
+        other."""
         result = random_mark()
-        rows = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result(result))
-        for name in ("", "ids"):
+        messages = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result(result))
+        for form in ("", "ids"):
             for tools in (PROBE_TOOLS, ()):
-                if result in (
-                    self.template.try_render(ADAPT[name](rows), tools, generation_prompt=True) or ""
-                ):
-                    return name
+                text = self.template.try_render(
+                    ADAPT[form](messages), tools, generation_prompt=True
+                )
+                if text is not None and result in text:
+                    return form
         return "user"
 
     def result_forms(self, messages: Sequence[Message]) -> list[str]:
-        """Return the changes to try of messages with tool results, the likeliest
-        first; names of `ADAPT`."""
-        if not any(m.role == "tool" for m in messages):
+        """Return the changes to try of messages with tool results, the likeliest first; names of
+        `ADAPT`."""
+        if not any(message.role == "tool" for message in messages):
             return [""]
         # A template without a place for results drops those of earlier turns too, without an error.
         return ["user"] if self.results == "user" else ["", "ids", "user"]
@@ -383,26 +412,27 @@ class TemplateProbe:
         *,
         verbatim: bool = False,
     ) -> AppendProbe:
-        """Derive how messages like these are appended to a reply like this one, which ends
-        the conversation `before`.
+        """Derive how messages like these are appended to a reply like this one, which follows the
+        conversation `before`.
 
-        With `verbatim`, the reply's text is rendered too, for a template
-        that looks for words in it.
+        With `verbatim`, the reply's text is rendered too, for a template that looks for words in
+        it.
 
         Raises `TemplateError` if the template cannot append them in any form.
         """
-        first: TemplateError | None = None
-        for adapt in self.result_forms((*before, *messages)):
-            change = ADAPT[adapt]
+        first_error: TemplateError | None = None
+        for form in self.result_forms((*before, *messages)):
+            adapt = ADAPT[form]
             try:
-                found = self._prove(
-                    change(before), change([reply])[0], change(messages), tools, verbatim
+                append = self._prove(
+                    adapt(before), adapt([reply])[0], adapt(messages), tools, verbatim
                 )
-                return replace(found, adapt=adapt)
             except TemplateError as error:
-                first = first or error
-        assert first is not None
-        raise first
+                first_error = first_error or error
+            else:
+                return replace(append, adapt=form)
+        assert first_error is not None
+        raise first_error
 
     def close_of_thinking(
         self,
@@ -423,18 +453,22 @@ class TemplateProbe:
         reply = Message("assistant", "", reasoning=thought)
         if folds:
             reply = Message("assistant", f"<think>\n{thought}\n</think>\n\n")
-        marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
+        marked = _with_marked_contents(messages)
         text = self.template.try_render((*before, reply, *marked), tools, generation_prompt=True)
         rest = _after_mark(text or "", thought)
         if rest is None:
             return ""
-        first = str(marked[0].content) if marked and not _is_blank(marked[0]) else None
-        end, _ = self.reply_end(rest, first)
-        at = rest.partition(first)[0].find(head) if first and head else -1
-        if not end and at >= 0:
-            end = at + len(head)  # a header in plain text
-        # Some templates end a reply that has no text without a stop, or write its
-        # parts after the thinking.
+
+        first_mark = str(marked[0].content) if marked and not _is_blank(marked[0]) else None
+        end, _ = self.reply_end(rest, first_mark)
+        if not end and first_mark and head:
+            # A header in plain text ends it.
+            head_start = rest.partition(first_mark)[0].find(head)
+            if head_start >= 0:
+                end = head_start + len(head)
+
+        # Some templates end a reply that has no text without a stop, or write its parts after the
+        # thinking.
         if not end or self.part_ends:
             alone = _after_mark(self.template.try_render((*before, reply), tools) or "", thought)
             end = common_prefix_length(rest, alone or "")
@@ -443,16 +477,18 @@ class TemplateProbe:
     def varies(
         self, append: AppendProbe, reply: Message, messages: Sequence[Message], tools: Tools = ()
     ) -> bool:
-        """Return whether the appended text differs after other calls or
-        some longer conversation."""
-        calls = tuple(replace(call, arguments={"x": "2"}) for call in reply.tool_calls)
-        for number, before in enumerate(((ASKED,), *CONVERSATIONS)):
-            one = reply if number else replace(reply, tool_calls=calls)
+        """Return whether the appended text differs after other calls or some longer
+        conversation."""
+        other_calls = tuple(replace(call, arguments={"x": "2"}) for call in reply.tool_calls)
+        other_reply = replace(reply, tool_calls=other_calls)
+        variants = [(other_reply, (ASKED,)), *[(reply, before) for before in CONVERSATIONS]]
+        for variant, before in variants:
             try:
-                if self.append(one, messages, tools, before).pieces != append.pieces:
-                    return True
+                pieces = self.append(variant, messages, tools, before).pieces
             except TemplateError:
                 continue  # a kind of conversation that the template rejects
+            if pieces != append.pieces:
+                return True
         return False
 
     def _prove(
@@ -463,91 +499,108 @@ class TemplateProbe:
         tools: Tools,
         verbatim: bool,
     ) -> AppendProbe:
-        refused: TemplateError | None = None
-        of_reply, answered = (
-            calls_before(reply),
-            calls_before(reply, messages),
-        )  # some templates require calls
-        for calls in (of_reply,) if of_reply == answered else (of_reply, answered):
+        """Derive how messages are appended, by the likeliest placeholder of the reply that works.
+
+        Raises `TemplateError`, of the likeliest one, if none does.
+        """
+        # Some templates require that answers were called.
+        variants_of_calls = [calls_before(reply)]
+        answered = calls_before(reply, messages)
+        if answered != variants_of_calls[0]:
+            variants_of_calls.append(answered)
+
+        first_error: TemplateError | None = None
+        for calls in variants_of_calls:
             for offered in (tools, ()) if tools else (tools,):
-                for base, mark, rendered in self._placeholders(
-                    before, reply, calls, offered, verbatim
-                ):
+                for placeholder in self._placeholders(before, reply, calls, offered, verbatim):
                     try:
-                        return self._try(base, mark, rendered, messages, offered)
-                    except TemplateError as problem:
-                        refused = refused or problem
-        error = (
+                        return self._try(placeholder, messages, offered)
+                    except TemplateError as error:
+                        first_error = first_error or error
+        if first_error is not None:
+            raise first_error
+        raise TemplateError(
             f"{self.template.origin}: cannot render the reply that "
-            f"{[m.role for m in messages]} answers"
+            f"{[message.role for message in messages]} answers"
         )
-        raise refused or TemplateError(error)
 
     def _try(
-        self,
-        base: tuple[Message, ...],
-        mark: str,
-        rendered: str,
-        messages: Sequence[Message],
-        tools: Tools,
+        self, placeholder: _Placeholder, messages: Sequence[Message], tools: Tools
     ) -> AppendProbe:
         """Derive how messages are appended to a placeholder.
 
         Raises `TemplateError` if they cannot be.
         """
-        roles = [m.role for m in messages]
-        # A blank text stays as it is, since templates may omit it.
-        marked = [m if _is_blank(m) else replace(m, content=random_mark()) for m in messages]
-        marks = [
-            str(one.content) for m, one in zip(messages, marked, strict=True) if not _is_blank(m)
-        ]
+        base, mark, rendered = placeholder
+        roles = [message.role for message in messages]
+        marked = _with_marked_contents(messages)
         full = self.template.render((*base, *marked), tools, generation_prompt=True)
-        tail, text = _after_mark(rendered, mark), _after_mark(full, mark)
+        tail = _after_mark(rendered, mark)
+        text = _after_mark(full, mark)
         if tail is None or text is None:
             raise TemplateError(f"{self.template.origin}: does not render the reply before {roles}")
-        rest, pieces = text, []
-        for one in marks:
-            piece, found, rest = rest.partition(one)
-            if not found or one in rest or full.count(one) != 1:
+
+        # The text between contents, each of which appears once and in order.
+        content_marks = [str(message.content) for message in marked if not _is_blank(message)]
+        pieces: list[str] = []
+        rest = text
+        for content_mark in content_marks:
+            piece, found, rest = rest.partition(content_mark)
+            if not found or content_mark in rest or full.count(content_mark) != 1:
                 raise TemplateError(
                     f"{self.template.origin}: drops, repeats or moves a message of roles {roles}"
                 )
             pieces.append(piece)
-        first = marks[0] if marks and not _is_blank(messages[0]) else None
-        end, heads = self.reply_end(text, first)
-        proof = (
-            "append" if full.startswith(rendered) else "tail" if text.startswith(tail) else "swap"
-        )
+
+        until = content_marks[0] if content_marks and not _is_blank(messages[0]) else None
+        end, heads = self.reply_end(text, until)
+        proof = "swap"
+        if full.startswith(rendered):
+            proof = "append"
+        elif text.startswith(tail):
+            proof = "tail"
         if proof == "swap" and not end:
             change = (
                 f"rewrites the close of the reply before it ({tail!r} became "
                 f"{text[: len(tail) + 8]!r})"
             )
             raise TemplateError(f"{self.template.origin}: appending {roles} {change}")
-        return AppendProbe(base, mark, tools, proof, text[:end], heads, "", (*pieces, rest))
+        return AppendProbe(
+            base,
+            mark,
+            tools,
+            proof,
+            head=text[:end],
+            heads=heads,
+            pieces=(*pieces, rest),
+        )
 
     def reply_end(self, text: str, until: str | None = None) -> tuple[int, bool]:
-        """Find where a reply ends in the text after its visible end, and whether its stop is
-        the next message's header.
+        """Find where a reply ends in the text after its visible end, and whether its stop is the
+        next message's header.
 
         The reply cannot include the content `until`.
         """
         if until is not None:
             text = text.partition(until)[0]
         for token, end in self._tokens(text):
-            for closing in (self.text, self.calls):
-                if token in closing.stops:
-                    return end, closing.heads
+            for ending in (self.text, self.calls):
+                if token in ending.stops:
+                    return end, ending.heads
             if token in self.declared:
                 return end, False
-        head = next(
-            (c.head for c in (self.text, self.calls) if c.head and text.startswith(c.head)), ""
-        )
-        return len(head), False
+
+        # Plain text ends it.
+        for ending in (self.text, self.calls):
+            if ending.head and text.startswith(ending.head):
+                return len(ending.head), False
+        return 0, False
 
     def rendered(self, append: AppendProbe, messages: Sequence[Message]) -> str:
-        """Return the template text after a placeholder reply that these adapted messages follow;
-        may raise `TemplateError`."""
+        """Return the template text after a placeholder reply that these adapted messages follow.
+
+        Raises `TemplateError` if the template cannot render them.
+        """
         text = self.template.render((*append.base, *messages), append.tools, generation_prompt=True)
         return text[self.end_of_reply(append, text) :]
 
@@ -571,41 +624,59 @@ class TemplateProbe:
         calls: Sequence[ToolCall],
         tools: Tools,
         verbatim: bool = False,
-    ) -> Iterator[tuple[tuple[Message, ...], str, str]]:
-        """Yield conversations that end in a placeholder of a reply, each with its last rendered
-        mark and all that is rendered; the likeliest first."""
-        content = not calls or bool(reply.text)
-        for with_content in (content, not content) if calls else (True,):
-            text, argument = random_mark(), random_mark()
-            if verbatim:
-                marked = (*calls[:-1], *(_with_mark(call, argument) for call in calls[-1:]))
-            else:
-                earlier = (replace(call, arguments={"x": random_mark()}) for call in calls[:-1])
-                marked = (
-                    *earlier,
-                    *(replace(call, arguments={"x": argument}) for call in calls[-1:]),
+    ) -> Iterator[_Placeholder]:
+        """Yield placeholders of a reply that the template renders, the likeliest first."""
+        has_content = not calls or bool(reply.text)
+        for with_content in (has_content, not has_content) if calls else (True,):
+            text_mark, argument_mark = random_mark(), random_mark()
+            marked_calls: list[ToolCall] = []
+            for call in calls[:-1]:
+                marked_calls.append(
+                    call if verbatim else replace(call, arguments={"x": random_mark()})
                 )
-            thought = reply.reasoning
-            if thought and not thought.isspace():
-                thought = random_mark()
-            visible = text if with_content else ""
+            for call in calls[-1:]:
+                marked_calls.append(
+                    _with_mark(call, argument_mark)
+                    if verbatim
+                    else replace(call, arguments={"x": argument_mark})
+                )
+            reasoning = reply.reasoning
+            if reasoning and not reasoning.isspace():
+                reasoning = random_mark()
+            content = text_mark if with_content else ""
             if verbatim and with_content:
-                visible = reply.text + text  # the mark stays at the visible end
-            base = (*before, Message("assistant", visible, tool_calls=marked, reasoning=thought))
+                content = reply.text + text_mark  # the mark stays at the visible end
+
+            placeholder = Message(
+                "assistant", content, tool_calls=tuple(marked_calls), reasoning=reasoning
+            )
+            base = (*before, placeholder)
             rendered = self.template.try_render(base, tools) or ""
-            position, mark = max((rendered.rfind(one), one) for one in (text, argument))
+            position, mark = max(
+                (rendered.rfind(mark), mark) for mark in (text_mark, argument_mark)
+            )
             if position >= 0:
-                yield base, mark, rendered
+                yield _Placeholder(base, mark, rendered)
 
 
 def _with_mark(call: ToolCall, mark: str) -> ToolCall:
-    """Return a call with a mark at the end of its last text argument, or in
-    an argument of its own."""
+    """Return a call with a mark at the end of its last argument, or in an argument of its own if
+    that is no text."""
     arguments = dict(call.arguments)
-    texts = [key for key, value in arguments.items() if isinstance(value, str)]
-    if texts and texts[-1] == list(arguments)[-1]:
-        return replace(call, arguments={**arguments, texts[-1]: arguments[texts[-1]] + mark})
-    return replace(call, arguments={**arguments, "x": mark})
+    last_key = list(arguments)[-1] if arguments else None
+    if last_key is not None and isinstance(arguments[last_key], str):
+        arguments[last_key] += mark
+    else:
+        arguments["x"] = mark
+    return replace(call, arguments=arguments)
+
+
+def _with_marked_contents(messages: Sequence[Message]) -> list[Message]:
+    """Put a mark in place of each content; a blank one stays, since templates may omit it."""
+    return [
+        message if _is_blank(message) else replace(message, content=random_mark())
+        for message in messages
+    ]
 
 
 def _is_blank(message: Message) -> bool:
@@ -620,37 +691,41 @@ def _after_mark(text: str, mark: str) -> str | None:
 
 
 def readable(messages: Sequence[Message]) -> list[Message]:
-    """Replace malformed calls by calls that match their answers, so that every
-    call can be rendered."""
+    """Replace malformed calls by calls that match their answers, so that every call can be
+    rendered."""
     rows = list(messages)
-    for number, message in enumerate(rows):
+    for index, message in enumerate(rows):
         if message.tool_calls and any(call.error or not call.name for call in message.tool_calls):
-            answers = list(takewhile(lambda m: m.role == "tool", rows[number + 1 :]))
-            rows[number] = replace(message, tool_calls=calls_before(message, answers))
+            answers = list(takewhile(lambda m: m.role == "tool", rows[index + 1 :]))
+            rows[index] = replace(message, tool_calls=calls_before(message, answers))
     return rows
 
 
 def calls_before(reply: Message, messages: Sequence[Message] = ()) -> tuple[ToolCall, ...]:
-    """Return the calls of a reply that these messages may answer; invented if tools answer calls
-    that it did not make."""
-    calls = tuple(call for call in reply.tool_calls if call.name and not call.error)
-    answers = [m for m in messages if m.role == "tool"]
+    """Return the calls of a reply that these messages may answer.
+
+    They are invented if tools answer calls that it did not make.
+    """
+    calls = tuple([call for call in reply.tool_calls if call.name and not call.error])
+    answers = [message for message in messages if message.role == "tool"]
     if calls or not answers:
         return calls
     return tuple(
-        ToolCall(m.name or "f", {"x": "1"}, m.tool_call_id or call_id(i))
-        for i, m in enumerate(answers)
+        [
+            ToolCall(answer.name or "f", {"x": "1"}, answer.tool_call_id or call_id(number))
+            for number, answer in enumerate(answers)
+        ]
     )
 
 
 @dataclass(frozen=True, slots=True)
 class AppendShape:
-    """Template text between a reply and the next one, for messages of certain
-    roles; proven by probing.
+    """Template text between a reply and the next one, for messages of certain roles; proven by
+    probing.
 
-    Added tokens split a text before anything else happens to it, so the text between two of
-    them is encoded independently. Only the segments that contain a content are encoded per
-    turn; all other ids are known.
+    Added tokens split a text before anything else happens to it, so the text between two of them is
+    encoded independently. Only the segments that contain a content are encoded per turn; all other
+    ids are known.
     """
 
     pieces: tuple[str, ...] = ()
@@ -695,13 +770,12 @@ class AppendShapes:
         """
         if self._guard.holds_marker(contents):
             return None
+
         if not shape.edges:
             ids = self._codec.encode_after(interleave(shape.pieces, contents), shape.after)
-            return (
-                close + ids
-                if tuple(filter(self._guard.control_ids.__contains__, ids)) == shape.expected
-                else None
-            )
+            control_ids = tuple(filter(self._guard.control_ids.__contains__, ids))
+            return close + ids if control_ids == shape.expected else None
+
         ids = close.copy()
         for (before, after), fixed, content in zip(
             shape.edges, shape.fixed, contents, strict=False
@@ -721,72 +795,84 @@ class AppendShapes:
         tools: Sequence[Mapping[str, Any]] = (),
         after: str = "",
     ) -> AppendShape:
-        """Find the text around contents and how the template changes them; raise `TemplateError` if
-        it drops or repeats one."""
-        harmless = [map_texts(m, lambda _: "x") for m in messages]
+        """Find the text around contents and how the template changes them.
+
+        A shape without `pieces` is returned where contents do not appear unchanged.
+
+        Raises `TemplateError` if the template drops a content.
+        """
+        # Names, ids and schemas come from the environment: control text in them is not the
+        # template's.
+        harmless = [map_texts(message, lambda _: "x") for message in messages]
         if self._guard.encode(harmless, render, tools, after).control:
-            return AppendShape(
-                after=after
-            )  # names, ids and schemas come from the environment, not from the template
-        if any(m.tool_calls or m.reasoning for m in messages):
-            render([replace(m, content=m.text) for m in messages])
             return AppendShape(after=after)
+        if any(message.tool_calls or message.reasoning for message in messages):
+            render([replace(message, content=message.text) for message in messages])
+            return AppendShape(after=after)
+
         marks = [random_mark() for _ in texts_of(messages)]
-        text = render(with_texts(messages, marks))
+        rest = render(with_texts(messages, marks))
         pieces: list[str] = []
         for mark in marks:
-            before, found, text = text.partition(mark)
+            before, found, rest = rest.partition(mark)
             if not found and not any(mark in piece for piece in pieces):
-                raise TemplateError(
-                    f"{self._origin}: drops a message of roles {[m.role for m in messages]}"
-                )
-            if not found or mark in text:
+                roles = [message.role for message in messages]
+                raise TemplateError(f"{self._origin}: drops a message of roles {roles}")
+            if not found or mark in rest:
                 return AppendShape(after=after)  # it repeats a text, or changes the order
             pieces.append(before)
-        pieces.append(text)
+        pieces.append(rest)
+
+        def is_written(contents: Sequence[str], transform: Callable[[str], str]) -> bool:
+            rendered = render(with_texts(messages, contents))
+            return rendered == interleave(pieces, list(map(transform, contents)))
+
+        probes = probe_contents(len(pieces) - 1)
         for name, transform in CONTENT_TRANSFORMS.items():
-            if all(
-                render(with_texts(messages, contents))
-                == interleave(pieces, list(map(transform, contents)))
-                for contents in probe_contents(len(pieces) - 1)
-            ):
+            if all(is_written(contents, transform) for contents in probes):
                 return self._split_at_control(tuple(pieces), name, after)
         return AppendShape(after=after)
 
     def _split_at_control(self, pieces: tuple[str, ...], transform: str, after: str) -> AppendShape:
-        """Split the template text at its control tokens into known ids and
-        text that touches a content.
+        """Split the template text at its control tokens into known ids and text that touches a
+        content.
 
         The result is compared with encoding the complete text at once, over the probe contents.
         Tokenizers whose segments are not independent (word-start marks, tokens that absorb white
         space) encode the complete text.
         """
-        expected = tuple(i for piece in pieces for i in self._guard.template_control_ids(piece))
-        unsplit = AppendShape(pieces, transform, expected, after=after)
+        expected: list[int] = []
+        for piece in pieces:
+            expected += self._guard.template_control_ids(piece)
+        unsplit = AppendShape(pieces, transform, tuple(expected), after=after)
+
+        # A piece is cut before its first control token and after its last one. What is outside
+        # touches a content; before the first content and after the last one there is no such end.
         fixed: list[str] = []
         edges: list[str] = []
         for number, piece in enumerate(pieces):
             tokens = [match.span() for match in self._guard.split.finditer(piece)]
-            is_first, is_last = number == 0, number == len(pieces) - 1
+            is_first = number == 0
+            is_last = number == len(pieces) - 1
             if not tokens and not (is_first or is_last):
                 return unsplit  # no control token separates two contents
-            start = 0 if is_first else tokens[0][0] if tokens else len(piece)
-            end = len(piece) if is_last else tokens[-1][1] if tokens else 0
+
+            start = 0
             if not is_first:
+                start = tokens[0][0] if tokens else len(piece)
                 edges.append(piece[:start])
-            fixed.append(piece[start:end])
+            end = len(piece)
             if not is_last:
+                end = tokens[-1][1] if tokens else 0
                 edges.append(piece[end:])
-        split = AppendShape(
-            pieces,
-            transform,
-            expected,
-            (
-                tuple(self._codec.encode_after(fixed[0], after)),
-                *(tuple(self._encode_segment(text)) for text in fixed[1:]),
-            ),
-            after,
-            tuple(zip(edges[::2], edges[1::2], strict=True)),
+            fixed.append(piece[start:end])
+
+        fixed_ids = [tuple(self._codec.encode_after(fixed[0], after))]
+        fixed_ids += [tuple(self._encode_segment(text)) for text in fixed[1:]]
+        split = replace(
+            unsplit,
+            fixed=tuple(fixed_ids),
+            edges=tuple(zip(edges[::2], edges[1::2], strict=True)),
         )
         for contents in probe_contents(len(pieces) - 1):
             if self.fill_ids(split, contents, []) != self.fill_ids(unsplit, contents, []):

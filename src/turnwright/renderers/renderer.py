@@ -1,4 +1,22 @@
-"""Renderer protocol, its results `Extend` and `Branch`, and small helpers."""
+"""Renderer protocol: messages become ids that are appended to those an engine has processed.
+
+`Renderer.open` renders the opening prompt. After each reply, `Renderer.extend` renders what
+follows it and nothing else: the close of the reply where the model did not sample it, the next
+observation, and the start of the next reply (`Extend`). The ids that were sampled stay as they
+are; nobody decodes them and encodes their text again. A prompt that cannot keep all ids of the
+path is a `Branch`: it says how many it keeps and why. `Renderer.compose`, which renders the
+complete conversation by the model's template, returns one where the template writes earlier
+turns differently.
+
+`ChatRenderer` implements the protocol for every chat template. What it relies on is proven by
+rendering placeholders: for each shape of messages, that this text follows a reply
+(`TemplateProbe.append`); for replies, that one which the template writes is read back from the
+ids that an engine would return (`ReplyProof`, reported by `turnwright check`).
+
+Left out here: which messages the next prompt contains (`render_next` in `history.py`), how text
+from the world is kept from becoming a control token (`ControlTextGuard`), how a reply is parsed
+(`ReplyFormat`), and how an image becomes a block of ids (`MediaExpander`).
+"""
 
 from __future__ import annotations
 
@@ -17,15 +35,15 @@ class Extend(NamedTuple):
 
     ids: list[int]
     close: int = 0
-    """Number of leading ids that close the reply: template text after or
-    instead of the end token."""
+    """Number of leading ids that close the reply: template text after the end token, or in
+    its place."""
     neutralised: int = 0
     """Number of control texts in the messages that were encoded as plain text."""
     control_text: Mapping[str, int] = {}
     """Number of control texts found, by role of origin, under every setting."""
     replies: tuple[int, ...] | None = None
-    """Start of each sampled reply on the path, -1 where its ids are not on it; None if
-    all keep their position."""
+    """Start of each sampled reply on the path, -1 where its ids are not on it; None if all keep
+    their position."""
     media: tuple[MediaPlacement, ...] = ()
     """Images and videos among `ids`."""
     tool_images_moved: int = 0
@@ -34,15 +52,19 @@ class Extend(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """Prompt that keeps only the first `keep` ids of the path; the rest becomes a separate
-    leaf of the trajectory."""
+    """Prompt that keeps only the first `keep` ids of the path.
+
+    The rest of the path becomes a separate leaf of the trajectory.
+    """
 
     keep: int
     ids: list[int]
     reason: str
     """Code under which the branch is counted, such as `thinking_stripped`."""
     neutralised: int = 0
+    """As in `Extend`."""
     control_text: Mapping[str, int] = {}
+    """As in `Extend`."""
     replies: tuple[int, ...] | None = None
     """As in `Extend`; None if exactly the replies that end within `keep` remain."""
     media: tuple[MediaPlacement, ...] = ()
@@ -73,15 +95,24 @@ class HasCodec(Protocol):
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Convert messages to token ids for one model, and replies back to messages."""
+    """Convert messages to token ids for one model, and replies back to messages.
+
+    One turn of an episode, with the ids of the path in `path`::
+
+        path = renderer.open([Message("user", "What is 6 * 7?")]).ids
+        reply = sample(path)                               # ids, with the stop id
+        action = renderer.parse(reply)                     # a message; `reply` stays as it is
+        history = [Message("user", "What is 6 * 7?"), action]
+        path += reply + renderer.extend(history, reply, [Message("user", "And 7 * 8?")]).ids
+    """
 
     stop_ids: frozenset[int]
     """Ids that end a reply."""
     banned_ids: frozenset[int]
     """Ids that are never sampled (image placeholders)."""
     invalid_ids: frozenset[int]
-    """Control ids that no reply may contain; a reply with one ends its
-    episode as `invalid_token`."""
+    """Control ids that no reply may contain; a reply with one ends its episode as
+    `invalid_token`."""
     special_ids: frozenset[int]
     """Ids of the tokenizer's special tokens, which plain text lacks."""
     fingerprint: str
@@ -97,15 +128,19 @@ class Renderer(Protocol):
         """Encode plain text, in which nothing is a control token."""
 
     def encode_reply(self, text: str) -> list[int]:
-        """Return the ids a model would sample to write `text` and end its turn; for
-        scripts and demonstrations."""
+        """Return the ids a model would sample to write `text` and end its turn.
+
+        Scripts and demonstrations use it.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode ids, control tokens included; invalid UTF-8 becomes U+FFFD."""
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id alone; bytes that are not valid UTF-8 by themselves
-        are escaped (`\\xe2`)."""
+        """Return the text of each id alone.
+
+        Bytes that are not valid UTF-8 by themselves are escaped (`\\xe2`).
+        """
 
     def open(self, messages: Sequence[Message], tools: Tools = ()) -> Extend:
         """Render the opening prompt, up to the start of the model's reply.
@@ -158,13 +193,14 @@ class Renderer(Protocol):
         tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """Render the prompt for the next reply by the model's template, and compare it
-        with the ids of the path.
+        """Render the prompt for the next reply by the model's template.
+
+        The prompt is compared with the ids of the path: where it differs, a branch begins.
 
         Args:
             messages: the complete conversation, with the latest observation.
-            replies: the sampled replies, in order; where the template renders one
-                completely, its ids are kept.
+            replies: the sampled replies, in order; where the template renders one completely,
+                its ids are kept.
             ids: the ids that the engine has processed, up to the end of the last reply.
             placed: images and videos among `ids`; positions match where the media are the same.
 
@@ -179,45 +215,56 @@ class Renderer(Protocol):
         text: str | None = None,
         thinking: bool | None = None,
     ) -> Message:
-        """Parse a reply into text, reasoning and tool calls. Never raises: a malformed
-        call carries its `error`.
+        """Parse a reply into text, reasoning and tool calls.
+
+        Never raises: a malformed call carries its `error`.
 
         Args:
             ids: the sampled reply.
             tools: OpenAI schemas of the tools offered to the model.
             text: the text to parse instead of the decoded ids (for a reply ended by a stop string).
-            thinking: whether the reply starts inside the thinking; None: as the
-                generation prompt leaves it.
+            thinking: whether the reply starts inside the thinking; None: as the generation
+                prompt leaves it.
         """
 
 
 def vision_of(renderer: Renderer) -> VisionProcessor | None:
     """Return the vision processor of a renderer, which a user's renderer need not declare."""
-    found: VisionProcessor | None = getattr(renderer, "vision", None)
-    return found
+    vision: VisionProcessor | None = getattr(renderer, "vision", None)
+    return vision
 
 
 def common_prefix_length(left: Sequence[Any], right: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences."""
-    size = min(len(left), len(right))
-    if list(left[:size]) == list(right[:size]):
-        return size
-    return next(at for at in range(size) if left[at] != right[at])
+    shorter = min(len(left), len(right))
+
+    # Mostly one is a prefix of the other, and comparing whole lists takes no loop in Python.
+    if list(left[:shorter]) == list(right[:shorter]):
+        return shorter
+    return next(index for index in range(shorter) if left[index] != right[index])
 
 
 Decode = Callable[[Sequence[int]], str]
 
 
 def cut_ids(decode: Decode, ids: Sequence[int], chars: int) -> tuple[int, str]:
-    """Return how many ids to keep so that the first `chars` characters of their text
-    remain, and the text left over.
+    """Cut ids such that the first `chars` characters of their text remain.
 
-    The kept ids end at a character boundary. Their text and the remaining text reproduce the
-    reply byte for byte. Invalid UTF-8 reads as U+FFFD, as for the environment; an id with such
-    bytes that is cut is written so.
+    Return the number of ids to keep, and the text that they lack. The kept ids end at a character
+    boundary. Their text and the text that they lack reproduce the reply byte for byte. Invalid
+    UTF-8 reads as U+FFFD, as for the environment; an id with such bytes that is cut is written so.
     """
-    kept = decode(ids)[:chars]
-    count = bisect_right(range(len(ids) + 1), len(kept), key=lambda n: len(decode(ids[:n]))) - 1
-    while not kept.startswith(prefix := decode(ids[:count])):
+    kept_text = decode(ids)[:chars]
+
+    def length_of_first(count: int) -> int:
+        return len(decode(ids[:count]))
+
+    count = bisect_right(range(len(ids) + 1), len(kept_text), key=length_of_first) - 1
+    prefix = decode(ids[:count])
+
+    # The last of these ids may hold the first bytes of a character alone: U+FFFD, which is
+    # not in the text.
+    while not kept_text.startswith(prefix):
         count -= 1
-    return count, kept[len(prefix) :]
+        prefix = decode(ids[:count])
+    return count, kept_text[len(prefix) :]

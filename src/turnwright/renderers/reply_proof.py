@@ -3,13 +3,16 @@
 A reply with thinking, text and calls is rendered, cut after the generation prompt and at its first
 stop id, and parsed as the ids of a model are. What differs is reported: a reply without its end
 mark, calls after a stop, text with marks in it, and arguments that the template writes ambiguously.
+
+`ReplyProof.unread` is what `turnwright check` prints. That a model writes replies as its template
+does is not proven here; sampled ids stay as they are, whatever is read from them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from turnwright.renderers.probe import TemplateProbe
@@ -27,7 +30,8 @@ _KINDS: Mapping[str, Any] = {
     "deep": {"type": "object", "additionalProperties": {"type": "string"}},
 }
 _NULLABLE = {"type": ["string", "null"]}
-_NAME, _OTHER = "proof_find", "proof_save"
+_NAME = "proof_find"
+_OTHER_NAME = "proof_save"
 _PLAIN = {"text": "a"}
 _VALUES: Mapping[str, Mapping[str, Any]] = {
     "no arguments": {},
@@ -53,8 +57,8 @@ _EXCERPT = 300
 
 @dataclass(frozen=True, slots=True)
 class UnreadReply:
-    """Kind of reply that the template does not write, or that is read as something else
-    than it was rendered from."""
+    """Kind of reply that the template does not write, or that is read as something else than it was
+    rendered from."""
 
     kind: str
     """Content of the reply in words, such as `text and a call`."""
@@ -100,38 +104,37 @@ class ReplyProof:
         if ends:
             yield UnreadReply("the end of a reply", self._part_end(ends))
 
-        answer, thought = Message("assistant", "An answer."), "Thought."
-        for kind, message in (
-            ("text", answer),
-            ("thinking and text", Message("assistant", "An answer.", reasoning=thought)),
-        ):
-            yield from self._check(kind, message)
+        answer = Message("assistant", "An answer.")
+        yield from self._check("text", answer)
+        yield from self._check("thinking and text", replace(answer, reasoning="Thought."))
 
-        call, other = (
-            ToolCall(_NAME, _PLAIN, "abcdefgh0"),
-            ToolCall(_OTHER, {"text": "b"}, "abcdefgh1"),
-        )
-        alone = Message("assistant", "", (call,))
-        if _NAME not in self._cut_opening(self._render(alone, _tools()) or "", _tools())[1]:
+        # Calls. Where a single one is not read, nothing with a call is.
+        call = ToolCall(_NAME, _PLAIN, "abcdefgh0")
+        with_call = Message("assistant", "", (call,))
+        rendered = self._render(with_call, _tools()) or ""
+        _, reply = self._cut_opening(rendered, _tools())
+        if _NAME not in reply:
             return  # the template writes no calls
-        problems = list(self._check("a call", alone))
+        problems = list(self._check("a call", with_call))
         yield from problems
         if problems:
             return
 
-        yield from self._check("text and a call", Message("assistant", "An answer.", (call,)))
-        yield from self._check(
-            "thinking and a call", Message("assistant", "", (call,), reasoning=thought)
-        )
-        yield from self._check(
-            "thinking, text and a call",
-            Message("assistant", "An answer.", (call,), reasoning=thought),
-        )
-        yield from self._check("two calls", Message("assistant", "", (call, other)))
+        other_call = ToolCall(_OTHER_NAME, {"text": "b"}, "abcdefgh1")
+        with_text = replace(with_call, content="An answer.")
+        for kind, message in (
+            ("text and a call", with_text),
+            ("thinking and a call", replace(with_call, reasoning="Thought.")),
+            ("thinking, text and a call", replace(with_text, reasoning="Thought.")),
+            ("two calls", replace(with_call, tool_calls=(call, other_call))),
+        ):
+            yield from self._check(kind, message)
+
+        # Arguments of every kind.
         for kind, arguments in _VALUES.items():
-            message = Message("assistant", "", (ToolCall(_NAME, arguments, "abcdefgh0"),))
+            message = replace(with_call, tool_calls=(replace(call, arguments=arguments),))
             nullable = "nothing" in arguments
-            if nullable and self._render(alone, _tools(nullable)) is None:
+            if nullable and self._render(with_call, _tools(nullable)) is None:
                 continue  # a template that does not render such a schema
             yield from self._check(f"a call with {kind}", message, nullable=nullable)
 
@@ -169,22 +172,18 @@ class ReplyProof:
             )
             return
 
+        # An engine returns ids, or ids and a text without the stop.
         ids, rest = self._cut_at_stop(reply, message, tools)
         thinking = self.opens_reasoning(opening)
-        for text in (
-            None,
-            self.codec.decode(ids[:-1]),
-        ):  # an engine's ids, and its text without the stop
-            parsed = self.parse(ids, tools, text, thinking)
-            if problem := _difference(message, parsed, reply):
-                excerpt = self.codec.decode(ids)
-                stopped = (
-                    f", because {self.codec.decode(ids[-1:])!r} stops it before {rest[:_EXCERPT]!r}"
-                    if rest
-                    else ""
-                )
-                yield UnreadReply(kind, f"{problem}{stopped}", excerpt)
-                return
+        for text in (None, self.codec.decode(ids[:-1])):
+            problem = _difference(message, self.parse(ids, tools, text, thinking), reply)
+            if not problem:
+                continue
+            if rest:
+                stop = self.codec.decode(ids[-1:])
+                problem += f", because {stop!r} stops it before {rest[:_EXCERPT]!r}"
+            yield UnreadReply(kind, problem, self.codec.decode(ids))
+            return
 
     def _render(self, message: Message, tools: Tools) -> str | None:
         """Render a question and a reply to it, with tools if the template accepts them; None if
@@ -203,22 +202,25 @@ class ReplyProof:
         """
         after = rendered.rpartition(_ASKED.text)[2]
         prompt = self._opening(tools, prompted=True)
-        at = common_prefix_length(prompt, after)
-        if at == len(prompt):
-            return prompt, after[at:]
+        start = common_prefix_length(prompt, after)
+        if start == len(prompt):
+            return prompt, after[start:]
 
+        # The first difference may be within a control token, or within a tag of plain text.
         for text in (prompt, after):
             for token in self.probe.split.finditer(text):
-                if token.start() < at < token.end():
-                    at = token.start()
-        tag = after.rfind("<", 0, at)
-        if tag >= 0 and ">" not in after[tag:at]:
-            at = tag
+                if token.start() < start < token.end():
+                    start = token.start()
+        tag_start = after.rfind("<", 0, start)
+        if tag_start >= 0 and ">" not in after[tag_start:start]:
+            start = tag_start
+
         for token in self.probe.split.finditer(prompt):
-            if after.startswith(prompt[token.start() :], at):
-                at += len(prompt) - token.start()
+            end_of_prompt = prompt[token.start() :]
+            if after.startswith(end_of_prompt, start):
+                start += len(end_of_prompt)
                 break
-        return after[:at], after[at:]
+        return after[:start], after[start:]
 
     def _opening(self, tools: Tools, *, prompted: bool) -> str:
         """Return the text after a question, with or without the generation prompt."""
@@ -229,65 +231,64 @@ class ReplyProof:
         return (rendered or "").rpartition(_ASKED.text)[2]
 
     def _cut_at_stop(self, reply: str, message: Message, tools: Tools) -> tuple[list[int], str]:
-        """Return the ids of a reply up to its first stop id, and what the template
-        writes of the reply after it.
+        """Return the ids of a reply up to its first stop id, and what the template writes of the
+        reply after it.
 
         What the template writes after a question too is no part of the reply. Its stop is kept,
         or added if there is none.
         """
-        opening = self._opening(tools, prompted=False)
+        after_question = self._opening(tools, prompted=False)
         following = ""
-        for token in self.probe.split.finditer(opening):
-            if reply.endswith(opening[token.start() :]):
-                following = opening[token.start() :]
+        for token in self.probe.split.finditer(after_question):
+            if reply.endswith(after_question[token.start() :]):
+                following = after_question[token.start() :]
                 break
+
         ids = self.codec.encode_segment(reply.removesuffix(following))
         for position, token_id in enumerate(ids):
             if token_id in self.stop_ids:
                 rest = self.codec.decode(ids[position + 1 :])
-                content = (message.text, *(call.name for call in message.tool_calls))
-                return ids[: position + 1], rest if any(
-                    text and text in rest for text in content
-                ) else ""
+                contents = [message.text, *[call.name for call in message.tool_calls]]
+                if not any(text and text in rest for text in contents):
+                    rest = ""
+                return ids[: position + 1], rest
 
         ending = self.probe.calls if message.tool_calls else self.probe.text
-        stops = (
+        likely_stops = [
             *self.codec.encode_segment(following),
-            *(self.codec.control[text] for text in ending.stops),
-        )
-        ended = [
-            token_id for token_id in (*stops, *sorted(self.stop_ids)) if token_id in self.stop_ids
+            *[self.codec.control[text] for text in ending.stops],
+            *sorted(self.stop_ids),
         ]
-        return ids + ended[:1], ""
+        stops = [token_id for token_id in likely_stops if token_id in self.stop_ids]
+        return ids + stops[:1], ""
 
 
 _ASKED = Message("user", random_mark())
 
 
 def _tools(nullable: bool = False) -> Tools:
-    """Return the schemas of two tools; `nullable` adds a parameter of a type that some
-    templates cannot render."""
+    """Return the schemas of two tools; `nullable` adds a parameter of a type that some templates
+    cannot render."""
     kinds = {**_KINDS, "nothing": _NULLABLE} if nullable else _KINDS
     properties = {key: {**kind, "description": "d"} for key, kind in kinds.items()}
     parameters = {"type": "object", "properties": properties, "required": ["text"]}
-    return [
-        {
-            "type": "function",
-            "function": {"name": name, "description": "d", "parameters": parameters},
-        }
-        for name in (_NAME, _OTHER)
-    ]
+    tools = []
+    for name in (_NAME, _OTHER_NAME):
+        function = {"name": name, "description": "d", "parameters": parameters}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
 def _difference(wanted: Message, parsed: Message, reply: str) -> str:
-    """Return what a reply was read as, if it is not the message that it was rendered
-    from; else an empty text."""
+    """Return what a reply was read as, if it is not the message that it was rendered from; else an
+    empty text."""
     problems = []
-    if [_row(call) for call in parsed.tool_calls] != [_row(call) for call in wanted.tool_calls]:
-        calls = [
-            f"{call.name}({_row(call)[1]}){f' {call.cause}' if call.error else ''}"
-            for call in parsed.tool_calls
-        ]
+    wanted_calls = [_comparable(call) for call in wanted.tool_calls]
+    if [_comparable(call) for call in parsed.tool_calls] != wanted_calls:
+        calls = []
+        for call in parsed.tool_calls:
+            cause = f" {call.cause}" if call.error else ""
+            calls.append(f"{call.name}({_arguments_text(call)}){cause}")
         problems.append(f"read as {', '.join(calls) or 'no call'}")
 
     # A template may write the text before a call as thinking, or leave either out.
@@ -296,19 +297,17 @@ def _difference(wanted: Message, parsed: Message, reply: str) -> str:
     moved = wanted.text in thought or wanted.text not in reply
     if text != wanted.text and not (moved and not text):
         problems.append(f"its text is read as {text[:_EXCERPT]!r}")
-    if (
-        wanted.reasoning is not None
-        and wanted.reasoning in reply
-        and wanted.reasoning not in thought
-    ):
+
+    wanted_thought = wanted.reasoning
+    if wanted_thought is not None and wanted_thought in reply and wanted_thought not in thought:
         problems.append(f"its thinking is read as {parsed.reasoning!r}")
     return ", ".join(problems)
 
 
-def _row(call: ToolCall) -> tuple[str, str, bool]:
+def _comparable(call: ToolCall) -> tuple[str, str, bool]:
     """Return a call as it is compared: 1, 1.0 and True are different arguments."""
-    return (
-        call.name,
-        json.dumps(call.arguments, sort_keys=True, ensure_ascii=False),
-        call.error is not None,
-    )
+    return call.name, _arguments_text(call), call.error is not None
+
+
+def _arguments_text(call: ToolCall) -> str:
+    return json.dumps(call.arguments, sort_keys=True, ensure_ascii=False)

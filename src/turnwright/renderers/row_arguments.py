@@ -1,5 +1,5 @@
-"""A row's own `chat_template_kwargs`: taken where they are what the run's template renders
-anyway, else refused."""
+"""A row's own `chat_template_kwargs`: taken where they are what the run's template renders anyway,
+else refused."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ def check_row_arguments(tasks: Iterable[Task], renderer: Any) -> None:
     would be played with another prompt than its author meant.
 
     Raises:
-        TaskError: for a row that asks for another rendering, or for a variable that
-            the template does not have.
+        TaskError: for a row that asks for another rendering, or for a variable that the template
+            does not have.
     """
     for task in tasks:
-        if (given := task.info.get(COLUMN)) is not None:
-            check_arguments_of_row(given, f"task {task.id}", renderer)
+        row_value = task.info.get(COLUMN)
+        if row_value is not None:
+            check_arguments_of_row(row_value, f"task {task.id}", renderer)
 
 
-def check_arguments_of_row(given: Any, where: str, renderer: Any) -> None:
-    """Check one row's value of the column, as `check_row_arguments`."""
+def check_arguments_of_row(row_value: Any, where: str, renderer: Any) -> None:
+    """Check one row's value of the column, as `check_row_arguments`; `where` begins its errors."""
     try:
-        arguments = json.loads(given) if isinstance(given, str) else given
+        arguments = json.loads(row_value) if isinstance(row_value, str) else row_value
         written = json.dumps(arguments, sort_keys=True, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise TaskError(
@@ -56,22 +57,27 @@ def check_arguments_of_row(given: Any, where: str, renderer: Any) -> None:
             f"{where}: {COLUMN} = {written:.200}, and the renderer has no template; remove the "
             "column"
         )
-    if problem := _problem(renderer.template, written):
+    problem = _problem(renderer.template, written)
+    if problem:
         raise TaskError(f"{where}: {COLUMN} = {written:.200}: {problem}")
 
 
 @lru_cache(maxsize=256)
 def _problem(template: ChatTemplate, written: str) -> str:
-    """Return why variables cannot be those of a row; empty if they change nothing that
-    the template renders."""
+    """Return why variables cannot be those of a row; empty if they change nothing that the template
+    renders."""
     arguments: dict[str, Any] = json.loads(written)
     for name in arguments:
         if name not in template.parameters:
-            known = suggest_or_list(name, sorted(template.parameters)) or "it uses none"
-            return f"{template.origin} has no variable {name!r}; {known}, or remove it from the row"
+            remedy = suggest_or_list(name, sorted(template.parameters)) or "it uses none"
+            return (
+                f"{template.origin} has no variable {name!r}; {remedy}, or remove it from the row"
+            )
+
     changed = template.with_message_format(variables=arguments)
     if list(sample_conversations(changed)) == list(sample_conversations(template)):
         return ""
+
     settings = ", ".join(
         f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items()
     )

@@ -1,4 +1,13 @@
-"""Jinja chat templates, the named presets, and the message format that a template accepts."""
+"""Jinja chat templates, the named presets, and the message format that a template accepts.
+
+`ChatTemplate.render` is a function of its arguments alone: the clock is frozen, and the template
+runs in a sandbox with a budget of work (`TemplateSandbox`). Templates differ in the format of
+messages that they accept, so `adapt_template` tries a few, and `ADAPT` has the changes of tool
+results that some require. The parts at the end are for `model.template` and
+`model.template_args`: `find_source`, `check_arguments`.
+
+What a template does with a growing conversation is found out in `probe.py` and `contract.py`.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +69,8 @@ def random_mark() -> str:
 
 def digest(value: Any) -> str:
     """Return a short hash of plain values, the same in every process."""
-    return sha256(
-        json.dumps(value, sort_keys=True, default=repr).encode("utf-8", "surrogatepass")
-    ).hexdigest()[:16]
+    text = json.dumps(value, sort_keys=True, default=repr)
+    return sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 class ChatTemplate:
@@ -75,8 +83,8 @@ class ChatTemplate:
         *,
         origin: str = "chat template",
     ) -> None:
-        """`variables` are more names that the template may use (such as `bos_token`);
-        `origin` names it in errors."""
+        """`variables` are more names that the template may use (such as `bos_token`); `origin`
+        names it in errors."""
         self.source = source
         self.origin = origin
         self._variables = dict(variables or {})
@@ -100,10 +108,8 @@ class ChatTemplate:
         """
         from jinja2 import meta
 
-        compiled = self._compiled
-        return frozenset(
-            meta.find_undeclared_variables(compiled.environment.parse(self.source)) - _CONVERSATION
-        )
+        syntax_tree = self._compiled.environment.parse(self.source)
+        return frozenset(meta.find_undeclared_variables(syntax_tree) - _CONVERSATION)
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -118,22 +124,21 @@ class ChatTemplate:
 
     @cached_property
     def _with_marks(self) -> tuple[jinja2.Template, re.Pattern[str]]:
-        """The template with marks around `{% generation %}` blocks, and the
-        pattern of the marks."""
-        begin, end = (f"{{{secrets.token_hex(12)}}}" for _ in range(2))
+        """The template with marks around `{% generation %}` blocks, and the pattern of the
+        marks."""
+        begin = f"{{{secrets.token_hex(12)}}}"
+        end = f"{{{secrets.token_hex(12)}}}"
         return self._compile((begin, end)), re.compile(f"({begin})|({end})")
 
     def _compile(self, marks: tuple[str, str] | None) -> jinja2.Template:
-        from turnwright.renderers.template_sandbox import (
-            TemplateSandbox,
-        )  # importing jinja2 takes 50 ms
+        # Importing jinja2 takes 50 ms.
+        from turnwright.renderers.template_sandbox import TemplateSandbox
 
         try:
             return TemplateSandbox(self._now.strftime, marks).template(self.source)
         except Exception as error:  # the parser may raise anything
-            raise TemplateError(
-                f"{self.origin}: not a Jinja template ({str(error)[:_MAX_ERROR_CHARS]})"
-            ) from error
+            reason = str(error)[:_MAX_ERROR_CHARS]
+            raise TemplateError(f"{self.origin}: not a Jinja template ({reason})") from error
 
     def with_message_format(
         self,
@@ -146,17 +151,19 @@ class ChatTemplate:
         """Return the same template with messages in another format.
 
         Args:
-            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some
-                vision templates require.
+            parts: texts as lists of parts (`[{"type": "text", ...}]`), which some vision templates
+                require.
             text_arguments: call arguments as JSON text (OpenAI's wire format) instead of objects.
-            empty_tools: an empty list if there are no tools, for templates that
-                iterate without a check.
+            empty_tools: an empty list if there are no tools, for templates that iterate without a
+                check.
             variables: more settings of the template.
         """
         _ = self._compiled  # compile once for all formats
         twin = copy(self)
-        twin._parts = self._parts if parts is None else parts
-        twin._text_arguments = self._text_arguments if text_arguments is None else text_arguments
+        if parts is not None:
+            twin._parts = parts
+        if text_arguments is not None:
+            twin._text_arguments = text_arguments
         if empty_tools is not None:
             twin._no_tools = [] if empty_tools else None
         twin._variables = self._variables | dict(variables or {})
@@ -175,8 +182,8 @@ class ChatTemplate:
 
         `documents` are sources that the template may include, dicts with `title` and `text`.
 
-        Raises `TemplateError` if the template rejects the conversation, fails, or
-        exceeds the work budget.
+        Raises `TemplateError` if the template rejects the conversation, fails, or exceeds the work
+        budget.
         """
         compiled = self._watched if is_watching() else self._compiled
         return self._render(compiled, messages, tools, generation_prompt, documents)
@@ -195,34 +202,41 @@ class ChatTemplate:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation; also return the (start, end) ranges marked as the assistant's.
 
-        The marks are `{% generation %}` and `{% endgeneration %}`; a template
-        without them marks nothing.
+        The marks are `{% generation %}` and `{% endgeneration %}`; a template without them marks
+        nothing.
 
         Raises `TemplateError` as in `render`, and if the template changes the text between marks.
         """
-        compiled, pattern = self._with_marks
-        found = self._render(compiled, messages, tools, generation_prompt, None)
+        compiled, mark_pattern = self._with_marks
+        marked_text = self._render(compiled, messages, tools, generation_prompt, None)
+
+        # Positions count the text without marks. Blocks may be nested: the outermost one counts.
         pieces: list[str] = []
-        spans: list[tuple[int, int]] = []
-        at = depth = begun = position = 0
-        for match in pattern.finditer(found):
-            pieces.append(found[position : match.start()])
-            at += len(pieces[-1])
-            position = match.end()
-            if match.group(1):
-                begun = begun if depth else at
-                depth += 1
+        ranges: list[tuple[int, int]] = []
+        size = 0
+        range_start = 0
+        open_blocks = 0
+        piece_start = 0
+        for mark in mark_pattern.finditer(marked_text):
+            pieces.append(marked_text[piece_start : mark.start()])
+            size += len(pieces[-1])
+            piece_start = mark.end()
+            if mark.group(1):
+                if not open_blocks:
+                    range_start = size
+                open_blocks += 1
             else:
-                depth -= 1
-                if depth == 0 and at > begun:
-                    spans.append((begun, at))
-        text = "".join(pieces) + found[position:]
-        if depth or text != self.render(messages, tools, generation_prompt=generation_prompt):
+                open_blocks -= 1
+                if open_blocks == 0 and size > range_start:
+                    ranges.append((range_start, size))
+        text = "".join(pieces) + marked_text[piece_start:]
+
+        if open_blocks or text != self.render(messages, tools, generation_prompt=generation_prompt):
             raise TemplateError(
                 f"{self.origin}: changes the text it marks by {{% generation %}}, so its position "
                 "is unknown"
             )
-        return text, spans
+        return text, ranges
 
     def _render(
         self,
@@ -236,17 +250,15 @@ class ChatTemplate:
 
         try:
             with render_budget():
-                return compiled.render(
-                    self._variables
-                    | {
-                        "messages": [self._view(message) for message in messages],
-                        "tools": [_plain(tool) for tool in tools] or self._no_tools,
-                        "documents": None
-                        if documents is None
-                        else [_plain(document) for document in documents],
-                        "add_generation_prompt": generation_prompt,
-                    }
-                )
+                conversation: dict[str, Any] = {
+                    "messages": [self._view(message) for message in messages],
+                    "tools": [_plain(tool) for tool in tools] or self._no_tools,
+                    "documents": None,
+                    "add_generation_prompt": generation_prompt,
+                }
+                if documents is not None:
+                    conversation["documents"] = [_plain(document) for document in documents]
+                return compiled.render(self._variables | conversation)
         except Exception as error:  # a template may raise anything
             roles = ", ".join(message.role for message in messages)
             reason = str(error)[:_MAX_ERROR_CHARS]
@@ -255,6 +267,7 @@ class ChatTemplate:
             ) from error
 
     def _view(self, message: Message) -> dict[str, Any]:
+        """Return a message in the format that the template accepts."""
         row = message.to_dict()
         if message.reasoning is not None:
             row["thinking"] = message.reasoning  # the name differs by template
@@ -263,19 +276,19 @@ class ChatTemplate:
                 row["content"] = [{"type": "text", "text": message.content}]
         elif not message.media and not self.writes_parts(message.role):
             row["content"] = message.text
+
         if self._text_arguments:
             for call in row.get("tool_calls", ()):
-                call["function"]["arguments"] = json.dumps(
-                    call["function"]["arguments"], ensure_ascii=False
-                )
+                function = call["function"]
+                function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         return row
 
     def writes_parts(self, role: str) -> bool:
-        """Return whether the template itself writes each text of a message whose
-        content is a list of them.
+        """Return whether the template itself writes each text of a message whose content is a list
+        of them.
 
-        One that does not may write the list as Python would print it, or reject it; so
-        there the texts are joined.
+        One that does not may write the list as Python would print it, or reject it; so there the
+        texts are joined.
         """
         if role not in self._writes_parts:
             self._writes_parts[role] = False  # also while it is being found out
@@ -286,19 +299,20 @@ class ChatTemplate:
     def _find_whether_it_writes_parts(self, role: str) -> bool:
         first, second = random_mark(), random_mark()
         message = Message(role, (first, second))
-        rows: tuple[Message, ...] = (message,)
+        conversation: tuple[Message, ...] = (message,)
         tools: Tools = ()
         if role in ("system", "developer"):
-            rows = (message, ASKED)
+            conversation = (message, ASKED)
         elif role == "assistant":
-            rows = (ASKED, message)
+            conversation = (ASKED, message)
         elif role == "tool":
-            answer = replace(message, tool_call_id=PROBE_CALL.id, name=PROBE_CALL.name)
-            rows, tools = (ASKED, Message("assistant", "", (PROBE_CALL,)), answer), PROBE_TOOLS
+            result = replace(message, tool_call_id=PROBE_CALL.id, name=PROBE_CALL.name)
+            conversation = (ASKED, Message("assistant", "", (PROBE_CALL,)), result)
+            tools = PROBE_TOOLS
 
         twin = copy(self)
         twin._writes_parts = {role: True}  # so that the template receives the list
-        text = twin.try_render(rows, tools) or ""
+        text = twin.try_render(conversation, tools) or ""
         between, both_in_order, rest = text.partition(first)[2].partition(second)
         written_once = bool(both_in_order) and text.count(first) == 1 and second not in rest
         return written_once and not between.strip()
@@ -330,8 +344,6 @@ def probe_tool(name: str, about: str, argument: str, argument_about: str) -> Map
 
 
 PROBE_TOOLS: Tools = (probe_tool("f", "d", "x", "x"),)
-
-
 _ID_SIZE = 9
 """Length of a tool call id for strict templates (Mistral's), which accept letters and digits."""
 
@@ -351,32 +363,39 @@ def probe_result(text: str, number: int = 0) -> Message:
 
 
 def adapt_template(template: ChatTemplate) -> ChatTemplate:
-    """Return the template with the message format that it accepts: texts as parts, call
-    arguments as JSON text."""
+    """Return the template with the message format that it accepts.
+
+    Texts may have to be parts, the list of tools empty instead of missing, and the arguments of
+    calls JSON text.
+    """
     text = random_mark()
     for parts, empty_tools in ((False, False), (True, False), (False, True), (True, True)):
-        form = template.with_message_format(parts=parts, empty_tools=empty_tools)
-        if text in (form.try_render((Message("user", text),)) or ""):
-            template = form
+        variant = template.with_message_format(parts=parts, empty_tools=empty_tools)
+        if text in (variant.try_render((Message("user", text),)) or ""):
+            template = variant
             break
+
     calls = (ToolCall("f", {"x": text}, call_id(0)),)
-    called = (ASKED, Message("assistant", "", calls), probe_result("t"))
+    conversation = (ASKED, Message("assistant", "", calls), probe_result("t"))
     for text_arguments in (False, True):
-        form = template.with_message_format(text_arguments=text_arguments)
-        if any(form.try_render(called, tools) is not None for tools in ((), PROBE_TOOLS)):
-            return form
+        variant = template.with_message_format(text_arguments=text_arguments)
+        for tools in ((), PROBE_TOOLS):
+            if variant.try_render(conversation, tools) is not None:
+                return variant
     return template
 
 
 def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     """Yield renderings of several kinds of conversations; skip those that the template rejects."""
-    form = adapt_template(template)
-    system, user, answer = Message("system", "1"), Message("user", "2"), Message("assistant", "3")
-    called = Message(
-        "assistant", "", tool_calls=(ToolCall("f", {"x": "5"}, call_id(0)),), reasoning="4"
-    )
+    adapted = adapt_template(template)
+    system = Message("system", "1")
+    user = Message("user", "2")
+    answer = Message("assistant", "3")
+    call = ToolCall("f", {"x": "5"}, call_id(0))
+    called = Message("assistant", "", tool_calls=(call,), reasoning="4")
     result = probe_result("6")
-    for rows in (
+
+    for conversation in (
         (user,),
         (system, user, answer),
         (user, replace(answer, reasoning="4"), user),
@@ -385,13 +404,16 @@ def sample_conversations(template: ChatTemplate) -> Iterator[str]:
     ):
         for tools in ((), PROBE_TOOLS):
             for prompt in (False, True):
-                if (text := form.try_render(rows, tools, generation_prompt=prompt)) is not None:
+                text = adapted.try_render(conversation, tools, generation_prompt=prompt)
+                if text is not None:
                     yield text
 
 
 def calls_as_text(message: Message) -> Message:
-    """Return a demonstration with its calls in its text, in Hermes' format, in which replies
-    without a format are parsed."""
+    """Return a demonstration with its calls in its text.
+
+    They are in Hermes' format, in which replies without a format of their own are parsed.
+    """
     if not message.tool_calls:
         return message
     texts = [message.text] if message.text else []
@@ -404,22 +426,23 @@ def calls_as_text(message: Message) -> Message:
 def _short_ids(messages: Sequence[Message]) -> list[Message]:
     """Reduce tool call ids to letters and digits of the length that strict templates accept."""
 
-    def short(name: str | None) -> str:
-        return "".join(filter(str.isalnum, name or ""))[-_ID_SIZE:].rjust(_ID_SIZE, "0")
+    def short(call_id: str | None) -> str:
+        letters_and_digits = "".join(filter(str.isalnum, call_id or ""))
+        return letters_and_digits[-_ID_SIZE:].rjust(_ID_SIZE, "0")
 
-    return [
-        replace(
-            m,
-            tool_call_id=short(m.tool_call_id) if m.role == "tool" else m.tool_call_id,
-            tool_calls=tuple(replace(call, id=short(call.id)) for call in m.tool_calls),
-        )
-        for m in messages
-    ]
+    rows = []
+    for message in messages:
+        calls = tuple(replace(call, id=short(call.id)) for call in message.tool_calls)
+        answered = message.tool_call_id
+        if message.role == "tool":
+            answered = short(answered)
+        rows.append(replace(message, tool_call_id=answered, tool_calls=calls))
+    return rows
 
 
 def _as_user(messages: Sequence[Message]) -> list[Message]:
-    """Convert tool results to user text, joined with adjacent user messages, for
-    templates without a tool role."""
+    """Convert tool results to user text, joined with adjacent user messages, for templates without
+    a tool role."""
     rows: list[Message] = []
     for message in messages:
         row = message
@@ -434,15 +457,15 @@ def _as_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(
-    one: str | tuple[ContentPart, ...], other: str | tuple[ContentPart, ...]
+    first: str | tuple[ContentPart, ...], second: str | tuple[ContentPart, ...]
 ) -> str | tuple[ContentPart, ...]:
     """Join two contents with an empty line between them."""
-    if isinstance(one, str) and isinstance(other, str):
-        return f"{one}\n\n{other}"
-    parts = (
-        (content,) if isinstance(content, str) else content for content in (one, "\n\n", other)
-    )
-    return tuple(part for content in parts for part in content)
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+
+    first_parts = (first,) if isinstance(first, str) else first
+    second_parts = (second,) if isinstance(second, str) else second
+    return (*first_parts, "\n\n", *second_parts)
 
 
 ADAPT: Mapping[str, Callable[[Sequence[Message]], list[Message]]] = {
@@ -479,11 +502,9 @@ def template_source(name: str) -> str:
             f"{near + ' ' if near else ''}named ones are {', '.join(template_names())}; for your "
             "own, give its file, such as template.jinja"
         )
-    file, variables = _NAMED[name]
-    return with_preset_variables(
-        files("turnwright.renderers").joinpath("templates", file).read_text(encoding="utf-8"),
-        variables,
-    )
+    file_name, variables = _NAMED[name]
+    file = files("turnwright.renderers").joinpath("templates", file_name)
+    return with_preset_variables(file.read_text(encoding="utf-8"), variables)
 
 
 def find_source(name: str) -> tuple[str, str]:
@@ -503,8 +524,8 @@ def find_source(name: str) -> tuple[str, str]:
 
 
 def with_preset_variables(source: str, variables: Mapping[str, Any]) -> str:
-    """Prepend default values for variables, so that the template renders the
-    same wherever it is used.
+    """Prepend default values for variables, so that the template renders the same wherever it is
+    used.
 
     Chat templates run with `trim_blocks`, which removes the newline after each prepended line.
 
@@ -526,15 +547,10 @@ def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> Non
     """
     for name, value in arguments.items():
         if name not in template.parameters:
-            near = did_you_mean(name, template.parameters)
-            known = (
-                "it uses " + ", ".join(sorted(template.parameters))
-                if template.parameters
-                else "it uses none"
-            )
+            names = ", ".join(sorted(template.parameters)) or "none"
+            remedy = did_you_mean(name, template.parameters) or f"it uses {names}"
             raise ConfigError(
-                f"model.template_args.{name}: {template.origin} has no such variable; "
-                f"{near or known}"
+                f"model.template_args.{name}: {template.origin} has no such variable; {remedy}"
             )
         try:
             _literal(value)
@@ -547,11 +563,10 @@ def check_arguments(template: ChatTemplate, arguments: Mapping[str, Any]) -> Non
 def _literal(value: Any) -> str:
     """Format a JSON value as a Jinja expression."""
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
-            + "}"
-        )
+        items = [f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()]
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_literal, value)) + "]"
-    return "none" if value is None else json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if value is None:
+        return "none"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""Re-render a conversation by its template while keeping sampled ids.
+"""Re-render a conversation by its template while keeping sampled ids (`history = "template"`).
 
 Each sampled reply is rendered as a placeholder of the same shape, made of random digits. Where a
 complete placeholder appears in the text, the template renders that reply completely, and the
@@ -7,6 +7,11 @@ reveals what the template shortens, closes or hides. Every other reply (one with
 for example) is rendered by the template and encoded as text. The text between replies comes from
 the template and the environment; the guard encodes it. Positions are found in the text, so a
 segment has the same ids at every turn, however a reply was tokenized.
+
+Start at `ConversationComposer.compose`. It makes the placeholders (`ReplyPlaceholders.make`),
+renders until every one of them appears completely (`_settle`), puts the ids together (`_join`) and
+compares them with the path. `_position` decides whether a reply was rendered as it was sampled.
+Control texts are left to `ControlTextGuard.encode_cut`.
 """
 
 from __future__ import annotations
@@ -104,9 +109,8 @@ class ReplyPlaceholders:
         self._probe = probe
         self._stops = stops
         self._frames: dict[Any, ReplyFrame] = {}
-        self._openings: ProvenByShape[str] = ProvenByShape(
-            ConversationShapes(probe.template.source)
-        )
+        shapes = ConversationShapes(probe.template.source)
+        self._openings: ProvenByShape[str] = ProvenByShape(shapes)
 
     def make(
         self,
@@ -116,74 +120,75 @@ class ReplyPlaceholders:
         *,
         called: bool = False,
     ) -> ReplyPlaceholder:
-        """Make a reply's placeholder; with `called`, tool answers count as called if the
-        reply makes no calls."""
+        """Make a reply's placeholder.
+
+        With `called`, tool answers count as called if the reply makes no calls.
+        """
         original = messages[reply.message]
         message = original
         if message.tool_calls and not self.reads_calls:
             message = self._with_calls_as_text(message, reply.ids)
 
         calls = message.tool_calls
-        if self.reads_calls:
+        if called and self.reads_calls and not original.tool_calls:
             answers = list(takewhile(lambda m: m.role == "tool", messages[reply.message + 1 :]))
-            calls = calls or (
-                calls_before(message, answers) if called and not original.tool_calls else ()
-            )
-        bare, verbatim = (
-            self._marked(message, calls, verbatim=verbatim) for verbatim in (False, True)
-        )
+            calls = calls_before(message, answers)
 
         before = messages[: reply.message]
+        is_plain = original.reasoning is None and not original.tool_calls
         return ReplyPlaceholder(
             reply,
-            bare,
-            verbatim,
+            bare=self._marked(message, calls, verbatim=False),
+            verbatim=self._marked(message, calls, verbatim=True),
             real=self._real(message, reply.ids),
             opening=self._opening(before, tools),
             after_result=bool(before) and before[-1].role == "tool",
-            plain=original.text if original.reasoning is None and not original.tool_calls else None,
+            plain=original.text if is_plain else None,
             blank=_is_blank(original.reasoning),
         )
 
     def _marked(
         self, message: Message, calls: tuple[ToolCall, ...], *, verbatim: bool
     ) -> MarkedMessage:
-        """Return a message with a mark in place of each text and each call's
-        arguments, or around each text."""
-        texts: list[str] = []
+        """Return a message with a mark in place of each text and each call's arguments, or, with
+        `verbatim`, around each text."""
+        text_marks: list[str] = []
 
         def mark(text: str) -> str:
             begin, end = random_mark(), random_mark()
-            texts.append(begin)
+            text_marks.append(begin)
             if not verbatim:
                 return begin
-            texts.append(end)
+            text_marks.append(end)
             return f"{begin}{text}{end}"
 
-        blank = _is_blank(message.reasoning)
-        reasoning = (
-            mark(message.reasoning) if message.reasoning and not blank else message.reasoning
-        )
-        thinking = texts[0] if texts else ""
+        reasoning = message.reasoning
+        if reasoning and not _is_blank(reasoning):
+            reasoning = mark(reasoning)
+        thinking_mark = text_marks[0] if text_marks else ""
 
-        arguments = tuple(random_mark() for _ in calls)
-        # A name that contains control text is `f`.
-        names = [
-            call.name if call.name and not self._probe.split.search(call.name) else "f"
-            for call in calls
-        ]
-        marked_calls = tuple(
-            ToolCall(name, {"x": argument}, call.id)
-            for name, argument, call in zip(names, arguments, calls, strict=True)
-        )
-        malformed = any(
-            call.error for call in message.tool_calls
-        )  # then the text around the call is a part of it
+        call_marks: list[str] = []
+        marked_calls: list[ToolCall] = []
+        for call in calls:
+            holds_control = self._probe.split.search(call.name) is not None
+            name = call.name if call.name and not holds_control else "f"
+            call_marks.append(random_mark())
+            marked_calls.append(ToolCall(name, {"x": call_marks[-1]}, call.id))
+
+        # The text around a malformed call is a part of it.
+        is_malformed = any(call.error for call in message.tool_calls)
         content = ""
-        if not (texts or arguments) or (message.text and not malformed):
+        if not (text_marks or call_marks) or (message.text and not is_malformed):
             content = mark(message.text)
-        made = replace(message, content=content, reasoning=reasoning, tool_calls=marked_calls)
-        return MarkedMessage(self._with_folded_reasoning(made), tuple(texts), arguments, thinking)
+        marked = replace(
+            message, content=content, reasoning=reasoning, tool_calls=tuple(marked_calls)
+        )
+        return MarkedMessage(
+            self._with_folded_reasoning(marked),
+            texts=tuple(text_marks),
+            calls=tuple(call_marks),
+            thinking=thinking_mark,
+        )
 
     @property
     def text_ending(self) -> str:
@@ -205,28 +210,34 @@ class ReplyPlaceholders:
 
     def first_stop(self, text: str) -> tuple[int, str] | None:
         """Return the first token of a text that ends a reply, and its start."""
-        found = [(text.find(token), token) for token in self._stops if token in text]
-        return min(found, key=lambda row: (row[0], -len(row[1])), default=None)
+        stops = [(text.find(token), token) for token in self._stops if token in text]
+        # Of two at the same position, the longer one: its text may begin with the other's.
+        return min(stops, key=lambda stop: (stop[0], -len(stop[1])), default=None)
 
     def adapted(
         self, messages: Sequence[Message], replies: Sequence[SampledReply]
     ) -> tuple[list[Message], list[SampledReply]]:
-        """Return a conversation with tool results, and calls of demonstrations, in the form that
-        the template renders."""
+        """Return a conversation in the form that the template renders, and its replies.
+
+        Tool results, and calls of demonstrations, may change; then replies have other positions.
+        """
         sampled = {reply.message for reply in replies}
         messages = [
-            m if number in sampled else self.demonstration(m) for number, m in enumerate(messages)
+            message if number in sampled else self.demonstration(message)
+            for number, message in enumerate(messages)
         ]
-        adapt = self._adapt
-        rows: list[Message] = []
-        moved: list[SampledReply] = []
-        low = 0
+
+        # Between replies, messages may be joined.
+        adapted: list[Message] = []
+        moved_replies: list[SampledReply] = []
+        start = 0
         for reply in replies:
-            rows += adapt(messages[low : reply.message])
-            moved.append(reply._replace(message=len(rows)))
-            rows += adapt([messages[reply.message]])
-            low = reply.message + 1
-        return rows + adapt(messages[low:]), moved
+            adapted += self._adapt(messages[start : reply.message])
+            moved_replies.append(reply._replace(message=len(adapted)))
+            adapted += self._adapt([messages[reply.message]])
+            start = reply.message + 1
+        adapted += self._adapt(messages[start:])
+        return adapted, moved_replies
 
     def demonstration(self, message: Message) -> Message:
         """Return a reply that was not sampled, with calls and thinking for which the template has
@@ -239,13 +250,15 @@ class ReplyPlaceholders:
 
     def _with_calls_as_text(self, message: Message, ids: Sequence[int]) -> Message:
         """Return a reply with its calls in its text, as they were sampled."""
-        text = self._codec.decode(ids[:-1] if ids and ids[-1] in self._stops.values() else ids)
+        is_closed = bool(ids) and ids[-1] in self._stops.values()
+        text = self._codec.decode(ids[:-1] if is_closed else ids)
         if message.reasoning is not None:
             text = text.partition("</think>")[2].lstrip("\n") or message.text
-        stop = self._probe.text.stops[0] if self._probe.text.stops else ""
-        text = text.removesuffix(
-            self._probe.text.close_in_last.removesuffix(stop)
-        )  # the template writes it again
+
+        # The template writes what closes a reply again.
+        ending = self._probe.text
+        stop = ending.stops[0] if ending.stops else ""
+        text = text.removesuffix(ending.close_in_last.removesuffix(stop))
         return replace(message, content=text, tool_calls=())
 
     def _real(self, message: Message, ids: Sequence[int]) -> Message:
@@ -259,44 +272,35 @@ class ReplyPlaceholders:
         if message.reasoning is None or not self.folds:
             return message
         if message.tool_calls and not message.text.strip() and self._hides_calls_beside_text:
-            return replace(
-                message, reasoning=None
-            )  # in the text, it would take the place of the calls
-        return replace(
-            message,
-            content=f"<think>\n{message.reasoning}\n</think>\n\n{message.text}",
-            reasoning=None,
-        )
+            # In the text, it would take the place of the calls.
+            return replace(message, reasoning=None)
+        content = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
+        return replace(message, content=content, reasoning=None)
 
     # Properties of the template
 
     @cached_property
     def folds(self) -> bool:
-        """Whether the template renders reasoning in the text, but never
-        reasoning in its own field."""
+        """Whether the template renders reasoning in the text, but never reasoning in its own
+        field."""
         thought, answer = random_mark(), random_mark()
-        if any(
-            thought in text
-            for text in self._contexts(Message("assistant", answer, reasoning=thought))
-        ):
+        in_field = Message("assistant", answer, reasoning=thought)
+        if any(thought in text for text in self._contexts(in_field)):
             return False
-        folded = Message("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
-        return any(thought in text for text in self._contexts(folded))
+        in_text = Message("assistant", f"<think>\n{thought}\n</think>\n\n{answer}")
+        return any(thought in text for text in self._contexts(in_text))
 
     @cached_property
     def thinking_end(self) -> str:
         """Template text between thinking, which may be empty, and text; without white space."""
         thought, answer = random_mark(), random_mark()
-        for text in self._contexts(
-            self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))
-        ):
-            found = (
-                "".join(text.rpartition(thought)[2].rpartition(answer)[0].split())
-                if thought in text
-                else ""
-            )
-            if found:
-                return found
+        reply = self._with_folded_reasoning(Message("assistant", answer, reasoning=thought))
+        for text in self._contexts(reply):
+            if thought not in text:
+                continue
+            between = text.rpartition(thought)[2].rpartition(answer)[0]
+            if between.strip():
+                return _without_space(between)
         return "</think>"
 
     @cached_property
@@ -310,10 +314,8 @@ class ReplyPlaceholders:
     def _hides_calls_beside_text(self) -> bool:
         """Whether the template renders the calls of a reply only if that has no text."""
         content, argument = random_mark(), random_mark()
-        call = replace(_CALL, arguments={"x": argument})
-        return not any(
-            argument in text for text in self._contexts(Message("assistant", content, (call,)))
-        )
+        reply = Message("assistant", content, (replace(_CALL, arguments={"x": argument}),))
+        return not any(argument in text for text in self._contexts(reply))
 
     @cached_property
     def _adapt(self) -> Callable[[Sequence[Message]], list[Message]]:
@@ -325,9 +327,15 @@ class ReplyPlaceholders:
     def _contexts(self, reply: Message) -> Iterator[str]:
         """Yield renderings of conversations with a reply at several positions."""
         calling = replace(reply, tool_calls=reply.tool_calls or (_CALL,))
-        rows = ([ASKED, reply], [ASKED, calling], [ASKED, calling, _ANSWER], [ASKED, reply, ASKED])
-        for adapt, row, tools in product(("", "ids"), rows, ((), PROBE_TOOLS)):
-            if (text := self._template.try_render(ADAPT[adapt](row), tools)) is not None:
+        conversations = (
+            [ASKED, reply],
+            [ASKED, calling],
+            [ASKED, calling, _ANSWER],
+            [ASKED, reply, ASKED],
+        )
+        for form, messages, tools in product(("", "ids"), conversations, ((), PROBE_TOOLS)):
+            text = self._template.try_render(ADAPT[form](messages), tools)
+            if text is not None:
                 yield text
 
     def _opening(self, before: Sequence[Message], tools: Tools) -> str:
@@ -340,31 +348,31 @@ class ReplyPlaceholders:
                 return ""
             return opened[len(closed) :] if opened.startswith(closed) else ""
 
-        names = tuple([tool.get("function", tool).get("name") for tool in tools])
-        given = readable(before)
+        tool_names = tuple([tool.get("function", tool).get("name") for tool in tools])
+        messages = readable(before)
         # The last message's role decides too, also where earlier messages do not.
-        last = tuple((m.role, bool(m.tool_calls)) for m in given[-2:])
-        proven = self._openings.get((names, last), given, derive)
-        return derive(given) if proven is None else proven
+        last_roles = tuple([(m.role, bool(m.tool_calls)) for m in messages[-2:]])
+        proven = self._openings.get((tool_names, last_roles), messages, derive)
+        return derive(messages) if proven is None else proven
 
     def _find_frame(self, stub: ReplyPlaceholder) -> ReplyFrame:
-        before = (
-            (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
-            if stub.after_result
-            else (ASKED,)
-        )
+        before: tuple[Message, ...] = (ASKED,)
+        if stub.after_result:
+            before = (ASKED, Message("assistant", "", (PROBE_CALL,)), probe_result("t"))
+
         for tools in ((), PROBE_TOOLS):
             opened = self._template.try_render(before, tools, generation_prompt=True)
             text = self._template.try_render((*before, stub.bare.message), tools)
-            if (
-                opened is None
-                or text is None
-                or (positions := mark_positions(text, stub.bare.marks)) is None
-            ):
+            if opened is None or text is None:
                 continue
-            lead = text[len(opened) : positions[0]] if text.startswith(opened) else None
-            close = self.first_stop(text[positions[1] :])
-            return ReplyFrame(lead, text[positions[1] :][: close[0]] if close else None)
+            positions = mark_positions(text, stub.bare.marks)
+            if positions is None:
+                continue
+
+            start, end = positions
+            lead = text[len(opened) : start] if text.startswith(opened) else None
+            stop = self.first_stop(text[end:])
+            return ReplyFrame(lead, tail=text[end : end + stop[0]] if stop else None)
         return ReplyFrame()
 
 
@@ -374,17 +382,30 @@ def _is_blank(reasoning: str | None) -> bool:
 
 
 def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
-    """Return where marks begin and end in a text that contains each of them
-    once; None if it does not."""
-    at = [text.find(m) for m in marks]
-    if min(at) < 0 or any(text.count(m) > 1 for m in marks):
+    """Return where marks begin and end in a text that contains each of them once; None if it does
+    not."""
+    starts = [text.find(mark) for mark in marks]
+    if min(starts) < 0 or any(text.count(mark) > 1 for mark in marks):
         return None
-    return min(at), max(at) + max(map(len, marks))
+    return min(starts), max(starts) + max(map(len, marks))
 
 
+REASONS: Mapping[str, str] = {
+    "thinking_stripped": "The template renders an earlier reply without its reasoning.",
+    "reply_dropped": "The template omits an earlier reply.",
+    "reply_rewritten": "The template renders an earlier reply in other words than sampled, or more "
+    "than once.",
+    "close_swapped": "The template closes an earlier reply by another token than was sampled.",
+    "prefix_changed": "The template opens an earlier reply differently from the prompt that it was "
+    "sampled after.",
+    "preamble_changed": "Template text before or between replies moved or changed (system prompt, "
+    "tools, date).",
+}
+"""Reasons why a prompt in `template` mode does not begin with the ids that the engine has
+processed."""
 _MAX_LEAD = 64
-"""Maximum characters of template text between the prompt and a reply's content, in
-addition to the probed ones."""
+"""Maximum characters of template text between the prompt and a reply's content, in addition to the
+probed ones."""
 
 
 class _ReplyPosition(NamedTuple):
@@ -418,8 +439,8 @@ class _RenderedConversation(NamedTuple):
     """Positions of these replies in the text."""
     segments: list[list[int]]
     """Ids before, between and after them."""
-    found: EncodedMessages
-    """Control texts."""
+    control: EncodedMessages
+    """Control texts, without ids."""
 
 
 class ConversationComposer:
@@ -448,65 +469,93 @@ class ConversationComposer:
         tools: Tools = (),
         placed: Sequence[MediaPlacement] = (),
     ) -> Extend | Branch:
-        """Render the next prompt by the template and compare it with `ids`, which
-        the engine has processed.
+        """Render the next prompt by the template and compare it with `ids`, which the engine has
+        processed.
 
         Raises `TemplateError` if the template cannot render the conversation, or drops the latest
         observation; `MediaError` if the model does not support one of its images.
         """
-        new = replies[-1].message + 1 if replies else 0
-        moved = self._media.move_tool_images(
-            messages[new:]
-        ).moved  # earlier messages were counted when they were new
-        messages, _, where = self._media.move_tool_images(messages)
-        if where:
-            replies = [reply._replace(message=where[reply.message]) for reply in replies]
-        if any(
-            message.role == "tool" or message.tool_calls or message.reasoning
-            for message in messages
-        ):
+        # Earlier tool images were counted when their messages were new.
+        first_new = replies[-1].message + 1 if replies else 0
+        moved = self._media.move_tool_images(messages[first_new:]).moved
+
+        # Messages in the form that the template renders.
+        messages, _, new_indices = self._media.move_tool_images(messages)
+        if new_indices:
+            replies = [reply._replace(message=new_indices[reply.message]) for reply in replies]
+        if any(m.role == "tool" or m.tool_calls or m.reasoning for m in messages):
             messages, replies = self._placeholders.adapted(messages, replies)
+
+        rendered, why, stubs = self._render(messages, replies, tools)
+        prompt, starts, media = self._join(rendered, messages)
+        start_of = {
+            stub.reply.message: start for stub, start in zip(rendered.complete, starts, strict=True)
+        }
+        reply_starts = tuple([start_of.get(reply.message, -1) for reply in replies])
+
+        # Keys of media take part, because the placeholder ids of all images are the same.
+        keep = common_prefix_length(
+            ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed)
+        )
+        new_media = placements_between(media, keep, len(prompt))
+        if keep == len(ids):
+            return Extend(
+                prompt[keep:],
+                close=int(len(prompt) > keep and self._is_last_open(rendered, replies)),
+                neutralised=rendered.control.neutralised,
+                control_text=rendered.control.control,
+                replies=reply_starts,
+                media=new_media,
+                tool_images_moved=moved,
+            )
+
+        for stub, position in zip(rendered.complete, rendered.positions, strict=True):
+            if position.swapped:
+                why[stub.reply.message] = "close_swapped"
+        return Branch(
+            keep,
+            prompt[keep:],
+            reason=self._reason(keep, stubs, why),
+            neutralised=rendered.control.neutralised,
+            control_text=rendered.control.control,
+            replies=reply_starts,
+            media=new_media,
+            tool_images_moved=moved,
+        )
+
+    def _render(
+        self, messages: Sequence[Message], replies: Sequence[SampledReply], tools: Tools
+    ) -> tuple[_RenderedConversation, dict[int, str], list[ReplyPlaceholder]]:
+        """Render a conversation with placeholders in place of replies.
+
+        Also return the reasons of those replies that do not appear completely, by message index,
+        and the placeholders.
+        """
         first_new = replies[-1].message + 1 if replies else 0
         stubs = [self._placeholders.make(messages, reply, tools) for reply in replies]
         try:
             rendered, why = self._settle(messages, stubs, tools, first_new)
-        except TemplateError:  # some templates require that every tool answer was called
+        except TemplateError:
+            # Some templates require that every tool answer was called.
             called = [
                 self._placeholders.make(messages, reply, tools, called=True) for reply in replies
             ]
-            if all(
-                len(one.bare.calls) == len(other.bare.calls)
-                for one, other in zip(stubs, called, strict=True)
-            ):
+            pairs = zip(stubs, called, strict=True)
+            if all(len(stub.bare.calls) == len(other.bare.calls) for stub, other in pairs):
                 raise
             stubs = called
             rendered, why = self._settle(messages, stubs, tools, first_new)
-        prompt, starts, media = self._join(rendered, messages)
-        complete, found = rendered.complete, rendered.found
-        start_of = {stub.reply.message: start for stub, start in zip(complete, starts, strict=True)}
-        reply_starts = tuple(start_of.get(reply.message, -1) for reply in replies)
-        keep = common_prefix_length(
-            ids_with_media_keys(prompt, media), ids_with_media_keys(ids, placed)
-        )
-        rest = placements_between(media, keep, len(prompt))
-        if keep == len(ids):
-            last = complete[-1].reply if complete else None
-            open_end = (
-                last is not None
-                and last.message == first_new - 1
-                and not self._placeholders.closed(last)
-            )
-            close = int(open_end and len(prompt) > keep)
-            return Extend(
-                prompt[keep:], close, found.neutralised, found.control, reply_starts, rest, moved
-            )
-        for stub, position in zip(complete, rendered.positions, strict=True):
-            if position.swapped:
-                why[stub.reply.message] = "close_swapped"
-        reason = self._reason(keep, stubs, why)
-        return Branch(
-            keep, prompt[keep:], reason, found.neutralised, found.control, reply_starts, rest, moved
-        )
+        return rendered, why, stubs
+
+    def _is_last_open(
+        self, rendered: _RenderedConversation, replies: Sequence[SampledReply]
+    ) -> bool:
+        """Return whether the last reply is rendered completely and has no stop id, so that the
+        template closes it."""
+        if not rendered.complete:
+            return False
+        last = rendered.complete[-1].reply
+        return last.message == replies[-1].message and not self._placeholders.closed(last)
 
     @property
     def folds(self) -> bool:
@@ -526,28 +575,31 @@ class ConversationComposer:
         tools: Tools,
         first_new: int,
     ) -> tuple[_RenderedConversation, dict[int, str]]:
-        """Render with real messages for replies that do not appear completely; return the
-        reasons by message index."""
+        """Render with real messages for replies that do not appear completely; return the reasons
+        by message index."""
         why: dict[int, str] = {}
         while True:
             complete = [stub for stub in stubs if stub.reply.message not in why]
-            bare, verbatim = list(messages), list(messages)
+            bare = list(messages)
+            verbatim = list(messages)
             for stub in stubs:
-                number = stub.reply.message
-                bare[number] = stub.real if number in why else stub.bare.message
-                verbatim[number] = stub.real if number in why else stub.verbatim.message
+                index = stub.reply.message
+                bare[index] = stub.real if index in why else stub.bare.message
+                verbatim[index] = stub.real if index in why else stub.verbatim.message
+
             try:
                 around = self._check(verbatim, complete, tools, first_new)
                 try:
-                    return self._encode(bare, complete, tools, first_new, around=around), why
+                    rendered = self._encode(bare, complete, tools, first_new, around=around)
                 except _RepliesInspected:
-                    return self._encode(verbatim, complete, tools, first_new, verbatim=True), why
+                    rendered = self._encode(verbatim, complete, tools, first_new, verbatim=True)
+                return rendered, why
             except _RepliesNotRendered as lost:
                 why |= lost.why
 
     def _check(
         self,
-        given: Sequence[Message],
+        messages: Sequence[Message],
         complete: Sequence[ReplyPlaceholder],
         tools: Tools,
         first_new: int,
@@ -555,42 +607,52 @@ class ConversationComposer:
         """Check that the template renders new observations, else `TemplateError`, and no
         observation inside a reply.
 
-        Return the text around the replies without white space; None if the template
-        rejects marks in the messages.
+        Return the text around the replies without white space; None if the template rejects marks
+        in the messages.
         """
-        marks = [random_mark() if m.role != "assistant" else "" for m in given]
+        marks = [random_mark() if message.role != "assistant" else "" for message in messages]
         marked = [
             map_texts(message, partial("{0}{1}{0}".format, mark))
-            for message, mark in zip(given, marks, strict=True)
+            for message, mark in zip(messages, marks, strict=True)
         ]
         text = self._template.try_render(marked, tools, generation_prompt=True)
-        if (
-            text is None
-        ):  # the template inspects contents; the unmarked conversation is rendered next
-            text = self._template.try_render(given, tools, generation_prompt=True)
+        if text is None:
+            # The template inspects contents; the unmarked conversation is rendered next.
+            text = self._template.try_render(messages, tools, generation_prompt=True)
             if text is not None:
                 self._positions(text, complete, verbatim=True)
             return None
+
+        # No observation inside a reply.
         positions = self._positions(text, complete, verbatim=True)
-        inside = [text[position.start : position.end] for position in positions]
-        used = [own for m, own in zip(marked, marks, strict=True) if own and own in m.text]
-        pairs = zip(complete, inside, strict=True)
-        swallowed = [stub.reply.message for stub, part in pairs if any(own in part for own in used)]
+        used_marks = [
+            mark
+            for message, mark in zip(marked, marks, strict=True)
+            if mark and mark in message.text
+        ]
+        swallowed: dict[int, str] = {}
+        for stub, position in zip(complete, positions, strict=True):
+            inside = text[position.start : position.end]
+            if any(mark in inside for mark in used_marks):
+                swallowed[stub.reply.message] = "reply_rewritten"
         if swallowed:
-            raise _RepliesNotRendered(dict.fromkeys(swallowed, "reply_rewritten"))
-        for message, own in zip(marked[first_new:], marks[first_new:], strict=True):
-            if own and own in message.text and own not in text:
-                roles = ", ".join(m.role for m in given)
+            raise _RepliesNotRendered(swallowed)
+
+        # New observations are rendered.
+        for message, mark in zip(marked[first_new:], marks[first_new:], strict=True):
+            if mark and mark in message.text and mark not in text:
+                roles = ", ".join(m.role for m in messages)
                 error = f"drops a message of role {message.role} from a conversation of {roles}"
                 raise TemplateError(f"{self._template.origin}: {error}")
+
         around = _text_around(text, positions)
-        for own in used:
-            around = around.replace(own, "")
+        for mark in used_marks:
+            around = around.replace(mark, "")
         return around
 
     def _encode(
         self,
-        given: Sequence[Message],
+        messages: Sequence[Message],
         complete: list[ReplyPlaceholder],
         tools: Tools,
         first_new: int,
@@ -604,33 +666,29 @@ class ConversationComposer:
         """
         positions: list[_ReplyPosition] = []
 
-        def cut(text: str) -> list[tuple[int, int, str]]:
+        def around_replies(text: str) -> list[tuple[int, int, str]]:
+            """Return the segments between replies, each with the control token before it."""
             positions.extend(self._positions(text, complete, verbatim=verbatim))
-            edges = [
-                0,
-                *[edge for position in positions for edge in (position.start, position.end)],
-                len(text),
-            ]
-            before = [
-                "",
-                *[
-                    self._last(stub, position)
-                    for stub, position in zip(complete, positions, strict=True)
-                ],
-            ]
-            return list(zip(edges[::2], edges[1::2], before, strict=True))
+            starts = [0, *[position.end for position in positions]]
+            ends = [*[position.start for position in positions], len(text)]
+            last_tokens = [""]
+            for stub, position in zip(complete, positions, strict=True):
+                last_tokens.append(self._last_token(stub, position))
+            return list(zip(starts, ends, last_tokens, strict=True))
 
-        def render(messages: Sequence[Message], clean_tools: Tools = tools) -> str:
-            return self._template.render(messages, clean_tools, generation_prompt=True)
+        def render(given: Sequence[Message], clean_tools: Tools = tools) -> str:
+            return self._template.render(given, clean_tools, generation_prompt=True)
 
         if around is not None:
-            text = render(given)
+            text = render(messages)
             if _text_around(text, self._positions(text, complete, verbatim=verbatim)) != around:
                 raise _RepliesInspected
-        segments, found = self._guard.encode_cut(given, render, cut, tools, first_new)
-        return _RenderedConversation(complete, positions, segments, found)
+        segments, control = self._guard.encode_cut(
+            messages, render, around_replies, tools, first_new
+        )
+        return _RenderedConversation(complete, positions, segments, control)
 
-    def _last(self, stub: ReplyPlaceholder, position: _ReplyPosition) -> str:
+    def _last_token(self, stub: ReplyPlaceholder, position: _ReplyPosition) -> str:
         """Return the control token at the end of a reply at this position; empty for none."""
         ids = stub.reply.ids[:-1] if position.swapped else stub.reply.ids
         return self._codec.decode(ids[-1:]) if ids and ids[-1] in self._guard.control_ids else ""
@@ -638,37 +696,34 @@ class ConversationComposer:
     def _positions(
         self, text: str, complete: Sequence[ReplyPlaceholder], *, verbatim: bool
     ) -> list[_ReplyPosition]:
-        """Return the position of each reply in a text; raise `_RepliesNotRendered` if some are
-        not rendered completely."""
+        """Return the position of each reply in a text.
+
+        Raises `_RepliesNotRendered` if some are not rendered completely.
+        """
         marked = [stub.verbatim if verbatim else stub.bare for stub in complete]
-        spans = [mark_positions(text, one.marks) for one in marked]
+        spans = [mark_positions(text, message.marks) for message in marked]
         positions: list[_ReplyPosition] = []
         lost: dict[int, str] = {}
         low = 0
         for number, (stub, span) in enumerate(zip(complete, spans, strict=True)):
-            found: _ReplyPosition | str
             if span is None or span[0] < low:
-                some = [mark for mark in marked[number].marks if mark in text]
-                found = "reply_rewritten" if some else "reply_dropped"
-                thinking = marked[number].thinking
-                found = "thinking_stripped" if thinking and thinking not in some else found
+                lost[stub.reply.message] = _why_lost(text, marked[number])
+                continue
+
+            high = len(text)
+            for later in spans[number + 1 :]:
+                if later and later[0] > span[1]:
+                    high = later[0]
+                    break
+
+            position = self._position(text, stub, low, high, span)
+            if isinstance(position, str):
+                lost[stub.reply.message] = position
+            elif verbatim and not self._is_as_sampled(text, stub, position):
+                lost[stub.reply.message] = "reply_rewritten"
             else:
-                high = next(
-                    (later[0] for later in spans[number + 1 :] if later and later[0] > span[1]),
-                    len(text),
-                )
-                found = self._position(text, stub, low, high, span)
-                if (
-                    verbatim
-                    and not isinstance(found, str)
-                    and not self._is_as_sampled(text, stub, found)
-                ):
-                    found = "reply_rewritten"
-            if isinstance(found, str):
-                lost[stub.reply.message] = found
-            else:
-                positions.append(found)
-                low = found.end
+                positions.append(position)
+                low = position.end
         if lost:
             raise _RepliesNotRendered(lost)
         return positions
@@ -676,74 +731,91 @@ class ConversationComposer:
     def _position(
         self, text: str, stub: ReplyPlaceholder, low: int, high: int, span: tuple[int, int]
     ) -> _ReplyPosition | str:
+        """Return the position of a reply whose marks are at `span`, between `low` and `high`; or
+        the reason why it is not rendered as it was sampled."""
         first, last = span
-        if stub.blank and self._placeholders.thinking_end not in _without_space(
-            self._codec.decode(stub.reply.ids)
-        ):
+        thinking_end = self._placeholders.thinking_end
+        if stub.blank and thinking_end not in _without_space(self._codec.decode(stub.reply.ids)):
             return "reply_rewritten"  # the template closes the thinking
+
+        # Where the reply begins.
         frame = self._placeholders.frame(stub)
+        lead_size = self._lead_size(text[low:first], stub, frame)
+        if lead_size is None:
+            return "prefix_changed"
+        start = first - lead_size
+
+        # The stop after it: at its usual place, else the first one.
         after = text[last:high]
-        size = self._lead_size(text[low:first], stub, frame)
-        at = len(frame.tail) if frame.tail is not None and after.startswith(frame.tail) else -1
-        match = self._guard.split.match(after, at) if at >= 0 else None
-        close = (at, match.group()) if match else self._placeholders.first_stop(after)
-        if size is None or (close is None and stub.bare.calls):
-            return "prefix_changed" if size is None else "reply_rewritten"
+        has_usual_tail = frame.tail is not None and after.startswith(frame.tail)
+        close = None
+        if frame.tail is not None and has_usual_tail:
+            match = self._guard.split.match(after, len(frame.tail))
+            close = (len(frame.tail), match.group()) if match else None
+        if close is None:
+            close = self._placeholders.first_stop(after)
+        if close is None and stub.bare.calls:
+            return "reply_rewritten"
         if close is None:  # closed by plain text, or by the end of its last part
             ending = self._placeholders.text_ending
-            close = (self._sampled_of_close(stub, ending) if after.startswith(ending) else 0, "")
-        before, token = close
-        moved = at < 0 and frame.tail is not None
-        if (
-            mismatch := self._mismatch(stub, text[first - size : first], after[:before], moved)
-        ) is not None:
+            size = self._sampled_of_close(stub, ending) if after.startswith(ending) else 0
+            close = (size, "")
+        tail_size, token = close
+
+        tail = after[:tail_size]
+        moved = frame.tail is not None and not has_usual_tail
+        mismatch = self._mismatch(stub, text[start:first], tail, moved)
+        if mismatch is not None:
             return mismatch
+
         if not self._placeholders.closed(stub.reply):
-            return _ReplyPosition(
-                first - size, last + self._sampled_of_close(stub, after[:before]), False
-            )
-        swapped = self._stops.get(token) != stub.reply.ids[-1]
-        return _ReplyPosition(first - size, last + before + (0 if swapped else len(token)), swapped)
+            return _ReplyPosition(start, last + self._sampled_of_close(stub, tail), swapped=False)
+        if self._stops.get(token) != stub.reply.ids[-1]:
+            return _ReplyPosition(start, last + tail_size, swapped=True)
+        return _ReplyPosition(start, last + tail_size + len(token), swapped=False)
 
     def _sampled_of_close(self, stub: ReplyPlaceholder, close: str) -> int:
-        """Return how many characters of the template's text before the stop a reply
-        contains: all or none."""
+        """Return how many characters of the template's text before the stop a reply contains: all
+        or none."""
         if stub.bare.calls:
             return len(close)  # the end of a call's arguments is a part of the call
-        ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
-        sampled = _without_space(self._codec.decode(ids))
+        sampled = _without_space(self._codec.decode(self._without_stop(stub)))
         return len(close) if sampled.endswith(_without_space(close) or close) else 0
 
-    def _mismatch(self, stub: ReplyPlaceholder, lead: str, rest: str, moved: bool) -> str | None:
-        """Return why a reply is not rendered as sampled, by the template text
-        before and after its content.
+    def _without_stop(self, stub: ReplyPlaceholder) -> Sequence[int]:
+        """Return the ids of a reply without its stop id, if it has one."""
+        ids = stub.reply.ids
+        return ids[:-1] if self._placeholders.closed(stub.reply) else ids
+
+    def _mismatch(self, stub: ReplyPlaceholder, lead: str, tail: str, moved: bool) -> str | None:
+        """Return why a reply is not rendered as sampled, by the template text before and after its
+        content.
 
         Differences in white space, and in the spelling of thinking and calls, do not count.
         `moved`: the text after it differs from the text after a final reply.
         """
-        own = _without_space(self._codec.decode(stub.reply.ids[:-1]))
-        lead, rest = _without_space(lead), _without_space(rest)
-        if not stub.bare.thinking and stub.blank != (self._placeholders.thinking_end in lead):
+        sampled = _without_space(self._codec.decode(stub.reply.ids[:-1]))
+        lead = _without_space(lead)
+        tail = _without_space(tail)
+        closes_thinking = self._placeholders.thinking_end in lead
+        if not stub.bare.thinking and stub.blank != closes_thinking:
             return "thinking_stripped" if stub.blank else "prefix_changed"
-        if stub.blank and not own.startswith(lead):
+        if stub.blank and not sampled.startswith(lead):
             return "prefix_changed"
         if not self._placeholders.closed(stub.reply):
             return None
+
         if stub.bare.calls:  # the marks are inside them
-            return "reply_rewritten" if moved and not own.endswith(rest) else None
+            return "reply_rewritten" if moved and not sampled.endswith(tail) else None
         if stub.plain is None:
             return None
-        return (
-            "prefix_changed"
-            if not own.startswith(lead)
-            else "close_swapped"
-            if not own.endswith(rest)
-            else None
-        )
+        if not sampled.startswith(lead):
+            return "prefix_changed"
+        return None if sampled.endswith(tail) else "close_swapped"
 
     def _is_as_sampled(self, text: str, stub: ReplyPlaceholder, position: _ReplyPosition) -> bool:
-        """Return whether the template writes a reply's thinking, and the text up to its
-        calls, as they were sampled.
+        """Return whether the template writes a reply's thinking, and the text up to its calls, as
+        they were sampled.
 
         It may close thinking that the reply left open. White space does not count.
         """
@@ -754,6 +826,7 @@ class ConversationComposer:
         first_call = min((text.find(mark) for mark in marked.calls), default=len(text))
         if first_call < last_text:
             return False  # a model thinks before it calls
+
         # What the template writes after the thinking of a reply without text closes that thinking.
         # After a text that was cut off it is the close of the reply, which need not be sampled.
         thinks_alone = len(marked.texts) == 2
@@ -766,28 +839,27 @@ class ConversationComposer:
         return sampled.startswith(_without_space(written))
 
     def _lead_size(self, text: str, stub: ReplyPlaceholder, frame: ReplyFrame) -> int | None:
-        """Return how many characters before a reply's content belong to the
-        reply; None if unknown."""
+        """Return how many characters before a reply's content belong to the reply; None if
+        unknown."""
         lead = frame.lead or ""
-        at = text.rfind(stub.opening) if stub.opening else -1
-        if at >= 0:
-            size = len(text) - at - len(stub.opening)
+        opening_start = text.rfind(stub.opening) if stub.opening else -1
+        if opening_start >= 0:
+            size = len(text) - opening_start - len(stub.opening)
             names = sum(len(call.name) + len(call.id) for call in stub.bare.message.tool_calls)
             return size if size <= _MAX_LEAD + len(lead) + names else None
         if frame.lead is not None and text.endswith(lead):
             return self._sampled_of_lead(stub, lead)
-        # Opened differently from its prompt: the template's text stays, and so does
-        # a reply of plain text.
-        ids = stub.reply.ids[:-1] if self._placeholders.closed(stub.reply) else stub.reply.ids
-        return (
-            0
-            if stub.plain is not None and self._codec.decode(ids).strip() == stub.plain.strip()
-            else None
-        )
+
+        # Opened differently from its prompt: the template's text stays, and so does a reply of
+        # plain text.
+        if stub.plain is None:
+            return None
+        sampled = self._codec.decode(self._without_stop(stub))
+        return 0 if sampled.strip() == stub.plain.strip() else None
 
     def _sampled_of_lead(self, stub: ReplyPlaceholder, lead: str) -> int | None:
-        """Return how many characters of the text before a reply's content the reply
-        contains; None if unknown.
+        """Return how many characters of the text before a reply's content the reply contains; None
+        if unknown.
 
         The template may open a reply itself, after a prompt that did not.
         """
@@ -797,17 +869,17 @@ class ConversationComposer:
                 return len(lead)
             return None if self._placeholders.thinking_end in _without_space(lead) else 0
 
-        # A call may be spelled otherwise, so of its lead only a control token that
-        # opens it is looked for.
+        # A call may be spelled otherwise, so of its lead only a control token that opens it is
+        # looked for.
         opener = self._guard.split.match(sampled)
         begins = self._guard.split.match(lead.lstrip())
         if begins is None or (opener is not None and begins.group() == opener.group()):
             return len(lead)
         if opener is None:  # it begins with text
-            at = max(match.end() for match in self._guard.split.finditer(lead))
+            start = max(match.end() for match in self._guard.split.finditer(lead))
         else:
-            at = lead.find(opener.group())
-        return len(lead) - at if at >= 0 else None
+            start = lead.find(opener.group())
+        return len(lead) - start if start >= 0 else None
 
     # Ids
 
@@ -823,37 +895,46 @@ class ConversationComposer:
             starts.append(len(ids))
             ids += stub.reply.ids[:-1] if position.swapped else stub.reply.ids
             ids += segment
+
+        # An image takes more ids than its placeholder, which moves the replies after it.
         ids, media = self._media.expand(ids, messages)
         for block in media:
-            grown = block.length - len(block.compact)
-            starts = [start + grown if start > block.start else start for start in starts]
+            growth = block.length - len(block.compact)
+            starts = [start + growth if start > block.start else start for start in starts]
         return ids, starts, media
 
     def _reason(self, keep: int, stubs: Sequence[ReplyPlaceholder], why: Mapping[int, str]) -> str:
-        """Return why a prompt differs from the processed ids from `keep` on."""
+        """Return why a prompt differs from the processed ids from `keep` on, one of `REASONS`."""
         for stub in stubs:
             reply = stub.reply
             if reply.start < 0 or keep >= reply.start + len(reply.ids):
                 continue
             if keep < reply.start - len(self._codec.encode(stub.opening)):
                 return "preamble_changed"
-            own = why.get(reply.message)
-            if own is not None and (keep >= reply.start or own != "close_swapped"):
-                return own
+            reason = why.get(reply.message)
+            if reason is not None and (keep >= reply.start or reason != "close_swapped"):
+                return reason
             return "prefix_changed"
         return "preamble_changed"
 
 
+def _why_lost(text: str, marked: MarkedMessage) -> str:
+    """Return why a text does not contain all marks of a reply once, in order."""
+    written = [mark for mark in marked.marks if mark in text]
+    if marked.thinking and marked.thinking not in written:
+        return "thinking_stripped"
+    return "reply_rewritten" if written else "reply_dropped"
+
+
 def _text_around(text: str, positions: Sequence[_ReplyPosition]) -> str:
     """Return the text before, between and after replies, without white space."""
-    edges = [
-        0,
-        *[edge for position in positions for edge in (position.start, position.end)],
-        len(text),
-    ]
-    return _without_space(
-        "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
-    )
+    pieces: list[str] = []
+    start = 0
+    for position in positions:
+        pieces.append(text[start : position.start])
+        start = position.end
+    pieces.append(text[start:])
+    return _without_space("".join(pieces))
 
 
 def _without_space(text: str) -> str:

@@ -1,11 +1,16 @@
-"""Jinja sandbox for chat templates, with transformers' names and filters and a
-budget of work and size.
+"""Jinja sandbox for chat templates, with transformers' names and filters and a budget of work and
+size.
 
 Chat templates are untrusted. Jinja's sandbox protects Python's internals, but does not stop a
 template from hanging or filling the memory (`'x' * 10**10`, nested loops, a list that contains
 itself twice). So every operation that can take long or grow is charged to a budget before it runs;
 rendering ends when the budget is used up. The charge depends only on template and conversation, so
 a rejected rendering is rejected on every machine.
+
+Charged are: calls (`check_call`), filters and tests (`charge_filter`), operators
+(`TemplateSandbox.call_binop`), what is written (`as_text`), and what the environment cannot
+intercept, by filters that `BudgetTransformer` puts into the syntax tree. Messages are plain values
+here; `ChatTemplate` reduces them to that.
 """
 
 from __future__ import annotations
@@ -35,13 +40,14 @@ def names_in(words: str) -> frozenset[str]:
 
 
 WORK = 100_000_000
-"""Work units of one rendering: one per character, `STEP` per loop step or call.
-
-A few seconds at most.
-"""
+"""Work units of one rendering, which take a few seconds at most: one per character, `STEP` per loop
+step."""
 STEP = 40
+"""Units of a loop step, or of a filter."""
 CALL = 200
+"""Units of a call."""
 _ITEM = 10
+"""Units of an item of a list or dict."""
 _MAX_DEPTH = 100
 _CONTAINERS = frozenset((list, tuple, dict))
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -60,6 +66,8 @@ _TEXT_CALLS = names_in(
 """Text methods with a result no larger than their arguments."""
 _BOTH = names_in("strip lstrip rstrip rfind rindex rsplit rpartition")
 """Text methods that may compare each character of the text with each of an argument."""
+_PADDING = names_in("center ljust rjust zfill expandtabs")
+"""Text methods whose result is as wide as an argument says."""
 _OTHER_CALLS = names_in(
     "append copy count extend fromkeys get index insert items keys pop popitem remove reverse "
     "setdefault sort update values bit_length is_integer clear isoformat strftime"
@@ -94,19 +102,19 @@ def render_budget(units: int = WORK) -> Iterator[None]:
 def spend(units: float) -> None:
     """Charge units to the budget. Raises `TemplateBudgetExceeded` if the budget is used up."""
     left = _left.get(None)
-    if left is not None:
-        left[0] -= units
-        if left[0] < 0:
-            error = (
-                f"the template does too much work or writes too much text (over {WORK:,} "
-                "units); it is not used"
-            )
-            raise TemplateBudgetExceeded(error)
+    if left is None:
+        return
+    left[0] -= units
+    if left[0] < 0:
+        raise TemplateBudgetExceeded(
+            f"the template does too much work or writes too much text (over {WORK:,} units); it is "
+            "not used"
+        )
 
 
 def charge_size(value: Any, depth: int = 0) -> int:
-    """Charge the size of a nested value while measuring it: its characters,
-    and `_ITEM` per item."""
+    """Charge the size of a nested value while measuring it: its characters, and `_ITEM` per
+    item."""
     kind = type(value)
     if kind is str:
         size = len(value) + _ITEM
@@ -115,17 +123,18 @@ def charge_size(value: Any, depth: int = 0) -> int:
     elif kind in _CONTAINERS or isinstance(value, (Mapping, list, tuple, set, frozenset)):
         if depth > _MAX_DEPTH:
             raise TemplateBudgetExceeded("the template nests lists too deep")
-        items: Iterable[Any] = (
-            chain.from_iterable(value.items()) if isinstance(value, Mapping) else value
-        )
-        texts, size = 0, _ITEM
+        items: Iterable[Any] = value
+        if isinstance(value, Mapping):
+            items = chain.from_iterable(value.items())
+        text_size = 0
+        size = _ITEM
         for item in items:
             if type(item) is str:  # most items; a call for each would take most of the time
-                texts += len(item) + _ITEM
+                text_size += len(item) + _ITEM
             else:
                 size += charge_size(item, depth + 1)
-        spend(2 * _ITEM + texts)
-        return size + texts
+        spend(2 * _ITEM + text_size)
+        return size + text_size
     else:
         size = len(value) + _ITEM if isinstance(value, str) else _ITEM
     spend(size)
@@ -133,14 +142,14 @@ def charge_size(value: Any, depth: int = 0) -> int:
 
 
 class BudgetTransformer(NodeTransformer):
-    """Charges operations that the environment cannot intercept: loop steps, joined
-    texts, new lists and dicts."""
+    """Charges operations that the environment cannot intercept: loop steps, joined texts, new lists
+    and dicts."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        written = sum(
-            len(data.data) for part in node.body for data in part.find_all(nodes.TemplateData)
-        )
+        written = 0
+        for part in node.body:
+            written += sum(len(data.data) for data in part.find_all(nodes.TemplateData))
         node.iter = _filtered(node.iter, "_steps", nodes.Const(written))
         return node
 
@@ -151,11 +160,9 @@ class BudgetTransformer(NodeTransformer):
     def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
         values = node.items if isinstance(node, nodes.List) else [pair.value for pair in node.items]
-        return (
-            node
-            if all(isinstance(value, nodes.Const) for value in values)
-            else _filtered(node, "_charged")
-        )
+        if all(isinstance(value, nodes.Const) for value in values):
+            return node
+        return _filtered(node, "_charged")
 
     visit_Dict = visit_List
 
@@ -165,10 +172,8 @@ class BudgetTransformer(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if not any(
-            isinstance(one, nodes.Const)
-            for one in (node.expr, *(operand.expr for operand in node.ops))
-        ):
+        compared = [node.expr, *[operand.expr for operand in node.ops]]
+        if not any(isinstance(expression, nodes.Const) for expression in compared):
             node.expr = _filtered(node.expr, "_charged")
             for operand in node.ops:
                 operand.expr = _filtered(operand.expr, "_charged")
@@ -186,9 +191,10 @@ class BudgetTransformer(NodeTransformer):
 
 
 def _filtered(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
-    found = nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None)
-    found.set_lineno(node.lineno)
-    return found
+    """Return an expression with a filter applied to it."""
+    filtered = nodes.Filter(cast(nodes.Expr, node), name, list(args), [], None, None)
+    filtered.set_lineno(node.lineno)
+    return filtered
 
 
 def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -197,48 +203,52 @@ def check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     Raises `SecurityError` for calls that no chat template makes and whose cost is unknown.
     """
     spend(CALL)
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
     if isinstance(owner, (str, bytes)):
-        size = len(owner)
-        spend(size)
-        if name in _TEXT_CALLS or name == "formatted":
-            _check_text_call(name, size, args, kwargs)
-            return
-        if (
-            name == "replace"
-            and len(args) > 1
-            and isinstance(args[0], str)
-            and isinstance(args[1], str)
-        ):
-            spend(owner.count(args[0]) * len(args[1]))  # type: ignore[arg-type]
-            return
-        if name == "join" and args:
-            items = args[0] if isinstance(args[0], (str, list, tuple, Mapping)) else None
-            charge_size(() if items is None else items)
-            if items is not None:
-                spend(len(items) * size)
-                return
-        if (
-            name in ("center", "ljust", "rjust", "zfill", "expandtabs")
-            and args
-            and isinstance(args[0], int)
-        ):
-            spend(abs(args[0]) * (1 + owner.count("\t") if name == "expandtabs" else 1))  # type: ignore[arg-type]
-            return
+        is_known = _charge_text_call(owner, name, args, kwargs)
     elif isinstance(owner, (list, tuple, dict, int, float)) or owner is None:
         charge_size(args)
         charge_size(kwargs)
-        if name in _THROUGH and not (name == "pop" and not args):
-            spend(charge_size(owner) * (bits(length(owner)) if name == "sort" else 1))
-        if owner is None or name in _OTHER_CALLS:
-            return
-    elif isinstance(owner, LoopContext) or getattr(type(owner), "__module__", "").startswith(
-        ("jinja2", "datetime")
-    ):
-        return
-    raise jinja2.exceptions.SecurityError(
-        f"a chat template cannot call {name!r} of {type(owner).__name__}"
-    )
+        takes_last = name == "pop" and not args
+        if name in _THROUGH and not takes_last:
+            passes = bits(length(owner)) if name == "sort" else 1
+            spend(charge_size(owner) * passes)
+        is_known = owner is None or name in _OTHER_CALLS
+    else:
+        module = getattr(type(owner), "__module__", "")
+        is_known = isinstance(owner, LoopContext) or module.startswith(("jinja2", "datetime"))
+    if not is_known:
+        raise jinja2.exceptions.SecurityError(
+            f"a chat template cannot call {name!r} of {type(owner).__name__}"
+        )
+
+
+def _charge_text_call(
+    owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Charge a call of a text's method; return whether its cost is known."""
+    size = len(owner)
+    spend(size)
+    if name in _TEXT_CALLS or name == "formatted":
+        _check_text_call(name, size, args, kwargs)
+        return True
+    if name == "replace" and len(args) > 1:
+        old, new = args[:2]
+        if isinstance(old, str) and isinstance(new, str):
+            spend(owner.count(old) * len(new))
+            return True
+    if name == "join" and args:
+        if isinstance(args[0], (str, list, tuple, Mapping)):
+            charge_size(args[0])
+            spend(len(args[0]) * size)
+            return True
+        charge_size(())
+    if name in _PADDING and args and isinstance(args[0], int):
+        columns = 1 + owner.count("\t") if name == "expandtabs" else 1
+        spend(abs(args[0]) * columns)
+        return True
+    return False
 
 
 def _check_text_call(
@@ -247,14 +257,12 @@ def _check_text_call(
     charge_size(args)
     if name in _BOTH:
         spend(size * max(map(length, args), default=0) // 16)
-    if (
-        name == "encode"
-        and not {str(value).lower() for value in (*args[:1], kwargs.get("encoding", "utf-8"))}
-        <= _CODECS
-    ):
-        raise jinja2.exceptions.SecurityError(
-            "a chat template can encode only as UTF-8, ASCII or Latin-1"
-        )
+    if name == "encode":
+        encodings = (*args[:1], kwargs.get("encoding", "utf-8"))
+        if not _CODECS.issuperset(str(encoding).lower() for encoding in encodings):
+            raise jinja2.exceptions.SecurityError(
+                "a chat template can encode only as UTF-8, ASCII or Latin-1"
+            )
 
 
 def check_format(form: str | bytes) -> None:
@@ -271,27 +279,33 @@ def charge_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]
     Iterators without a length, such as the results of other filters, become lists, charged per
     item. So every argument has a known size.
     """
+    # Jinja passes its context or environment to some, before the value.
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
+    is_one_by_one = name in _ONE_BY_ONE
 
     @wraps(function)
     def filtered(*args: Any, **kwargs: Any) -> Any:
         spend(STEP)
-        if len(args) > skipped and (name in _ONE_BY_ONE or isinstance(args[skipped], Iterator)):
-            value, one_by_one = args[skipped], name in _ONE_BY_ONE
+        if len(args) > skipped and (is_one_by_one or isinstance(args[skipped], Iterator)):
+            value = args[skipped]
             if isinstance(value, Iterator):
-                value = _counted(value, STEP) if one_by_one else list(_counted(value, STEP))
+                value = _counted(value, STEP) if is_one_by_one else list(_counted(value, STEP))
             else:
                 spend(STEP * length(value))
             args = (*args[:skipped], value, *args[skipped + 1 :])
-        given = (*args[skipped:], *kwargs.values())
-        size = charge_size(given) if name in _SERIALISING else sum(map(length, given))
+
+        arguments = (*args[skipped:], *kwargs.values())
+        size = charge_size(arguments) if name in _SERIALISING else sum(map(length, arguments))
         spend(size)
+
         if name in _GROWING:
-            numbers = [abs(value) for value in given[1:] if isinstance(value, int)]
-            text = given[0] if given else ""
-            spend(_GROWING[name](text, max(numbers, default=0), sum(map(length, given[1:])), size))
-            if name == "format" and isinstance(text, str):
-                check_format(text)
+            value = arguments[0] if arguments else ""
+            numbers = [abs(number) for number in arguments[1:] if isinstance(number, int)]
+            largest = max(numbers, default=0)
+            text_size = sum(map(length, arguments[1:]))
+            spend(_GROWING[name](value, largest, text_size, size))
+            if name == "format" and isinstance(value, str):
+                check_format(value)
         return function(*args, **kwargs)
 
     return filtered
@@ -331,17 +345,15 @@ _GROWING: Mapping[str, Callable[[Any, int, int, int], float]] = {
 
 def _longest(value: Any) -> int:
     """Return the length of the longest word or gap."""
-    return (
-        max((len(run[0]) for run in _RUN.finditer(value)), default=0)
-        if isinstance(value, str)
-        else length(value)
-    )
+    if not isinstance(value, str):
+        return length(value)
+    return max((len(run[0]) for run in _RUN.finditer(value)), default=0)
 
 
 def _are_numbers(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(
-        isinstance(item, (int, float)) for item in value
-    )
+    if not isinstance(value, (list, tuple)):
+        return False
+    return all(isinstance(item, (int, float)) for item in value)
 
 
 def _count(value: Any) -> int:
@@ -368,8 +380,8 @@ def as_text(value: Any) -> Any:
 
 
 def _steps(values: Any, written: int) -> Any:
-    """Charge the values of a loop; lists and dicts keep their type, so that
-    `loop` knows their length."""
+    """Charge the values of a loop; lists and dicts keep their type, so that `loop` knows their
+    length."""
     if not isinstance(values, (str, list, tuple, Mapping, range)):
         return _counted(values, STEP + written)
     spend(len(values) * (STEP + written))
@@ -436,8 +448,8 @@ def _check_name(name: Any) -> None:
 
 
 class _Generation(Extension):
-    """Parses `{% generation %}`, which encloses the assistant's text; writes marks
-    around it if requested."""
+    """Parses `{% generation %}`, which encloses the assistant's text; writes marks around it if
+    requested."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -445,23 +457,22 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         scope = nodes.Scope(body).set_lineno(line)
-        marks = (
-            self.environment.generation_marks
-            if isinstance(self.environment, TemplateSandbox)
-            else None
-        )
+        environment = self.environment
+        marks = environment.generation_marks if isinstance(environment, TemplateSandbox) else None
         if marks is None:
             return scope
-        begin, end = (nodes.Output([nodes.TemplateData(one)]).set_lineno(line) for one in marks)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]).set_lineno(line) for mark in marks)
         return [begin, scope, end]
 
 
+_COMPARING_TESTS = names_in("== eq equalto != ne > gt < lt >= ge <= le in")
+"""Tests that compare all of two values."""
 _BY_NAME = frozenset((str, list, dict, LoopContext, _Namespace))
 
 
 class TemplateSandbox(SandboxedEnvironment):
-    """Jinja's sandbox with a budget; not the immutable one, because templates modify
-    lists that they create."""
+    """Jinja's sandbox with a budget; not the immutable one, because templates modify lists that
+    they create."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
 
@@ -496,22 +507,7 @@ class TemplateSandbox(SandboxedEnvironment):
             "_charged": _charged,
             "_searched": _searched,
         }
-        for name in (
-            "==",
-            "eq",
-            "equalto",
-            "!=",
-            "ne",
-            ">",
-            "gt",
-            "<",
-            "lt",
-            ">=",
-            "ge",
-            "<=",
-            "le",
-            "in",
-        ):
+        for name in _COMPARING_TESTS:
             self.tests[name] = charge_filter("sort", cast(Any, self.tests[name]))
         self.globals |= {
             "raise_exception": refuse,
@@ -536,31 +532,32 @@ class TemplateSandbox(SandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Return an attribute or item as Jinja does; for messages, which are dicts, without an
         `AttributeError` first."""
-        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-        return super().getattr(obj, attribute)
+        if type(obj) is not dict or attribute in _DICT_ATTRIBUTES:
+            return super().getattr(obj, attribute)
+        return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Return whether a template may read an attribute; of these types, Jinja
-        examines the name alone."""
-        return (
-            not attr.startswith("_")
-            if type(obj) in _BY_NAME
-            else super().is_safe_attribute(obj, attr, value)
-        )
+        """Return whether a template may read an attribute; of these types, Jinja examines the name
+        alone."""
+        if type(obj) in _BY_NAME:
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "+":
             spend(STEP // 4 + length(left) + length(right))
             return self.binop_table[operator](left, right)
+
         spend(STEP // 4)
         if operator == "*":
-            size, other = bits(left), bits(right)
-            product = size * other if size + other > _MAX_FREE_BITS else size + other
-            left_count, right_count = (
-                max(value, 0) if isinstance(value, int) else 0 for value in (left, right)
-            )
-            spend(length(left) * right_count + length(right) * left_count + product)
+            # Integers multiply, and texts and lists are repeated.
+            left_bits, right_bits = bits(left), bits(right)
+            product_bits = left_bits + right_bits
+            if product_bits > _MAX_FREE_BITS:
+                product_bits = left_bits * right_bits
+            left_count = max(left, 0) if isinstance(left, int) else 0
+            right_count = max(right, 0) if isinstance(right, int) else 0
+            spend(length(left) * right_count + length(right) * left_count + product_bits)
         elif operator == "**":
             spend(bits(left) * abs(right) if isinstance(right, int) else 1)
         elif isinstance(left, (str, bytes)):
@@ -576,17 +573,18 @@ class TemplateSandbox(SandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        found = super().wrap_str_format(value)
-        if found is None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is None:
             return None
         form: str = value.__self__
 
         def formatted(*args: Any, **kwargs: Any) -> str:
             check_format(form)
             spend((charge_size(args) + charge_size(kwargs)) * (1 + form.count("{")))
-            return found(*args, **kwargs)
+            return wrapped(*args, **kwargs)
 
-        formatted.__self__ = ""  # type: ignore[attr-defined]  # so that it is charged as a text method
+        # So that it is charged as a text's method.
+        formatted.__self__ = ""  # type: ignore[attr-defined]
         return formatted
 
 

@@ -1,8 +1,12 @@
-"""Parsers by name, and detection of the format that a template writes."""
+"""Parsers by name, and detection of the format that a template writes.
+
+A format is detected by what it reads: the template renders a reply with a call of a made-up tool,
+and the first parser that returns exactly this call is taken (`parser_for_template`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from turnwright import plugins
@@ -15,12 +19,10 @@ from turnwright.types import Message, ToolCall, Tools
 
 PARSERS: Mapping[str, Parser] = {parser.name: parser for parser in (*FORMATS, *BARE)}
 
-PROBE_NAME, PROBE_ARGUMENTS, PROBE_CONTENT, PROBE_REASON = (
-    "probe_name",
-    {"probe_key": "probe_value"},
-    "CONTENT",
-    "REASON",
-)
+PROBE_NAME = "probe_name"
+PROBE_ARGUMENTS = {"probe_key": "probe_value"}
+PROBE_CONTENT = "CONTENT"
+PROBE_REASON = "REASON"
 PROBE_CALL = ToolCall(PROBE_NAME, PROBE_ARGUMENTS, "abcdefghi")
 _USER = Message("user", "USERMARK")
 PROBE_TOOL = probe_tool(PROBE_NAME, "A tool.", "probe_key", "A key.")
@@ -35,19 +37,28 @@ def detect_format(rendered: str) -> str | None:
     `rendered` is the template's text for an assistant message with content "CONTENT", reasoning
     "REASON" and one call of `probe_name` with `{"probe_key": "probe_value"}`.
     """
-    if PROBE_NAME not in rendered:
-        if PROBE_REASON not in rendered:
-            return None
-        return next((parser.name for parser in FORMATS if _splits_thinking(parser, rendered)), None)
-    return next(
-        (
-            parser.name
-            for text in without_call_endings(rendered)
-            for parser in FORMATS
-            if _reads(parser, text)
-        ),
-        None,
-    )
+    if PROBE_NAME in rendered:
+        parser = _first_reading(FORMATS, rendered)
+        return None if parser is None else parser.name
+
+    if PROBE_REASON in rendered:
+        for parser in FORMATS:
+            if _splits_thinking(parser, rendered):
+                return parser.name
+    return None
+
+
+def _first_reading(parsers: Sequence[Parser], rendered: str) -> Parser | None:
+    """Return the first parser that returns exactly the probe call, of the text or of a variant of
+    it."""
+    for text in without_call_endings(rendered):
+        for parser in parsers:
+            calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
+            if len(calls) != 1 or calls[0].error is not None:
+                continue
+            if calls[0].name == PROBE_NAME and calls[0].arguments == PROBE_ARGUMENTS:
+                return parser
+    return None
 
 
 def _splits_thinking(parser: Parser, rendered: str) -> bool:
@@ -60,25 +71,17 @@ def _splits_thinking(parser: Parser, rendered: str) -> bool:
     return PROBE_REASON in (message.reasoning or "") and bool(message.text.strip())
 
 
-def _reads(parser: Parser, text: str) -> bool:
-    """Return whether a parser returns exactly the probe call."""
-    calls = parser.parse(text, (PROBE_TOOL,)).tool_calls
-    return [(call.name, call.arguments, call.error) for call in calls] == [
-        (PROBE_NAME, PROBE_ARGUMENTS, None)
-    ]
-
-
 def without_call_endings(rendered: str) -> list[str]:
-    """Return the text, and variants without the text around calls that run to the end of a
-    reply or are all of it."""
+    """Return the text, and variants without the text around calls that run to the end of a reply or
+    are all of it."""
+    variants = [rendered]
     end = max(rendered.rfind("}"), rendered.rfind("]")) + 1
+    if end:
+        variants.append(rendered[:end])
     begin = rendered.find('{"name": "')
-    is_call = 0 <= begin < end and '"parameters": ' in rendered[begin:end]
-    return [
-        rendered,
-        *([rendered[:end]] if end else []),
-        *([rendered[begin:end]] if is_call else []),
-    ]
+    if 0 <= begin < end and '"parameters": ' in rendered[begin:end]:
+        variants.append(rendered[begin:end])
+    return variants
 
 
 def render_probe_reply(
@@ -88,70 +91,72 @@ def render_probe_reply(
 ) -> str | None:
     """Render a reply to a user with thinking, text and calls, or as much as the template accepts;
     None if it accepts none."""
-    best = None
+    without_call = None
     for content, reasoning in (
         (PROBE_CONTENT, PROBE_REASON),
         ("", PROBE_REASON),
         (PROBE_CONTENT, None),
         ("", None),
     ):
-        asked = (_USER, Message("assistant", content, tool_calls=calls, reasoning=reasoning))
-        text = template.try_render(asked, tools) or ""
+        message = Message("assistant", content, tool_calls=calls, reasoning=reasoning)
+        text = template.try_render((_USER, message), tools) or ""
         _, found, reply = text.rpartition(_USER.text)
-        if found and calls[0].name in reply:
+        if not found:
+            continue
+        if calls[0].name in reply:
             return reply
-        best = reply if found and best is None else best
-    return best
+        if without_call is None:
+            without_call = reply
+    return without_call
 
 
 def parser_for_template(template: ChatTemplate) -> Parser | None:
-    """Return the parser for a template's replies; None if it writes no calls, or
-    calls that no parser reads.
+    """Return the parser for a template's replies; None if it writes no calls, or calls that no
+    parser reads.
 
-    A list of calls without a mark counts only if it is the complete reply: right
-    after the generation prompt.
+    A list of calls without a mark counts only if it is the complete reply: right after the
+    generation prompt.
     """
     rendered = render_probe_reply(template) or ""
     name = detect_format(rendered)
     if name is not None:
         return with_line_breaks_of(PARSERS[name], rendered)
-    # A reply of one call after the generation prompt; empty if the two cannot be separated.
+
+    # A reply of one call after the generation prompt.
     prompt = template.try_render((_USER,), (PROBE_TOOL,), generation_prompt=True)
-    full = template.try_render(
-        (_USER, Message("assistant", "", tool_calls=(PROBE_CALL,))), (PROBE_TOOL,)
-    )
-    alone = (
-        full.removeprefix(prompt) if full and prompt is not None and full.startswith(prompt) else ""
-    )
-    return next(
-        (parser for text in without_call_endings(alone) for parser in BARE if _reads(parser, text)),
-        None,
-    )
+    called = Message("assistant", "", tool_calls=(PROBE_CALL,))
+    full = template.try_render((_USER, called), (PROBE_TOOL,))
+    if prompt is None or full is None or not full.startswith(prompt):
+        return None
+    return _first_reading(BARE, full.removeprefix(prompt))
 
 
 def with_line_breaks_of(parser: Parser, rendered: str) -> Parser:
-    """Return a parser that removes line breaks around an argument exactly where
-    the template writes them.
+    """Return a parser that removes line breaks around an argument exactly where the template writes
+    them.
 
-    Templates of one format differ in this, and a string may begin or end
-    with line breaks of its own.
+    Templates of one format differ in this, and a string may begin or end with line breaks of its
+    own.
     """
     (value,) = PROBE_ARGUMENTS.values()
     if not isinstance(parser, ReplyFormat) or value not in rendered:
         return parser
 
     newline = f"\n{value}\n" in rendered
-    dialects = tuple(
-        replace(dialect, read=replace(dialect.read, newline=newline))
-        if isinstance(dialect.read, TaggedCalls)
-        else dialect
-        for dialect in parser.dialects
-    )
-    return parser if dialects == parser.dialects else replace(parser, dialects=dialects)
+    dialects = []
+    for dialect in parser.dialects:
+        if isinstance(dialect.read, TaggedCalls):
+            dialect = replace(dialect, read=replace(dialect.read, newline=newline))
+        dialects.append(dialect)
+    if tuple(dialects) == parser.dialects:
+        return parser
+    return replace(parser, dialects=tuple(dialects))
 
 
 def parser_named(name: str) -> Parser:
-    """Return the parser of a format by its name, ours or an installed package's; raise
-    `ConfigError` for an unknown one."""
-    found: Parser = PARSERS.get(name) or plugins.load("parsers", name)
-    return found
+    """Return the parser of a format by its name, ours or an installed package's.
+
+    Raises `ConfigError` for an unknown one.
+    """
+    parser: Parser = PARSERS.get(name) or plugins.load("parsers", name)
+    return parser

@@ -1,66 +1,70 @@
-r"""Table of reply formats, one row per model family, in the order in which a
-template's format is looked for.
+r"""Table of reply formats, one row per model family, in the order in which a template's format is
+looked for.
 
-Each example calls `look_up` with the key "a"; `\n` is a line break. Where arguments are bare text,
-the tool's JSON schema decides what `5` is (see `readers.coerce`). Line breaks around it are removed
-exactly where the template writes them.
+Each example calls `look_up` with the key "a"; `\n` is a line break, and a line that is indented
+further continues the one above it. Where arguments are bare text, the tool's JSON schema decides
+what `5` is (see `readers.coerce`). Line breaks around it are removed exactly where the template
+writes them.
 
 A call without the mark that begins it is malformed (`unopened`): an end mark or an inner tag
 outside of a call, or a reply that ends in the text of a call of an existing tool, without marks.
 Marks in quotes or code spans are text.
 
-Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or
-in a fence (Command R+)::
+Cohere: a JSON list between marks (Command R7B and later, thinking in `<|START_THINKING|>`), or in a
+fence (Command R+)::
 
-    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters":
-    {"key": "a"}}]<|END_ACTION|>
+    <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "look_up", "parameters": {"key": "a"}}]
+      <|END_ACTION|>
 
-DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `string`
-tells a string from JSON::
+DeepSeek V3 and R1; V3.1; V3.2 (`function_calls`) and V4 (`tool_calls`), where `string` tells a
+string from JSON::
 
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n```json\n{"key": "a"}\n```
-    <｜tool▁call▁end｜><｜tool▁calls▁end｜>
-    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key":
-    "a"}<｜tool▁call▁end｜><｜tool▁calls▁end｜> <｜DSML｜tool_calls>\n<｜DSML｜invoke
-    name="look_up">\n<｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
-    </｜DSML｜invoke>\n</｜DSML｜tool_calls>
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look_up\n
+      ```json\n{"key": "a"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look_up<｜tool▁sep｜>{"key": "a"}<｜tool▁call▁end｜>
+      <｜tool▁calls▁end｜>
+    <｜DSML｜tool_calls>\n<｜DSML｜invoke name="look_up">\n
+      <｜DSML｜parameter name="key" string="true">a</｜DSML｜parameter>\n
+      </｜DSML｜invoke>\n</｜DSML｜tool_calls>
 
 Gemma 4 and, with other marks, FunctionGemma: JSON-like with marked strings and bare keys. A key is
 everything between `{` or `,` and `:`, without quotes, and without spaces around it::
 
-    <|channel>thought\nI look it
-    up.\n<channel|><|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
+    <|channel>thought\nI look it up.\n<channel|>
+      <|tool_call>call:look_up{key:<|"|>a<|"|>,limit:3}<tool_call|>
     <start_function_call>call:look_up{key:<escape>a<escape>,limit:3}<end_function_call>
 
 GLM 4.5 and later, Laguna, Ling 3 and Spark: tags, with or without line breaks. Strings are bare
 text, other values JSON::
 
-    <think>I look it
-    up.</think>\n<tool_call>look_up\n<arg_key>key</arg_key>\n<arg_value>a</arg_value>\n</tool_call>
+    <think>I look it up.</think>\n<tool_call>look_up\n<arg_key>key</arg_key>\n
+      <arg_value>a</arg_value>\n</tool_call>
 
-Hermes, Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others; other formats put the same
-JSON between other marks::
+Hermes, Qwen 2.5, Qwen 3, QwQ, MiMo, Granite 4 and many others; other formats put the same JSON
+between other marks::
 
-    <think>\nI look it up.\n</think>\n\nLet me see.\n<tool_call>\n{"name": "look_up", "arguments":
-    {"key": "a"}}\n</tool_call>
+    <think>\nI look it up.\n</think>\n\nLet me see.\n
+      <tool_call>\n{"name": "look_up", "arguments": {"key": "a"}}\n</tool_call>
 
-Kimi K2, whose ids are kept as written, because the template repeats them; Kimi K3, with
-the type of each argument::
+Kimi K2, whose ids are kept as written, because the template repeats them; Kimi K3, with the type of
+each argument::
 
-    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0<|tool_call_argument_begin|>{"key":
-    "a"}<|tool_call_end|> <|tool_calls_section_end|> <|open|>tools<|sep|><|open|>call tool="look_up"
-    index="1"<|sep|><|open|>argument key="key" type="string"<|sep|>a
-    <|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>
+    <|tool_calls_section_begin|><|tool_call_begin|>functions.look_up:0
+      <|tool_call_argument_begin|>{"key": "a"}<|tool_call_end|><|tool_calls_section_end|>
+    <|open|>tools<|sep|><|open|>call tool="look_up" index="1"<|sep|>
+      <|open|>argument key="key" type="string"<|sep|>a<|close|>argument<|sep|>
+      <|close|>call<|sep|><|close|>tools<|sep|>
 
 MiniMax M2 and, with other tags, Muse and MiniCPM 5: tags with attributes, arguments as bare text::
 
-    <minimax:tool_call>\n<invoke name="look_up">\n<parameter
-    name="key">a</parameter>\n</invoke>\n</minimax:tool_call>
+    <minimax:tool_call>\n<invoke name="look_up">\n<parameter name="key">a</parameter>\n
+      </invoke>\n</minimax:tool_call>
 
 Mistral: a JSON list (v3, Nemo) or a name before JSON (v11 and later), to the end of the reply::
 
-    [TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}] [THINK]I look it
-    up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}[TOOL_CALLS]look_up[ARGS]{"key": "b"}
+    [TOOL_CALLS][{"name": "look_up", "arguments": {"key": "a"}, "id": "abcdefghi"}]
+    [THINK]I look it up.[/THINK]Let me see.[TOOL_CALLS]look_up[ARGS]{"key": "a"}
+      [TOOL_CALLS]look_up[ARGS]{"key": "b"}
     [TOOL_CALLS]look_up[CALL_ID]abcdefghi[ARGS]{"key": "a"}
 
 Qwen3-Coder, Qwen 3.5 and later, Nemotron 3 and Step 3.5: tags, arguments as bare text::
@@ -69,20 +73,26 @@ Qwen3-Coder, Qwen 3.5 and later, Nemotron 3 and Step 3.5: tags, arguments as bar
 
 Formats of one family each, with a shared reader::
 
-    Apriel              <tool_calls>[{"name": "look_up", ...}]</tool_calls>   (thinking ends in `[BEGIN FINAL RESPONSE]`)
-    GigaChat            <|function_call|>{"name": "look_up", ...}; earlier <|message_sep|>function call<|role_sep|>\n{...}
-    Hunyuan 3           GLM's in `<tool_calls:opensource>`, with `<tool_sep:opensource>` after the name
-    MiniMax M1          <tool_calls>\n{"name": "look_up", ...}\n</tool_calls>   (one line per call)
-    Nemotron v2         <TOOLCALL>[{"name": "look_up", ...}]</TOOLCALL>
-    Seed                Qwen3-Coder's tags in `<seed:tool_call>`, thinking in `<seed:think>`
-    Functionary 3.1     <function=look_up>{"key": "a"}</function>
-    Functionary 3.2     look_up\n{"key": "a"}>>>look_up\n{"key": "b"}   (the prompt ends in `>>>`; `all` is the visible text)
-    Solar Open          <|tool_call:begin|>ID<|tool_call:name|>look_up<|tool_call:args|>{"key": "a"}<|tool_call:end|>
-    Apertus             <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
-    Granite 3, Phi 4    <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]   (`<tool_call>` in Granite 3.1)
-    InternLM 2          <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}<|action_end|>
-    MiniCPM 5           <function name="look_up"><param name="key">a</param></function>
-"""  # noqa: E501
+    Apriel             <tool_calls>[{"name": "look_up", ...}]</tool_calls>
+                         (thinking ends in `[BEGIN FINAL RESPONSE]`)
+    GigaChat           <|function_call|>{"name": "look_up", ...}
+                         or earlier <|message_sep|>function call<|role_sep|>\n{...}
+    Hunyuan 3          GLM's in `<tool_calls:opensource>`, `<tool_sep:opensource>` after the name
+    MiniMax M1         <tool_calls>\n{"name": "look_up", ...}\n</tool_calls>   (one line per call)
+    Nemotron v2        <TOOLCALL>[{"name": "look_up", ...}]</TOOLCALL>
+    Seed               Qwen3-Coder's tags in `<seed:tool_call>`, thinking in `<seed:think>`
+    Functionary 3.1    <function=look_up>{"key": "a"}</function>
+    Functionary 3.2    look_up\n{"key": "a"}>>>look_up\n{"key": "b"}
+                         (the prompt ends in `>>>`; `all` is the visible text)
+    Solar Open         <|tool_call:begin|>ID<|tool_call:name|>look_up
+                         <|tool_call:args|>{"key": "a"}<|tool_call:end|>
+    Apertus            <|tools_prefix|>[{"look_up": {"key": "a"}}]<|tools_suffix|>
+    Granite 3, Phi 4   <|tool_call|>[{"name": "look_up", "arguments": {"key": "a"}}]
+                         (`<tool_call>` in Granite 3.1)
+    InternLM 2         <|action_start|><|plugin|>{"name": "look_up", "parameters": {"key": "a"}}
+                         <|action_end|>
+    MiniCPM 5          <function name="look_up"><param name="key">a</param></function>
+"""
 
 from __future__ import annotations
 
@@ -109,7 +119,8 @@ from turnwright.renderers.parsers.reply_format import (
 from turnwright.renderers.parsers.special_formats import HARMONY, LFM2, LLAMA3, MINICPM3, OLMO3
 from turnwright.types import ToolCall, Tools
 
-_JSON, _JSON_LIST = JsonCalls(), JsonCalls(many=True)
+_JSON = JsonCalls()
+_JSON_LIST = JsonCalls(many=True)
 # Beginnings of calls without marks; group 1 is the tool.
 _BARE_JSON = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"\s*,\s*"(?:arguments|parameters)"\s*:')
 _BARE_COHERE = re.compile(r'"tool_name"\s*:\s*"([^"]*)"')
@@ -132,11 +143,11 @@ def _deepseek(body: str, tools: Tools) -> list[ToolCall]:
 
 
 _DEEPSEEK_TAGS = TaggedCalls(
-    re.compile(r'<｜DSML｜invoke name="([^">\n]*)">'),
-    re.compile(r'\s*<｜DSML｜parameter name="([^">\n]*)" string="(?P<type>true|false)">'),
-    "</｜DSML｜parameter>",
-    "</｜DSML｜invoke>",
-    '<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" '
+    head=re.compile(r'<｜DSML｜invoke name="([^">\n]*)">'),
+    argument=re.compile(r'\s*<｜DSML｜parameter name="([^">\n]*)" string="(?P<type>true|false)">'),
+    end="</｜DSML｜parameter>",
+    tail="</｜DSML｜invoke>",
+    example='<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" '
     'string="true|false">VALUE</｜DSML｜parameter></｜DSML｜invoke>',
 )
 
@@ -151,11 +162,12 @@ _GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)(?=\{)")
 
 
 def _gemma_token(match: re.Match[str]) -> str:
-    """Return a token of a Gemma call as JSON: a string, a bare key with the bracket or
-    comma before it, or None."""
-    if (string := match["string"]) is not None:
+    """Return a token of a Gemma call as JSON: a string, a bare key with the bracket or comma before
+    it, or None."""
+    string, key = match["string"], match["key"]
+    if string is not None:
         return json.dumps(string)
-    if (key := match["key"]) is not None:
+    if key is not None:
         return f"{match['before']}{json.dumps(key.strip())}:"
     return "null"
 
@@ -164,8 +176,8 @@ def _gemma(quote: str) -> Read:
     """Return the reader of calls whose strings are between two of these marks."""
     example = f"call:NAME{{KEY:{quote}VALUE{quote}}}"
     mark = re.escape(quote)
-    # A key is everything up to the colon: schemas have keys such as `$filter`,
-    # `start date` and `id[]`.
+    # A key is everything up to the colon: schemas have keys such as `$filter`, `start date` and
+    # `id[]`.
     token = re.compile(
         rf'{mark}(?P<string>.*?){mark}|(?P<before>[{{,])(?P<key>(?:(?!{mark})[^,:{{"])*):|\bNone\b',
         re.DOTALL,
@@ -174,36 +186,35 @@ def _gemma(quote: str) -> Read:
     def read(body: str, tools: Tools) -> list[ToolCall]:
         head = _GEMMA_CALL.match(body)
         if head is None:
-            return [
-                malformed_call(
-                    "not_a_call" if body.strip() else "truncated",
-                    f"a tool call looks like {example}",
-                )
-            ]
+            cause = "not_a_call" if body.strip() else "truncated"
+            return [malformed_call(cause, f"a tool call looks like {example}")]
+        name = head[1]
+        arguments = token.sub(_gemma_token, body[head.end() :])
         try:
-            return [make_call(head[1], read_json(token.sub(_gemma_token, body[head.end() :])))]
+            return [make_call(name, read_json(arguments))]
         except MalformedCall as error:
-            return [
-                malformed_call(error.cause, f"{error}; a tool call looks like {example}", head[1])
-            ]
+            problem = f"{error}; a tool call looks like {example}"
+            return [malformed_call(error.cause, problem, name)]
 
     return read
 
 
 def _glm_tags(suffix: str, after_name: str = "") -> TaggedCalls:
+    key = f"arg_key{suffix}"
+    value = f"arg_value{suffix}"
     return TaggedCalls(
-        re.compile(rf"\A\s*([^\s<]+)\s*{after_name}"),
-        re.compile(rf"\s*<arg_key{suffix}>([^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>"),
-        f"</arg_value{suffix}>",
-        "",
-        f"NAME{after_name}<arg_key{suffix}>KEY</arg_key{suffix}><arg_value{suffix}>VALUE</arg_value{suffix}>",
+        head=re.compile(rf"\A\s*([^\s<]+)\s*{after_name}"),
+        argument=re.compile(rf"\s*<{key}>([^<]*)</{key}>\s*<{value}>"),
+        end=f"</{value}>",
+        tail="",
+        example=f"NAME{after_name}<{key}>KEY</{key}><{value}>VALUE</{value}>",
     )
 
 
 def _glm_inner(suffix: str) -> tuple[str, ...]:
-    return tuple(
-        f"<{slash}{tag}{suffix}>" for tag in ("arg_key", "arg_value") for slash in ("", "/")
-    )
+    key = f"arg_key{suffix}"
+    value = f"arg_value{suffix}"
+    return f"<{key}>", f"</{key}>", f"<{value}>", f"</{value}>"
 
 
 _KIMI_MARK = "<|tool_call_argument_begin|>"
@@ -219,11 +230,11 @@ def _kimi_head(text: str) -> tuple[str, str]:
 _KIMI = NamedJsonCalls(_KIMI_MARK, f"functions.NAME:0{_KIMI_MARK}{{...}}", _kimi_head)
 _KIMI_SECTIONS = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _KIMI_K3 = TaggedCalls(
-    re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
-    re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
-    "<|close|>argument<|sep|>",
-    "<|close|>call<|sep|>",
-    '<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
+    head=re.compile(r'<\|open\|>call tool="([^"<]*)"[^<]*<\|sep\|>'),
+    argument=re.compile(r'\s*<\|open\|>argument key="([^"<]*)" type="(?P<type>[^"<]*)"<\|sep\|>'),
+    end="<|close|>argument<|sep|>",
+    tail="<|close|>call<|sep|>",
+    example='<|open|>call tool="NAME"<|sep|><|open|>argument key="KEY" type="TYPE"<|sep|>VALUE'
     "<|close|>argument<|sep|><|close|>call<|sep|>",
 )
 _KIMI_K3_INNER = (
@@ -236,11 +247,11 @@ _KIMI_K3_INNER = (
 
 def _minimax_tags(call: str, argument: str) -> TaggedCalls:
     return TaggedCalls(
-        re.compile(rf'<{call} name="([^">\n]*)">'),
-        re.compile(rf'\s*<{argument} name="([^">\n]*)">'),
-        f"</{argument}>",
-        f"</{call}>",
-        f'<{call} name="NAME"><{argument} name="KEY">VALUE</{argument}></{call}>',
+        head=re.compile(rf'<{call} name="([^">\n]*)">'),
+        argument=re.compile(rf'\s*<{argument} name="([^">\n]*)">'),
+        end=f"</{argument}>",
+        tail=f"</{call}>",
+        example=f'<{call} name="NAME"><{argument} name="KEY">VALUE</{argument}></{call}>',
     )
 
 
@@ -257,7 +268,8 @@ _MISTRAL = NamedJsonCalls("[ARGS]", "[TOOL_CALLS]NAME[ARGS]{...}", _mistral_head
 
 
 def _mistral(body: str, tools: Tools) -> list[ToolCall]:
-    return (_JSON_LIST if body.lstrip()[:1] in ("[", "{") else _MISTRAL)(body, tools)
+    is_json = body.lstrip()[:1] in ("[", "{")
+    return _JSON_LIST(body, tools) if is_json else _MISTRAL(body, tools)
 
 
 def _solar_head(text: str) -> tuple[str, str]:
@@ -280,12 +292,15 @@ def _apertus(body: str, tools: Tools) -> list[ToolCall]:
         return [malformed_call(error.cause, str(error))]
     if not isinstance(value, list) or not value:
         return [malformed_call("not_a_call", 'tool calls are a list of objects {"NAME": {...}}')]
-    return [
-        make_call(*next(iter(item.items())))
-        if isinstance(item, dict) and len(item) == 1
-        else malformed_call("not_a_call", 'a tool call is an object {"NAME": {...}}')
-        for item in value
-    ]
+
+    calls = []
+    for item in value:
+        if isinstance(item, dict) and len(item) == 1:
+            ((name, arguments),) = item.items()
+            calls.append(make_call(name, arguments))
+        else:
+            calls.append(malformed_call("not_a_call", 'a tool call is an object {"NAME": {...}}'))
+    return calls
 
 
 _GRANITE_ENDS = ("<|/tool_call|>", "</tool_call>")
@@ -314,11 +329,11 @@ def _minicpm(body: str, tools: Tools) -> list[ToolCall]:
 
 
 _QWEN3_CODER_TAGS = TaggedCalls(
-    re.compile(r"<function=([^>\n]*)>"),
-    re.compile(r"\s*<parameter=([^>\n]*)>"),
-    "</parameter>",
-    "</function>",
-    "<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
+    head=re.compile(r"<function=([^>\n]*)>"),
+    argument=re.compile(r"\s*<parameter=([^>\n]*)>"),
+    end="</parameter>",
+    tail="</function>",
+    example="<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>",
     newline=True,
 )
 _SEED_TAGS = replace(_QWEN3_CODER_TAGS, newline=False)

@@ -1,4 +1,9 @@
-"""Read tool-call bodies: JSON, named JSON, tags, Python literals."""
+"""Read tool-call bodies: JSON, named JSON, tags, Python literals.
+
+A reader returns the calls in the text between two marks and never raises: what cannot be read is a
+call with an error for the model, and a cause that is counted (`malformed_call`). Which marks belong
+to which reader is in `formats.py`.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +49,11 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 
 
 def read_json(text: str, what: str = "the tool call") -> Any:
-    """Parse strict JSON. Raises `MalformedCall`: `truncated`, `trailing_comma`, `python_literal`,
-    `too_deep` or `not_json`."""
+    """Parse strict JSON; `what` names the text in errors.
+
+    Raises `MalformedCall`: `truncated`, `trailing_comma`, `python_literal`, `too_deep` or
+    `not_json`.
+    """
     try:
         return _DECODER.decode(text)
     except RecursionError:
@@ -57,38 +65,44 @@ def read_json(text: str, what: str = "the tool call") -> Any:
 
 
 def _explained(text: str, error: json.JSONDecodeError, what: str) -> MalformedCall:
-    at = error.pos
-    before = text[max(0, at - _NEAR) : at].rstrip()
-    if text.strip() and (not text[at:].strip() or error.msg.startswith("Unterminated string")):
+    """Return the error of a text that is no JSON, with what the model should write instead."""
+    position = error.pos
+    is_unterminated = error.msg.startswith("Unterminated string")
+    if text.strip() and (is_unterminated or not text[position:].strip()):
         return MalformedCall("truncated", f"{what} is cut off: {error}")
-    if _COMMA.match(text, at) and (text[at] == "," or before.endswith(",")):
-        cause, found = "trailing_comma", f"remove the comma before the closing bracket ({error})"
-    elif _PYTHON.match(text, at):
-        found = (
+
+    cause = "not_json"
+    problem = str(error)
+    before = text[max(0, position - _NEAR) : position].rstrip()
+    if _COMMA.match(text, position) and (text[position] == "," or before.endswith(",")):
+        cause = "trailing_comma"
+        problem = f"remove the comma before the closing bracket ({error})"
+    elif _PYTHON.match(text, position):
+        cause = "python_literal"
+        problem = (
             f"write strings in double quotes, and true, false and null in small letters ({error})"
         )
-        cause = "python_literal"
-    else:
-        cause, found = "not_json", str(error)
-    return MalformedCall(cause, f"{what} is not valid JSON: {found}")
+    return MalformedCall(cause, f"{what} is not valid JSON: {problem}")
 
 
 def python_as_json(text: str) -> str:
-    """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and
-    dicts of them) to JSON text.
+    """Convert Python literals (strings, numbers, True, False, None, and lists, tuples and dicts of
+    them) to JSON text.
 
     Raises `MalformedCall`: `truncated` if a string does not end, `not_json` for any other name.
     """
     parts: list[str] = []
-    at = 0
-    while at < len(text):
-        token = _TOKEN.match(text, at)
+    position = 0
+    while position < len(text):
+        token = _TOKEN.match(text, position)
         if token is None:
             raise MalformedCall("truncated", "the tool call is cut off: a string does not end")
-        at = token.end()
-        if (string := token["string"]) is not None:
+        position = token.end()
+
+        string, word = token["string"], token["word"]
+        if string is not None:
             parts.append(json.dumps(_ESCAPE.sub(_escaped, string[1:-1])))
-        elif (word := token["word"]) is not None:
+        elif word is not None:
             if word not in _WORDS and word not in _WORDS.values():
                 raise MalformedCall(
                     "not_json",
@@ -102,10 +116,12 @@ def python_as_json(text: str) -> str:
 
 def _escaped(match: re.Match[str]) -> str:
     """Return the character of an escape in a Python string; invalid escapes stay unchanged."""
-    what = match[1]
-    if len(what) > 1:
-        return chr(int(what[1:], 16))
-    return _ESCAPED.get(what) if what in _ESCAPED else what if what in "\\'\"" else match[0]  # type: ignore[return-value]
+    escaped = match[1]
+    if len(escaped) > 1:
+        return chr(int(escaped[1:], 16))
+    if escaped in _ESCAPED:
+        return _ESCAPED[escaped]
+    return escaped if escaped in "\\'\"" else match[0]
 
 
 def coerce(text: str, schema: Any) -> Any:
@@ -126,8 +142,9 @@ def coerce(text: str, schema: Any) -> Any:
             value = _DECODER.decode(python_as_json(text))
         except (ValueError, RecursionError):
             return text
-    # "1.0" passes as an integer in the check of arguments; where a text is
-    # possible too, it stays one
+
+    # "1.0" passes as an integer in the check of arguments; where a text is possible too, it stays
+    # one.
     value_type = "number" if isinstance(value, float) else json_type(value)
     if "string" in types and value_type not in types:
         return text
@@ -135,12 +152,12 @@ def coerce(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> frozenset[str]:
-    """Return the JSON types that a schema allows; all of them if it names
-    none, or cannot be read."""
+    """Return the JSON types that a schema allows; all of them if it names none, or cannot be
+    read."""
     if not isinstance(schema, Mapping):
         return JSON_TYPES
     if schema.get("type") == "string" and is_plain(schema):
-        return _TEXT
+        return _STRING_ALONE
     try:
         resolved = read_schema(schema)
         return resolved.types(resolved.root)
@@ -148,9 +165,7 @@ def _types(schema: Any) -> frozenset[str]:
         return JSON_TYPES
 
 
-_TEXT = frozenset({"string"})
-
-
+_STRING_ALONE = frozenset({"string"})
 _CDATA = "<![CDATA["
 
 
@@ -167,11 +182,13 @@ class JsonCalls:
     """Whether each line is a call, as one JSON object."""
 
     def __call__(self, body: str, tools: Tools = ()) -> list[ToolCall]:
-        if self.lines:
-            return [
-                call for line in body.split("\n") if line.strip() for call in self._read(line)
-            ] or self._read(body)
-        return self._read(body)
+        if not self.lines:
+            return self._read(body)
+        calls: list[ToolCall] = []
+        for line in body.split("\n"):
+            if line.strip():
+                calls += self._read(line)
+        return calls or self._read(body)
 
     def _read(self, body: str) -> list[ToolCall]:
         try:
@@ -183,44 +200,52 @@ class JsonCalls:
         return [self._call(value)]
 
     def _call(self, value: Any) -> ToolCall:
-        key = self.arguments[0]
-        if isinstance(value, dict) and isinstance(
-            value.get("function"), dict
-        ):  # a call in OpenAI's own shape
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):
+            # A call in OpenAI's own shape.
             value = {self.given_id: value.get(self.given_id), **value["function"]}
         if not isinstance(value, dict) or not isinstance(value.get(self.name), str):
             return malformed_call(
-                "not_a_call", f'a tool call is a JSON object with "{self.name}" and "{key}"'
+                "not_a_call",
+                f'a tool call is a JSON object with "{self.name}" and "{self.arguments[0]}"',
             )
-        given = value.get(self.given_id)
-        found = next((value[key] for key in self.arguments if key in value), None)
-        if found is None and len(value) == 1:
-            found = {}
+
+        arguments = None
+        for key in self.arguments:
+            if key in value:
+                arguments = value[key]
+                break
+        if arguments is None and len(value) == 1:  # a name alone
+            arguments = {}
+        given_id = value.get(self.given_id)
         return make_call(
             value[self.name],
-            found,
-            given if isinstance(given, str) else "",
-            f'"{key}" of a tool call',
+            arguments,
+            given_id if isinstance(given_id, str) else "",
+            what=f'"{self.arguments[0]}" of a tool call',
         )
 
 
 def make_call(
     name: str, arguments: Any, given_id: str = "", what: str = "the arguments of a tool call"
 ) -> ToolCall:
-    """Make a call from arguments: an object, or a string with one in JSON (as in OpenAI's API)."""
-    given = arguments
+    """Make a call from arguments: an object, or a string with one in JSON (as in OpenAI's API).
+
+    `what` names the arguments in errors.
+    """
+    value = arguments
     if isinstance(arguments, str):
         try:
-            arguments = read_json(arguments)
+            value = read_json(arguments)
         except MalformedCall as error:
-            wrong = f"{what} is a JSON object, not a string ({error})"
-            return malformed_call("arguments_not_object", wrong, name, given_id, given)
-    if not isinstance(arguments, dict):
-        raw = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        return malformed_call(
-            "arguments_not_object", f"{what} is a JSON object", name, given_id, raw
-        )
-    return ToolCall(name, arguments, given_id)
+            problem = f"{what} is a JSON object, not a string ({error})"
+            return malformed_call("arguments_not_object", problem, name, given_id, arguments)
+    if isinstance(value, dict):
+        return ToolCall(name, value, given_id)
+
+    raw = arguments
+    if not isinstance(arguments, str):
+        raw = json.dumps(arguments, ensure_ascii=False)
+    return malformed_call("arguments_not_object", f"{what} is a JSON object", name, given_id, raw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,18 +260,20 @@ class NamedJsonCalls:
 
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         before, found, after = body.partition(self.mark)
-        name, given_id = self.head(before)
         if not found:
-            missing = (
+            problem = (
                 f"the tool call is cut off: {self.mark.strip()} is missing; write {self.example}"
             )
-            return [malformed_call("truncated", missing)]
+            return [malformed_call("truncated", problem)]
+
+        name, given_id = self.head(before)
         if not name or name != "".join(name.split()):
             return [malformed_call("not_a_call", f"a tool call looks like {self.example}")]
+        arguments = after.strip()
         try:
-            return [make_call(name, read_json(after.strip()), given_id)]
+            return [make_call(name, read_json(arguments), given_id)]
         except MalformedCall as error:
-            return [malformed_call(error.cause, str(error), name, given_id, after.strip())]
+            return [malformed_call(error.cause, str(error), name, given_id, arguments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +287,8 @@ class TaggedCalls:
     head: re.Pattern[str]
     """Beginning of a call; group 1 is its name."""
     argument: re.Pattern[str]
-    """Beginning of an argument; group 1 is its name, group `type` whether it is a `string`,
-    if the format has one."""
+    """Beginning of an argument; group 1 is its name, group `type` whether it is a `string`, if the
+    format has one."""
     end: str
     """End of an argument."""
     tail: str
@@ -275,78 +302,83 @@ class TaggedCalls:
     def __call__(self, body: str, tools: Tools) -> list[ToolCall]:
         heads = list(self.head.finditer(body))
         if not heads:
-            return [
-                malformed_call(
-                    "not_a_call" if body.strip() else "truncated",
-                    f"a tool call looks like {self.example}",
-                )
-            ]
+            cause = "not_a_call" if body.strip() else "truncated"
+            return [malformed_call(cause, f"a tool call looks like {self.example}")]
+
         calls = []
         if body[: heads[0].start()].strip():
-            before = f"text stands before the tool call; a tool call looks like {self.example}"
-            calls.append(malformed_call("not_a_call", before))
-        ends = [*(head.start() for head in heads[1:]), len(body)]
+            problem = f"text stands before the tool call; a tool call looks like {self.example}"
+            calls.append(malformed_call("not_a_call", problem))
+        ends = [*[head.start() for head in heads[1:]], len(body)]
         for head, end in zip(heads, ends, strict=True):
             name = head[1].strip()
+            if not name:
+                problem = f"the tool call has no name; it looks like {self.example}"
+                calls.append(malformed_call("not_a_call", problem))
+                continue
             try:
-                if not name:
-                    raise MalformedCall(
-                        "not_a_call", f"the tool call has no name; it looks like {self.example}"
-                    )
-                calls.append(
-                    ToolCall(name, dict(self._arguments(body[head.end() : end], name, tools)))
-                )
+                arguments = dict(self._arguments(body[head.end() : end], name, tools))
+                calls.append(ToolCall(name, arguments))
             except MalformedCall as error:
                 calls.append(malformed_call(error.cause, str(error), name))
         return calls
 
     def _arguments(self, text: str, name: str, tools: Tools) -> Iterator[tuple[str, Any]]:
+        """Yield the arguments of a call of the tool `name`; raise `MalformedCall` if it does not
+        end after them."""
         properties = properties_of(tools, name)
-        known: set[str] = set()
-        at = 0
-        while match := self.argument.match(text, at):
-            key = match[1].strip()
-            if key in known:
+        given_keys: set[str] = set()
+        position = 0
+        head = self.argument.match(text)
+        while head is not None:
+            key = head[1].strip()
+            if key in given_keys:
                 raise MalformedCall(
                     "repeated_argument", f"the argument {key:.80} is given twice; give it once"
                 )
-            known.add(key)
-            begin = match.end()
-            begin = begin + len(_CDATA) if self.cdata and text.startswith(_CDATA, begin) else begin
-            end = "]]>" + self.end if begin != match.end() else self.end
-            at = text.find(end, begin)
-            if at < 0:
+            given_keys.add(key)
+
+            start = head.end()
+            end_mark = self.end
+            if self.cdata and text.startswith(_CDATA, start):
+                start += len(_CDATA)
+                end_mark = "]]>" + self.end
+            end = text.find(end_mark, start)
+            if end < 0:
                 raise MalformedCall(
-                    "truncated", f"the tool call is cut off: the argument {key:.80} has no {end}"
+                    "truncated",
+                    f"the tool call is cut off: the argument {key:.80} has no {end_mark}",
                 )
-            value = text[begin:at]
-            at += len(end)
+            value = text[start:end]
             if self.newline:
                 value = value.removeprefix("\n").removesuffix("\n")
-            kind = match.groupdict().get("type")
+
+            kind = head.groupdict().get("type")
             if kind is None:
                 yield key, coerce(value, properties.get(key))
+            elif kind in ("string", "true"):
+                yield key, value
             else:
-                yield (
-                    key,
-                    value
-                    if kind in ("string", "true")
-                    else read_json(value, f"the argument {key:.80}"),
+                yield key, read_json(value, f"the argument {key:.80}")
+            position = end + len(end_mark)
+            head = self.argument.match(text, position)
+
+        self._check_end(text[position:].strip())
+
+    def _check_end(self, rest: str) -> None:
+        """Raise `MalformedCall` if what follows the last argument does not end the call."""
+        if self.tail:
+            if not rest:
+                raise MalformedCall(
+                    "truncated", f"the tool call does not end: {self.tail} is missing"
                 )
-        rest = text[at:].strip()
-        if self.tail and rest.startswith(self.tail):
+            if not rest.startswith(self.tail):
+                problem = f"{rest[:40]!r} stands in place of {self.tail}"
+                raise MalformedCall("not_a_call", f"the tool call does not end: {problem}")
             rest = rest[len(self.tail) :].strip()
-        elif self.tail:
-            problem = (
-                f"{rest[:40]!r} stands in place of {self.tail}"
-                if rest
-                else f"{self.tail} is missing"
-            )
-            raise MalformedCall(
-                "not_a_call" if rest else "truncated", f"the tool call does not end: {problem}"
-            )
         if rest:
-            problem = (
-                f"the tool call has {rest[:40]!r} where it should end; it looks like {self.example}"
+            raise MalformedCall(
+                "not_a_call",
+                f"the tool call has {rest[:40]!r} where it should end; it looks like "
+                f"{self.example}",
             )
-            raise MalformedCall("not_a_call", problem)

@@ -2,6 +2,10 @@
 
 A format is a row of marks with a reader for the text between them. Parsing is linear in the length
 of the text. Malformed calls become calls with an error and a cause (`ToolCall.error`, `.cause`).
+
+`ReplyFormat.parse` is the way of a reply: its thinking is split off, then the calls, and what is
+left is visible text. The rows are in `formats.py`, the readers in `readers.py`; formats that are no
+row of marks have parsers of their own in `special_formats.py`.
 """
 
 from __future__ import annotations
@@ -22,8 +26,8 @@ from turnwright.types.json_schema import (
 )
 
 Read = Callable[[str, Tools], list[ToolCall]]
-"""Reads the text between the marks of a call, or of a list of calls; ids
-may be empty. Never raises."""
+"""Reads the text between the marks of a call, or of a list of calls; ids may be empty. Never
+raises."""
 
 
 class Parser(Protocol):
@@ -46,8 +50,8 @@ class Parser(Protocol):
         Args:
             text: the reply without its end token, except where this token is also the mark that
                 ends a call (see `closes`).
-            tools: OpenAI schemas of the tools offered to the model; without
-                any, calls are not parsed.
+            tools: OpenAI schemas of the tools offered to the model; without any, calls are not
+                parsed.
             thinking: whether the prompt opens the thinking, so that the reply starts inside it.
         """
 
@@ -66,14 +70,14 @@ class MalformedCall(ValueError):
 def malformed_call(
     cause: str, message: str, name: str = "", given_id: str = "", raw: str = ""
 ) -> ToolCall:
-    """Make a call that cannot be executed, with its error, and the text of its
-    arguments if it is known."""
+    """Make a call that cannot be executed, with its error, and the text of its arguments if it is
+    known."""
     return ToolCall(name, {}, given_id, message, cause, raw)
 
 
 def unopened_call(part: str, beginning: str) -> ToolCall:
-    """Make the malformed call of a reply that shows a part of a call, but not the
-    mark that begins one."""
+    """Make the malformed call of a reply that shows a part of a call, but not the mark that begins
+    one."""
     return malformed_call(
         "unopened",
         f"the tool call has no beginning: {part} is outside of a call; begin it with {beginning}",
@@ -94,11 +98,11 @@ class ReasoningMarks:
         return prompt.rfind(self.open.strip()) > prompt.rfind(self.close)
 
     def split(self, text: str, thinking: bool) -> tuple[str | None, str | None]:
-        """Return the thinking, None if there is none, and the rest, None if the reply
-        was cut off while thinking.
+        """Return the thinking, None if there is none, and the rest, None if the reply was cut off
+        while thinking.
 
-        A close that nothing opened is text, since an answer may mention it; unless
-        the reply begins with it.
+        A close that nothing opened is text, since an answer may mention it; unless the reply begins
+        with it.
         """
         start = text.lstrip()
         opened = thinking or self.always_opened or start.startswith((self.open, self.close))
@@ -137,23 +141,25 @@ class CallSyntax:
 
     def scan(self, text: str, tools: Tools) -> tuple[list[ToolCall], str]:
         """Return the calls in a text, and the text without them."""
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         outside: list[str] = []
-        at = 0
-        while (start := text.find(self.open, at)) >= 0:
-            outside.append(text[at:start])
-            calls, at = self._block(text, start + len(self.open), tools)
-            found += calls
-        outside.append(text[at:])
+        position = 0
+        start = text.find(self.open)
+        while start >= 0:
+            outside.append(text[position:start])
+            block_calls, position = self._block(text, start + len(self.open), tools)
+            calls += block_calls
+            start = text.find(self.open, position)
+        outside.append(text[position:])
         rest = "".join(outside)
+
         if self.sections:
-            if not found and self.sections[0] in rest:
-                found.append(
-                    malformed_call("truncated", f"the tool call is cut off: {self.open} is missing")
-                )
+            if not calls and self.sections[0] in rest:
+                problem = f"the tool call is cut off: {self.open} is missing"
+                calls.append(malformed_call("truncated", problem))
             for mark in self.sections:
                 rest = rest.replace(mark, "")
-        return found, rest.strip() if found else rest
+        return calls, rest.strip() if calls else rest
 
     def _block(self, text: str, start: int, tools: Tools) -> tuple[list[ToolCall], int]:
         """Return the calls of one block, and the position after it.
@@ -164,31 +170,33 @@ class CallSyntax:
         """
         if not self.close:
             end = text.find(self.open, start)
-            end = len(text) if end < 0 else end
+            if end < 0:
+                end = len(text)
             return self.read(text[start:end], tools), end
+
         end = text.find(self.close, start)
         if end < 0:
-            return [
-                malformed_call("truncated", f"the tool call is cut off: {self.close} is missing")
-            ], len(text)
+            problem = f"the tool call is cut off: {self.close} is missing"
+            return [malformed_call("truncated", problem)], len(text)
         after = end + len(self.close)
         calls = self.read(text[start:end], tools)
         if all(call.error is None for call in calls):
             return calls, after
+
+        # Malformed. Another block may begin inside.
         next_open = text.rfind(self.open, start, end)
         if next_open >= 0:
-            return [
-                malformed_call(
-                    "truncated", f"the tool call is cut off: another begins before {self.close}"
-                )
-            ], next_open
+            problem = f"the tool call is cut off: another begins before {self.close}"
+            return [malformed_call("truncated", problem)], next_open
+
+        # The close mark may be part of an argument.
         if calls[-1].cause == "truncated":
-            following = text.find(self.open, after)
-            last = text.rfind(self.close, after, len(text) if following < 0 else following)
-            if last >= 0:
-                longer = self.read(text[start:last], tools)
+            next_block = text.find(self.open, after)
+            last_close = text.rfind(self.close, after, len(text) if next_block < 0 else next_block)
+            if last_close >= 0:
+                longer = self.read(text[start:last_close], tools)
                 if all(call.error is None for call in longer):
-                    return longer, last + len(self.close)
+                    return longer, last_close + len(self.close)
         return calls, after
 
 
@@ -215,8 +223,8 @@ class ReplyFormat:
     """
     closes: tuple[str, ...] = field(init=False)
     _inside: Mapping[str, str] = field(init=False)
-    """Marks that show outside of a call that one has no beginning, with the
-    mark that begins one."""
+    """Marks that show outside of a call that one has no beginning, with the mark that begins
+    one."""
 
     def __post_init__(self) -> None:
         closes: list[str] = []
@@ -231,26 +239,32 @@ class ReplyFormat:
 
     def parse(self, text: str, tools: Tools = (), *, thinking: bool = False) -> Message:
         """See `Parser.parse`."""
-        if not thinking:  # a loop, since `any` takes a generator for every reply
+        # Most replies are text alone. A loop, since `any` takes a generator for every reply.
+        if not thinking:
             for hint in self.hints:
                 if hint in text:
                     break
             else:
                 if not tools or self.bare is None or text[-1:] not in _LAST_CHARACTERS:
                     return Message("assistant", text)
-                bare = self._bare_call(text, tools)
-                return Message(
-                    "assistant",
-                    text,
-                    tool_calls=() if bare is None else finish_calls([bare], tools),
-                )
+                bare_call = self._bare_call(text, tools)
+                bare_calls = () if bare_call is None else finish_calls([bare_call], tools)
+                return Message("assistant", text, tool_calls=bare_calls)
 
-        calls_first = tools and not thinking and self._calls_first(text)
-        reasoning, rest = (None, text) if calls_first else self.thinking.split(text, thinking)
-        ignored = (
-            sum((reasoning or "").count(dialect.open) for dialect in self.dialects) if tools else 0
-        )
-        calls, visible = self._calls(rest or "", tools) if tools else ((), rest or "")
+        # The thinking; calls in it do not count.
+        reasoning, rest = None, text
+        if not tools or thinking or not self._calls_first(text):
+            reasoning, after_thinking = self.thinking.split(text, thinking)
+            rest = after_thinking or ""
+        ignored = 0
+        if tools and reasoning:
+            ignored = sum(reasoning.count(dialect.open) for dialect in self.dialects)
+
+        # The calls, and the text around them.
+        calls: tuple[ToolCall, ...] = ()
+        visible = rest
+        if tools:
+            calls, visible = self._calls(rest, tools)
         if self.header is not None:
             if tools and not calls:
                 calls = self._called_by_header(visible, tools)
@@ -266,8 +280,8 @@ class ReplyFormat:
         return self.thinking.opened(prompt)
 
     def _calls_first(self, text: str) -> bool:
-        """Return whether a call begins before an unopened thinking ends: the end
-        may be part of an argument."""
+        """Return whether a call begins before an unopened thinking ends: the end may be part of an
+        argument."""
         end = text.find(self.thinking.close)
         if end < 0 or text.lstrip().startswith(self.thinking.open):
             return False
@@ -275,39 +289,36 @@ class ReplyFormat:
 
     def _calls(self, text: str, tools: Tools) -> tuple[tuple[ToolCall, ...], str]:
         """Return the calls of a reply after its thinking, and its text without them."""
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         outside = text
         for dialect in self.dialects:
             if dialect.open in text or (dialect.sections and dialect.sections[0] in text):
-                found, outside = dialect.scan(text, tools)
+                calls, outside = dialect.scan(text, tools)
                 break
 
         # Half a call stays in the text: only the model can say where it begins.
-        visible = outside
         for mark, beginning in self._inside.items():
             if mark in outside and not is_mentioned(outside, mark):
-                found = [*found, unopened_call(mark.strip(), beginning)]
+                calls = [*calls, unopened_call(mark.strip(), beginning)]
                 break
         else:
-            bare = None if found else self._bare_call(text, tools)
-            found = found if bare is None else [bare]
-        return finish_calls(found, tools) if found else (), visible
+            if not calls:
+                bare_call = self._bare_call(text, tools)
+                if bare_call is not None:
+                    calls = [bare_call]
+        return finish_calls(calls, tools) if calls else (), outside
 
     def _called_by_header(self, text: str, tools: Tools) -> tuple[ToolCall, ...]:
         """Return the malformed call of a text that has the header of one, and no call after it."""
         assert self.header is not None
         recipients = {match[1] for match in self.header.finditer(text)}
-        begins = self.dialects[0].open
-        cut = [
-            malformed_call("truncated", f"the tool call is cut off: {begins} is missing", name)
-            for name in map(name_of, tools)
-            if name in recipients
-        ]
-        return finish_calls(cut, tools)
+        problem = f"the tool call is cut off: {self.dialects[0].open} is missing"
+        called = [name for name in map(name_of, tools) if name in recipients]
+        return finish_calls([malformed_call("truncated", problem, name) for name in called], tools)
 
     def _bare_call(self, text: str, tools: Tools) -> ToolCall | None:
-        """Return the malformed call of a text that ends in a call without any
-        mark; None if it does not."""
+        """Return the malformed call of a text that ends in a call without any mark; None if it does
+        not."""
         if self.bare is None or not text.rstrip().endswith(CALL_ENDS):
             return None
         names = {name_of(tool) for tool in tools}
@@ -322,15 +333,15 @@ _LAST_CHARACTERS = frozenset((*CALL_ENDS, "\n", " "))
 
 
 def is_mentioned(text: str, mark: str) -> bool:
-    """Return whether a text only talks about a mark: it is in quotes, or in a code
-    span, wherever it is."""
-    at = text.find(mark)
-    while at >= 0:
-        quote = text[at - 1 : at] if at else ""
-        end = at + len(mark)
+    """Return whether a text only talks about a mark: it is in quotes, or in a code span, wherever
+    it is."""
+    start = text.find(mark)
+    while start >= 0:
+        quote = text[start - 1 : start] if start else ""
+        end = start + len(mark)
         if not quote or quote not in "`'\"" or quote not in text[end : end + _MENTION]:
             return False
-        at = text.find(mark, end)
+        start = text.find(mark, end)
     return True
 
 
@@ -338,34 +349,31 @@ _MENTION = 80
 """Characters after a mark in which its quote ends."""
 
 
-def finish_calls(found: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
+def finish_calls(calls: Iterable[ToolCall], tools: Tools) -> tuple[ToolCall, ...]:
     """Add missing ids, and causes that are known without executing the calls.
 
-    An unknown tool and a repeated call get a cause without an error. The environment
-    answers the first, because it knows the nearest name; the second may be intended (a
-    step to the right, twice).
+    An unknown tool and a repeated call get a cause without an error. The environment answers the
+    first, because it knows the nearest name; the second may be intended (a step to the right,
+    twice).
     """
-    names = {name_of(tool) for tool in tools}
-    known: set[tuple[str, str]] = set()
-    calls: list[ToolCall] = []
-    for number, call in enumerate(found):
+    tool_names = {name_of(tool) for tool in tools}
+    made_calls: set[tuple[str, str]] = set()
+    finished: list[ToolCall] = []
+    for number, call in enumerate(calls):
         cause = call.cause
         if call.error is None:
             try:
                 key = call.name, repr(call.arguments)
             except RecursionError:
                 key = call.name, ""
-            if call.name not in names:
+            if call.name not in tool_names:
                 cause = "unknown_tool"
-            elif key in known:
+            elif key in made_calls:
                 cause = "duplicated"
-            known.add(key)
-        calls.append(
-            ToolCall(
-                call.name, call.arguments, call.id or f"call_{number}", call.error, cause, call.raw
-            )
-        )
-    return tuple(calls)
+            made_calls.add(key)
+        call_id = call.id or f"call_{number}"
+        finished.append(ToolCall(call.name, call.arguments, call_id, call.error, cause, call.raw))
+    return tuple(finished)
 
 
 def name_of(tool: Mapping[str, Any]) -> Any:
@@ -377,9 +385,12 @@ def name_of(tool: Mapping[str, Any]) -> Any:
 def properties_of(tools: Tools, name: str) -> Mapping[str, Any]:
     """Return the schema of each parameter of a tool, with what its references mean; empty if
     unknown. Never raises."""
-    body: Any = next((tool.get("function", tool) for tool in tools if name_of(tool) == name), None)
-    parameters = body.get("parameters") if isinstance(body, Mapping) else None
-    return ParameterSchemas(parameters) if isinstance(parameters, Mapping) else {}
+    for tool in tools:
+        if name_of(tool) == name:
+            body = tool.get("function", tool)
+            parameters = body.get("parameters") if isinstance(body, Mapping) else None
+            return ParameterSchemas(parameters) if isinstance(parameters, Mapping) else {}
+    return {}
 
 
 class ParameterSchemas(Mapping[str, Any]):
@@ -399,9 +410,10 @@ class ParameterSchemas(Mapping[str, Any]):
         self._keys: ObjectKeys | None = None
 
     def __getitem__(self, name: str) -> Any:
-        own = self._properties.get(name)
-        if is_plain(own):
-            return own
+        declared = self._properties.get(name)
+        if is_plain(declared):
+            return declared
+
         if self._keys is None:
             try:
                 self._resolved = read_schema(self._parameters)
@@ -417,7 +429,7 @@ class ParameterSchemas(Mapping[str, Any]):
         if not schemas:
             raise KeyError(name)
         if self._resolved is None:
-            return own
+            return declared
 
         # Alternatives may differ; those without a type leave it to the others.
         types = [self._resolved.types(schema) for schema in schemas]
@@ -432,7 +444,7 @@ class ParameterSchemas(Mapping[str, Any]):
 
 
 def _occurs_in(pattern: str, key: str) -> bool:
-    """Whether a pattern for names occurs in a name.
+    """Return whether a pattern for names occurs in a name.
 
     Names are short, which bounds the time of a pattern.
     """
