@@ -318,7 +318,8 @@ def _content(value: Any) -> str | tuple[ContentPart, ...]:
 def is_image_object(value: Any) -> bool:
     """Return whether a value is an image object: a PIL image or a numpy array."""
     # By the name of its package, since neither is a dependency of this module.
-    packages = _packages(type(value))
+    kind: type = type(value)
+    packages = _packages(kind)
     if "PIL" in packages and hasattr(value, "tobytes"):
         return True
     return "numpy" in packages and getattr(value, "ndim", 0) > 0
