@@ -28,10 +28,17 @@ GRAY = 128
 
 @dataclass(slots=True)
 class _WriteLock:
-    """Lock of an image that threads write; it goes when no thread holds or awaits it."""
+    """Lock of an image that threads write."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     threads: int = 0
+    """Number of threads that hold or await it."""
+
+    def enter(self) -> None:
+        self.threads += 1
+
+    def leave(self) -> None:
+        self.threads -= 1
 
 
 class MediaStore:
@@ -268,13 +275,13 @@ class MediaStore:
         """Hold the lock of one image."""
         with self._lock:
             writing = self._writing.setdefault(name, _WriteLock())
-            writing.threads += 1
+            writing.enter()
         try:
             with writing.lock:
                 yield
         finally:
             with self._lock:
-                writing.threads -= 1
+                writing.leave()
                 if not writing.threads:
                     self._writing.pop(name, None)
 
