@@ -163,7 +163,7 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 @cache
 def field_docs() -> dict[str, str]:
     """Return the docstring of each key that has one, with what the key needs to have an effect."""
-    docs = {name: (kind.__doc__ or "").strip() for name, kind in sections().items()}
+    docs = {name: " ".join((kind.__doc__ or "").split()) for name, kind in sections().items()}
     docs |= _docstrings(RunConfig)
     for section, kind in sections().items():
         for name, text in _docstrings(kind).items():
