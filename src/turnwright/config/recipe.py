@@ -118,13 +118,13 @@ def override(
     merged.add(to_tree(resolved.config), DEFAULT, where="run")
     merged.origins = dict(resolved.origins)
 
-    given = set()
+    overridden = set()
     for dotted, text in parse_overrides(overrides):
-        given.add(merged.override(dotted, text))
+        overridden.add(merged.override(dotted, text))
 
     # A run of `turnwright.train()` was given its environments as objects.
     context = Context(training, has_objects=not resolved.config.env)
-    return merged.resolved(merged.origins, COMMAND_LINE, context, resolved.recipe, given=given)
+    return merged.resolved(merged.origins, COMMAND_LINE, context, resolved.recipe, given=overridden)
 
 
 def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
@@ -186,6 +186,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); check its permissions"
         ) from None
+
     if not table:
         raise ConfigError(f"{path}: the recipe is empty; {MINIMAL_RECIPE_HINT}")
     return table

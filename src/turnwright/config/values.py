@@ -145,6 +145,7 @@ def describe_bounds(hint: Any) -> str:
             case Le(le=limit):
                 highest = limit
                 words.append(f"at most {limit:g}")
+
     if lowest is not None and highest is not None:
         return f"from {lowest:g} to {highest:g}"
     # Both numbers of a pair have the same bounds.

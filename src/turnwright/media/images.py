@@ -60,6 +60,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
     pillow = _pillow()
     while isinstance(value, Image):
         value = value.value
+
     try:
         if isinstance(value, np.ndarray):
             pixels = _from_array(value, limits)
@@ -73,6 +74,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
         raise MediaError(
             f"an image cannot be read: {type(error).__name__}: {error!s:.200}"
         ) from error
+
     pixels.flags.writeable = False
     return pixels
 
@@ -178,6 +180,7 @@ def _file(path: Path, limits: MediaLimits) -> bytes:
     except OSError as error:
         why = error.strerror or os.strerror(error.errno or 0)
         raise MediaError(f"{path}: cannot be read ({why})") from error
+
     if len(content) > limits.bytes:  # it has grown since
         raise MediaError(f"{path}: over {limits.bytes} bytes, the limit of an image file")
     return content
@@ -190,12 +193,14 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
             f"an image as a string must be a base64 data URI, not {value!r:.60}; URLs are not "
             "fetched and paths in strings are not opened: pass a pathlib.Path for a file"
         )
+
     # Base64 writes 3 bytes as 4 characters; 8 more for the comma and the padding.
     if len(value) - len(head) > limits.bytes * 4 // 3 + 8:
         raise MediaError(
             f"a data URI of {len(value)} characters; the limit of an image file is {limits.bytes} "
             "bytes"
         )
+
     try:
         return base64.b64decode(value[len(head) + 1 :], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -80,6 +80,8 @@ def span_row(span: Span) -> dict[str, Any]:
         "start": span.start,
         "ids": span.ids,
     }
+
+    # Of sampled spans.
     if span.logprobs is not None:
         row["logprobs"] = span.logprobs
         row["version"] = span.version
@@ -87,12 +89,14 @@ def span_row(span: Span) -> dict[str, Any]:
             row["cache_version"] = span.cache_version
     if span.sampling is not None:
         row["sampling"] = span.sampling.to_dict()
+
     if span.agent != "main":
         row["agent"] = span.agent
     if span.untrained is not None:
         row["untrained"] = span.untrained
         if span.untrained_from:
             row["untrained_from"] = span.untrained_from
+
     if span.media:
         row["media"] = [
             {
@@ -206,6 +210,8 @@ def turn_row(turn: Turn, *, routes: bool = True) -> dict[str, Any]:
         "generate_s": turn.generate_s,
         "env_s": turn.env_s,
     }
+
+    # What few turns have.
     if turn.cached:
         row["cached"] = turn.cached
     if turn.weights is not None:
@@ -261,6 +267,7 @@ def failure_row(failure: Failure | None) -> dict[str, Any] | None:
         "phase": failure.phase,
         "traceback": failure.traceback,
     }
+
     if failure.kind:
         row["kind"] = failure.kind
     if failure.place:
@@ -288,6 +295,8 @@ def outcome_row(trajectory: Trajectory) -> dict[str, Any]:
         "wall_s": trajectory.wall_s,
         "reward_s": trajectory.reward_s,
     }
+
+    # What few episodes have.
     if trajectory.row_rewards:
         row["row_rewards"] = [
             [row_reward.reward, row_reward.turns] for row_reward in trajectory.row_rewards

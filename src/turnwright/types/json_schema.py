@@ -247,7 +247,8 @@ class ResolvedSchema:
             tuple_schemas = member.get("prefixItems") or ()
             items = member.get("items", True)
             if isinstance(items, list):  # a tuple of a schema that declares an old draft
-                tuple_schemas, items = items, member.get("additionalItems", True)
+                tuple_schemas = items
+                items = member.get("additionalItems", True)
             schemas.append(tuple_schemas[index] if index < len(tuple_schemas) else items)
         return schemas
 
@@ -412,6 +413,7 @@ class _Reader:
             self._normalize_type(node, where)
         if not isinstance(node.get("required", []), (list, tuple)):
             del node["required"]  # draft 3 wrote it, as a boolean, into the schema of the argument
+
         if not self.boolean_limits:
             for limit, exclusive in (
                 ("minimum", "exclusiveMinimum"),
@@ -422,6 +424,8 @@ class _Reader:
                     is_exclusive = node.pop(exclusive)
                     if is_exclusive and limit in node:
                         node[exclusive] = node.pop(limit)
+
+        # Before draft 2020-12, `items` was the list of a tuple's schemas.
         if isinstance(node.get("items"), list) and not self.old_draft:
             node["prefixItems"] = node.pop("items")
             if "additionalItems" in node:
@@ -429,8 +433,10 @@ class _Reader:
 
     def _normalize_type(self, node: dict[str, Any], where: str) -> None:
         written = node["type"]
+        names = [written] if isinstance(written, str) else written
+
         types: list[str] = []
-        for name in [written] if isinstance(written, str) else written:
+        for name in names:
             lower = name.lower() if isinstance(name, str) else ""
             if lower in _ANY_TYPE:
                 del node["type"]
@@ -441,6 +447,7 @@ class _Reader:
                 )
             if _TYPE_NAMES[lower] not in types:
                 types.append(_TYPE_NAMES[lower])
+
         node["type"] = types[0] if len(types) == 1 else types
         if not types:
             raise SchemaFault(f"{where}/type is an empty list")

@@ -184,6 +184,7 @@ class Message:
                 {"type": "text", "text": part} if isinstance(part, str) else part.to_dict()
                 for part in content
             ]
+
         row: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             row["tool_calls"] = [call.to_dict() for call in self.tool_calls]
@@ -297,11 +298,11 @@ def _holds_something(value: Any) -> bool:
 
 def _reasoning(value: Mapping[str, Any]) -> Any:
     """Return the first reasoning that is not empty, else an empty one that is given."""
-    given = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
-    for text in given:
+    texts = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
+    for text in texts:
         if text:
             return text
-    return given[0] if given else None
+    return texts[0] if texts else None
 
 
 def _content(value: Any) -> str | tuple[ContentPart, ...]:
@@ -435,6 +436,7 @@ def _image(part: Mapping[str, Any]) -> ContentPart:
         raise TypeError(
             f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'"
         )
+
     if isinstance(value, (ImageRef, Image)):
         return value
     if isinstance(value, str) and _SHA256.fullmatch(value):

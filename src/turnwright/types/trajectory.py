@@ -863,15 +863,14 @@ class SpanRoutes:
                 self._by_span[index] = _RoutesOfSpan(
                     data=bytearray(size * position_bytes), reported=bytearray(size)
                 )
-            known = self._by_span[index]
+            span_routes = self._by_span[index]
             report_offset = span.start - start  # of the span's first id, among the new routes
-            for first, last in _unreported_runs(known.reported, low, high):
-                source = slice(
-                    (report_offset + first) * position_bytes,
-                    (report_offset + last) * position_bytes,
-                )
-                known.data[first * position_bytes : last * position_bytes] = routes.data[source]
-            known.reported[low:high] = b"\1" * (high - low)
+            for first, last in _unreported_runs(span_routes.reported, low, high):
+                source_start = (report_offset + first) * position_bytes
+                source_end = (report_offset + last) * position_bytes
+                target = slice(first * position_bytes, last * position_bytes)
+                span_routes.data[target] = routes.data[source_start:source_end]
+            span_routes.reported[low:high] = b"\1" * (high - low)
 
     def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
         """Return the routes of a chain of spans, and 1 for each reported position.
