@@ -28,28 +28,35 @@ _EXEC_AND_END_WITH_PARENT = (
     "else None; signal.pthread_sigmask(signal.SIG_SETMASK, ()); os.execvpe(sys.argv[1], "
     "sys.argv[1:], os.environ)"
 )
-"""Becomes another program, and needs no module of this package.
+"""Program that asks for SIGTERM at its parent's end, then becomes another one.
 
-Signals that the starting thread blocks reach that program again.
+It needs no module of this package. Signals that the starting thread blocks reach the other program
+again.
 """
 
 
 def python_path() -> str:
-    """Return a `PYTHONPATH` by which a child process finds what this process finds, from
-    any working directory."""
+    """Return a `PYTHONPATH` by which a child process finds the modules that this process finds.
+
+    Its entries are absolute, so the child may have any working directory.
+    """
     entries = [os.path.join(_STARTED_IN, entry) for entry in sys.path]
     return os.pathsep.join(dict.fromkeys(entries))
 
 
 def python_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this package with this interpreter;
-    it needs `python_path`."""
+    """Return the command that runs a module of this package with this interpreter.
+
+    The child needs `python_path`.
+    """
     return [sys.executable, "-P", "-m", name, *arguments]
 
 
 def end_with_parent(number: int) -> None:
-    """Ask Linux to send this process a signal when the thread that started it ends;
-    elsewhere do nothing."""
+    """Ask Linux to send this process a signal when the thread that started it ends.
+
+    Other systems are not asked.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -62,13 +69,15 @@ def exit_words(status: int) -> str:
 
 
 class ChildProcess:
-    """A process that leads a session of its own. When its end is noticed, what is left
-    of the session is killed.
+    """A process that leads a session of its own.
+
+    When its end is noticed, what is left of the session is killed.
 
     Example::
 
-        child = ChildProcess(python_module("my_module"), env=os.environ | {"PYTHONPATH":
-        python_path()}) child.end(patience_s=5.0)
+        env = os.environ | {"PYTHONPATH": python_path()}
+        child = ChildProcess(python_module("my_module"), env=env)
+        child.end(patience_s=5.0)
     """
 
     def __init__(
@@ -83,8 +92,9 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
         ends_with_parent: bool = False,
     ) -> None:
-        """Start it; pipes are unbuffered. With `ends_with_parent` a program of others gets
-        SIGTERM when this process ends.
+        """Start it; pipes are unbuffered.
+
+        With `ends_with_parent` a program of others gets SIGTERM when this process ends.
 
         Raises:
             OSError: where the command cannot be started.
@@ -152,9 +162,9 @@ class ChildProcess:
                     pipe.close()
 
     def _kill_session(self) -> None:
-        """Kill the session once: some time after its leader's end, its id may
-        be that of another one."""
-        if not self._session_killed:
-            self._session_killed = True
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+        """Kill the session, once: some time after its leader's end, its id may be another's."""
+        if self._session_killed:
+            return
+        self._session_killed = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)

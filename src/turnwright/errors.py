@@ -1,7 +1,7 @@
 """Exceptions of Turnwright.
 
 TurnwrightError
-├── UsageError (ValueError)            user error: the command line prints one line, exits with status 2
+├── UsageError (ValueError)            user error: a command prints one line and exits with 2
 │   ├── ConfigError                    invalid recipe, override or referenced file
 │   ├── ModelError                     unusable model directory
 │   ├── TemplateError                  chat template that cannot be rendered exactly
@@ -12,7 +12,7 @@ TurnwrightError
 │   └── MediaError                     unusable image or video
 ├── ProcessDied (RuntimeError)         process of an isolated environment exited
 ├── ServerError (RuntimeError)         server of a remote environment failed or is unreachable
-├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake, an observation
+├── InvalidAction (ValueError)         raised *by* an environment: the model's mistake
 ├── RewardError (ValueError)           reward that is not a finite number, or out of range
 ├── JudgeError (RuntimeError)          no usable answer from a judge or simulated user
 ├── RepeatedUserError (RuntimeError)   same bug in user code in many episodes: the run stops
@@ -21,11 +21,11 @@ TurnwrightError
 ├── EngineError (RuntimeError)         engine failed
 │   ├── BackendContractError           engine's answer does not match the request
 │   │   └── StaleWeights               server answered with weights of another policy version
-│   └── EngineUnavailable              no answer from a server: connection, deadline, 5xx; retry elsewhere
+│   └── EngineUnavailable              no answer from a server: connection, deadline, 5xx
 ├── SyncError (RuntimeError)           weight update failed
 ├── RoutesMissing (RuntimeError)       expert routes needed for training were not reported
 └── TraceError (RuntimeError)          unreadable or unwritable run directory
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class EnvError(TurnwrightError, RuntimeError):
 class MediaError(EnvError):
     """An image or a video that is broken, over a limit, unknown, or unsupported by the model.
 
-    `bug` marks an error in user code that recurs every time: an image without
-    `alt`, for a text-only model.
+    `bug` marks an error in user code that recurs every time: an image without `alt`, for a
+    text-only model.
     """
 
     bug = False
@@ -134,8 +134,9 @@ class RepeatedUserError(TurnwrightError, RuntimeError):
 
 
 class ToolFailure(TurnwrightError, RuntimeError):
-    """Raised by a tool for a failure through no fault of the model (a service is down). The episode
-    fails and is not trained on.
+    """Raised by a tool for a failure through no fault of the model, such as a service that is down.
+
+    The episode fails and is not trained on.
     """
 
 
@@ -165,8 +166,10 @@ class StaleWeights(BackendContractError):
 
 
 class EngineUnavailable(EngineError):
-    """A server gave no answer (connection, deadline, 5xx); the same request may be
-    retried, there or elsewhere."""
+    """A server gave no answer (connection, deadline, 5xx).
+
+    The same request may be retried, there or elsewhere.
+    """
 
 
 class SyncError(TurnwrightError, RuntimeError):
@@ -195,16 +198,20 @@ def missing_training(error: ModuleNotFoundError) -> UsageError | None:
 
 
 def first_exception(error: BaseException) -> BaseException:
-    """Return the first exception of an exception group, nested ones included; any
-    other exception unchanged."""
+    """Return the first exception of an exception group, nested ones included.
+
+    Any other exception is returned unchanged.
+    """
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str:
-    """Return `did you mean 'x'?` for the closest choice other than the word
-    itself, or an empty string."""
+    """Return `did you mean 'x'?` for the closest choice other than the word itself.
+
+    Empty where no choice is close.
+    """
     others = [choice for choice in choices if choice != word]
     near = difflib.get_close_matches(word, others, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else ""
@@ -212,8 +219,11 @@ def did_you_mean(word: str, choices: Iterable[str], cutoff: float = 0.55) -> str
 
 def suggest_or_list(word: str, choices: Iterable[str]) -> str:
     """Return `did you mean 'x'?`, else the list of choices; empty without choices."""
-    known = [choice for choice in choices if choice]
-    return did_you_mean(word, known, 0.6) or ("known: " + ", ".join(known[:20]) if known else "")
+    names = [choice for choice in choices if choice]
+    question = did_you_mean(word, names, 0.6)
+    if question or not names:
+        return question
+    return "known: " + ", ".join(names[:20])
 
 
 def words(value: object, convert: Callable[[object], str] = str) -> str:

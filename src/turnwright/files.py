@@ -1,5 +1,8 @@
-"""Reading of files that a user, a model or a run's directory names: neither a named pipe nor a
-nested value stops a command."""
+"""Reading of files that a user, a model or a run's directory names.
+
+Neither a named pipe, which would wait for a writer, nor a value that is nested too deep stops a
+command: both are errors like any other.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +45,12 @@ def open_file(path: Path) -> BinaryIO:
     """Open a file for reading.
 
     Raises:
-        OSError: as `open` does, and for a named pipe, which would wait for a
-            writer, a socket or a device.
+        OSError: as `open` does, and for a named pipe, a socket or a device.
     """
     if str(path).startswith(_ALREADY_OPEN):
         return path.open("rb")
+
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(file).st_mode
     for is_kind, name in _KINDS:
@@ -97,21 +101,20 @@ _FULL = {
 
 
 def why_not_written(error: BaseException) -> str:
-    """Return why the system could not write, if that is what an exception is
-    about, else an empty string.
-
-    safetensors and tokenizers raise exceptions of their own, which have the
-    number in their message only.
-    """
+    """Return why the system could not write; empty if an exception is about something else."""
     if isinstance(error, OSError) and error.errno is not None:
         return _FULL.get(error.errno, "")
+    # safetensors and tokenizers raise exceptions of their own, which have the number in their
+    # message only.
     number = re.search(r"\(os error (\d+)\)", str(error))
     return "" if number is None else _FULL.get(int(number[1]), "")
 
 
 def check_regular(paths: Iterable[Path]) -> None:
-    """Raise `OSError` for the first path that is a named pipe, a socket or a device, for libraries
-    that open files by name."""
+    """Raise `OSError` for the first path that is a named pipe, a socket or a device.
+
+    It is for libraries that open files by name.
+    """
     for path in paths:
         try:
             mode = path.stat().st_mode

@@ -14,8 +14,7 @@ from turnwright.types.retry import retry_after
 PASSING_STATUSES = frozenset((408, 409, 425, 429, *range(500, 600)))
 """HTTP statuses of a server that may answer the same request later."""
 MAX_DIRECT_BYTES = 2**20
-"""Longer bodies are written in pieces, since aiohttp warns of the time that one write of them
-takes."""
+"""Bytes of a body that is written at once; aiohttp warns of the time that longer writes take."""
 
 
 class NoResponse(Exception):
@@ -43,11 +42,25 @@ class HttpResponse:
         return body[:most].decode("utf-8", "replace")
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenSession:
+    session: Any
+    """An `aiohttp.ClientSession`."""
+    holder: AsyncGenerator[Any, None]
+    """What yielded it, and closes it."""
+
+
 class HttpSessions:
     """Sessions of one client.
 
     A session belongs to the event loop in which it was opened: notebooks and threads have their
     own. Cookies are never kept, redirections never followed. Pickling leaves the sessions behind.
+
+    Example::
+
+        sessions = HttpSessions(connections=8)
+        response = await sessions.ask("GET", url, b"", {}, seconds=5.0, most_bytes=2**20)
+        await sessions.close()
     """
 
     def __init__(
@@ -108,17 +121,14 @@ class HttpSessions:
             # and llama.cpp.
             async with asyncio.timeout(seconds):
                 session = await self._session()
-                sent = session.request(
-                    method,
-                    url,
-                    data=data,
-                    headers=headers,
-                    allow_redirects=False,
+                request = session.request(
+                    method, url, data=data, headers=headers, allow_redirects=False
                 )
-                async with sent as response:
+                async with request as response:
                     succeeded = response.status < 300
                     body = await _read(response, most_bytes, pieces if succeeded else None)
         except (aiohttp.ClientError, OSError) as error:
+            # The deadline is a TimeoutError too; those of aiohttp are about the connection.
             if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError):
                 raise
             raise NoResponse(f"{type(error).__name__}: {error}") from error
@@ -126,23 +136,25 @@ class HttpSessions:
             if "is closed" not in str(error):
                 raise
             raise NoResponse("the connection pool was closed") from error
+
         wait = retry_after(response.headers.get("retry-after"))
         return HttpResponse(response.status, body, wait)
 
     async def close(self) -> None:
         """Close the session of the running event loop; its requests in flight fail."""
-        known = self._open.pop(asyncio.get_running_loop(), None)
-        if known is not None:
-            await known[1].aclose()
+        opened = self._open.pop(asyncio.get_running_loop(), None)
+        if opened is not None:
+            await opened.holder.aclose()
 
     async def _session(self) -> Any:
         """Return the session of the running event loop; open it if there is none."""
         loop = asyncio.get_running_loop()
-        known = self._open.get(loop)
-        if known is None:
+        opened = self._open.get(loop)
+        if opened is None:
             holder = self._hold()
-            known = self._open[loop] = (await anext(holder), holder)
-        return known[0]
+            opened = _OpenSession(await anext(holder), holder)
+            self._open[loop] = opened
+        return opened.session
 
     async def _hold(self) -> AsyncGenerator[Any, None]:
         """Yield a session and close it.
@@ -151,10 +163,11 @@ class HttpSessions:
         """
         import aiohttp
 
+        connector = aiohttp.TCPConnector(
+            limit=self._connections, keepalive_timeout=self._keepalive_s
+        )
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=self._connections, keepalive_timeout=self._keepalive_s
-            ),
+            connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
             trust_env=self._proxies,
@@ -172,23 +185,21 @@ class HttpSessions:
 async def _read(response: Any, most: int, pieces: list[bytes] | None) -> bytes:
     """Return the body of a response, or append its pieces to a list."""
     announced = response.content_length
-    # What is compressed says nothing of its size.
-    plain = "content-encoding" not in response.headers
-    if pieces is None and plain and announced is not None and announced <= most:
+    # The header of a compressed body says nothing of its size.
+    is_plain = "content-encoding" not in response.headers
+    if pieces is None and is_plain and announced is not None and announced <= most:
         content: bytes = await response.read()  # one call in place of one per piece
         return content
 
-    taken: list[bytes] = [] if pieces is None else pieces
+    received: list[bytes] = [] if pieces is None else pieces
     size = 0
     async for piece in response.content.iter_any():
         size += len(piece)
         if size > most:
             raise ResponseTooLong
-        taken.append(piece)
-    return b"".join(taken) if pieces is None else b""
+        received.append(piece)
+    return b"".join(received) if pieces is None else b""
 
 
-def _by_loop() -> WeakKeyDictionary[
-    asyncio.AbstractEventLoop, tuple[Any, AsyncGenerator[Any, None]]
-]:
+def _by_loop() -> WeakKeyDictionary[asyncio.AbstractEventLoop, _OpenSession]:
     return WeakKeyDictionary()

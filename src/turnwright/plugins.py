@@ -1,8 +1,8 @@
-"""What packages add to turnwright, found by their entry points; ours beside the core and
-those of strangers alike.
+"""What packages add to turnwright, found by their entry points.
 
-A package adds a thing by an entry point of the group of its kind, whose name is the name that
-recipes and commands use::
+Our own packages beside the core and those of strangers use the same mechanism. A package adds a
+thing by an entry point of the group of its kind, whose name is the name that recipes and commands
+use::
 
     [project.entry-points."turnwright.environments"]
     maze = "my_package:Maze"          # use = "maze"
@@ -38,9 +38,8 @@ Kind = Literal[
 
 PACKAGES = ("turnwright_view", "turnwright_serve", "turnwright_cluster", "turnwright_compat")
 """Packages beside the core in this distribution."""
-FOLDERS = tuple(
-    f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("turnwright", *PACKAGES)
-)
+_SOURCES = Path(__file__).parents[1]
+FOLDERS = tuple(f"{_SOURCES / package}{os.sep}" for package in ("turnwright", *PACKAGES))
 """Folders of the core and of these packages, as the paths of their files begin."""
 OURS: Mapping[Kind, Mapping[str, str]] = {
     "commands": {
@@ -95,8 +94,14 @@ def names(kind: Kind) -> list[str]:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """Return a thing by its kind and name; raise `ConfigError` where it is missing,
-    or cannot be imported."""
+    """Return a thing by its kind and name.
+
+    Raises `ConfigError` where it is missing, or cannot be imported.
+
+    Example::
+
+        load("environments", "maze")  # the class `my_package.Maze`
+    """
     what = f"{kind.removesuffix('s')} {name!r}"
     package = OURS.get(kind, {}).get(name)
     point = installed(kind).get(name)

@@ -18,9 +18,11 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Handler of `STOP_SIGNALS`: the first one cancels the main task of a running event loop, so
-    that what the command holds is written; the next one, or one without a loop, raises
-    `KeyboardInterrupt` wherever the main thread is.
+    """Handler of `STOP_SIGNALS`.
+
+    The first signal cancels the main task of a running event loop, so that what the command holds
+    is written. The next one, or one without a loop, raises `KeyboardInterrupt` wherever the main
+    thread is.
 
     asyncio does this for SIGINT, except in a process that ignores it, as every process does that a
     script starts in the background. There this class does it: a `KeyboardInterrupt` inside the loop
@@ -45,18 +47,20 @@ class StopSignals:
         if callable(interrupt):
             interrupt(signal.SIGINT, frame)
         elif self._main_task is not None and not self._main_task.done():
-            task, self._main_task = self._main_task, None
+            task = self._main_task
+            self._main_task = None
             task.cancel()
-            task.get_loop().call_soon_threadsafe(
-                lambda: None
-            )  # wakes a loop that waits for its sockets
+            # Wakes a loop that waits for its sockets.
+            task.get_loop().call_soon_threadsafe(lambda: None)
         else:
             raise KeyboardInterrupt
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle the signals in the body, except those that the process ignores
-        (SIGHUP under nohup)."""
+        """Handle the signals in the body, except those that the process ignores.
+
+        Under nohup, that is SIGHUP.
+        """
         # A thread of Ray blocks SIGINT for all that it starts.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, *STOP_SIGNALS])
         handled = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -68,8 +72,10 @@ class StopSignals:
                 signal.signal(number, handler)
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine to its end, or to its cancellation by a signal, which becomes
-        a `KeyboardInterrupt`."""
+        """Run a coroutine to its end, or to its cancellation by a signal.
+
+        Such a cancellation becomes a `KeyboardInterrupt`.
+        """
         import asyncio  # not at the top: `turnwright --help` needs no event loop
 
         before = self.received
@@ -89,8 +95,7 @@ class StopSignals:
 
 
 def run_loop(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine as `asyncio.run` does, under the signals that the command
-    handles, if it handles any."""
+    """Run a coroutine as `asyncio.run` does, under the signals that the command handles, if any."""
     import asyncio
 
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -18,11 +18,11 @@ _LAYERS = re.compile(r"(?<=<!-- layers -->\n).*?(?=<!-- end -->)", re.S)
 
 
 def purpose(module: str) -> str:
-    """Return the first line of the docstring of a module, without its period."""
+    """Return the first paragraph of the docstring of a module, without its period."""
     base = ROOT / "src" / module.replace(".", "/")
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return doc.partition("\n")[0].rstrip(".")
+    return " ".join(doc.partition("\n\n")[0].split()).rstrip(".")
 
 
 def layers() -> str:

@@ -1,4 +1,9 @@
-"""Keys of a recipe: their types, help texts and spelling suggestions."""
+"""Keys of a recipe: their types, help texts and spelling suggestions.
+
+All of it is read from the dataclasses of `schema.py`: `field_type` finds the type of a dotted key,
+`known_keys` lists the keys, `field_docs` has their help texts and `unknown_key` words the error
+about any other.
+"""
 
 from __future__ import annotations
 
@@ -21,39 +26,45 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def field_type(dotted: str) -> Any | None:
-    """Return the type of a dotted key (`env.0.args.depth`; a dataclass for a section), or None
-    if the key is unknown."""
+    """Return the type of a dotted key, a dataclass for a section; None if the key is unknown.
+
+    Example::
+
+        field_type("train.steps")  # int
+        field_type("env.0.args.depth")  # Any: a table of settings accepts any key
+    """
     first, *rest = dotted.split(".")
     hint: Any = field_types(RunConfig).get(first)
     in_env = first == "env"
     if rest and first in table_lists():
         hint = table_lists()[first] if rest.pop(0).isdecimal() else None
+
     for part in rest:
-        if (
-            get_origin(hint) is Mapping
-        ):  # a table of settings accepts any key, outside environments one level deep
+        if get_origin(hint) is Mapping:
+            # A table of settings accepts any key, outside environments one level deep.
             return Any if in_env or (part is rest[-1] and part) else None
-        hint = (
-            field_types(hint).get(part) if is_dataclass(hint) and isinstance(hint, type) else None
-        )
+        if not (is_dataclass(hint) and isinstance(hint, type)):
+            return None
+        hint = field_types(hint).get(part)
     return hint
 
 
 @cache
 def table_lists() -> dict[str, Any]:
     """Return the sections that are lists of tables (`[[env]]`), with the class of one table."""
-    items = (
-        (name, get_args(hint))
-        for name, hint in field_types(RunConfig).items()
-        if get_origin(hint) is tuple
-    )
-    return {name: args[0] for name, args in items if is_dataclass(args[0])}
+    lists = {}
+    for name, hint in field_types(RunConfig).items():
+        if get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            lists[name] = get_args(hint)[0]
+    return lists
 
 
 @cache
 def sections() -> dict[str, Any]:
-    """Return the class of each section, for a list of tables that of one table; sections in them
-    come last (`env.retries`)."""
+    """Return the class of each section, for a list of tables that of one table.
+
+    Sections in them come last (`env.retries`).
+    """
     classes: dict[str, Any] = {}
     for name, kind in (field_types(RunConfig) | table_lists()).items():
         if is_dataclass(kind):
@@ -66,8 +77,10 @@ def sections() -> dict[str, Any]:
 
 
 def known_keys(section: str = "") -> Iterator[str]:
-    """Yield every dotted key, or those of a section and of sections in it; of environments without
-    an index (`env.use`)."""
+    """Yield every dotted key, or those of a section and of sections in it.
+
+    Keys of tables have no index (`env.use`).
+    """
     for name in _keys_under("", RunConfig):
         if not section or name.startswith(f"{section}."):
             yield name
@@ -89,10 +102,10 @@ def without_index(dotted: str) -> str:
 
 def keys_by_name() -> dict[str, list[str]]:
     """Return the dotted keys of all sections by their last part."""
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for key in known_keys():
-        found.setdefault(key.rpartition(".")[2], []).append(key)
-    return found
+        keys.setdefault(key.rpartition(".")[2], []).append(key)
+    return keys
 
 
 MOST_LISTED = 16
@@ -109,38 +122,39 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 
     error = f"unknown key '{spelled(plain)}'"
     heads = list(sections())
+    listed_sections = f"sections are {', '.join(heads)}"
+
+    # An unknown section: the whole key may be spelled wrong, or the section alone.
     if section and section.partition(".")[0] not in heads:
-        error, section = f"unknown section [{section}]", ""
-        near = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
-        if not near:
-            return (
-                f"{error}; "
-                f"{did_you_mean(plain.partition('.')[0], heads) or 'sections are ' + ', '.join(heads)}"  # noqa: E501
-            )
-        return f"{error}; did you mean '{spelled(near[0])}'?"
+        error = f"unknown section [{section}]"
+        near_keys = difflib.get_close_matches(plain, list(known_keys()), n=1, cutoff=0.7)
+        if near_keys:
+            return f"{error}; did you mean '{spelled(near_keys[0])}'?"
+        near_section = did_you_mean(plain.partition(".")[0], heads)
+        return f"{error}; {near_section or listed_sections}"
+
     in_table = section.partition(".")[0] in table_lists() and "." in section
     if in_table and section not in heads:  # in `env.arg.depth`, the middle word is unknown
         section, key = section.split(".")[:2]
-    siblings = (
-        {k.rpartition(".")[2]: k for k in known_keys(section)}
-        if section
-        else {k: k for k in (*known_keys(), *heads)}
-    )
+
+    # Keys by the word that a user writes: of this section, and of others.
+    if section:
+        siblings = {name.rpartition(".")[2]: name for name in known_keys(section)}
+    else:
+        siblings = {name: name for name in (*known_keys(), *heads)}
     elsewhere = {name: keys[-1] for name, keys in keys_by_name().items()}
-    if key not in siblings and key in elsewhere:  # the same key of another section
+
+    if key not in siblings and key in elsewhere:
         return f"{error}; did you mean '{spelled(elsewhere[key])}'?"
-    for table in (siblings, elsewhere):
-        near = difflib.get_close_matches(
-            key, list(table), n=1, cutoff=0.6 if table is siblings else 0.75
-        )
+    for names, cutoff in ((siblings, 0.6), (elsewhere, 0.75)):
+        near = difflib.get_close_matches(key, list(names), n=1, cutoff=cutoff)
         if near:
-            head = table[near[0]]
-            return (
-                f"{error}; did you mean "
-                f"'{'[' + head + ']' if head in heads and not flags else spelled(head)}'?"
-            )
+            meant = names[near[0]]
+            is_section = meant in heads and not flags
+            return f"{error}; did you mean '{f'[{meant}]' if is_section else spelled(meant)}'?"
+
     if not section:
-        return f"{error}; sections are {', '.join(heads)}"
+        return f"{error}; {listed_sections}"
     if len(siblings) > MOST_LISTED:
         return f"{error}; `turnwright train --keys` lists the {len(siblings)} keys of [{section}]"
     return f"{error}; [{section}] has {', '.join(siblings)}"
@@ -149,14 +163,14 @@ def unknown_key(dotted: str, *, flags: bool = False) -> str:
 @cache
 def field_docs() -> dict[str, str]:
     """Return the docstring of each key that has one, with what the key needs to have an effect."""
-    docs = {name: (kind.__doc__ or "").strip() for name, kind in sections().items()}
+    docs = {name: " ".join((kind.__doc__ or "").split()) for name, kind in sections().items()}
     docs |= _docstrings(RunConfig)
     for section, kind in sections().items():
         for name, text in _docstrings(kind).items():
             docs[f"{section}.{name}"] = text
     for section, kind in sections().items():
         for name, words in needs_in_words(kind).items():
-            needs = " and ".join(f"`{one}`" for one in words)
+            needs = " and ".join(f"`{need}`" for need in words)
             docs[f"{section}.{name}"] += f" Needs {needs}."
     return docs
 
@@ -185,9 +199,8 @@ def _docstrings(cls: type) -> dict[str, str]:
 def _documented_schemas() -> dict[str, Any]:
     """Return the JSON schemas of the sections by class."""
     # pydantic reads the docstrings of one class, without its bases.
-    schemas: dict[str, Any] = reader(RunConfig | EnvRules, with_docstrings=True).json_schema()[
-        "$defs"
-    ]
+    documented = reader(RunConfig | EnvRules, with_docstrings=True)
+    schemas: dict[str, Any] = documented.json_schema()["$defs"]
     return schemas
 
 
@@ -198,7 +211,9 @@ def field_annotation(dotted: str) -> Any:
 
 
 def path_kind(dotted: str) -> PathKind | None:
-    """Return the path kind of a dotted key without an index (`env.use`), or
-    None if it holds no path."""
+    """Return the path kind of a dotted key without an index (`env.use`); None if it holds no
+    path."""
     section, _, name = dotted.rpartition(".")
-    return path_kinds(sections()[section]).get(name) if section in sections() else None
+    if section not in sections():
+        return None
+    return path_kinds(sections()[section]).get(name)

@@ -51,7 +51,8 @@ OTHER_WORDS = {
 }
 """Answers to names that are well known but not available, instead of a similar one."""
 
-ErrorOf = Callable[[str], str]  # what is wrong with a name, or an empty string
+ErrorOf = Callable[[str], str]
+"""What is wrong with a name, or an empty string."""
 
 
 def _named(
@@ -67,10 +68,10 @@ def _named(
         if name in names or is_own:
             return ""
         near = OTHER_WORDS.get(name.lower(), "") or did_you_mean(name, names)
-        known = f"there are {', '.join(names)}"
+        choices = f"there are {', '.join(names)}"
         if own:
-            known += f"; your own is {own}"
-        return f"{near} {known}" if near else known
+            choices += f"; your own is {own}"
+        return f"{near} {choices}" if near else choices
 
     return error
 
@@ -107,8 +108,8 @@ def history_error(value: str) -> str:
 
     near = did_you_mean(policy, (*HISTORY_MODES, *HISTORY_POLICIES))
     forms = [*HISTORY_MODES, *(f"{name}:N" for name in HISTORY_POLICIES), "file.py:policy"]
-    known = f"there are {', '.join(forms)}"
-    return f"{near} {known}" if near else known
+    choices = f"there are {', '.join(forms)}"
+    return f"{near} {choices}" if near else choices
 
 
 def url_error(url: str) -> str:
@@ -163,5 +164,5 @@ def no_such_file(path: str) -> str:
     folder = Path(path).parent
     near = ""
     if folder.is_dir():
-        near = did_you_mean(Path(path).name, [found.name for found in folder.iterdir()])
+        near = did_you_mean(Path(path).name, [file.name for file in folder.iterdir()])
     return f"no such file; {near or 'check the path, which is relative to the recipe'}"

@@ -33,13 +33,22 @@ class Need:
     holds: bool
     """Whether the run has it."""
     words: str
-    """The same in words, for errors and help (`train.kl > 0`), with the name of
-    each key that decides."""
+    """The same in words, for errors and help (`train.kl > 0`), with the name of each key that
+    decides."""
 
 
 class Section:
-    """A section of the configuration; `run`, in its methods, is the
-    `RunConfig` that it belongs to."""
+    """A section of the configuration; `run`, in its methods, is the `RunConfig` that it belongs to.
+
+    Example: rules of the fields `lr` and `kl_steps`::
+
+        def check(self, run, context):
+            if self.lr > 1:
+                yield "lr", "must be at most 1"
+
+        def needs(self, run):
+            yield Need(("kl_steps",), run.train.kl > 0, "train.kl > 0")
+    """
 
     __slots__ = ()
 

@@ -1,5 +1,8 @@
-"""Model directories: of a path, of a GGUF file, and of a revision in local snapshots of
-the Hugging Face hub."""
+"""Model directories: of a path, of a GGUF file, and of a model of the Hugging Face hub.
+
+`local_model` finds the directory that `model.path` names. `snapshot` checks `model.revision`
+against what is on this machine.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,21 @@ _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 def is_hub_id(name: str, folder: Path = Path()) -> bool:
     """Return whether a name is of the form `organization/model` and no path in `folder`."""
-    return _HUB_ID.fullmatch(name) is not None and not (folder / name.partition("/")[0]).exists()
+    organization = name.partition("/")[0]
+    return _HUB_ID.fullmatch(name) is not None and not (folder / organization).exists()
 
 
 def local_model(named: str | Path, revision: str | None = None) -> Path:
-    """Return a model directory: the path itself, one made of a GGUF file, or the snapshot
-    of a model of the hub, which `huggingface_hub` fetches unless it has it; raise
-    `ConfigError` when it cannot."""
+    """Return a model directory: the path itself, one made of a GGUF file, or a snapshot of the hub.
+
+    `huggingface_hub` fetches the snapshot unless it has it. Raises `ConfigError` when it cannot.
+    """
     name = str(named)
     if name.endswith(".gguf") and Path(named).is_file():
         return of_gguf(Path(named))
     if not is_hub_id(name):
         return Path(named)
+
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -41,11 +47,9 @@ def local_model(named: str | Path, revision: str | None = None) -> Path:
         try:
             return Path(snapshot_download(name, revision=revision, allow_patterns=list(_FILES)))
         except Exception as error:  # many kinds, of the network and of the hub
-            why = (
-                (str(error).splitlines() or [type(error).__name__])[0]
-                .partition(". ")[0][:160]
-                .rstrip(" .:")
-            )
+            lines = str(error).splitlines() or [type(error).__name__]
+            first_sentence = lines[0].partition(". ")[0]
+            why = first_sentence[:160].rstrip(" .:")
     raise ConfigError(
         f"{name}: no such directory, and not fetched from the Hugging Face hub ({why}); run `hf "
         f"download {name} --local-dir {name}` where the hub can be reached, or name a model "
@@ -54,15 +58,14 @@ def local_model(named: str | Path, revision: str | None = None) -> Path:
 
 
 def of_gguf(file: Path) -> Path:
-    """Return the model directory of a GGUF file, in the user's cache, where it is
-    made once for each content.
+    """Return the model directory of a GGUF file, made once for each content.
 
-    The file is read to tell its content, an eighth of what loading the weights in float32
-    reads (Q4). Raises `ConfigError` for a file that transformers cannot read, or without
-    the packages that read it.
+    It is in the user's cache. The file is read to tell its content, an eighth of what loading the
+    weights in float32 reads (Q4). Raises `ConfigError` for a file that transformers cannot read, or
+    without the packages that read it.
     """
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     cache = Path.home() / ".cache" / "turnwright" / "gguf"
     directory = cache / f"{file.stem}-{digest[:16]}-{OF_GGUF}"
     if directory.is_dir():
@@ -70,24 +73,19 @@ def of_gguf(file: Path) -> Path:
 
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".writing-", dir=cache) as writing:
+        # A process of its own: it imports torch, and its memory goes with it.
         draft = Path(writing) / "model"
-        words = [
-            sys.executable,
-            "-m",
-            "turnwright.training.model.from_gguf",
-            str(file.resolve()),
-            str(draft),
-        ]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        if done.returncode:
-            why = (
-                done.stderr.strip().splitlines()
-                or [f"the process that read it ended with status {done.returncode}"]
-            )[-1]
-            missing = (
-                "" if "No module named" not in why else "; pip install 'turnwright[train,gguf]'"
-            )
-            raise ConfigError(f"{file}: not read as a model ({why[:400]}{missing})")
+        module = "turnwright.training.model.from_gguf"
+        command = [sys.executable, "-m", module, str(file.resolve()), str(draft)]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            lines = process.stderr.strip().splitlines()
+            why = f"the process that read it ended with status {process.returncode}"
+            if lines:
+                why = lines[-1]
+            remedy = "; pip install 'turnwright[train,gguf]'" if "No module named" in why else ""
+            raise ConfigError(f"{file}: not read as a model ({why[:400]}{remedy})")
+
         try:
             draft.rename(directory)
         except OSError:
@@ -101,32 +99,34 @@ SHORTEST = 7
 
 
 def snapshot(path: Path, revision: str | None) -> Path:
-    """Return the directory of a revision: of a repository in the hub's cache, or the path
-    itself if it is that revision.
+    """Return the directory of a revision of a model.
 
-    A repository of the cache (`models--org--name`) has commits in `snapshots` and names in `refs`.
-    A download with `--local-dir` records the commit of each file. Raise `ConfigError` for anything
-    else: its revision is unknown.
+    It is that of a repository in the hub's cache, or the path itself if it is that revision. A
+    repository of the cache (`models--org--name`) has commits in `snapshots` and names in `refs`. A
+    download with `--local-dir` records the commit of each file.
+
+    Raises `ConfigError` for anything else: its revision is unknown.
     """
     if revision is None:
         return path
-    if (
-        PurePosixPath(revision).is_absolute()
-        or ".." in PurePosixPath(revision).parts
-        or not revision.isprintable()
-    ):
+    name = PurePosixPath(revision)
+    if name.is_absolute() or ".." in name.parts or not revision.isprintable():
         raise ConfigError(
             f"model.revision = {revision!r}: must be a branch, a tag or a commit of the hub"
         )
+
+    # A repository of the cache, or one of its snapshots.
     if (path / "snapshots").is_dir():
         return _of_repository(path, revision)
     if path.parent.name == "snapshots":
-        found = _of_repository(path.parent.parent, revision)
-        if found != path:
+        meant = _of_repository(path.parent.parent, revision)
+        if meant != path:
             raise ConfigError(
-                f"model.revision = {revision!r}: {path} is another one; set model.path to {found}"
+                f"model.revision = {revision!r}: {path} is another one; set model.path to {meant}"
             )
         return path
+
+    # A download into a directory of its own.
     record = path / ".cache" / "huggingface" / "download" / "config.json.metadata"
     try:
         commit = record.read_text(encoding="utf-8").partition("\n")[0].strip()
@@ -145,23 +145,25 @@ def snapshot(path: Path, revision: str | None) -> Path:
 
 
 def _of_repository(repository: Path, revision: str) -> Path:
-    commits = sorted(one.name for one in (repository / "snapshots").iterdir() if one.is_dir())
-    named = repository / "refs" / revision
-    commit = named.read_text(encoding="utf-8").strip() if named.is_file() else revision
-    found = [one for one in commits if _names(commit, one)]
-    if len(found) != 1:
-        known = [
-            str(one.relative_to(repository / "refs"))
-            for one in sorted((repository / "refs").rglob("*"))
-            if one.is_file()
+    snapshots = repository / "snapshots"
+    refs = repository / "refs"
+    commits = sorted(folder.name for folder in snapshots.iterdir() if folder.is_dir())
+
+    ref = refs / revision
+    wanted = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision
+    matching = [commit for commit in commits if _names(wanted, commit)]
+    if len(matching) != 1:
+        branches = [
+            str(file.relative_to(refs)) for file in sorted(refs.rglob("*")) if file.is_file()
         ]
-        there = ", ".join([*known, *commits]) or "none"
+        there = ", ".join([*branches, *commits]) or "none"
         raise ConfigError(
             f"model.revision = {revision!r}: {repository} has no snapshot of it; there are "
             f"{there}. Download it with `hf download MODEL --revision {revision}`"
         )
-    return repository / "snapshots" / found[0]
+    return snapshots / matching[0]
 
 
 def _names(revision: str, commit: str) -> bool:
+    """Return whether a revision is a commit, or the beginning of its name."""
     return revision == commit or (len(revision) >= SHORTEST and commit.startswith(revision))

@@ -65,16 +65,17 @@ def validate(
     for key, why in _broken_rules(config, context):
         raise wrong_value(where.get(key, DEFAULT), file, key, _value(config, key), why)
 
+    given_keys = where if given is None else given
     for key, value, need in _unmet_needs(config):
-        is_given = any(_is_under(one, key) for one in (where if given is None else given))
+        is_given = any(_is_under(given_key, key) for given_key in given_keys)
         if is_given and not _switched_off(key, need, where):
             why = f"has no effect: it needs {need.words}; set that, or leave this out"
             raise wrong_value(where.get(key, DEFAULT), file, key, value, why)
 
 
 def without_effect(section: Section, config: RunConfig) -> Iterator[tuple[str, Any, Need]]:
-    """Yield (name, value, need) for fields of a section that differ from their
-    defaults and have no effect."""
+    """Yield (name, value, need) for fields of a section that differ from their defaults and have no
+    effect."""
     for name, value in changed(section).items():
         for need in section.needs(config):
             if name in need.keys and not need.holds:
@@ -82,8 +83,11 @@ def without_effect(section: Section, config: RunConfig) -> Iterator[tuple[str, A
 
 
 def check_rules_of_play(rules: EnvRules, where: str) -> None:
-    """Raise `ConfigError` for the first of an environment's rules, named `where`, that has no
-    effect on a play function."""
+    """Raise `ConfigError` for the first of an environment's rules that has no effect on a play
+    function.
+
+    `where` names the rules in the error.
+    """
     for name, value in changed(rules).items():
         if name in NOT_OF_PLAY:
             why = "has no effect on a play function, which handles this itself; leave it out"
@@ -107,6 +111,7 @@ def _missing_files(section: Section) -> Iterator[tuple[str, str]]:
         value = getattr(section, name)
         if not value or kind not in (PathKind.DATA, PathKind.OBJECT):
             continue
+
         path, colon, function = value.rpartition(":") if ".py:" in value else (value, "", "")
         is_python = path.endswith(".py")
         if is_python and not colon:
@@ -125,10 +130,13 @@ def _unmet_needs(config: RunConfig) -> Iterator[tuple[str, Any, Need]]:
 
 
 def _switched_off(key: str, need: Need, where: Mapping[str, str]) -> bool:
-    """Return whether the command line made a recipe's key ineffective, which is no
-    mistake of the recipe."""
+    """Return whether the command line made a recipe's key ineffective.
+
+    That is no mistake of the recipe.
+    """
     if where.get(key) == COMMAND_LINE:
         return False
+
     section, _, rest = key.partition(".")
     index = rest.partition(".")[0]
     # The words name the keys that decide; `env.` in them is the table that the key is in.

@@ -1,5 +1,8 @@
 """Values of single keys: pydantic checks their types and bounds, and errors are said in our words.
 
+`reader` is pydantic's reader of a section and `why_refused` words its errors. Rules across keys are
+in `validation.py`; the sections themselves are in `schema.py`.
+
 Sections are dataclasses of the standard library, so importing them needs no pydantic (0.1 s).
 Bounds are those of `annotated_types`, which `pydantic.Field(gt=0)` stands for.
 """
@@ -114,8 +117,11 @@ def describe_type(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
-        words = [describe_type(member) for member in get_args(hint) if member is not NoneType]
-        return " or ".join([*words, '"none"'] if NoneType in get_args(hint) else words)
+        members = get_args(hint)
+        words = [describe_type(member) for member in members if member is not NoneType]
+        if NoneType in members:
+            words.append('"none"')
+        return " or ".join(words)
     if get_origin(hint) is tuple:
         items = get_args(hint)
         return "a list of strings" if items[-1] is Ellipsis else f"a list of {len(items)} numbers"
@@ -139,6 +145,7 @@ def describe_bounds(hint: Any) -> str:
             case Le(le=limit):
                 highest = limit
                 words.append(f"at most {limit:g}")
+
     if lowest is not None and highest is not None:
         return f"from {lowest:g} to {highest:g}"
     # Both numbers of a pair have the same bounds.
@@ -174,8 +181,10 @@ def is_of_another_type(error: ErrorDetails) -> bool:
 
 
 def why_refused(error: ErrorDetails, hint: Any) -> str:
-    """Return what pydantic found wrong with the value of a field, in our words;
-    `hint` is its annotation."""
+    """Return what pydantic found wrong with the value of a field, in our words.
+
+    `hint` is the annotation of the field.
+    """
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
     if error["type"] == "finite_number":
@@ -198,13 +207,17 @@ def check_section(section: Any, place: str) -> None:
         reader(cls).validate_python(section, strict=True)
     except ValidationError as failure:
         error = failure.errors(include_url=False)[0]
-        path, value = [], section
+
+        # The place of the error, down to the key: it may go deeper, to an item of a list.
+        path = []
+        value = section
         for part in error["loc"]:
             if not is_dataclass(value):
-                break  # an item of a list
+                break
             cls = value.__class__
             path.append(str(part))
             value = getattr(value, path[-1])
+
         why = why_refused(error, hints_of(cls)[path[-1]])
         raise ConfigError(f"{place}: {'.'.join(path)} = {value!r}: {why}") from None
 
@@ -222,8 +235,10 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def changed(section: Any) -> dict[str, Any]:
-    """Return the fields of a section that differ from their defaults; those of a section in
-    it as `retries.turn`."""
+    """Return the fields of a section that differ from their defaults.
+
+    Those of a section in it are named `retries.turn`.
+    """
     differing: dict[str, Any] = {}
     for name, default in defaults(section.__class__).items():
         value = getattr(section, name)

@@ -1,4 +1,4 @@
-"""Decoding of images to RGB pixels, and a PNG writer.
+"""Decoding of images to RGB pixels (`decode`), and a PNG writer (`encode_png`).
 
 Pillow's PNG writer tries five filters for each row. With it, a turn with a new image costs a
 rollout 1.7 times the CPU (`benchmarks/images.py`: 1.06 times the floor, not 0.68), for files of the
@@ -56,9 +56,11 @@ def decode(value: Any, limits: MediaLimits) -> Any:
     Raises `MediaError` for a value that is not an image, is broken, or is over a limit;
     `UsageError` where numpy or Pillow is missing.
     """
-    np, pillow = import_numpy(), _pillow()
+    np = import_numpy()
+    pillow = _pillow()
     while isinstance(value, Image):
         value = value.value
+
     try:
         if isinstance(value, np.ndarray):
             pixels = _from_array(value, limits)
@@ -72,6 +74,7 @@ def decode(value: Any, limits: MediaLimits) -> Any:
         raise MediaError(
             f"an image cannot be read: {type(error).__name__}: {error!s:.200}"
         ) from error
+
     pixels.flags.writeable = False
     return pixels
 
@@ -99,16 +102,16 @@ def _open(value: Any, limits: MediaLimits) -> Any:
     try:
         return _pillow().open(BytesIO(content), formats=FORMATS)
     except _pillow().UnidentifiedImageError:
-        found = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
-        known = ", ".join(FORMATS)
+        received = "an SVG drawing" if b"<svg" in content[:4096] else f"{len(content)} bytes"
         raise MediaError(
-            f"{found}, which is no image in one of the formats {known}; pass pixels or such a file"
+            f"{received}, which is no image in one of the formats {', '.join(FORMATS)}; pass "
+            "pixels or such a file"
         ) from None
 
 
 def _array(picture: Any) -> Any:
-    """Convert an RGB picture to an array, one band at a time: Pillow holds the
-    interpreter lock during a copy."""
+    """Convert an RGB picture to an array."""
+    # One band at a time, since Pillow holds the interpreter lock during a copy.
     np = import_numpy()
     width, height = picture.size
     pixels = np.empty((height, width, 3), np.uint8)
@@ -124,13 +127,17 @@ def _rgb(picture: Any) -> Any:
         from PIL import ImageOps
 
         picture = ImageOps.exif_transpose(picture)
-    if picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG"):
-        picture = _pillow().fromarray((import_numpy().asarray(picture) >> 8).astype("uint8"))
+
+    is_16_bit = picture.mode.startswith("I;16") or (picture.mode == "I" and picture.format == "PNG")
+    if is_16_bit:
+        upper_bits = (import_numpy().asarray(picture) >> 8).astype("uint8")
+        picture = _pillow().fromarray(upper_bits)
     if picture.mode in ("I", "F"):
         raise MediaError(
             f"an image of mode {picture.mode}, whose values have no fixed range; use 8 bits per "
             "channel"
         )
+
     if picture.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in picture.info:
         layer = picture.convert("RGBA")
         picture = _pillow().new("RGB", layer.size, "white")
@@ -141,23 +148,21 @@ def _rgb(picture: Any) -> Any:
 def content_of(value: Any, limits: MediaLimits) -> bytes:
     """Return the content of an image file passed as bytes, a path or a data URI.
 
-    Raises `MediaError` for anything else, for content over the limit, and for a
-    path that is not a file.
+    Raises `MediaError` for anything else, for content over the limit, and for a path that is not a
+    file.
     """
     if isinstance(value, Path):
         return _file(value, limits)
     if isinstance(value, str):
         value = _data_uri(value, limits)
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        kind = type(value).__name__
         raise MediaError(
             "an image must be a PIL image, an array, bytes, a data URI or a pathlib.Path, not "
-            f"{kind}"
+            f"{type(value).__name__}"
         )
-    if memoryview(value).nbytes > limits.bytes:
-        raise MediaError(
-            f"{memoryview(value).nbytes} bytes; the limit of an image file is {limits.bytes}"
-        )
+    size = memoryview(value).nbytes
+    if size > limits.bytes:
+        raise MediaError(f"{size} bytes; the limit of an image file is {limits.bytes}")
     return bytes(value)
 
 
@@ -173,10 +178,10 @@ def _file(path: Path, limits: MediaLimits) -> bytes:
         with path.open("rb") as file:
             content = file.read(limits.bytes + 1)
     except OSError as error:
-        raise MediaError(
-            f"{path}: cannot be read ({error.strerror or os.strerror(error.errno or 0)})"
-        ) from error
-    if len(content) > limits.bytes:
+        why = error.strerror or os.strerror(error.errno or 0)
+        raise MediaError(f"{path}: cannot be read ({why})") from error
+
+    if len(content) > limits.bytes:  # it has grown since
         raise MediaError(f"{path}: over {limits.bytes} bytes, the limit of an image file")
     return content
 
@@ -188,11 +193,14 @@ def _data_uri(value: str, limits: MediaLimits) -> bytes:
             f"an image as a string must be a base64 data URI, not {value!r:.60}; URLs are not "
             "fetched and paths in strings are not opened: pass a pathlib.Path for a file"
         )
+
+    # Base64 writes 3 bytes as 4 characters; 8 more for the comma and the padding.
     if len(value) - len(head) > limits.bytes * 4 // 3 + 8:
         raise MediaError(
             f"a data URI of {len(value)} characters; the limit of an image file is {limits.bytes} "
             "bytes"
         )
+
     try:
         return base64.b64decode(value[len(head) + 1 :], validate=True)
     except (binascii.Error, ValueError) as error:
@@ -216,31 +224,33 @@ def check_size(size: tuple[int, int], limits: MediaLimits) -> None:
 
 def _from_array(value: Any, limits: MediaLimits) -> Any:
     np = import_numpy()
-    if (
-        value.dtype != np.uint8
-        or value.ndim not in (2, 3)
-        or (value.ndim == 3 and value.shape[2] not in (1, 3, 4))
-    ):
+    is_gray = value.ndim == 2
+    is_color = value.ndim == 3 and value.shape[2] in (1, 3, 4)
+    if value.dtype != np.uint8 or not (is_gray or is_color):
         raise MediaError(
             f"an array of {value.dtype} {value.shape} is no image; pass uint8 [height, width, 3], "
             "from 0 to 255"
         )
-    check_size((value.shape[1], value.shape[0]), limits)
-    if value.ndim == 2:
+    height, width = value.shape[:2]
+    check_size((width, height), limits)
+
+    if is_gray:
         value = value[:, :, None]
     if value.shape[2] == 4:
+        # On white, rounded to the nearest value.
         alpha = value[:, :, 3:].astype(np.uint16)
         value = ((value[:, :, :3] * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+
     # Always a copy: environments draw the next observation into the same array.
-    return np.array(np.broadcast_to(value, (*value.shape[:2], 3)), order="C", subok=False)
+    return np.array(np.broadcast_to(value, (height, width, 3)), order="C", subok=False)
 
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 END = b"IEND\xaeB`\x82"
 """Last bytes of every complete file."""
 _SUB = 1
-"""Filter type: each byte is stored as the difference from the same channel of
-the pixel to the left."""
+"""Filter type: each byte is stored as the difference from the same channel of the pixel to the
+left."""
 
 
 def encode_png(pixels: Any) -> bytes:
@@ -248,26 +258,29 @@ def encode_png(pixels: Any) -> bytes:
     import numpy as np
 
     height, width, _ = pixels.shape
-    compress = zlib.compressobj(1)
+    bit_depth = 8
+    color_type = 2  # RGB
+    header = struct.pack(">IIBBBBB", width, height, bit_depth, color_type, 0, 0, 0)
+
+    # Rows of one byte for the filter and 3 per pixel, filtered and compressed a band at a time.
+    compressor = zlib.compressobj(1)
     parts = []
-    rows = max(1, _BAND_BYTES // (3 * width + 1))
+    row_bytes = 3 * width + 1
+    rows = max(1, _BAND_BYTES // row_bytes)
     for top in range(0, height, rows):
         band = pixels[top : top + rows].reshape(-1, 3 * width)
-        written = np.empty((len(band), 3 * width + 1), np.uint8)
-        written[:, 0] = _SUB
-        written[:, 1:4] = band[:, :3]
-        np.subtract(band[:, 3:], band[:, :-3], out=written[:, 4:])
-        parts.append(compress.compress(written.data))
-    parts.append(compress.flush())
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+        filtered = np.empty((len(band), row_bytes), np.uint8)
+        filtered[:, 0] = _SUB
+        filtered[:, 1:4] = band[:, :3]
+        np.subtract(band[:, 3:], band[:, :-3], out=filtered[:, 4:])
+        parts.append(compressor.compress(filtered.data))
+    parts.append(compressor.flush())
+
     data = b"".join(_chunk(b"IDAT", part) for part in parts if part)
-    return SIGNATURE + _chunk(b"IHDR", head) + data + _chunk(b"IEND", b"")
+    return SIGNATURE + _chunk(b"IHDR", header) + data + _chunk(b"IEND", b"")
 
 
 def _chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
-    )
+    length = struct.pack(">I", len(content))
+    checksum = struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
+    return length + kind + content + checksum

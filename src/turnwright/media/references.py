@@ -27,14 +27,18 @@ def has_media(messages: Sequence[Message]) -> bool:
 def store_media(
     messages: Sequence[Message], store: MediaStore, *, blank: bool = False
 ) -> tuple[Message, ...]:
-    """Return messages with references in place of raw media, gray ones if `blank`; those
-    without media stay as they are.
+    """Return messages with references in place of raw media, gray ones if `blank`.
+
+    Messages without media stay as they are.
 
     Raises `MediaError` for an image that is broken or over a limit, or an unknown reference;
     `UsageError` where numpy or Pillow is missing.
     """
     put = partial(store.put, blank=blank)
-    return tuple(m if isinstance(m.content, str) else _replace_media(m, put) for m in messages)
+    return tuple(
+        message if isinstance(message.content, str) else _replace_media(message, put)
+        for message in messages
+    )
 
 
 def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[Message, ...]:
@@ -42,25 +46,31 @@ def media_as_text(messages: Sequence[Message], *, strict: bool = True) -> tuple[
 
     Raises `MediaError` for an image without one if `strict`, else it becomes `[image]`.
     """
-    return tuple(
-        m if isinstance(m.content, str) else replace(m, content=_text_content(m, strict))
-        for m in messages
-    )
+    texts = []
+    for message in messages:
+        if not isinstance(message.content, str):
+            message = replace(message, content=_text_content(message, strict))
+        texts.append(message)
+    return tuple(texts)
 
 
 def media_as_bytes(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages with file contents in place of arrays, PIL images and
-    paths, for another process.
+    """Return messages that another process can read, with file contents in place of raw images.
+
+    Raw images are arrays, PIL images and paths.
 
     Raises `MediaError` for an image that is broken or over the default limits.
     """
-    return tuple(_replace_media(m, _as_bytes) if m.has_raw_media else m for m in messages)
+    return tuple(
+        _replace_media(message, _as_bytes) if message.has_raw_media else message
+        for message in messages
+    )
 
 
 def _replace_media(message: Message, convert: Callable[[AnyMedia], AnyMedia]) -> Message:
     content = tuple(part if isinstance(part, str) else convert(part) for part in message.content)
-    same = all(new is old for new, old in zip(content, message.content, strict=True))
-    return message if same else replace(message, content=content)
+    is_same = all(new is old for new, old in zip(content, message.content, strict=True))
+    return message if is_same else replace(message, content=content)
 
 
 def _text_content(message: Message, strict: bool) -> str:
@@ -83,29 +93,34 @@ def _as_bytes(part: AnyMedia) -> AnyMedia:
             frame if isinstance(frame, ImageRef) else Image(_file(frame, part.alt))
             for frame in part.frames
         ]
-        times = None if part.times is None else [float(at) for at in part.times]
-        return replace(
-            part, frames=frames, times=times, fps=None if part.fps is None else float(part.fps)
-        )
+        # Plain numbers, since times and rates of numpy would need numpy in the other process.
+        times = None if part.times is None else [float(seconds) for seconds in part.times]
+        fps = None if part.fps is None else float(part.fps)
+        return replace(part, frames=frames, times=times, fps=fps)
     return part
 
 
 def _file(value: Any, alt: str | None) -> bytes:
-    """Return an image as the content of a file; empty if it has an `alt` text and no
-    decoder is installed."""
+    """Return an image as the content of a file.
+
+    It is empty if the image has an `alt` text and no decoder is installed.
+    """
     while isinstance(value, Image):
         value = value.value
+
     limits = MediaLimits()
     if isinstance(value, (bytes, bytearray, memoryview, str)) or hasattr(value, "__fspath__"):
         return content_of(value, limits)
+
     try:
         pixels = decode(value, limits)
     except UsageError:
         if alt is None:
             raise
         return b""
+
     from PIL import Image as Pillow
 
-    out = BytesIO()
-    Pillow.fromarray(pixels).save(out, "BMP")  # uncompressed, since it is decoded again at once
-    return out.getvalue()
+    file = BytesIO()
+    Pillow.fromarray(pixels).save(file, "BMP")  # uncompressed, since it is decoded again at once
+    return file.getvalue()

@@ -1,7 +1,12 @@
 """Metrics of rollouts, their documentation, success rates and intervals.
 
-Names chosen by a model, a tool or an environment (tools, exceptions, parts of rewards) are counted under at most `MAX_NAMES`
-names, the rest under `(other)`: a model that invents a tool per turn must not fill a disk.
+`rollout_metrics` reduces the episodes of a step to one row of numbers; `METRIC_GROUPS` documents
+each of them, those of training included, which `training/metrics.py` computes. `wilson`,
+`pass_at_k` and `mean_interval` are the statistics of evaluations.
+
+Names chosen by a model, a tool or an environment (tools, exceptions, parts of rewards) are counted
+under at most `MAX_NAMES` names, the rest under `(other)`: a model that invents a tool per turn must
+not fill a disk.
 """
 
 from __future__ import annotations
@@ -9,12 +14,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 from turnwright.types import Group, GroupKey, Origin, Status, Trajectory, Turn
-
-# ruff: noqa: E501 (a line is a row of the table)
 
 
 class MetricDoc(NamedTuple):
@@ -23,7 +26,8 @@ class MetricDoc(NamedTuple):
     name: str
     unit: str
     meaning: str
-    advice: str  # what to do when the metric changes
+    advice: str
+    """What to do when the metric changes."""
 
 
 def _rows(text: str) -> tuple[MetricDoc, ...]:
@@ -39,7 +43,7 @@ name | name | name of an evaluation (`before`, `after`, `step-N`) | nothing
 mode | name | sampling of an evaluation: `sampled` or `greedy` | nothing
 time_s | s | wall-clock time of the run so far, earlier processes included | nothing
 cpu_s | s | CPU time of the run so far | far under `time_s`: the run waits for its environment or its engine, see `seconds.<phase>`
-"""),
+"""),  # noqa: E501
     "Rewards": _rows("""
 reward | reward | mean over rewarded episodes | falling: read the worst episodes of the step; flat: see `groups_no_signal`
 success | share | episodes with a reward of at least `eval.success` | as `reward`
@@ -58,7 +62,7 @@ ci | share | Wilson's 95% interval of `success` | wide: more `eval.tasks`
 failed | count | episodes of an evaluation without a reward | over 0: see `errors.<where>`
 demo_reward | reward | mean reward of the warm-up's demonstrations | low: the demonstrator fails, imitation cannot do better
 gate_passed | yes or no | whether a gate evaluation met the gate | never: see the diagnosis "the warmup gate is not met"
-"""),
+"""),  # noqa: E501
     "How episodes went": _rows("""
 turns | count | mean turns of an episode | to 1: the model no longer uses its environment; to the limit: it does not finish
 turns_spread.<p50, p95, max> | count | median, 95th percentile and maximum of turns | p95 at `limits.turns`: raise it, or reward shorter solutions
@@ -75,7 +79,7 @@ calls_continued | count | calls aborted by the engine (weight updates) and then 
 branches.<reason> | count | history rewrites, by reason | growing: the same ids are computed more than once
 resume.<what> | count | interrupted episodes that could not go on from the journal (`new_attempts`), recorded turns and tokens that they did not use (`lost_turns`, `lost_tokens`), and steps with effects that may have run before the kill and ran again (`steps_in_doubt`) | growing: the environment is not deterministic, or it has effects and no snapshots; `retries.<where>` and `turnwright view` have the reason
 invalid_actions | count | actions that an environment rejected | growing: the model loses the format; falling is learning
-"""),
+"""),  # noqa: E501
     "Tools": _rows("""
 tools_offered | count | maximum number of tools offered to the model in an episode of the run | 0 where there should be some: the environment offers none
 tool_users | share | episodes that called a tool at least once | to 0: the model answers from memory; does the reward need the tool, does the template render it?
@@ -84,7 +88,7 @@ tool_failures.<tool> | count | calls answered by an error, by tool | high share 
 tool_mistakes.<kind> | count | the same by kind (`missing_argument`, `raised`, ...) | `raised`: the tool; anything else: the model's format
 tool_seconds.<tool>.<p50, p95, max> | s | latency of calls | p95 far over p50: a slow service delays steps
 malformed_calls.<kind> | count | unparsable calls, by kind | growing: does the parser fit the model's format? `turnwright check --model`
-"""),
+"""),  # noqa: E501
     "Tokens": _rows("""
 sampled_tokens | count | ids that the model sampled | see `reply_tokens.<of>`
 trained_tokens | count | ids in the loss | far under `sampled_tokens`: see `untrained.<reason>`
@@ -103,7 +107,7 @@ control_text.<role> | count | control texts by the role of the message | `tool` 
 render_checks | count | episodes checked by the sanity check | 0: nothing is checked, see `rollout.sanity`
 render_mismatch_<cause> | count | episodes that differ from a complete render, by cause | over 0: `turnwright view` shows three columns
 render_check_failed_<error> | count | checks that raised an exception | over 0: a bug, report it
-"""),
+"""),  # noqa: E501
     "Training": _rows("""
 loss | nats | policy loss (around 0 by construction), or loss on demonstrations | NaN stops the run
 grad_norm | 1 | norm of the gradient before clipping | jumps: lower lr
@@ -150,7 +154,7 @@ teacher.<name>.bounded | share | ids over `teacher.bound`, with `signal = "advan
 correction_mean | 1 | mean token weight of `train.correction` | under 0.9 or over 1.1: engine and trainer differ, see `mismatch_mean`
 correction_ess | share | effective sample size of those weights | under 0.9: updates rest on few tokens
 correction_masked | share | tokens excluded by the correction | growing: the correction hides a mismatch instead of fixing it
-"""),
+"""),  # noqa: E501
     "Time and memory": _rows("""
 rollout_s | s | wall-clock time of a step's episodes | see `seconds.<phase>.<of>`
 train_s | s | wall-clock time of its training | see `trained_tokens_per_s`
@@ -161,64 +165,88 @@ tokens_trained | count | ids trained in a warm-up step | nothing
 seconds.<phase>.<p50, p95, max, sum> | s | seconds of an episode by phase: generate, tool, environment, reward, and wait (reset, rendering, waiting for a slot) | p95 far over p50: a few episodes delay the step
 peak_memory_mib | MiB | peak memory of the process so far | growing step by step: a leak, or longer episodes
 peak_gpu_memory_mib | MiB | peak memory of the GPU | near its size: smaller `train.micro_tokens`
-"""),
+"""),  # noqa: E501
 }
 
 
 METRICS: tuple[MetricDoc, ...] = tuple(doc for docs in METRIC_GROUPS.values() for doc in docs)
 MAX_NAMES = 32
-MAX_TURNS = 32  # turns with metrics of their own; later ones have none
-REPEAT_LENGTH = 4  # length of the id runs whose repetition is counted
+MAX_TURNS = 32
+"""Turns with metrics of their own; later ones have none."""
+REPEAT_LENGTH = 4
+"""Length of the id runs whose repetition is counted."""
 UNKNOWN = "(unknown)"
 UNNAMED = "(unnamed)"
 OTHER = "(other)"
-SECONDS = ("generate", "tool", "environment", "reward", "wait")
 
 Row = dict[str, Any]
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
-    """Return metrics of finished episodes by their names in metrics.jsonl; families are dicts, and empty ones are left out.
+class TimedCall(NamedTuple):
+    """One tool call of a turn."""
 
-    `success` is the minimum reward of a successful episode. docs/reference/metrics.md documents the metrics.
+    tool: str
+    seconds: float
+    """NaN if they were not recorded."""
+    error: str | None
+    """Kind of the error; None if the call succeeded."""
+
+
+EpisodeCalls = list[list[TimedCall]]
+"""Calls of an episode, by turn."""
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0) -> Row:
+    """Return metrics of finished episodes by their names in metrics.jsonl.
+
+    Families are dicts; empty ones are left out. `success` is the minimum reward of a successful
+    episode. docs/reference/metrics.md documents the metrics.
+
+    Example::
+
+        row = rollout_metrics(trajectories)
+        row["truncated_share"], row["tool_calls"]  # 0.125, {"look_up": 40}
     """
     episodes = max(len(trajectories), 1)
-    stops = [t.stop for t in trajectories if t.stop is not None]
-    turns = [turn for t in trajectories for turn in t.turns]
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    turns_per_episode = [len(trajectory.turns) for trajectory in trajectories]
+    calls = [[calls_of(turn) for turn in trajectory.turns] for trajectory in trajectories]
+
+    stops = [trajectory.stop for trajectory in trajectories if trajectory.stop is not None]
+    truncations = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
+
+    errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+    recovered = [failure for trajectory in trajectories for failure in trajectory.failures]
+
+    drafted = sum(trajectory.metrics.get("draft_ids", 0) for trajectory in trajectories)
+    accepted = sum(trajectory.metrics.get("draft_ids_accepted", 0) for trajectory in trajectories)
     context = sum(turn.context for turn in turns)
-    drafted = sum(t.metrics.get("draft_ids", 0) for t in trajectories)
-    truncated = Counter(str(stop) for stop in stops if stop.status is Status.TRUNCATED)
-    calls = [[calls_of(turn) for turn in t.turns] for t in trajectories]
+    cached = sum(turn.cached for turn in turns)
+
     row: Row = {
-        "turns_spread": distribution_summary([len(t.turns) for t in trajectories], mean=False),
+        "turns_spread": distribution_summary(turns_per_episode, mean=False),
         "turns_histogram": {
-            str(n): count
-            for n, count in sorted(Counter(len(t.turns) for t in trajectories).items())
+            str(number): count for number, count in sorted(Counter(turns_per_episode).items())
         },
-        "truncated_share": truncated.total() / episodes,
-        "truncations": dict(truncated.most_common()),
+        "truncated_share": truncations.total() / episodes,
+        "truncations": dict(truncations.most_common()),
         "failed_share": sum(stop.failed for stop in stops) / episodes,
-        "errors": top_counts(
-            f"{t.error.phase}/{t.error.type}" for t in trajectories if t.error is not None
-        ),
-        "retries": top_counts(
-            f"{failure.phase}/{failure.type}" for t in trajectories for failure in t.failures
-        ),
+        "errors": top_counts(f"{failure.phase}/{failure.type}" for failure in errors),
+        "retries": top_counts(f"{failure.phase}/{failure.type}" for failure in recovered),
         "calls_continued": sum(max(0, len(turn.spans) - 1) for turn in turns),
         "resume": _counted(trajectories, "resume_"),
         "seconds": _seconds(trajectories, calls),
-        "branches": _summed(t.branches for t in trajectories),
-        "invalid_actions": sum(int(t.metrics.get("invalid_actions", 0)) for t in trajectories),
+        "branches": _summed(trajectory.branches for trajectory in trajectories),
+        "invalid_actions": _count(trajectories, "invalid_actions"),
         "malformed_calls": _counted(trajectories, "malformed_", exclude=("malformed_calls",)),
-        "control_text_neutralized": sum(int(t.metrics.get("neutralised", 0)) for t in trajectories),
+        "control_text_neutralized": _count(trajectories, "neutralised"),
         "control_text": _counted(trajectories, "control_text_"),
-        "cache_hit": sum(turn.cached for turn in turns) / context if context else None,
-        "draft_acceptance": sum(t.metrics.get("draft_ids_accepted", 0) for t in trajectories)
-        / drafted
-        if drafted
-        else None,
+        "cache_hit": cached / context if context else None,
+        "draft_acceptance": accepted / drafted if drafted else None,
     }
-    row |= _tools(calls) | _tokens(trajectories) | _rewards(trajectories, success)
+    row |= _tools(calls)
+    row |= _tokens(trajectories)
+    row |= _rewards(trajectories, success)
     return {name: value for name, value in row.items() if value not in ({}, None)}
 
 
@@ -227,21 +255,32 @@ def distribution_summary(values: Sequence[float], *, mean: bool = True) -> dict[
     if not values:
         return {}
     ordered = sorted(values)
-    p50, p95 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.95))
-    summary = {"p50": p50, "p95": p95, "max": ordered[-1]}
-    return {"mean": math.fsum(ordered) / len(ordered)} | summary if mean else summary
+    summary: dict[str, float] = {}
+    if mean:
+        summary["mean"] = math.fsum(ordered) / len(ordered)
+    summary["p50"] = ordered[math.ceil(0.5 * len(ordered)) - 1]
+    summary["p95"] = ordered[math.ceil(0.95 * len(ordered)) - 1]
+    summary["max"] = ordered[-1]
+    return summary
 
 
 def top_counts(names: Iterable[str]) -> dict[str, int]:
     """Count names, most frequent first; names past `MAX_NAMES` are counted together."""
     counts = Counter(names).most_common()
-    result = {name[:80]: count for name, count in counts[:MAX_NAMES]}
+    top = {name[:80]: count for name, count in counts[:MAX_NAMES]}
     rest = sum(count for _, count in counts[MAX_NAMES:])
-    return result | {OTHER: result.get(OTHER, 0) + rest} if rest else result
+    if rest:
+        top[OTHER] = top.get(OTHER, 0) + rest
+    return top
 
 
 def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row under flattened names: `stops.done`, `seconds.tool.p95`. Other values are skipped."""
+    """Yield the numbers of a row under flattened names, without other values.
+
+    Example::
+
+        dict(flatten_row({"stops": {"done": 3}, "phase": "train"}))  # {"stops.done": 3.0}
+    """
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from flatten_row(value, f"{prefix}{name}.")
@@ -254,10 +293,15 @@ def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
                 yield f"{prefix}{name}", as_float
 
 
-def _summed(counts: Iterable[Mapping[str, float]]) -> dict[str, int]:
+def _count(trajectories: Sequence[Trajectory], name: str) -> int:
+    """Sum one counter of the episodes."""
+    return sum(int(trajectory.metrics.get(name, 0)) for trajectory in trajectories)
+
+
+def _summed(counters: Iterable[Mapping[str, float]]) -> dict[str, int]:
     totals: Counter[str] = Counter()
-    for one in counts:
-        for name, count in one.items():
+    for counter in counters:
+        for name, count in counter.items():
             totals[name] += int(count)
     return dict(totals.most_common(MAX_NAMES))
 
@@ -266,129 +310,151 @@ def _counted(
     trajectories: Sequence[Trajectory], prefix: str, exclude: Sequence[str] = ()
 ) -> dict[str, int]:
     """Sum the counters of episodes with a prefix, by the rest of their names."""
-    return _summed(
-        {
-            name.removeprefix(prefix): n
-            for name, n in t.metrics.items()
-            if name.startswith(prefix) and name not in exclude
-        }
-        for t in trajectories
-    )
+    counters = []
+    for trajectory in trajectories:
+        counters.append(
+            {
+                name.removeprefix(prefix): count
+                for name, count in trajectory.metrics.items()
+                if name.startswith(prefix) and name not in exclude
+            }
+        )
+    return _summed(counters)
 
 
-Call = tuple[str, float, str | None]
-"""Tool, seconds, and kind of error or None."""
-
-
-def calls_of(turn: Turn) -> list[Call]:
+def calls_of(turn: Turn) -> list[TimedCall]:
     """Return each call of a turn; from its reply with NaN seconds if none is recorded."""
-    log = turn.info.get("tool_log")
-    if log is not None and isinstance(log, Sequence) and not isinstance(log, str):
-        rows = [one for one in log if isinstance(one, Mapping)]
-        seconds = [
-            float(s) if isinstance(s := one.get("s"), (int, float)) else math.nan for one in rows
-        ]
+    tool_log = turn.info.get("tool_log")
+    if not isinstance(tool_log, Sequence) or isinstance(tool_log, str):
         return [
-            (str(one.get("tool") or UNNAMED), s, one.get("error"))
-            for one, s in zip(rows, seconds, strict=True)
+            TimedCall(
+                call.name or UNNAMED, math.nan, call.cause if call.error is not None else None
+            )
+            for call in turn.reply.tool_calls
         ]
-    return [
-        (call.name or UNNAMED, math.nan, call.cause if call.error is not None else None)
-        for call in turn.reply.tool_calls
-    ]
+
+    calls = []
+    for entry in tool_log:  # the environment's own data, which may have any form
+        if isinstance(entry, Mapping):
+            seconds = entry.get("s")
+            calls.append(
+                TimedCall(
+                    tool=str(entry.get("tool") or UNNAMED),
+                    seconds=float(seconds) if isinstance(seconds, (int, float)) else math.nan,
+                    error=entry.get("error"),
+                )
+            )
+    return calls
 
 
-def _tools(by_turn: Sequence[Sequence[Sequence[Call]]]) -> Row:
-    calls = [
-        (UNKNOWN if error == "unknown_tool" else tool, s, error)
-        for tool, s, error in chain.from_iterable(chain.from_iterable(by_turn))
-    ]
-    callers = sum(any(turns) for turns in by_turn)
-    counts = top_counts(tool for tool, _, _ in calls)
-    timed: dict[str, list[float]] = {}
-    for tool, seconds, _ in calls:
-        if math.isfinite(seconds):
-            timed.setdefault(tool if tool in counts else OTHER, []).append(seconds)
+def _tools(episodes: Sequence[EpisodeCalls]) -> Row:
+    calls: list[TimedCall] = []
+    users = 0
+    for turns in episodes:
+        users += any(turns)
+        for turn_calls in turns:
+            for call in turn_calls:
+                is_unknown = call.error == "unknown_tool"
+                calls.append(call._replace(tool=UNKNOWN) if is_unknown else call)
+
+    counts = top_counts(call.tool for call in calls)
+    seconds: dict[str, list[float]] = {}
+    for call in calls:
+        if math.isfinite(call.seconds):
+            tool = call.tool if call.tool in counts else OTHER
+            seconds.setdefault(tool, []).append(call.seconds)
+
+    failed = [call for call in calls if call.error is not None]
     return {
-        "tool_users": callers / max(len(by_turn), 1),
+        "tool_users": users / max(len(episodes), 1),
         "tool_calls": counts,
-        "tool_failures": top_counts(tool for tool, _, error in calls if error is not None),
-        "tool_mistakes": top_counts(error for _, _, error in calls if error is not None),
+        "tool_failures": top_counts(call.tool for call in failed),
+        "tool_mistakes": top_counts(call.error for call in calls if call.error is not None),
         "tool_seconds": {
-            tool: distribution_summary(values, mean=False) for tool, values in timed.items()
+            tool: distribution_summary(values, mean=False) for tool, values in seconds.items()
         },
     }
 
 
 def _seconds(
-    trajectories: Sequence[Trajectory], calls: Sequence[Sequence[Sequence[Call]]]
+    trajectories: Sequence[Trajectory], calls: Sequence[EpisodeCalls]
 ) -> dict[str, dict[str, float]]:
     """Return seconds of episodes by phase; `wait` is the rest of the wall-clock time."""
-    by_phase: dict[str, list[float]] = {name: [] for name in SECONDS}
-    for trajectory, by_turn in zip(trajectories, calls, strict=True):
+    by_phase: dict[str, list[float]] = {
+        "generate": [],
+        "tool": [],
+        "environment": [],
+        "reward": [],
+        "wait": [],
+    }
+    for trajectory, calls_by_turn in zip(trajectories, calls, strict=True):
         generate = math.fsum(turn.generate_s for turn in trajectory.turns)
         environment = math.fsum(turn.env_s for turn in trajectory.turns)
-        # Concurrent calls of one turn may sum to more than the step that waited for them.
-        called = [
-            (turn.env_s, [s for _, s, _ in own])
-            for turn, own in zip(trajectory.turns, by_turn, strict=True)
-            if turn.reply.tool_calls
-        ]
-        tool = math.fsum(
-            min(env_s, math.fsum(filter(math.isfinite, seconds))) for env_s, seconds in called
-        )
+        tool = _tool_seconds(trajectory, calls_by_turn)
         rest = trajectory.wall_s - generate - environment - trajectory.reward_s
-        for name, value in zip(
-            SECONDS,
-            (generate, tool, environment - tool, trajectory.reward_s, max(0.0, rest)),
-            strict=True,
-        ):
-            by_phase[name].append(value)
-    summaries = (
-        (name, distribution_summary(values, mean=False), values)
-        for name, values in by_phase.items()
-        if values
-    )
-    return {name: summary | {"sum": math.fsum(values)} for name, summary, values in summaries}
+
+        by_phase["generate"].append(generate)
+        by_phase["tool"].append(tool)
+        by_phase["environment"].append(environment - tool)
+        by_phase["reward"].append(trajectory.reward_s)
+        by_phase["wait"].append(max(0.0, rest))
+
+    summaries: dict[str, dict[str, float]] = {}
+    for phase, values in by_phase.items():
+        if values:
+            summary = distribution_summary(values, mean=False)
+            summaries[phase] = summary | {"sum": math.fsum(values)}
+    return summaries
+
+
+def _tool_seconds(trajectory: Trajectory, calls_by_turn: EpisodeCalls) -> float:
+    seconds = []
+    for turn, calls in zip(trajectory.turns, calls_by_turn, strict=True):
+        if turn.reply.tool_calls:
+            in_calls = math.fsum(call.seconds for call in calls if math.isfinite(call.seconds))
+            # Concurrent calls of one turn may sum to more than the step that waited for them.
+            seconds.append(min(turn.env_s, in_calls))
+    return math.fsum(seconds)
 
 
 def _tokens(trajectories: Sequence[Trajectory]) -> Row:
-    origins: Counter[Origin] = Counter()
-    replies: list[int] = []
+    ids_by_origin: Counter[Origin] = Counter()
+    reply_lengths: list[int] = []
     episode_lengths: list[int] = []
-    runs = repeats = images = image_ids = 0
+    runs = 0
+    repeated_runs = 0
+    images = 0
+    image_ids = 0
     for trajectory in trajectories:
         for span in trajectory.spans:
-            origins[span.origin] += len(span.ids)
+            ids_by_origin[span.origin] += len(span.ids)
             images += len(span.media)
             image_ids += sum(block.length for block in span.media)
-            if span.origin is Origin.MODEL and (span_runs := len(span.ids) - REPEAT_LENGTH + 1) > 0:
+            if span.origin is Origin.MODEL:
+                span_runs = max(0, len(span.ids) - REPEAT_LENGTH + 1)
                 runs += span_runs
-                repeats += span_runs - len(
-                    set(
-                        zip(
-                            *(islice(span.ids, i, None) for i in range(REPEAT_LENGTH)), strict=False
-                        )
-                    )
-                )
-        replies += [
-            sum(len(trajectory.spans[index].ids) for index in turn.spans)
-            for turn in trajectory.turns
-        ]
+                repeated_runs += span_runs - _distinct_runs(span.ids)
+        for turn in trajectory.turns:
+            reply_lengths.append(sum(len(trajectory.spans[index].ids) for index in turn.spans))
         episode_lengths.append(sum(len(span.ids) for span in trajectory.spans))
+
     row: Row = {
-        "tokens": {str(origin): count for origin, count in sorted(origins.items())},
-        "reply_tokens": distribution_summary(replies),
+        "tokens": {str(origin): count for origin, count in sorted(ids_by_origin.items())},
+        "reply_tokens": distribution_summary(reply_lengths),
         "episode_tokens": distribution_summary(episode_lengths, mean=False),
-        "repetition": repeats / runs if runs else None,
+        "repetition": repeated_runs / runs if runs else None,
     }
     if images:
-        row |= {
-            "images": images,
-            "image_tokens": image_ids,
-            "image_token_share": image_ids / max(sum(episode_lengths), 1),
-        }
+        row["images"] = images
+        row["image_tokens"] = image_ids
+        row["image_token_share"] = image_ids / max(sum(episode_lengths), 1)
     return row
+
+
+def _distinct_runs(ids: Sequence[int]) -> int:
+    """Count the different runs of `REPEAT_LENGTH` consecutive ids."""
+    shifted = [islice(ids, offset, None) for offset in range(REPEAT_LENGTH)]
+    return len(set(zip(*shifted, strict=False)))
 
 
 def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
@@ -397,75 +463,96 @@ def _rewards(trajectories: Sequence[Trajectory], success: float) -> Row:
         for number, turn in enumerate(trajectory.turns[:MAX_TURNS], 1):
             if turn.reward is not None:
                 by_turn.setdefault(number, []).append(turn.reward)
+
     groups = group_by_task(trajectories)
-    known = [
-        rewards for group in groups if (rewards := [r for r in group.rewards if r is not None])
-    ]
-    tied = [
-        rewards
-        for rewards in known
-        if max(rewards) - min(rewards) <= 1e-12 * max(1.0, *map(abs, rewards))
-    ]
+    rewarded = 0
+    tied_rewards: list[float] = []  # one of each group whose rewards are equal
+    for group in groups:
+        rewards = [reward for reward in group.rewards if reward is not None]
+        if rewards:
+            rewarded += 1
+            spread = max(rewards) - min(rewards)
+            if spread <= 1e-12 * max(1.0, *map(abs, rewards)):
+                tied_rewards.append(rewards[0])
+
     return {
         "reward_by_turn": {
-            str(n): math.fsum(values) / len(values) for n, values in sorted(by_turn.items())
+            str(number): math.fsum(values) / len(values)
+            for number, values in sorted(by_turn.items())
         },
         "rewards_spread": _component_spread(groups),
         "groups": len(groups),
-        "groups_no_signal": len(tied) + len(groups) - len(known),
-        "groups_solved": sum(rewards[0] >= success for rewards in tied),
-        "groups_unsolved": sum(rewards[0] < success for rewards in tied),
+        "groups_no_signal": len(tied_rewards) + len(groups) - rewarded,
+        "groups_solved": sum(reward >= success for reward in tied_rewards),
+        "groups_unsolved": sum(reward < success for reward in tied_rewards),
     }
 
 
 def group_by_task(trajectories: Iterable[Trajectory]) -> list[Group]:
     """Group trajectories by phase, step and task, in order of first appearance."""
     groups: dict[GroupKey, Group] = {}
-    for t in trajectories:
-        groups.setdefault(t.key.group, Group(t.task, [])).trajectories.append(t)
+    for trajectory in trajectories:
+        group = groups.setdefault(trajectory.key.group, Group(trajectory.task, []))
+        group.trajectories.append(trajectory)
     return list(groups.values())
 
 
 def _component_spread(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the mean over groups of each reward part's standard deviation: its possible share of an advantage."""
+    """Return the standard deviation of each reward part, as a mean over groups.
+
+    It is the share that the part can have of an advantage.
+    """
     spreads: dict[str, list[float]] = {}
     for group in groups:
-        names = dict.fromkeys(name for t in group.trajectories for name in t.rewards)
+        names = dict.fromkeys(name for member in group.trajectories for name in member.rewards)
         for name in islice(names, MAX_NAMES):
-            values = [t.rewards[name] for t in group.trajectories if name in t.rewards]
+            values = [
+                member.rewards[name] for member in group.trajectories if name in member.rewards
+            ]
             mean = math.fsum(values) / len(values)
-            spreads.setdefault(name, []).append(
-                math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
-            )
+            variance = math.fsum((value - mean) ** 2 for value in values) / len(values)
+            spreads.setdefault(name, []).append(math.sqrt(variance))
     return {name: math.fsum(values) / len(values) for name, values in spreads.items()}
 
 
-Z95 = 1.959963984540054  # standard normal quantile of 0.975
+Z95 = 1.959963984540054
+"""Standard normal quantile of 0.975."""
 
 
 def wilson(successes: float, n: int) -> tuple[float, float]:
     """Return Wilson's 95% score interval of a proportion; (0, 1) without observations.
 
-    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22 (1927), eq. for p0.
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22
+    (1927), eq. for p0.
+
+    Example::
+
+        wilson(81, 263)  # (0.2553, 0.3662), rounded
     """
     if n < 0 or not 0 <= successes <= max(n, 0):
         raise ValueError(f"successes must be from 0 to n, not {successes} of {n}")
     if n == 0:
         return 0.0, 1.0
-    p, z = successes / n, Z95
+
+    p = successes / n
+    z = Z95
     scale = 1 + z * z / n
     center = (p + z * z / (2 * n)) / scale
     half = z / scale * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+
     # The ends are exactly 0 and 1 if nothing or everything succeeded; rounding would leave 1e-17.
-    return (0.0 if successes == 0 else max(0.0, center - half)), (
-        1.0 if successes == n else min(1.0, center + half)
-    )
+    low = 0.0 if successes == 0 else max(0.0, center - half)
+    high = 1.0 if successes == n else min(1.0, center + half)
+    return low, high
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased probability that at least one of `k` episodes of a task succeeds, from `c` successes in `n`.
+    """Return the probability that at least one of `k` episodes of a task succeeds.
 
-    Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, eq. 1: 1 - C(n-c, k) / C(n, k).
+    The estimate from `c` successes in `n` episodes is unbiased.
+
+    Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv 2107.03374,
+    eq. 1: 1 - C(n-c, k) / C(n, k).
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
@@ -476,11 +563,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% interval of the mean over tasks of values in [0, 1] (pass@k, success over several episodes of a task).
+    """Return the 95% interval of the mean over tasks of values in [0, 1].
 
-    Tasks are the independent units, so the standard error is that of their values (Miller, "Adding Error Bars to Evals", arXiv
-    2411.00640, eq. 1). Values that are all 0 or 1 are a proportion, with Wilson's interval. So are values that all agree,
-    whose standard error would be 0.
+    Such values are pass@k, or success over several episodes of a task. Tasks are the independent
+    units, so the standard error is that of their values (Miller, "Adding Error Bars to Evals",
+    arXiv 2411.00640, eq. 1). Values that are all 0 or 1 are a proportion, with Wilson's interval.
+    So are values that all agree, whose standard error would be 0.
     """
     n = len(values)
     mean = sum(values) / n if n else 0.0

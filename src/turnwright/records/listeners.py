@@ -33,8 +33,10 @@ class EpisodeListener(Protocol):
     """Progress listener that also receives the phases of finished episodes."""
 
     def episode(self, session: str, phases: Sequence[tuple[str, float]], end: float) -> None:
-        """Receive a finished episode: session, phases with their starts, and
-        end (`time.monotonic`)."""
+        """Receive a finished episode.
+
+        `phases` are its phases with their starts; these and `end` are times of `time.monotonic`.
+        """
 
 
 class NullListener(ProgressListener):

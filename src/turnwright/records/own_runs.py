@@ -1,10 +1,10 @@
-"""Which runs this user started on this machine: a list of digests in the
-user's own state directory.
+"""Which runs this user started on this machine.
 
-The settings of a run name code. A run directory is no evidence of who wrote it: unpacking an
-archive makes a user the owner of its files. So what is known is kept outside: each `config.json`
-that this program writes for a run is listed by its SHA-256. A run keeps its entry where it is moved
-to, and loses it when its settings are edited.
+The settings of a run name code; commands execute that of the user's own runs without asking. A run
+directory is no evidence of who wrote it: unpacking an archive makes a user the owner of its files.
+So the evidence is kept outside, in the user's state directory: each `config.json` that this program
+writes for a run is listed by its SHA-256. A run keeps its entry where it is moved to, and loses it
+when its settings are edited.
 """
 
 from __future__ import annotations
@@ -26,23 +26,31 @@ def own_runs_file() -> Path:
 
 
 def remember_run(config: bytes) -> None:
-    """List the run with this `config.json`; without a directory to write to,
-    its commands ask later."""
+    """List the run with this `config.json`.
+
+    Where the list cannot be written, commands on the run ask the user.
+    """
     file = own_runs_file()
+    digest = _digest(config)
     with contextlib.suppress(OSError):
-        if _digest(config) in _listed():
+        if digest in _listed():
             return
+
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if file.exists() and file.stat().st_size > MAX_BYTES:
-            kept = file.read_bytes().splitlines(keepends=True)
-            file.write_bytes(b"".join(kept[len(kept) // 2 :]))
-        with file.open("ab") as listed:
-            listed.write(_digest(config).encode() + b"\n")
+            lines = file.read_bytes().splitlines(keepends=True)
+            newer_half = lines[len(lines) // 2 :]
+            file.write_bytes(b"".join(newer_half))
+
+        with file.open("ab") as stream:
+            stream.write(digest.encode() + b"\n")
 
 
 def is_own_run(run: Path) -> bool:
-    """Return whether this user started or continued the run on this machine, with the
-    settings that it has now."""
+    """Return whether this user started or continued the run on this machine.
+
+    A run whose settings were edited since is not the user's own.
+    """
     try:
         return _digest((run / "config.json").read_bytes()) in _listed()
     except OSError:

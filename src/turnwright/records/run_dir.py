@@ -1,4 +1,9 @@
-"""Run directory: journal, trajectories, metrics and small JSON files."""
+"""Run directory: journal, trajectories, metrics and small JSON files.
+
+`JsonLines` appends lines that a killed process does not lose, `read_json_lines` reads them and
+verifies their checksums, and `RunDir` holds the three files of a run. What a line of the journal
+means is in `serialization.py` (`apply_event`) and `journal.py`.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +27,32 @@ from turnwright.records.own_runs import remember_run
 
 _OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
 _MAX_DEPTH = 60
+
+# A sealed line ends in the field `crc`, which replaces its closing brace.
+_CRC = b',"crc":"%08x"}'
+_CRC_BYTES = len(b',"crc":"00000000"}')
+
 RECORD_VERSION = 2
 """Version of the records, in the settings of each journal; other versions are not read."""
 
 
 def to_json(value: Any) -> bytes:
-    """Return a value as one line of standard JSON. Never fails: values without a
-    JSON form become their repr.
+    """Return a value as one line of standard JSON.
 
-    These include arbitrary objects in an environment's info, integers over 64 bits, and values
-    nested too deep or cyclically. NaN becomes null; a lone surrogate is escaped.
+    Never fails: values without a JSON form become their repr. These include arbitrary objects in an
+    environment's info, integers over 64 bits, and values nested too deep or cyclically. NaN becomes
+    null; a lone surrogate is escaped.
+
+    Example::
+
+        to_json({"reward": float("nan"), "env": object()})
+        # b'{"reward":null,"env":"<object object at 0x7f...>"}'
     """
     try:
         try:
             return orjson.dumps(value, default=repr, option=orjson.OPT_SERIALIZE_NUMPY)
-        # keys of other types cost a sixth of the time, so they are tried only where there are any
         except TypeError:
+            # Keys that are not strings: the option costs a sixth of the time, also without such.
             return orjson.dumps(value, default=repr, option=_OPTIONS)
     except KeyboardInterrupt:
         raise
@@ -50,16 +65,15 @@ def _plain(value: Any, depth: int) -> Any:
     try:
         if isinstance(value, str):
             return str(value).encode("utf-8", "backslashreplace").decode()
-        if depth < _MAX_DEPTH and isinstance(value, Mapping):
-            return {
-                _plain(k if isinstance(k, str) else _repr(k), 0): _plain(item, depth + 1)
-                for k, item in value.items()
-            }
-        if depth < _MAX_DEPTH and isinstance(value, (list, tuple)):
-            return [_plain(item, depth + 1) for item in value]
-        if not isinstance(value, (Mapping, list, tuple)):
+
+        is_container = isinstance(value, (Mapping, list, tuple))
+        if not is_container:
             with suppress(Exception):
                 return orjson.loads(orjson.dumps(value, option=_OPTIONS))
+        elif depth < _MAX_DEPTH and isinstance(value, Mapping):
+            return {_plain_key(key): _plain(item, depth + 1) for key, item in value.items()}
+        elif depth < _MAX_DEPTH:
+            return [_plain(item, depth + 1) for item in value]
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user-defined container or string
@@ -67,21 +81,22 @@ def _plain(value: Any, depth: int) -> Any:
     return _repr(value)
 
 
+def _plain_key(key: Any) -> Any:
+    return _plain(key if isinstance(key, str) else _repr(key), 0)
+
+
 def _repr(value: Any) -> str:
     return words(value, repr).encode("utf-8", "backslashreplace").decode()
-
-
-_CRC, _CRC_BYTES = b',"crc":"%08x"}', len(b',"crc":"00000000"}')
 
 
 def _read_crc(line: bytes) -> int | None:
     """Return the checksum at the end of a line without its newline; None if there is none."""
     end = line[-_CRC_BYTES:]
     try:
-        found = int(end[8:16], 16)
+        crc = int(end[8:16], 16)
     except ValueError:
         return None
-    return found if end == _CRC % found else None
+    return crc if end == _CRC % crc else None
 
 
 @dataclass(slots=True)
@@ -96,7 +111,8 @@ class Checks:
     mark: tuple[int, int] | None = None
     """Size in bytes and last checksum of the file at an earlier time; the file must still
     begin with that content."""
-    damage: list[str] = field(default_factory=list)  # descriptions of the damage, in file order
+    damage: list[str] = field(default_factory=list)
+    """Descriptions of the damage, in file order."""
 
 
 class EventLog(Protocol):
@@ -137,12 +153,14 @@ class JsonLines:
         self._place = path.absolute()  # user code may change the working directory
         self._sealed = sealed
         self._last_crc = 0
-        self.broken = ""  # why nothing can be written any more; empty while writing works
+        self.broken = ""
+        """Why nothing can be written any more; empty while writing works."""
         self._named: set[str] = set()
-        self._appended = self._durable = (
-            0  # lines written here, and how many of them are on the disk
-        )
+
+        self._appended = 0  # lines written here
+        self._durable = 0  # of these, lines that are on the disk
         self._flush: asyncio.Task[None] | None = None
+
         self._file = _open_regular(path)
         try:
             if sealed:
@@ -161,16 +179,17 @@ class JsonLines:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise _lock_error(self.path, error) from error
-        if not self._in_place():  # replaced since it was opened
+        if not self._in_place():
+            # Replaced since it was opened: another process has the file that is there now.
             raise _lock_error(self.path, BlockingIOError())
 
     def _begin(self) -> None:
         """Remove an incomplete last line, and read the last checksum."""
         try:
             with os.fdopen(os.dup(self._file), "rb+") as file:
-                file.truncate(_complete_size(file))
+                size = file.truncate(_complete_size(file))
                 if self._sealed:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - _CRC_BYTES - 1))
+                    file.seek(max(0, size - _CRC_BYTES - 1))
                     self._last_crc = _read_crc(file.read()[:-1]) or 0
         except OSError as error:
             raise _open_error(self.path, error) from error
@@ -183,8 +202,10 @@ class JsonLines:
             return False
 
     def check(self) -> None:
-        """Raise `TraceError` if a sealed file was deleted, moved or replaced: what is written to it
-        is lost, and the one in its place may be another process's."""
+        """Raise `TraceError` if a sealed file was deleted, moved or replaced.
+
+        What is written to it is lost, and the one in its place may be another process's.
+        """
         if self._sealed and not self.broken and not self._in_place():
             self.broken = (
                 f"{self.path}: deleted, moved or replaced while this process was writing it, so "
@@ -194,8 +215,10 @@ class JsonLines:
             raise TraceError(self.broken)
 
     def append(self, value: Any) -> None:
-        """Write one line; after a `TraceError` every later call fails too, since later
-        events depend on this one."""
+        """Write one line.
+
+        After a `TraceError` every later call fails too, since later events depend on this one.
+        """
         line = to_json(value)
         crc = 0
         if self._sealed and line[-1:] == b"}":
@@ -203,6 +226,7 @@ class JsonLines:
             line = line[:-1] + (_CRC % crc + b"\n")
         else:
             line += b"\n"
+
         self.check()
         written = 0
         try:
@@ -213,6 +237,7 @@ class JsonLines:
             with suppress(OSError):  # otherwise the partial line is removed at the next opening
                 os.ftruncate(self._file, os.fstat(self._file).st_size - written)
             raise TraceError(self.broken) from error
+
         self._last_crc = crc
         self._appended += 1
 
@@ -222,8 +247,10 @@ class JsonLines:
         return os.fstat(self._file).st_size, self._last_crc
 
     def append_definition(self, kind: str, value: Any) -> str:
-        """Write a value that many lines refer to, once; return its name for references,
-        made of kind and value."""
+        """Write a value that many lines refer to, once.
+
+        Returns its name for references, made of kind and value.
+        """
         name = definition_name(kind, value)
         if name not in self._named:
             self.append({"e": kind, "name": name, "value": value})
@@ -238,8 +265,10 @@ class JsonLines:
             raise TraceError(_write_error(self.path, error)) from error
 
     async def durable(self) -> None:
-        """Return when every line so far is on the disk; callers of the same tick share
-        one flush, in a thread."""
+        """Return when every line so far is on the disk.
+
+        Callers of the same tick share one flush, in a thread.
+        """
         lines = self._appended
         while self._durable < lines:
             if self._flush is None or self._flush.done():
@@ -287,12 +316,10 @@ def _open_error(path: Path, error: OSError) -> TraceError:
 
 
 def _lock_error(path: Path, error: OSError) -> TraceError:
-    busy = isinstance(error, BlockingIOError)
-    why = (
-        "another process writes this run; wait for it or"
-        if busy
-        else f"cannot be locked ({error.strerror});"
-    )
+    if isinstance(error, BlockingIOError):
+        why = "another process writes this run; wait for it or"
+    else:
+        why = f"cannot be locked ({error.strerror});"
     return TraceError(f"{path}: {why} choose another --out")
 
 
@@ -314,20 +341,28 @@ def _write_error(path: Path, error: OSError) -> str:
 
 
 def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
-    """Yield the values of a JSON lines file; an incomplete last line is skipped, any other that is
-    not JSON a `TraceError`.
+    """Yield the values of a JSON lines file, without an incomplete last line.
 
-    `checks` collects lines with wrong checksums; without it the first one is raised.
+    `checks` collects lines with wrong checksums. Raises `TraceError` for a line that is not JSON
+    and, without `checks`, for the first wrong checksum.
+
+    Example::
+
+        for row in read_json_lines(run / "metrics.jsonl"):
+            print(row["phase"], row["step"], row.get("reward"))
     """
     if path.exists() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; restore it from a copy")
-    mark = checks.mark if checks is not None else None
-    crc = size = 0
+
+    missing_mark = checks.mark if checks is not None else None
+    previous_crc = 0
+    size = 0
     for number, (_, line) in enumerate(complete_lines(path), 1):
-        crc_read, body = _read_crc(line[:-1]), line
-        if crc_read is not None:
+        body = line
+        crc = _read_crc(line[:-1])
+        if crc is not None:
             body = line[: -_CRC_BYTES - 1] + b"}"
-            if zlib.crc32(body, crc) != crc_read:
+            if zlib.crc32(body, previous_crc) != crc:
                 message = (
                     f"{path}:{number}: the checksum differs: this line or the one before "
                     "was damaged, edited or removed"
@@ -335,32 +370,40 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
                 if checks is None:
                     raise TraceError(message)
                 checks.damage.append(message)
-        crc, size = crc_read or 0, size + len(line)
-        if mark == (size, crc):
-            mark = None
+
+        previous_crc = crc or 0
+        size += len(line)
+        if missing_mark == (size, previous_crc):
+            missing_mark = None
+
         try:
             yield orjson.loads(body)
         except ValueError as error:
             raise TraceError(
                 f"{path}:{number}: not JSON ({error}); the file was damaged or edited"
             ) from error
-    if checks is not None and mark is not None and mark[0] > 0:
+
+    if checks is not None and missing_mark is not None and missing_mark[0] > 0:
         checks.damage.append(
-            f"{path}: lost or changed data since the checkpoint was written ({mark[0]:,} bytes)"
+            f"{path}: lost or changed data since the checkpoint was written "
+            f"({missing_mark[0]:,} bytes)"
         )
 
 
 def complete_lines(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) of each complete line from an offset on; nothing if
-    there is no such file."""
-    if path.is_file():
-        with path.open("rb") as file:
-            file.seek(start)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                yield start, line
-                start += len(line)
+    """Yield (offset, line) of each complete line from an offset on.
+
+    Yields nothing if there is no such file.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield start, line
+            start += len(line)
 
 
 def check_version(run: Path) -> None:
@@ -374,12 +417,13 @@ def check_version(run: Path) -> None:
             event = orjson.loads(line)
         except ValueError:
             continue
+
         kind = event.get("e") if isinstance(event, dict) else None
         if kind == "opened":  # an episode, before which its settings are written
             return
-        value = event.get("value") if kind == "settings" else None
-        if isinstance(value, dict):
-            if value.get("v") == RECORD_VERSION:
+        settings = event.get("value") if kind == "settings" else None
+        if isinstance(settings, dict):
+            if settings.get("v") == RECORD_VERSION:
                 return
             raise TraceError(
                 f"{run}: recorded by an earlier version of turnwright, whose runs this one does "
@@ -392,22 +436,27 @@ class RunDir:
 
     `journal.jsonl` is authoritative: one event per line, each turn before the next begins.
     `trajectories.jsonl` and `metrics.jsonl` are for people and tools.
+
+    Example::
+
+        with RunDir("runs/first") as run:
+            run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
+            run.write_json("summary.json", {"steps": 1})
     """
 
     def __init__(self, path: str | Path, *, trajectories: bool = True) -> None:
-        """Open a directory for writing, or create it; raise `TraceError` when
-        another process writes to it.
+        """Open a directory for writing, or create it.
 
-        Without `trajectories`, finished episodes are in the journal alone; their
-        file can be derived later.
+        Without `trajectories`, finished episodes are in the journal alone; their file can be
+        derived later. Raises `TraceError` when another process writes to the directory.
         """
         self.keeps_trajectories = trajectories
         """Whether finished episodes are written to `trajectories.jsonl` too."""
         self.given_path = Path(path)
         """The path as it was given, for messages."""
-        self.path = Path(
-            os.path.abspath(path)
-        )  # code of an environment may change the working directory
+        # Absolute, since code of an environment may change the working directory.
+        self.path = Path(os.path.abspath(path))
+
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -419,6 +468,7 @@ class RunDir:
         except OSError as error:
             os.close(self._lock)
             raise _lock_error(self.path, error) from error
+
         self._files: list[JsonLines] = []
         try:
             for name in ("journal", "trajectories", "metrics"):
@@ -455,8 +505,10 @@ class RunDir:
             raise TraceError(f"{self.path / name}: cannot be written ({error.strerror})") from error
 
     def sync(self) -> None:
-        """Flush all files to the disk; raise `TraceError` if the journal is no longer the one
-        that is written here."""
+        """Flush all files to the disk.
+
+        Raises `TraceError` if the journal was deleted, moved or replaced.
+        """
         self.journal.check()
         for lines in self._files:
             lines.sync()

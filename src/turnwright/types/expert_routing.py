@@ -1,13 +1,12 @@
-"""Expert routes of mixture-of-experts models: as engines report them, by span, and
-as rows for training."""
+"""Expert routes of mixture-of-experts models, as engines report them.
+
+`SpanRoutes` in `trajectory.py` keeps them by span and makes training rows of them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
+from typing import Any
 
 ROUTES = "routes"
 """Name of the extra in `Request.extras`, `Generation.extras` and `Turn.extras`."""
@@ -30,11 +29,8 @@ class ExpertRoutes:
     """Bytes of a number: 1, or 2 for more than 256 experts."""
 
     def __post_init__(self) -> None:
-        if (
-            min(self.layers, self.k) < 1
-            or self.width not in (1, 2)
-            or len(self.data) % self.bytes_per_position
-        ):
+        sizes_fit = min(self.layers, self.k) >= 1 and self.width in (1, 2)
+        if not sizes_fit or len(self.data) % self.bytes_per_position:
             raise ValueError(
                 f"{len(self.data)} bytes do not fit routes of {self.layers} layers by {self.k} "
                 f"experts of {self.width} bytes"
@@ -51,35 +47,34 @@ class ExpertRoutes:
         shape: tuple[int, ...] = tuple(getattr(array, "shape", ()))
         kind = getattr(getattr(array, "dtype", None), "kind", "")
         if len(shape) != 3 or kind not in ("i", "u"):
-            found = f"{kind or type(array).__name__} {shape}"
+            received = f"{kind or type(array).__name__} {shape}"
             raise ValueError(
-                f"routes must be integers of shape [positions, layers, k], not {found}"
+                f"routes must be integers of shape [positions, layers, k], not {received}"
             )
-        low, high = (int(array.min()), int(array.max())) if shape[0] else (0, 0)
-        if low < 0 or high > 65535:
-            raise ValueError(
-                f"routes must be expert indices from 0 to 65535, not {low if low < 0 else high}"
-            )
-        width = 1 if high < 256 else 2
+
+        lowest = int(array.min()) if shape[0] else 0
+        highest = int(array.max()) if shape[0] else 0
+        if lowest < 0 or highest > 65535:
+            outside = lowest if lowest < 0 else highest
+            raise ValueError(f"routes must be expert indices from 0 to 65535, not {outside}")
+
+        width = 1 if highest < 256 else 2
         return cls(array.astype(f"<u{width}").tobytes(), shape[1], shape[2], width)
 
     @classmethod
     def from_bytes(cls, data: bytes, size: int, layers: int, k: int) -> ExpertRoutes:
-        """Return routes of little-endian integers of `size` bytes, narrowed to the
-        smallest width that holds them.
+        """Return routes of little-endian integers of `size` bytes.
 
-        Raises `ValueError` when they are over 65535, negative, or end inside a position.
+        They are narrowed to the smallest width that holds them. Raises `ValueError` when they are
+        over 65535, negative, or end inside a position.
         """
-        width = next(
-            (
-                n
-                for n in (1, 2)
-                if all(data[byte::size].count(0) * size == len(data) for byte in range(n, size))
-            ),
-            0,
-        )
-        if not width:
+        if _fits(data, size, width=1):
+            width = 1
+        elif _fits(data, size, width=2):
+            width = 2
+        else:
             raise ValueError("routes contain a number that is negative or over 65535")
+
         if width == size:
             return cls(data, layers, k, size)
         narrow = bytearray(len(data) // size * width)
@@ -119,10 +114,10 @@ class ExpertRoutes:
             raise ValueError(
                 f"routes of {more.layers} x {more.k} after routes of {self.layers} x {self.k}"
             )
-        first, second = (
-            (self, more) if self.width == more.width else (self.as_uint16(), more.as_uint16())
-        )
-        return ExpertRoutes(first.data + second.data, self.layers, self.k, first.width)
+        if self.width == more.width:
+            return ExpertRoutes(self.data + more.data, self.layers, self.k, self.width)
+        wide = self.as_uint16().data + more.as_uint16().data
+        return ExpertRoutes(wide, self.layers, self.k, width=2)
 
     def as_uint16(self) -> ExpertRoutes:
         """Return the same routes with two bytes per number."""
@@ -131,3 +126,8 @@ class ExpertRoutes:
         data = bytearray(2 * len(self.data))
         data[::2] = self.data
         return ExpertRoutes(bytes(data), self.layers, self.k, 2)
+
+
+def _fits(data: bytes, size: int, *, width: int) -> bool:
+    """Whether the bytes from `width` on are 0 in each integer of `size` bytes."""
+    return all(data[byte::size].count(0) * size == len(data) for byte in range(width, size))

@@ -31,8 +31,8 @@ _TYPE_NAMES: Mapping[str, str] = {
     "dict": "object",
     "none": "null",
 }
-"""Names of types, in small letters: JSON Schema's own, and Python's and Java's,
-which data sets have."""
+"""Names of types, in small letters: JSON Schema's own, and those of Python and Java that data sets
+have."""
 _ANY_TYPE = frozenset({"any", "type_unspecified"})
 
 _SCHEMA_KEYWORDS = frozenset(
@@ -86,8 +86,8 @@ _OUTSIDE_NULLABLE = frozenset(
         "default",
     }
 )
-"""Keywords that stay beside the two alternatives of a nullable schema: what
-others refer to, and texts."""
+"""Keywords that stay beside the two alternatives of a nullable schema: what others refer to, and
+texts."""
 
 _NOTHING: Mapping[str, Any] = {"not": {}}
 """Schema that allows no value."""
@@ -124,7 +124,11 @@ class ObjectKeys:
         """
         schemas = list(self.named.get(key, ()))
         schemas += [schema for pattern, schema in self.patterns if matches(pattern, key)]
-        return schemas or list(self.others) or ([] if self.closed else [True])
+        if schemas:
+            return schemas
+        if self.others:
+            return list(self.others)
+        return [] if self.closed else [True]
 
 
 @dataclass(slots=True)
@@ -139,7 +143,8 @@ class ResolvedSchema:
         """Yield the schemas that judge the same value as a schema, one level deep."""
         if not isinstance(node, Mapping):
             return
-        if (target := self._targets.get(id(node))) is not None:
+        target = self._targets.get(id(node))
+        if target is not None:
             yield target
         for keyword in IN_PLACE_LISTS:
             yield from node.get(keyword) or ()
@@ -147,20 +152,20 @@ class ResolvedSchema:
             if keyword in node:
                 yield node[keyword]
         for keyword in ("dependentSchemas", "dependencies"):
-            yield from (
-                inner for inner in (node.get(keyword) or {}).values() if not isinstance(inner, list)
-            )
+            for inner in (node.get(keyword) or {}).values():
+                if not isinstance(inner, list):  # a list names the keys that must be there too
+                    yield inner
 
     def members(self, nodes: Iterable[Any]) -> list[Any]:
         """Return all schemas that may judge a value of one of these, each once."""
         members: list[Any] = []
-        known: set[int] = set()
+        seen: set[int] = set()
         waiting = list(nodes)[::-1]
         while waiting:
             node = waiting.pop()
-            if isinstance(node, Mapping) and id(node) in known:
+            if isinstance(node, Mapping) and id(node) in seen:
                 continue
-            known.add(id(node))
+            seen.add(id(node))
             members.append(node)
             waiting += list(self.in_place(node))[::-1]
         return members
@@ -171,13 +176,17 @@ class ResolvedSchema:
             return frozenset()
         if not isinstance(node, Mapping):
             return JSON_TYPES
+
+        # What the schema itself says of the value.
         allowed = _with_integers(type_names(node)) or JSON_TYPES
         choices = [node["const"]] if "const" in node else node.get("enum")
         if isinstance(choices, list):
-            allowed &= frozenset().union(
-                *(_with_integers([json_type(choice)]) for choice in choices)
-            )
-        if (target := self._targets.get(id(node))) is not None:
+            types = [_with_integers([json_type(choice)]) for choice in choices]
+            allowed &= frozenset().union(*types)
+
+        # What other schemas of the same value say.
+        target = self._targets.get(id(node))
+        if target is not None:
             allowed &= self.types(target)
         for member in node.get("allOf") or ():
             allowed &= self.types(member)
@@ -186,6 +195,7 @@ class ResolvedSchema:
                 allowed &= frozenset().union(*map(self.types, node[keyword]))
         if "if" in node:
             allowed &= self.types(node.get("then", True)) | self.types(node.get("else", True))
+
         excluded = node.get("not")
         if excluded == {}:
             return frozenset()
@@ -217,8 +227,8 @@ class ResolvedSchema:
         return ObjectKeys(named, patterns, others, closed=not free_alternative)
 
     def _allows_any_object(self, node: Any) -> bool:
-        """Whether an alternative is any object, as in a union of an object's
-        schema with a free one."""
+        """Whether an alternative is any object, as in a union of an object's schema with a free
+        one."""
         members = self.members([node])
         is_object = any(
             isinstance(member, Mapping) and "object" in type_names(member) for member in members
@@ -237,7 +247,8 @@ class ResolvedSchema:
             tuple_schemas = member.get("prefixItems") or ()
             items = member.get("items", True)
             if isinstance(items, list):  # a tuple of a schema that declares an old draft
-                tuple_schemas, items = items, member.get("additionalItems", True)
+                tuple_schemas = items
+                items = member.get("additionalItems", True)
             schemas.append(tuple_schemas[index] if index < len(tuple_schemas) else items)
         return schemas
 
@@ -245,7 +256,9 @@ class ResolvedSchema:
 def type_names(node: Mapping[str, Any]) -> list[str]:
     """Return the types that a schema names itself; empty if it names none."""
     names = node.get("type")
-    return [names] if isinstance(names, str) else list(names or ())
+    if isinstance(names, str):
+        return [names]
+    return list(names or ())
 
 
 def json_type(value: Any) -> str:
@@ -267,8 +280,8 @@ def _with_integers(names: Iterable[str]) -> frozenset[str]:
 
 
 def is_plain(schema: Any) -> bool:
-    """Whether a schema names one type in JSON Schema's own words and
-    nothing in it can change that."""
+    """Whether a schema names one type in JSON Schema's own words, and nothing in it can change
+    that."""
     if not isinstance(schema, Mapping):
         return False
     kind = schema.get("type")
@@ -276,11 +289,16 @@ def is_plain(schema: Any) -> bool:
 
 
 def read_schema(schema: Any) -> ResolvedSchema:
-    """Convert a schema to the one form and resolve its references, within itself
-    only: nothing is fetched.
+    """Convert a schema to the one form and resolve its references.
+
+    References are resolved within the schema only: nothing is fetched.
 
     Raises `SchemaFault` for a type that does not exist, a reference to nothing, to another document
     or to itself, and a schema that is nested, or refers, too much to be checked.
+
+    Example::
+
+        read_schema({"type": "INT"}).root  # {"type": "integer"}
     """
     reader = _Reader(schema)
     root = reader.read(schema, "", "", 0)
@@ -296,9 +314,8 @@ class _Reader:
 
     def __init__(self, schema: Any) -> None:
         dialect = str(schema.get("$schema")) if isinstance(schema, Mapping) else ""
-        self.old_draft = (
-            any(f"draft-0{number}" in dialect for number in (3, 4, 6, 7)) or "2019-09" in dialect
-        )
+        old_drafts = ("draft-03", "draft-04", "draft-06", "draft-07", "2019-09")
+        self.old_draft = any(draft in dialect for draft in old_drafts)
         self.boolean_limits = "draft-03" in dialect or "draft-04" in dialect
         self.nodes: list[Any] = []
         self.references: list[tuple[Mapping[str, Any], str, str, str]] = []
@@ -308,33 +325,33 @@ class _Reader:
     def read(self, schema: Any, base: str, where: str, depth: int) -> Any:
         """Convert one schema and those in it."""
         if isinstance(schema, bool):
-            return schema or dict(
-                _NOTHING
-            )  # `jsonschema` loses the place of an error of the schema `false`
+            # `jsonschema` loses the place of an error of the schema `false`.
+            return schema or dict(_NOTHING)
         if not isinstance(schema, Mapping):
             raise SchemaFault(f"{where or 'the schema'} is {type(schema).__name__}, no JSON schema")
         if depth > _MAX_DEPTH:
             raise SchemaFault(f"its schema is nested over {_MAX_DEPTH} levels deep")
 
-        given = {
-            key: value
-            for key, value in schema.items()
-            if value is not None or key in ("const", "default")
+        # Parquet writes null for each keyword that other rows have.
+        keywords = {
+            keyword: value
+            for keyword, value in schema.items()
+            if value is not None or keyword in ("const", "default")
         }
-        if "const" in given and given["const"] is None and given.get("type", "null") != "null":
-            del given["const"]  # a null of Parquet, since the type excludes it
-        address = given.get("id" if self.boolean_limits else "$id")
-        own_address = isinstance(address, str) and not address.startswith(
-            "#"
-        )  # draft 7 wrote an anchor so
+        null_const = "const" in keywords and keywords["const"] is None
+        if null_const and keywords.get("type", "null") != "null":
+            del keywords["const"]  # such a null too, since the type excludes it
+
+        address = keywords.get("id" if self.boolean_limits else "$id")
+        own_address = isinstance(address, str) and not address.startswith("#")  # an anchor, draft 7
         if own_address:
             base = urljoin(base, address)
 
         node: dict[str, Any] = {}
-        for keyword, value in given.items():
+        for keyword, value in keywords.items():
             node[keyword] = self._value(keyword, value, base, f"{where}/{keyword}", depth + 1)
         self._normalize(node, where)
-        if given.get("nullable") is True:
+        if keywords.get("nullable") is True:
             nullable = _nullable(node)
             if "anyOf" in nullable:
                 self._collect(nullable["anyOf"][0], base, where, own_address=False)
@@ -345,42 +362,49 @@ class _Reader:
 
     def _value(self, keyword: str, value: Any, base: str, where: str, depth: int) -> Any:
         """Convert the value of a keyword."""
+        is_list = isinstance(value, (list, tuple))
         if keyword in _DATA_KEYWORDS:
-            return list(value) if keyword == "enum" and isinstance(value, (list, tuple)) else value
-        if keyword in _SCHEMA_KEYWORDS or (
-            keyword == "items" and not isinstance(value, (list, tuple))
-        ):
+            return list(value) if keyword == "enum" and is_list else value
+        if keyword in _SCHEMA_KEYWORDS or (keyword == "items" and not is_list):
             return value if value is False else self.read(value, base, where, depth)
+
         if keyword in _LIST_KEYWORDS or keyword == "items":
-            if not isinstance(value, (list, tuple)) or not value:
+            if not is_list or not value:
                 raise SchemaFault(f"{where} is no list of schemas")
             return [
                 self.read(inner, base, f"{where}/{index}", depth)
                 for index, inner in enumerate(value)
             ]
+
         if keyword in _MAP_KEYWORDS or keyword == "dependencies":
             if not isinstance(value, Mapping):
                 raise SchemaFault(f"{where} is no object of schemas")
-            return {
-                key: list(inner)
-                if isinstance(inner, (list, tuple))
-                else self.read(inner, base, f"{where}/{key}", depth)
-                for key, inner in value.items()
-                if inner is not None
-            }
+            schemas: dict[str, Any] = {}
+            for key, inner in value.items():
+                if isinstance(inner, (list, tuple)):
+                    schemas[key] = list(inner)
+                elif inner is not None:
+                    schemas[key] = self.read(inner, base, f"{where}/{key}", depth)
+            return schemas
+
         if isinstance(value, Mapping) and not keyword.startswith("x-"):
             return self._read_unknown(value, base, where, depth)
         return value
 
     def _read_unknown(self, value: Any, base: str, where: str, depth: int) -> Any:
-        """Convert what may hold schemas, such as OpenAPI's `components`, since
-        references may point into it."""
-        nodes, references, resources = len(self.nodes), len(self.references), dict(self.resources)
+        """Convert what may hold schemas, such as OpenAPI's `components`.
+
+        References may point into it.
+        """
+        nodes_before = len(self.nodes)
+        references_before = len(self.references)
+        resources_before = dict(self.resources)
         try:
             return self.read(value, base, where, depth)
         except SchemaFault:  # data: what looks like a schema there is none
-            del self.nodes[nodes:], self.references[references:]
-            self.resources = resources
+            del self.nodes[nodes_before:]
+            del self.references[references_before:]
+            self.resources = resources_before
             return value
 
     def _normalize(self, node: dict[str, Any], where: str) -> None:
@@ -389,14 +413,19 @@ class _Reader:
             self._normalize_type(node, where)
         if not isinstance(node.get("required", []), (list, tuple)):
             del node["required"]  # draft 3 wrote it, as a boolean, into the schema of the argument
+
         if not self.boolean_limits:
             for limit, exclusive in (
                 ("minimum", "exclusiveMinimum"),
                 ("maximum", "exclusiveMaximum"),
             ):
-                # OpenAPI 3.0 has a boolean beside the limit
-                if isinstance(node.get(exclusive), bool) and node.pop(exclusive) and limit in node:
-                    node[exclusive] = node.pop(limit)
+                # OpenAPI 3.0 has a boolean beside the limit.
+                if isinstance(node.get(exclusive), bool):
+                    is_exclusive = node.pop(exclusive)
+                    if is_exclusive and limit in node:
+                        node[exclusive] = node.pop(limit)
+
+        # Before draft 2020-12, `items` was the list of a tuple's schemas.
         if isinstance(node.get("items"), list) and not self.old_draft:
             node["prefixItems"] = node.pop("items")
             if "additionalItems" in node:
@@ -404,8 +433,10 @@ class _Reader:
 
     def _normalize_type(self, node: dict[str, Any], where: str) -> None:
         written = node["type"]
+        names = [written] if isinstance(written, str) else written
+
         types: list[str] = []
-        for name in [written] if isinstance(written, str) else written:
+        for name in names:
             lower = name.lower() if isinstance(name, str) else ""
             if lower in _ANY_TYPE:
                 del node["type"]
@@ -416,6 +447,7 @@ class _Reader:
                 )
             if _TYPE_NAMES[lower] not in types:
                 types.append(_TYPE_NAMES[lower])
+
         node["type"] = types[0] if len(types) == 1 else types
         if not types:
             raise SchemaFault(f"{where}/type is an empty list")
@@ -436,13 +468,16 @@ class _Reader:
     def target(self, reference: str, base: str, root: Any, where: str) -> Any:
         """Return the schema that a reference means."""
         address, fragment = urldefrag(urljoin(base, reference))
-        if reference.startswith(
-            "#"
-        ):  # `urljoin` loses the fragment of an address that is no URL, such as urn:a
-            address, fragment = urldefrag(base)[0], reference[1:]
+        if reference.startswith("#"):
+            # `urljoin` loses the fragment of an address that is no URL, such as urn:a.
+            address = urldefrag(base)[0]
+            fragment = reference[1:]
         fragment = unquote(fragment)
-        if (named := self.resources.get(f"{address}#{fragment}")) is not None and fragment:
-            return named
+
+        anchored = self.resources.get(f"{address}#{fragment}")
+        if fragment and anchored is not None:
+            return anchored
+
         node = self.resources.get(address, root if not address else None)
         if node is None:
             raise SchemaFault(
@@ -453,7 +488,8 @@ class _Reader:
             raise SchemaFault(
                 f"{where or '/'} refers to {reference!r:.100}, which the schema does not have"
             )
-        for part in fragment.split("/")[1:]:
+
+        for part in fragment.split("/")[1:]:  # a JSON pointer
             part = part.replace("~1", "/").replace("~0", "~")
             node = _child(node, part)
             if not isinstance(node, (Mapping, list, bool)):
@@ -470,11 +506,9 @@ class _Reader:
 def _child(node: Any, part: str) -> Any:
     if isinstance(node, Mapping):
         return node.get(part)
-    return (
-        node[int(part)]
-        if isinstance(node, list) and part.isdecimal() and int(part) < len(node)
-        else None
-    )
+    if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+        return node[int(part)]
+    return None
 
 
 def _nullable(node: dict[str, Any]) -> dict[str, Any]:
@@ -509,8 +543,11 @@ def _check_judgments(resolved: ResolvedSchema, nodes: Iterable[Any]) -> None:
             raise SchemaFault(
                 f"its references lead over {2 * _MAX_DEPTH} steps to other references"
             )
+
         waiting_for.add(id(node))
-        inner = [*resolved.in_place(node), *([node["not"]] if "not" in node else ())]
+        inner = list(resolved.in_place(node))
+        if "not" in node:
+            inner.append(node["not"])
         total = 1 + sum(count(member, depth + 1) for member in inner)
         waiting_for.discard(id(node))
         if total > _MAX_JUDGMENTS:

@@ -1,4 +1,9 @@
-"""Images and videos: raw, as content-addressed references, and as placements among ids."""
+"""Images and videos: raw, as content-addressed references, and as placements among ids.
+
+A user gives an `Image` or a `Video`. The rollout stores its pixels (`media/store.py`) and keeps an
+`ImageRef` or a `VideoRef`. Rendering gives it a block of placeholder ids, whose place is a
+`MediaPlacement`.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +22,15 @@ class ImageRef:
     """An image, identified by the SHA-256 of its pixels, which the media store holds once."""
 
     sha256: str
-    """Hash of the size and the 8-bit RGB pixels, row by row, so that one picture in
-    two files is one image."""
+    """Hash of the size and the 8-bit RGB pixels, row by row, so that one picture in two files is
+    one image."""
     width: int = 0
     """Pixels, 0 if unknown."""
     height: int = 0
     """Pixels, 0 if unknown."""
     max_pixels: int = 0
-    """Number of pixels to which the image is scaled down for the model; 0 keeps its
-    size. Part of equality."""
+    """Number of pixels to which the image is scaled down for the model; 0 keeps its size. Part of
+    equality."""
     alt: str | None = field(default=None, compare=False)
     """Text for a text-only model."""
 
@@ -139,10 +144,13 @@ class Video:
             "type": "video",
             "frames": [media_label(frame) for frame in self.frames],
         }
-        row |= (
-            {"fps": self.fps} if self.times is None else {"times": [float(at) for at in self.times]}
-        )
-        return row if self.alt is None else row | {"alt": self.alt}
+        if self.times is None:
+            row["fps"] = self.fps
+        else:
+            row["times"] = [float(seconds) for seconds in self.times]
+        if self.alt is not None:
+            row["alt"] = self.alt
+        return row
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Video) or self is other:
@@ -158,8 +166,8 @@ class MediaPlacement(NamedTuple):
 
     media: Media
     start: int
-    """Index of the block's first id, in the ids that the placement belongs to (a
-    span's, a request's)."""
+    """Index of the block's first id, in the ids that the placement belongs to (a span's, a
+    request's)."""
     length: int
     """Number of ids of the block, as in training and in engines that accept ids."""
     grid: tuple[tuple[int, ...], ...] = ()
@@ -199,11 +207,10 @@ def placements_between(
 
 
 def ids_with_media_keys(ids: Sequence[int], placed: Sequence[MediaPlacement]) -> list[int]:
-    """Return ids in which the positions of a block identify its content: equal exactly where
-    the model's input is equal.
+    """Return ids in which the positions of a block identify its content.
 
-    Positions of blocks become negative numbers: 60 bits of a hash of the content and the grid, plus
-    the offset in the block.
+    Two such lists are equal exactly where the model's input is equal. Positions of blocks become
+    negative numbers: 60 bits of a hash of the content and the grid, plus the offset in the block.
     """
     keys = list(ids)
     for block in placed:
@@ -217,21 +224,24 @@ def ids_with_media_keys(ids: Sequence[int], placed: Sequence[MediaPlacement]) ->
 
 def media_label(value: Any) -> str:
     """Return a name for a raw image: its own, a path as given, or a hash of its content."""
-    if isinstance(value, (Image, ImageRef)):
-        return (
-            (value.name or media_label(value.value)) if isinstance(value, Image) else value.sha256
-        )
+    if isinstance(value, Image):
+        return value.name or media_label(value.value)
+    if isinstance(value, ImageRef):
+        return value.sha256
     if isinstance(value, str) and not value.startswith("data:"):
         return value
     if hasattr(value, "__fspath__"):
         return str(value)
+
     content = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
     if hasattr(value, "tobytes") and not isinstance(value, memoryview):
+        # An array or a PIL image. The size of an array is a number, that of an image a pair.
         description = "".join(
             str(getattr(value, name, "")) for name in ("mode", "size", "shape", "dtype")
         )
         size = getattr(value, "size", 0)
-        if (size if isinstance(size, int) else math.prod(size)) > _MAX_HASHED:
+        pixels = size if isinstance(size, int) else math.prod(size)
+        if pixels > _MAX_HASHED:
             return f"<{type(value).__name__} {description}>"
         try:
             content = description.encode() + value.tobytes()
@@ -243,7 +253,7 @@ def media_label(value: Any) -> str:
 
 
 def limit_pixels(ref: ImageRef, max_pixels: int) -> ImageRef:
-    """Return the image scaled down to at most `max_pixels`, or to its own
-    limit if that is smaller."""
+    """Return the image scaled down to at most `max_pixels`, or to its own limit if that is
+    smaller."""
     limit = min(max_pixels, ref.max_pixels) if ref.max_pixels else max_pixels
     return replace(ref, max_pixels=limit)

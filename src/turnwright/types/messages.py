@@ -1,4 +1,10 @@
-"""Chat messages in OpenAI's format."""
+"""Chat messages in OpenAI's format.
+
+`Message.of` and `as_messages` read what users write: texts, dicts, images, and lists of them.
+`read_part` reads one part of a content in the forms of OpenAI and Hugging Face. Media stay as they
+are given until a rollout stores them (`media/store.py`); a template turns messages into ids
+(`renderers/`).
+"""
 
 from __future__ import annotations
 
@@ -31,20 +37,21 @@ class ToolCall:
     error: str | None = None
     """Why the call cannot be run (unparsable arguments, for example); sent to the model."""
     cause: str | None = None
-    """Kind of the error in one word, counted as `malformed_<cause>`; may be
-    set without an `error`."""
+    """Kind of the error in one word, counted as `malformed_<cause>`; may be set without an
+    `error`."""
     raw: str = field(default="", compare=False)
-    """Text of arguments that could not be read, as the model wrote it; it is not
-    recorded (the ids are)."""
+    """Text of arguments that could not be read, as the model wrote it; it is not recorded (the ids
+    are)."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the call in OpenAI's format, its arguments as an object (as
-        chat templates expect)."""
+        """Return the call in OpenAI's format, its arguments as an object, as templates expect."""
         row: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.name, "arguments": dict(self.arguments)},
         }
-        return row | {"id": self.id} if self.id else row
+        if self.id:
+            row["id"] = self.id
+        return row
 
 
 ContentPart = str | ImageRef | VideoRef | Image | Video
@@ -53,7 +60,13 @@ ContentPart = str | ImageRef | VideoRef | Image | Video
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One chat message. A dict in OpenAI's format is accepted wherever a message is."""
+    """One chat message. A dict in OpenAI's format is accepted wherever a message is.
+
+    Example::
+
+        Message("user", "What is 6 * 7?")
+        Message("assistant", tool_calls=(ToolCall("multiply", {"a": 6, "b": 7}),))
+    """
 
     role: str
     content: str | tuple[ContentPart, ...] = ""
@@ -73,8 +86,10 @@ class Message:
 
     @property
     def text_with_alt(self) -> str:
-        """Text of the content with media as their `alt`, else as `[image]` or `[video]`;
-        joined by `join_texts`."""
+        """Text of the content with media as their `alt`, else as `[image]` or `[video]`.
+
+        Several texts are joined by `join_texts`.
+        """
         if isinstance(self.content, str):
             return self.content
         return join_texts(
@@ -83,12 +98,13 @@ class Message:
 
     @property
     def call_error_kinds(self) -> tuple[str, ...]:
-        """Error kinds of a reply's calls, one word each; calls inside its
-        thinking are `in_thinking`."""
+        """Error kinds of a reply's calls, one word each; calls inside its thinking are
+        `in_thinking`."""
         if not self.tool_calls and not self.calls_in_thinking:
             return ()
         kinds = [call.cause for call in self.tool_calls if call.cause is not None]
-        return (*kinds, *("in_thinking",) * self.calls_in_thinking)
+        kinds += ["in_thinking"] * self.calls_in_thinking
+        return tuple(kinds)
 
     @property
     def images(self) -> tuple[ImageRef, ...]:
@@ -113,12 +129,16 @@ class Message:
 
     @classmethod
     def of(cls, value: Message | Mapping[str, Any] | ContentPart, role: str = "user") -> Message:
-        """Read a message, an OpenAI-style dict, or a string, an image or a
-        video (which get `role`).
+        """Read a message, an OpenAI-style dict, or a text, an image or a video, which get `role`.
 
         Raises `TypeError` for anything else, or an unknown kind of content part; `ValueError` for a
         dict without a role, without content (unless it has tool calls or reasoning), or with
         content under a key that is not read.
+
+        Example::
+
+            Message.of({"role": "system", "content": "Be brief."})
+            Message.of("What is 6 * 7?").role  # "user"
         """
         if isinstance(value, Message):
             return value
@@ -131,6 +151,7 @@ class Message:
                 "a message must be a str, a dict or a turnwright.Message, not "
                 f"{type(value).__name__}: {value!r:.80}"
             )
+
         if not isinstance(value.get("role"), str):
             raise ValueError(
                 "a message needs a 'role' that is a string; this one has the keys "
@@ -140,37 +161,30 @@ class Message:
             raise TypeError(f"a message with audio: {NO_AUDIO}")
         if not value.keys() <= _READ_KEYS:
             _check_keys(value)
-        if value.get("content") is None and not any(
-            _holds_something(value.get(key)) for key in _INSTEAD_OF_CONTENT
-        ):
-            others = sorted(
-                str(key) for key, item in value.items() if key != "role" and item is not None
-            )
-            keys = (
-                f"its other keys are {', '.join(map(repr, others))}"
-                if others
-                else "an empty one is ''"
-            )
-            raise ValueError(f"a message of role {value['role']!r} has no 'content'; {keys}")
-        thoughts = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
+        if value.get("content") is None:
+            _check_has_something_else(value)
+
         return cls(
             role=value["role"],
             content=_content(value.get("content")),
             tool_calls=tuple(_tool_call(call) for call in value.get("tool_calls") or ()),
             tool_call_id=value.get("tool_call_id"),
             name=value.get("name"),
-            reasoning=next((text for text in thoughts if text), thoughts[0] if thoughts else None),
+            reasoning=_reasoning(value),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the message in OpenAI's format, without empty fields; media become parts
-        of type image or video."""
+        """Return the message in OpenAI's format, without empty fields.
+
+        Media become parts of type image or video.
+        """
         content: Any = self.content
         if not isinstance(content, str):
             content = [
                 {"type": "text", "text": part} if isinstance(part, str) else part.to_dict()
                 for part in content
             ]
+
         row: dict[str, Any] = {"role": self.role, "content": content}
         if self.tool_calls:
             row["tool_calls"] = [call.to_dict() for call in self.tool_calls]
@@ -198,6 +212,11 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
     A sequence of texts and images without a message becomes the parts of one message.
 
     Raises `TypeError` or `ValueError` as `Message.of`.
+
+    Example::
+
+        as_messages("Hi")  # (Message("user", "Hi"),)
+        as_messages([Image(pixels), "What is this?"])  # one message of two parts
     """
     if value is None:
         return ()
@@ -209,6 +228,7 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
         raise TypeError(
             f"messages must be a str, a message or a list of messages, not {type(value).__name__}"
         )
+
     items = tuple(value)
     if set(map(type, items)) == {Message}:  # a long conversation, at each of its calls
         return items  # type: ignore[return-value]
@@ -235,11 +255,10 @@ _UNREAD_CONTENT = {
 
 
 def _check_keys(value: Mapping[str, Any]) -> None:
-    """Refuse a message with content under a key that is not read, such as `text`: the
-    model would never see it.
+    """Refuse a message with content under a key that is not read, such as `text`.
 
-    Other keys of data sets (`id`, `weight`, `train`, `language`, scores) are no
-    content, and neither is null.
+    The model would never see it. Other keys of data sets (`id`, `weight`, `train`, `language`,
+    scores) are no content, and neither is null.
     """
     for key, item in value.items():
         if key in _READ_KEYS or not _holds_something(item):
@@ -255,14 +274,35 @@ def _check_keys(value: Mapping[str, Any]) -> None:
             )
 
 
+def _check_has_something_else(value: Mapping[str, Any]) -> None:
+    """Refuse a message that has neither a content nor what may stand in its place."""
+    if any(_holds_something(value.get(key)) for key in _INSTEAD_OF_CONTENT):
+        return
+    others = sorted(str(key) for key, item in value.items() if key != "role" and item is not None)
+    hint = "an empty one is ''"
+    if others:
+        hint = f"its other keys are {', '.join(map(repr, others))}"
+    raise ValueError(f"a message of role {value['role']!r} has no 'content'; {hint}")
+
+
 def _holds_something(value: Any) -> bool:
-    """Whether a value could be content: a text, parts, calls; not null, a
-    number or something empty."""
-    return (
-        value is not None
-        and not isinstance(value, (bool, int, float))
-        and not (hasattr(value, "__len__") and not len(value))
-    )
+    """Whether a value could be content: a text, parts, calls.
+
+    Null, numbers and what is empty could not.
+    """
+    if value is None or isinstance(value, (bool, int, float)):
+        return False
+    is_empty = hasattr(value, "__len__") and not len(value)
+    return not is_empty
+
+
+def _reasoning(value: Mapping[str, Any]) -> Any:
+    """Return the first reasoning that is not empty, else an empty one that is given."""
+    texts = [value[name] for name in _REASONING_KEYS if value.get(name) is not None]
+    for text in texts:
+        if text:
+            return text
+    return texts[0] if texts else None
 
 
 def _content(value: Any) -> str | tuple[ContentPart, ...]:
@@ -270,34 +310,34 @@ def _content(value: Any) -> str | tuple[ContentPart, ...]:
         return ""
     if isinstance(value, str):
         return value
-    if (
-        not isinstance(value, Iterable)
-        or isinstance(value, (bytes, Mapping))
-        or is_image_object(value)
-    ):
+    is_single = not isinstance(value, Iterable) or isinstance(value, (bytes, Mapping))
+    if is_single or is_image_object(value):
         return (read_part(value),)
     return tuple(read_part(part) for part in value)
 
 
 def is_image_object(value: Any) -> bool:
     """Return whether a value is an image object: a PIL image or a numpy array."""
+    # By the name of its package, since neither is a dependency of this module.
     kind: type = type(value)
     packages = _packages(kind)
-    return ("PIL" in packages and hasattr(value, "tobytes")) or (
-        "numpy" in packages and getattr(value, "ndim", 0) > 0
-    )
+    if "PIL" in packages and hasattr(value, "tobytes"):
+        return True
+    return "numpy" in packages and getattr(value, "ndim", 0) > 0
 
 
+# Cached, since long conversations ask for the same few types at each call.
 @lru_cache(maxsize=256)
 def _packages(kind: type) -> frozenset[str]:
-    """Return the packages of a type and its bases; long conversations ask for the same
-    few types at each call."""
+    """Return the packages of a type and its bases."""
     return frozenset(base.__module__.partition(".")[0] for base in kind.__mro__[:-1])
 
 
 def is_media(value: Any) -> bool:
-    """Return whether a value is an image or a video: a reference, an `Image` or
-    `Video`, or an image object."""
+    """Return whether a value is an image or a video.
+
+    These are references, `Image`, `Video`, and image objects.
+    """
     return isinstance(value, (ImageRef, VideoRef, Image, Video)) or is_image_object(value)
 
 
@@ -314,8 +354,10 @@ def join_texts(texts: Sequence[str]) -> str:
 
 
 def merge_texts(parts: Iterable[ContentPart]) -> tuple[ContentPart, ...]:
-    """Join adjacent texts as they are and drop empty ones, since a tokenizer may encode texts
-    differently one by one."""
+    """Join adjacent texts as they are and drop empty ones.
+
+    A tokenizer may encode the same texts differently one by one.
+    """
     merged: list[ContentPart] = []
     for part in parts:
         previous = merged[-1] if merged else None
@@ -334,8 +376,9 @@ def alt_text(part: ImageRef | VideoRef | Image | Video) -> str:
 
 
 def read_part(part: Any) -> ContentPart:
-    """Read a content part: a text, an image, a video, or a dict for one in OpenAI's
-    or Hugging Face's format.
+    """Read a content part: a text, an image, a video, or a dict for one.
+
+    Dicts may have OpenAI's or Hugging Face's format.
 
     Raises `TypeError` for anything else; the message names audio.
     """
@@ -370,21 +413,22 @@ def _text(part: Mapping[str, Any]) -> str:
 
 def is_audio(part: Mapping[str, Any]) -> bool:
     """Return whether a content part is audio."""
-    return (
-        str(part.get("type")).startswith(("audio", "input_audio")) or part.get("audio") is not None
-    )
+    if str(part.get("type")).startswith(("audio", "input_audio")):
+        return True
+    return part.get("audio") is not None
+
+
+def _first_of(part: Mapping[str, Any], names: Iterable[str]) -> Any:
+    """Return the first of these keys that is not null; None if there is none."""
+    for name in names:
+        if part.get(name) is not None:
+            return part[name]
+    return None
 
 
 def _image(part: Mapping[str, Any]) -> ContentPart:
     """Read an image in a common format: OpenAI's, Hugging Face's, or a recorded reference."""
-    value = next(
-        (
-            part[name]
-            for name in ("image", "image_url", "url", "path")
-            if part.get(name) is not None
-        ),
-        None,
-    )
+    value = _first_of(part, ("image", "image_url", "url", "path"))
     if isinstance(value, Mapping):
         data = value.get("bytes")
         value = value.get("url", value.get("path")) if data is None else data
@@ -392,6 +436,7 @@ def _image(part: Mapping[str, Any]) -> ContentPart:
         raise TypeError(
             f"an image part without an image: {sorted(map(str, part))}; give 'image' or 'image_url'"
         )
+
     if isinstance(value, (ImageRef, Image)):
         return value
     if isinstance(value, str) and _SHA256.fullmatch(value):
@@ -407,17 +452,15 @@ def _image(part: Mapping[str, Any]) -> ContentPart:
 
 def _video(part: Mapping[str, Any]) -> ContentPart:
     """Read a video as a list of frames, or a recorded reference; video files are not supported."""
-    value = next(
-        (part[name] for name in ("frames", "video", "video_url") if part.get(name) is not None),
-        None,
-    )
+    value = _first_of(part, ("frames", "video", "video_url"))
     if isinstance(value, (Video, VideoRef)):
         return value
     if isinstance(value, Mapping) and "frames" in value:
-        part = {
-            **value,
-            **{key: entry for key, entry in part.items() if entry is not None and key != "video"},
+        # `{"video": {"frames": ...}, "fps": ...}`: what stands outside counts first.
+        outside = {
+            key: entry for key, entry in part.items() if entry is not None and key != "video"
         }
+        part = {**value, **outside}
         value = value["frames"]
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         kind = type(value).__name__
@@ -425,9 +468,12 @@ def _video(part: Mapping[str, Any]) -> ContentPart:
             f"a content part of video must be a list of frames with 'fps' or 'times', not {kind}: "
             "decode files yourself"
         )
+
     frames: list[Any] = [_image(frame) if isinstance(frame, Mapping) else frame for frame in value]
-    times, alt = part.get("times"), part.get("alt")
-    if frames and times is not None and all(isinstance(frame, ImageRef) for frame in frames):
+    times = part.get("times")
+    alt = part.get("alt")
+    are_stored = bool(frames) and all(isinstance(frame, ImageRef) for frame in frames)
+    if are_stored and times is not None:
         return VideoRef(tuple(frames), tuple(map(float, times)), alt)
     return Video(frames, part.get("fps"), times, alt)
 

@@ -47,19 +47,25 @@ class Failure:
     def __repr__(self) -> str:
         """Return one line, without the traceback."""
         text = f"{self.type} in {self.phase}: {shortened(self.message)}"
-        return f"<Failure {text} ({self.place})>" if self.place else f"<Failure {text}>"
+        if self.place:
+            text += f" ({self.place})"
+        return f"<Failure {text}>"
 
 
 def shortened(text: str, limit: int = 200) -> str:
-    """Return a text as one line of at most `limit` characters, those that no
-    terminal can print replaced."""
+    """Return a text as one line of at most `limit` characters.
+
+    Characters that no terminal can print are replaced.
+    """
+    # White space shrinks, so a few times the limit is looked at; a text may be of any length.
     line = " ".join(text[: 4 * limit].split())
-    line = "".join(one if one.isprintable() else "\ufffd" for one in line)
-    return line if len(line) <= limit and len(text) <= 4 * limit else line[: limit - 1] + "…"
+    line = "".join(char if char.isprintable() else "\ufffd" for char in line)
+    is_whole = len(line) <= limit and len(text) <= 4 * limit
+    return line if is_whole else line[: limit - 1] + "…"
 
 
 class Status(StrEnum):
-    """The four coarse outcomes of slime's ``Sample.Status``."""
+    """The four coarse outcomes of slime's `Sample.Status`."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -68,15 +74,20 @@ class Status(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why an episode ended; ``reason.sentence`` describes it and
-    ``reason.status`` classifies it."""
+    """Why an episode ended; `reason.sentence` describes it and `reason.status` classifies it.
+
+    Example::
+
+        StopReason("max_turns").status  # Status.TRUNCATED
+    """
 
     status: Status
     """The status, one of slime's four."""
     sentence: str
     """Description in one sentence."""
 
-    def __new__(cls, value: str, *about: Any) -> StopReason:  # a lookup gives the value alone
+    def __new__(cls, value: str, *about: Any) -> StopReason:
+        # `about` is (status, sentence). For type checkers, a lookup gives the value alone.
         self = str.__new__(cls, value)
         self._value_ = value
         self.status, self.sentence = about

@@ -8,8 +8,10 @@ from email.utils import parsedate_to_datetime
 
 
 def retry_after(header: str | None) -> float:
-    """Return the seconds of a `Retry-After` header, a number or a date; 0 if it
-    is missing or invalid."""
+    """Return the seconds of a `Retry-After` header, a number or a date.
+
+    0 if it is missing or invalid.
+    """
     if not header:
         return 0.0
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import groupby
 from math import isfinite
@@ -15,21 +15,25 @@ class Sampling:
     """Sampling parameters. The default is the model's own distribution."""
 
     temperature: float = 1.0
-    """0 selects the most likely id (greedy); its logprob is then that of the
-    unscaled distribution."""
+    """0 selects the most likely id (greedy); its logprob is then that of the unscaled
+    distribution."""
     top_p: float = 1.0
     top_k: int = 0
     """0 disables it."""
     min_p: float = field(default=0.0, kw_only=True)
-    """Minimum probability as a share of the most likely id's, before top-k and
-    top-p; 0 disables it."""
+    """Minimum probability as a share of the most likely id's, before top-k and top-p; 0 disables
+    it."""
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments to repeat it; `min_p` only if it is set."""
-        row = {name: value for name, value in asdict(self).items() if name != "banned_ids"}
-        return (
-            row if self.min_p else {name: value for name, value in row.items() if name != "min_p"}
-        )
+        settings: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+        }
+        if self.min_p:
+            settings["min_p"] = self.min_p
+        return settings
 
     def fault(self) -> str:
         """Return which parameter is out of range; empty if none is."""
@@ -51,10 +55,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingDistribution(Sampling):
-    """Distribution the engine samples from: logits / temperature, banned ids masked, renormalized
-    over the min-p/top-k/top-p support.
+    """Distribution that the engine samples from.
 
-    `turnwright.token_logprobs` computes its logprobs from a model's logits.
+    It is that of logits / temperature, with banned ids masked, renormalized over the support of
+    min-p, top-k and top-p. `turnwright.token_logprobs` computes its logprobs from a model's logits.
     """
 
     banned_ids: frozenset[int] = frozenset()
@@ -70,10 +74,17 @@ class SamplingDistribution(Sampling):
     @cached_property
     def _row(self) -> dict[str, Any]:
         row: dict[str, Any] = {}
-        for name, default in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if (value := getattr(self, name)) != default:
-                row[name] = value
-        return row | {"banned": list(_runs(sorted(self.banned_ids)))} if self.banned_ids else row
+        if self.temperature != 1.0:
+            row["temperature"] = self.temperature
+        if self.top_p != 1.0:
+            row["top_p"] = self.top_p
+        if self.top_k != 0:
+            row["top_k"] = self.top_k
+        if self.min_p != 0.0:
+            row["min_p"] = self.min_p
+        if self.banned_ids:
+            row["banned"] = list(_runs(sorted(self.banned_ids)))
+        return row
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> SamplingDistribution:
@@ -93,14 +104,17 @@ def _read(
     temperature: float, top_p: float, top_k: int, min_p: float, runs: tuple[tuple[int, int], ...]
 ) -> SamplingDistribution:
     """Return one shared object for all spans of a journal with equal distributions."""
-    banned = frozenset(i for first, last in runs for i in range(first, last + 1))
-    return SamplingDistribution(temperature, top_p, top_k, banned, min_p=min_p)
+    banned_ids: set[int] = set()
+    for first, last in runs:
+        banned_ids.update(range(first, last + 1))
+    return SamplingDistribution(temperature, top_p, top_k, frozenset(banned_ids), min_p=min_p)
 
 
 def _runs(ids: Iterable[int]) -> Iterable[tuple[int, int]]:
     """Yield (first, last) of each run of consecutive ids."""
+    # Consecutive ids differ from their index by the same number.
     for _, pairs in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
-        run = [i for _, i in pairs]
+        run = [id_ for _, id_ in pairs]
         yield run[0], run[-1]
 
 

@@ -1,4 +1,14 @@
-"""Tasks, trajectories and their spans, turns and training rows."""
+"""Tasks, trajectories and their spans, turns and training rows.
+
+A `Trajectory` is the record of one episode. Its `Span`s hold every id once, as a forest: a span
+continues its parent, and where history was rewritten two spans share one. Its `Turn`s say which
+ids the engine received for a reply, and what the environment answered. `Trajectory.samples` makes
+training rows of both.
+
+Not here: who fills a trajectory during an episode (`rollouts/recorder.py:Recorder` and
+`rollouts/conversation.py:ConversationPath`), its form in files (`records/serialization.py`), and
+what a sampled id is worth in training (`training/advantages.py:advantages`).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +35,10 @@ class Task:
 
     Example::
 
-        Task("What is 6 * 7?", answer="42") Task([{"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"}], info={"level": 2})
+        Task("What is 6 * 7?", answer="42")
+
+        system = {"role": "system", "content": "Be brief."}
+        Task([system, {"role": "user", "content": "Hi"}], info={"level": 2})
     """
 
     messages: tuple[Message, ...] = ()
@@ -34,8 +46,8 @@ class Task:
     answer: Any = None
     """Reference answer for rewards; the model never receives it."""
     id: str = ""
-    """Permanent name of the row; by default derived from the content, so equal
-    rows are equal tasks."""
+    """Permanent name of the row; by default derived from the content, so equal rows are equal
+    tasks."""
     images: tuple[ImageRef | Image, ...] = ()
     """Images for the environment; the model receives only those in `messages`."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -43,11 +55,11 @@ class Task:
     env: str = ""
     """Name of the environment for this row, in runs with several."""
     other_columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty
-    ones, which are None."""
+    """Columns of the row that `info` lacks: its media, those that a recipe maps, and empty ones,
+    which are None."""
     is_text: bool = field(default=False, compare=False, repr=False)
-    """Whether the prompt was one text, which user code of other systems gets as it is,
-    not a list of messages."""
+    """Whether the prompt was one text; user code of other systems then gets it instead of a list of
+    messages."""
 
     def __init__(
         self,
@@ -61,34 +73,33 @@ class Task:
         other_columns: Mapping[str, Any] | None = None,
         is_text: bool | None = None,
     ) -> None:
-        set_field = object.__setattr__
+        if is_text is None:
+            is_text = isinstance(messages, str)
+        own_images = tuple(
+            image if isinstance(image, (ImageRef, Image)) else Image(image) for image in images
+        )
+
+        set_field = object.__setattr__  # the dataclass is frozen
         set_field(self, "messages", as_messages(messages))
         set_field(self, "answer", answer)
-        set_field(
-            self,
-            "images",
-            tuple(i if isinstance(i, (ImageRef, Image)) else Image(i) for i in images),
-        )
+        set_field(self, "images", own_images)
         set_field(self, "info", dict(info or {}))
         set_field(self, "env", env)
         set_field(self, "other_columns", dict(other_columns or {}))
-        set_field(self, "is_text", isinstance(messages, str) if is_text is None else is_text)
+        set_field(self, "is_text", is_text)
         set_field(self, "id", id or self._content_id())
 
     @property
     def columns(self) -> dict[str, Any]:
-        """All columns of the row but its prompt, as rewards and environments of
-        other systems get them."""
+        """All columns of the row but its prompt, as user code of other systems gets them."""
         columns = {**self.other_columns, **self.info}
         if self.answer is not None:
             columns.setdefault("answer", self.answer)
         return columns
 
     def _content_id(self) -> str:
-        messages, images = (
-            [m.to_dict() for m in self.messages],
-            [i.to_dict()["image"] for i in self.images],
-        )
+        messages = [message.to_dict() for message in self.messages]
+        images = [image.to_dict()["image"] for image in self.images]
         content = [messages, self.answer, images, self.info, self.env]
         try:
             text = json.dumps(content, sort_keys=True, default=_stable_repr, ensure_ascii=False)
@@ -110,8 +121,8 @@ def is_json(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr without parts that differ between processes: addresses
-    and the order of sets."""
+    """Return a repr without parts that differ between processes: addresses and the order of
+    sets."""
     if isinstance(value, (set, frozenset)):
         return repr(sorted(map(_stable_repr, value)))
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
@@ -119,6 +130,9 @@ def _stable_repr(value: Any) -> str:
 
 FAILED_ATTEMPT = "failed_attempt"
 """Untrained reason: ids were sampled in a failed attempt."""
+
+Slot = tuple[int, int]
+"""Index of a span in `Trajectory.spans`, and offset of one of its ids."""
 
 
 class Origin(StrEnum):
@@ -152,8 +166,8 @@ class Span:
     start: int = 0
     """Path position of the first id."""
     logprobs: Sequence[float | None] | None = None
-    """Logprobs under the sampling distribution, one per id; None for spans
-    that were not sampled."""
+    """Logprobs under the sampling distribution, one per id, in nats; None for spans that were not
+    sampled."""
     version: int | None = None
     """Policy version that sampled the ids; None for spans that were not sampled."""
     media: tuple[MediaPlacement, ...] = ()
@@ -164,8 +178,8 @@ class Span:
     untrained_from: int = 0
     """First untrained offset; ids before it are trained."""
     sampling: SamplingDistribution | None = None
-    """Distribution of `logprobs`; None for spans that were not sampled and in
-    records of earlier versions."""
+    """Distribution of `logprobs`; None for spans that were not sampled, and in records that do not
+    store it."""
     cache_version: int | None = None
     """Oldest policy version whose weights computed a part of the cached context of these ids;
     None means `version`."""
@@ -185,7 +199,9 @@ class Span:
         """Number of first ids that are trained."""
         if not self.sampled:
             return 0
-        return len(self.ids) if self.untrained is None else min(self.untrained_from, len(self.ids))
+        if self.untrained is None:
+            return len(self.ids)
+        return min(self.untrained_from, len(self.ids))
 
     @property
     def mask(self) -> list[int]:
@@ -195,27 +211,34 @@ class Span:
     def check(self) -> None:
         """Check that logprobs and version match the origin (invariant 3).
 
-        Raises `ValueError` when logprobs are missing, too many, or set on a
-        span that was not sampled.
+        Raises `ValueError` when logprobs are missing, too many, or set on a span that was not
+        sampled.
         """
-        if self.sampled:
-            if self.logprobs is None or len(self.logprobs) != len(self.ids):
-                have = "none" if self.logprobs is None else len(self.logprobs)
+        if not self.sampled:
+            if self.logprobs is not None or self.version is not None:
                 raise ValueError(
-                    f"a sampled span needs one logprob per id: {len(self.ids)} ids, {have} logprobs"
+                    f"a span of origin {self.origin} was not sampled and must have no logprobs and "
+                    "no version"
                 )
-            if self.version is None:
-                raise ValueError("a sampled span needs the policy version that sampled it")
-        elif self.logprobs is not None or self.version is not None:
+            return
+
+        if self.logprobs is None or len(self.logprobs) != len(self.ids):
+            have = "none" if self.logprobs is None else len(self.logprobs)
             raise ValueError(
-                f"a span of origin {self.origin} was not sampled and must have no logprobs and no "
-                "version"
+                f"a sampled span needs one logprob per id: {len(self.ids)} ids, {have} logprobs"
             )
+        if self.version is None:
+            raise ValueError("a sampled span needs the policy version that sampled it")
 
 
 @dataclass(slots=True)
 class Turn:
-    """One reply of the model and the environment's response."""
+    """One reply of the model and the environment's response.
+
+    Example: the turn of the spans in the example of `Span`, whose reply is span 1::
+
+        Turn("main", prompt=0, context=5, spans=(1,), messages=(question,), reply=answer)
+    """
 
     agent: str
     prompt: int
@@ -236,7 +259,9 @@ class Turn:
     info: Mapping[str, Any] = field(default_factory=dict)
     retries: int = 0
     generate_s: float = 0.0
+    """Seconds of the engine."""
     env_s: float = 0.0
+    """Seconds of the environment's step."""
     cached: int = field(default=0, compare=False)
     """Context ids in the engine's cache; depends on other load, so it is not compared."""
     extras: dict[str, tuple[int, Any]] = field(default_factory=dict)
@@ -250,11 +275,11 @@ class Turn:
     kept: int | None = None
     """If the reply continues a message: number of remaining ids of the reply of `parent`."""
     grown: Message | None = None
-    """If the reply continues a message: the complete message, from its first reply
-    to the end of this one."""
+    """If the reply continues a message: the complete message, from its first reply to the end of
+    this one."""
     weights: tuple[float, ...] | None = None
-    """Training weight of each sampled id, where an agent function set them
-    (`Model.weigh`); None is 1 for all."""
+    """Training weight of each sampled id, where an agent function set them (`Model.weigh`); None is
+    1 for all."""
 
     @property
     def message(self) -> Message:
@@ -301,20 +326,33 @@ class RowReward(NamedTuple):
     """Numbers of the turns that the row trains."""
 
 
+class RowUnit(NamedTuple):
+    """Turns that are in the same rows of an agent function."""
+
+    turns: list[int]
+    reward: float
+    """Mean reward of these rows."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One training row: a root-to-leaf path of a trajectory.
 
-    All lists have the length of `ids`. A sampled id shared by several paths has weight 1
-    only in the first of them.
+    All lists have the length of `ids`. A sampled id shared by several paths has weight 1 only in
+    the first of them.
+
+    Example: the row of the spans in the example of `Span`, whose reply alone is trained::
+
+        mask = weights = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
+        versions = [None] * 5 + [0] * 3 + [None] * 4
     """
 
     ids: list[int]
     mask: list[int]
     """1 for sampled ids."""
     weights: list[float]
-    """1.0 for ids trained in this row, or the weight that an agent function gave them; else
-    0.0, as wherever mask is 0."""
+    """1.0 for ids trained in this row, or the weight that an agent function gave them; else 0.0, as
+    wherever mask is 0."""
     logprobs: list[float | None]
     """None for ids that were not sampled."""
     versions: list[int | None]
@@ -322,8 +360,8 @@ class Sample:
     """Reward of the trajectory; with rewards by row, that of its last trained reply."""
     trajectory: Trajectory
     token_rewards: list[float] | None = None
-    """Reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's
-    own at the last trained id.
+    """Reward by token, 0.0 elsewhere: a turn's at the last id of its reply, the episode's own at
+    the last trained id.
 
     Like weights, they are only in the first row with the id, so they sum to the trajectory's reward
     over all rows. Ids that were not sampled have none. With rewards by row, each is at the last
@@ -339,21 +377,22 @@ class Sample:
     """1 where `routes` has a position's experts, 0 for padding; empty if there are none."""
     samplings: list[SamplingDistribution | None] = field(default_factory=list)
     """Distribution of each id's logprob; None for ids that were not sampled."""
-    slots: list[tuple[int, int]] = field(default_factory=list)
-    """Index of each id's span in `trajectory.spans`, and its offset in the span."""
+    slots: list[Slot] = field(default_factory=list)
+    """Where each id is in the trajectory."""
 
     @property
     def sampling(self) -> SamplingDistribution | None:
-        """Distribution of all sampled ids: temperature, top-p, top-k and banned ids;
-        argument of `token_logprobs`.
+        """Distribution of all sampled ids; argument of `token_logprobs`.
 
-        None for records of versions that did not store it.
+        It has temperature, top-p, top-k and banned ids. None for records that do not store it.
 
-        Raises `ValueError` when calls of one path used different distributions (an agent
-        function's `temperature=`).
+        Raises `ValueError` when calls of one path used different distributions (an agent function's
+        `temperature=`).
         """
         distributions = {
-            one for one, sampled in zip(self.samplings, self.mask, strict=True) if sampled
+            distribution
+            for distribution, is_sampled in zip(self.samplings, self.mask, strict=True)
+            if is_sampled
         }
         if len(distributions) > 1:
             raise ValueError(
@@ -365,7 +404,15 @@ class Sample:
 
 @dataclass(slots=True)
 class Trajectory:
-    """The record of one episode: a forest of spans, its turns, reward and stop reason."""
+    """The record of one episode: a forest of spans, its turns, reward and stop reason.
+
+    Example::
+
+        trajectory.show()  # print the conversation
+        trajectory.prompt_ids(0)  # the ids that the engine received for the first reply
+        for sample in trajectory.samples():  # rows for a trainer of your own
+            assert len(sample.ids) == len(sample.mask) == len(sample.logprobs)
+    """
 
     task: Task
     key: EpisodeKey
@@ -376,8 +423,10 @@ class Trajectory:
     rewards: dict[str, float] = field(default_factory=dict)
     """Named parts of the reward."""
     row_rewards: list[RowReward] = field(default_factory=list)
-    """Rewards by row, where an agent function gave each row its own; `reward` is their mean, plus
-    what applies to all rows."""
+    """Rewards by row, where an agent function gave each row its own.
+
+    `reward` is their mean, plus what applies to all rows.
+    """
     agent_rewards: dict[str, float] = field(default_factory=dict)
     """Rewards by agent, where `Scores.agents` gave some; other agents have `reward`."""
     agent_groups: dict[str, str] = field(default_factory=dict)
@@ -413,54 +462,63 @@ class Trajectory:
         return f"<Trajectory {' '.join(parts)} stop={self.stop}{error}>"
 
     def show(self, limit: int = 2000) -> None:
-        """Print the last turn's conversation, and the failure if there is one; cut each message
-        after `limit` characters."""
+        """Print the last turn's conversation, and the failure if there is one.
+
+        Each message is cut after `limit` characters.
+        """
         for line in self.describe(limit):
-            print("".join(one if one.isprintable() else "\ufffd" for one in line))
+            print("".join(char if char.isprintable() else "\ufffd" for char in line))
 
     def describe(self, limit: int | None = None) -> Iterator[str]:
-        """Yield the lines of `show`, control characters included: a head line, the failure, and the
-        conversation; text of the environment within a reply is `inserted`."""
+        """Yield the lines of `show`, control characters included.
+
+        These are a head line, the failure, and the conversation; text of the environment within a
+        reply has the role `inserted`.
+        """
         reward = "not computed" if self.reward is None else f"{self.reward:g}"
         size = f"{len(self.turns)} turns  {self.sampled_tokens} tokens"
         yield f"task {self.task.id}  reward {reward}  {size}  {self.stop or 'running'}"
-        if (error := self.error) is not None:
-            yield (
-                f"  {error.type} in {error.phase}: "
-                f"{shortened(error.message)}{error.place and f' ({error.place})'}"
-            )
-        for role, text in self._spoken():
-            cut = (
-                text
-                if limit is None or len(text) <= limit
-                else f"{text[:limit]} [{len(text) - limit} characters more]"
-            )
-            for index, line in enumerate(cut.splitlines() or [""]):
-                yield f"  {role if index == 0 else '':>9} | {line}"
 
-    def _spoken(self) -> Iterator[tuple[str, str]]:
+        error = self.error
+        if error is not None:
+            place = f" ({error.place})" if error.place else ""
+            yield f"  {error.type} in {error.phase}: {shortened(error.message)}{place}"
+
+        for role, text in self._texts():
+            if limit is not None and len(text) > limit:
+                text = f"{text[:limit]} [{len(text) - limit} characters more]"
+            label = role
+            for line in text.splitlines() or [""]:
+                yield f"  {label:>9} | {line}"
+                label = ""
+
+    def _texts(self) -> Iterator[tuple[str, str]]:
+        """Yield role and text of each message of the last turn's conversation."""
         for number in self.turn_chain(len(self.turns) - 1):
             turn = self.turns[number]
             if turn.inserted is not None:
-                total = sum(len(self.spans[index].ids) for index in self.turns[turn.parent].spans)
-                truncation = (
-                    f"[{turn.kept} of {total} tokens kept] "
-                    if turn.kept is not None and turn.kept < total
-                    else ""
-                )
+                truncation = ""
+                parent = self.turns[turn.parent]
+                sampled = sum(len(self.spans[index].ids) for index in parent.spans)
+                if turn.kept is not None and turn.kept < sampled:
+                    truncation = f"[{turn.kept} of {sampled} tokens kept] "
                 yield "inserted", f"{truncation}{turn.inserted}"
+
             for message in (*turn.messages, turn.reply):
-                calls = "".join(
-                    f" {call.name}({dict(call.arguments)})" for call in message.tool_calls
-                )
-                yield message.role, message.text + calls
+                text = message.text
+                for call in message.tool_calls:
+                    text += f" {call.name}({dict(call.arguments)})"
+                yield message.role, text
 
     def fail_attempt(self) -> None:
-        """Mark everything so far as a failed attempt: it stays, untrained, and
-        the episode starts over."""
+        """Mark everything so far as a failed attempt.
+
+        It stays, untrained, and the episode starts over.
+        """
         for span in self.spans:
             if span.sampled:
-                span.untrained, span.untrained_from = FAILED_ATTEMPT, 0
+                span.untrained = FAILED_ATTEMPT
+                span.untrained_from = 0
         self.failed_turns += self.turns
         self.turns = []
         self.metrics.clear()
@@ -476,10 +534,10 @@ class Trajectory:
         """Return all messages up to and including the reply of a turn; empty for -1."""
         messages: list[Message] = []
         for number in self.turn_chain(turn):
-            row = self.turns[number]
-            if row.inserted is not None:
+            current = self.turns[number]
+            if current.inserted is not None:
                 messages.pop()  # this turn's message includes it
-            messages += [*row.messages, row.message]
+            messages += [*current.messages, current.message]
         return messages
 
     def turn_chain(self, turn: int) -> list[int]:
@@ -514,10 +572,13 @@ class Trajectory:
         )
 
     def chain(self, leaf: int) -> list[tuple[int, int]]:
-        """Return the spans on the path to the end of `leaf`, root first, as (span index, number of
-        its ids on the path)."""
+        """Return the spans on the path to the end of the span `leaf`, root first.
+
+        Each is (index of the span, number of its ids on the path). Empty for -1.
+        """
         links: list[tuple[int, int]] = []
-        index, end = leaf, self.spans[leaf].end if leaf >= 0 else 0
+        index = leaf
+        end = self.spans[leaf].end if leaf >= 0 else 0
         while index >= 0:
             span = self.spans[index]
             if span.start < end:
@@ -560,121 +621,173 @@ class Trajectory:
 
         A path without sampled ids has no row.
         """
-        used_before = [0] * len(self.spans)  # number of first ids of each span in earlier rows
-        token_rewards, routes, given = self._token_rewards(), SpanRoutes(self), self.turn_weights()
-        own = {
-            span: reward
-            for turns, reward in self.row_units()
-            for turn in turns
-            for span in self.turns[turn].spans
-        }
+        routes = SpanRoutes(self)
+        weights_by_span = self.turn_weights()
+        rewards_by_span = self._row_rewards_by_span()
+        token_rewards = self._token_rewards()
+
+        earlier_ids = [0] * len(self.spans)  # number of first ids of each span in earlier rows
         for leaf in self.leaves():
-            row, links = (
-                Sample(
-                    [], [], [], [], [], self.reward, self, None if token_rewards is None else []
-                ),
-                self.chain(leaf),
+            row = Sample(
+                ids=[],
+                mask=[],
+                weights=[],
+                logprobs=[],
+                versions=[],
+                reward=self.reward,
+                trajectory=self,
+                token_rewards=None if token_rewards is None else [],
             )
+            links = self.chain(leaf)
             for index, used in links:
                 span = self.spans[index]
-                if span.media:
-                    row.media += [
-                        block.shifted(len(row.ids))
-                        for block in placements_between(span.media, 0, used)
-                    ]
-                row.ids.extend(span.ids[:used])
-                row.slots.extend(zip(repeat(index), range(used), strict=False))
-                row.mask.extend([int(span.sampled)] * used)
-                row.logprobs.extend(
-                    span.logprobs[:used] if span.logprobs is not None else [None] * used
-                )
-                row.versions.extend([span.version] * used)
-                row.samplings.extend([span.sampling] * used)
-                old = min(used_before[index], used)
-                new = max(old, min(used, span.trained))
-                weights = given[index][old:new] if index in given else [1.0] * (new - old)
-                row.weights += [*[0.0] * old, *weights, *[0.0] * (used - new)]
-                if new > old:
-                    row.reward = own.get(index, row.reward)
+                _append_span(row, index, span, used)
+
+                # The row trains the ids from `first` to `last`: earlier rows have those before,
+                # and those after are not trained at all.
+                first = min(earlier_ids[index], used)
+                last = max(first, min(used, span.trained))
+                earlier_ids[index] = max(earlier_ids[index], used)
+
+                trained: Sequence[float] = [1.0] * (last - first)
+                if index in weights_by_span:
+                    trained = weights_by_span[index][first:last]
+                row.weights += [*[0.0] * first, *trained, *[0.0] * (used - last)]
+
+                if last > first:
+                    row.reward = rewards_by_span.get(index, row.reward)
                 if token_rewards is not None and row.token_rewards is not None:
-                    first = len(row.token_rewards)
+                    span_position = len(row.token_rewards)
                     row.token_rewards += [0.0] * used
                     for offset, reward in token_rewards.get(index, {}).items():
-                        if old <= offset < used:
-                            row.token_rewards[first + offset] = reward
-                used_before[index] = max(used_before[index], used)
+                        if first <= offset < used:
+                            row.token_rewards[span_position + offset] = reward
+
             if any(row.mask):
                 row.routes, row.routes_mask = routes.for_chain(links) or (None, [])
                 yield row
 
     def turn_weights(self) -> dict[int, tuple[float, ...]]:
         """Return the weights that an agent function gave sampled ids, by index of the span."""
-        found: dict[int, tuple[float, ...]] = {}
+        weights_by_span: dict[int, tuple[float, ...]] = {}
         for turn in self.turns:
-            rest = turn.weights
-            if rest is not None:
-                for index in turn.spans:
-                    size = len(self.spans[index].ids)
-                    found[index], rest = rest[:size], rest[size:]
-        return found
+            if turn.weights is None:
+                continue
+            offset = 0
+            for index in turn.spans:
+                size = len(self.spans[index].ids)
+                weights_by_span[index] = turn.weights[offset : offset + size]
+                offset += size
+        return weights_by_span
 
-    def row_units(self) -> list[tuple[list[int], float]]:
-        """Return turns that are in the same rows, with the mean reward of those rows, and no turns
-        for a row without; empty without rewards by row."""
+    def row_units(self) -> list[RowUnit]:
+        """Return the turns that are in the same rows, together; empty without rewards by row.
+
+        A row without turns is a unit of its own, after the others.
+        """
         if not self.row_rewards or self.reward is None:
             return []
         added = self._added_to_rows()
-        found: dict[tuple[int, ...], tuple[list[int], float]] = {}
-        for number in range(len(self.turns)):
-            rows = [at for at, row in enumerate(self.row_rewards) if number in row.turns]
-            if rows:
-                mean = math.fsum(self.row_rewards[at].reward for at in rows) / len(rows)
-                found.setdefault(tuple(rows), ([], added + mean))[0].append(number)
-        empty: list[tuple[list[int], float]] = [
-            ([], added + row.reward) for row in self.row_rewards if not row.turns
+
+        units: dict[tuple[int, ...], RowUnit] = {}
+        for turn in range(len(self.turns)):
+            rows = tuple(number for number, row in enumerate(self.row_rewards) if turn in row.turns)
+            if not rows:
+                continue
+            if rows not in units:
+                mean = math.fsum(self.row_rewards[number].reward for number in rows) / len(rows)
+                units[rows] = RowUnit([], added + mean)
+            units[rows].turns.append(turn)
+
+        without_turns = [
+            RowUnit([], added + row.reward) for row in self.row_rewards if not row.turns
         ]
-        return [*found.values(), *empty]
+        return [*units.values(), *without_turns]
+
+    def _row_rewards_by_span(self) -> dict[int, float]:
+        rewards: dict[int, float] = {}
+        for unit in self.row_units():
+            for turn in unit.turns:
+                for span in self.turns[turn].spans:
+                    rewards[span] = unit.reward
+        return rewards
 
     def _added_to_rows(self) -> float:
         """Return what the episode's reward has beyond the mean of its rows'."""
-        return (self.reward or 0.0) - math.fsum(row.reward for row in self.row_rewards) / len(
-            self.row_rewards
-        )
+        mean = math.fsum(row.reward for row in self.row_rewards) / len(self.row_rewards)
+        return (self.reward or 0.0) - mean
 
     def _token_rewards(self) -> dict[int, dict[int, float]] | None:
-        """Return rewards by span and offset of a sampled id; None if the
-        reward was not computed."""
+        """Return rewards by span and offset of an id; None if the reward was not computed."""
         if self.reward is None:
             return None
-        token_rewards: dict[tuple[int, int], float] = {}
-        last: tuple[int, int] | None = None
-        for row in self.row_rewards:
-            ids = [
-                (span, self.spans[span].trained)
-                for turn in row.turns
-                for span in self.turns[turn].spans
-            ]
-            if trained := [(span, size - 1) for span, size in ids if size]:
-                token_rewards[trained[-1]] = (
-                    token_rewards.get(trained[-1], 0.0) + row.reward + self._added_to_rows()
-                )
-        for turn in () if self.row_rewards else self.turns:
-            spans = [(index, self.spans[index]) for index in turn.spans if self.spans[index].ids]
-            if not spans:
-                continue
-            end = spans[-1][0], len(spans[-1][1].ids) - 1
-            token_rewards[end] = token_rewards.get(end, 0.0) + (turn.reward or 0.0)
-            last = next(
-                ((index, span.trained - 1) for index, span in reversed(spans) if span.trained), last
-            )
-        remainder = self.reward - sum(token_rewards.values())
-        if token_rewards and remainder and not self.row_rewards:
-            last = last or end
-            token_rewards[last] = token_rewards.get(last, 0.0) + remainder
+
+        if self.row_rewards:
+            rewards = self._rewards_at_row_ends()
+        else:
+            rewards = self._rewards_at_turn_ends(self.reward)
+
         by_span: dict[int, dict[int, float]] = {}
-        for (span, offset), value in token_rewards.items():
-            by_span.setdefault(span, {})[offset] = value
+        for (span, offset), reward in rewards.items():
+            by_span.setdefault(span, {})[offset] = reward
         return by_span
+
+    def _rewards_at_row_ends(self) -> dict[Slot, float]:
+        """Return each row's reward at the last trained id of its turns."""
+        rewards: dict[Slot, float] = {}
+        for row in self.row_rewards:
+            last_trained: Slot | None = None
+            for turn in row.turns:
+                for index in self.turns[turn].spans:
+                    trained = self.spans[index].trained
+                    if trained:
+                        last_trained = index, trained - 1
+            if last_trained is not None:
+                before = rewards.get(last_trained, 0.0)
+                rewards[last_trained] = before + row.reward + self._added_to_rows()
+        return rewards
+
+    def _rewards_at_turn_ends(self, reward: float) -> dict[Slot, float]:
+        """Return each turn's reward at its last id, and the rest at the last trained id.
+
+        A turn's last id is that of its reply. The rest is what the episode's reward has beyond the
+        rewards of its turns.
+        """
+        rewards: dict[Slot, float] = {}
+        last_sampled: Slot | None = None
+        last_trained: Slot | None = None
+        for turn in self.turns:
+            sampled = [index for index in turn.spans if self.spans[index].ids]
+            if not sampled:
+                continue
+            last_sampled = sampled[-1], len(self.spans[sampled[-1]].ids) - 1
+            rewards[last_sampled] = rewards.get(last_sampled, 0.0) + (turn.reward or 0.0)
+            for index in sampled:
+                trained = self.spans[index].trained
+                if trained:
+                    last_trained = index, trained - 1
+
+        remainder = reward - sum(rewards.values())
+        end = last_trained or last_sampled  # an episode of which nothing is trained has a reward
+        if remainder and end is not None:
+            rewards[end] = rewards.get(end, 0.0) + remainder
+        return rewards
+
+
+def _append_span(row: Sample, index: int, span: Span, used: int) -> None:
+    """Append the first `used` ids of a span to a row, without weights and rewards.
+
+    Those depend on the rows before.
+    """
+    if span.media:
+        position = len(row.ids)
+        row.media += [block.shifted(position) for block in placements_between(span.media, 0, used)]
+    row.ids.extend(span.ids[:used])
+    row.slots.extend(zip(repeat(index), range(used), strict=False))
+    row.mask.extend([int(span.sampled)] * used)
+    row.logprobs.extend([None] * used if span.logprobs is None else span.logprobs[:used])
+    row.versions.extend([span.version] * used)
+    row.samplings.extend([span.sampling] * used)
 
 
 @dataclass(slots=True)
@@ -690,8 +803,12 @@ class Group:
         return [trajectory.reward for trajectory in self.trajectories]
 
 
-ReportedRoutes = dict[int, tuple[bytearray, bytearray]]
-"""By span: the routes of its positions, concatenated, and 1 for each reported position."""
+@dataclass(frozen=True, slots=True)
+class _RoutesOfSpan:
+    data: bytearray
+    """Routes of the span's positions, concatenated; zeros where none were reported."""
+    reported: bytearray
+    """1 for each reported position, else 0."""
 
 
 class SpanRoutes:
@@ -701,28 +818,29 @@ class SpanRoutes:
     """
 
     def __init__(self, trajectory: Trajectory) -> None:
-        self._reported: ReportedRoutes = {}
+        self._trajectory = trajectory
+        self._by_span: dict[int, _RoutesOfSpan] = {}
         self._sizes: tuple[int, int, int] | None = None
         """Layers, k, width."""
-        self._trajectory = trajectory
-        turn_routes = [
-            (turn, *turn.extras[ROUTES])
+
+        reporting_turns = [
+            turn
             for turn in (*trajectory.failed_turns, *trajectory.turns)
             if ROUTES in turn.extras and (turn.spans or turn.prompt >= 0)
         ]
-        any_wide = any(ExpertRoutes.of(routes).width == 2 for _, _, routes in turn_routes)
-        for turn, start, routes in turn_routes:
-            known = ExpertRoutes.of(routes)
-            self._add(
-                turn.spans[-1] if turn.spans else turn.prompt,
-                start,
-                known.as_uint16() if any_wide else known,
-            )
+        reports = [ExpertRoutes.of(turn.extras[ROUTES][1]) for turn in reporting_turns]
+        any_wide = any(report.width == 2 for report in reports)
+
+        for turn, report in zip(reporting_turns, reports, strict=True):
+            start, _ = turn.extras[ROUTES]
+            leaf = turn.spans[-1] if turn.spans else turn.prompt
+            self._add(leaf, start, report.as_uint16() if any_wide else report)
 
     def __bool__(self) -> bool:
-        return bool(self._reported)
+        return bool(self._by_span)
 
     def _add(self, leaf: int, start: int, routes: ExpertRoutes) -> None:
+        """Add the routes of path positions from `start` on, on the path to the end of `leaf`."""
         sizes = routes.layers, routes.k, routes.width
         if self._sizes not in (None, sizes):
             shape = f"{routes.layers} x {routes.k}"
@@ -730,52 +848,58 @@ class SpanRoutes:
                 f"{self._trajectory.key}: routes of {shape} and other shapes in one trajectory"
             )
         self._sizes = sizes
-        per_position, end = routes.bytes_per_position, start + len(routes)
+
+        position_bytes = routes.bytes_per_position
+        end = start + len(routes)
         for index, used in self._trajectory.chain(leaf):
             span = self._trajectory.spans[index]
-            first, last = max(start, span.start), min(end, span.start + used)
-            if first >= last:
+            low = max(start, span.start) - span.start
+            high = min(end, span.start + used) - span.start
+            if low >= high:
                 continue
-            if index not in self._reported:
-                self._reported[index] = (
-                    bytearray(len(span.ids) * per_position),
-                    bytearray(len(span.ids)),
+
+            if index not in self._by_span:
+                size = len(span.ids)
+                self._by_span[index] = _RoutesOfSpan(
+                    data=bytearray(size * position_bytes), reported=bytearray(size)
                 )
-            data, known = self._reported[index]
-            low, high = first - span.start, last - span.start
-            for at in _runs(known, low, high):
-                source = (at[0] + span.start - start) * per_position
-                reported = routes.data[source : source + (at[1] - at[0]) * per_position]
-                data[at[0] * per_position : at[1] * per_position] = reported
-            known[low:high] = b"\1" * (high - low)
+            span_routes = self._by_span[index]
+            report_offset = span.start - start  # of the span's first id, among the new routes
+            for first, last in _unreported_runs(span_routes.reported, low, high):
+                source_start = (report_offset + first) * position_bytes
+                source_end = (report_offset + last) * position_bytes
+                target = slice(first * position_bytes, last * position_bytes)
+                span_routes.data[target] = routes.data[source_start:source_end]
+            span_routes.reported[low:high] = b"\1" * (high - low)
 
     def for_chain(self, links: Sequence[tuple[int, int]]) -> tuple[ExpertRoutes, list[int]] | None:
-        """Return the routes of a chain of spans, zeros where none were reported, and 1
-        for each reported position.
+        """Return the routes of a chain of spans, and 1 for each reported position.
 
-        None if the trajectory has no routes.
+        The routes of other positions are zeros. None if the trajectory has no routes.
         """
         if self._sizes is None:
             return None
         layers, k, width = self._sizes
-        data, known = bytearray(), bytearray()
+        position_bytes = layers * k * width
+
+        data = bytearray()
+        reported = bytearray()
         for index, used in links:
-            reported = self._reported.get(index)
-            data += (
-                bytes(used * layers * k * width)
-                if reported is None
-                else reported[0][: used * layers * k * width]
-            )
-            known += bytes(used) if reported is None else reported[1][:used]
-        return ExpertRoutes(bytes(data), layers, k, width), list(known)
+            if index in self._by_span:
+                data += self._by_span[index].data[: used * position_bytes]
+                reported += self._by_span[index].reported[:used]
+            else:
+                data += bytes(used * position_bytes)
+                reported += bytes(used)
+        return ExpertRoutes(bytes(data), layers, k, width), list(reported)
 
 
-def _runs(known: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:
-    """Yield (begin, end) of runs of unreported positions."""
+def _unreported_runs(reported: bytearray, low: int, high: int) -> Iterable[tuple[int, int]]:
+    """Yield (begin, end) of each run of zeros between two offsets."""
     while low < high:
-        begin = known.find(0, low, high)
+        begin = reported.find(0, low, high)
         if begin < 0:
             return
-        end = known.find(1, begin, high)
+        end = reported.find(1, begin, high)
         low = high if end < 0 else end
         yield begin, low
