@@ -1,4 +1,12 @@
-"""Agent functions: plain code around `model.generate`, recorded like any episode."""
+"""Agent functions: plain code around `model.generate`, recorded like any episode.
+
+`Model.generate` finds the conversation that a call continues, and samples on it. Messages are known
+by the replies among them (`_longest_known`), ids by the recorded spans that they match (`_walk`).
+What matches nothing begins a path of its own, from where it parts from the record (`_attach`).
+
+The turn itself is `Recorder.generate`; `Rollout._run_agent` calls the function and reads its
+result.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +64,9 @@ class Reply:
     """Sampled ids, the end token included."""
     logprobs: tuple[float | None, ...]
     finish: str
-    """`stop`, or `length` for a reply that was cut. With
-    `limits.on_turn_length = "stop"` (the default), the conversation ends with a reply
-    that is cut at a limit of the run: reward it as it is."""
+    """`stop`, or `length` for a reply that was cut. With `limits.on_turn_length = "stop"` (the
+    default), the conversation ends with a reply that is cut at a limit of the run: reward it as it
+    is."""
     raw_text: str = ""
     """Decoded ids, control tokens and the end token included."""
 
@@ -115,29 +123,42 @@ class _Call(NamedTuple):
 
 
 class Model:
-    """The model of an agent function: samples, records, and enforces the limits."""
+    """The model of an agent function: samples, records, and enforces the limits.
+
+    Example::
+
+        async def play(task, model):
+            messages = list(task.messages)
+            reply = await model.generate(messages)
+            messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
+            reply = await model.generate(messages)
+            return float(task.answer in reply.text)
+    """
 
     def __init__(self, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:
         """`deadline` is that of the episode."""
         self._recorder = recorder
         self._deadline = deadline
         self._sampling = sampling
+        self._media_intake = AgentMediaIntake(recorder.media_intake, recorder.limits.env_s)
+        self._stops: dict[tuple[str, ...], StopText] = {}
+        self.limit: LimitReached | None = None
+        """The limit that the last call met, whose reply it cut or refused."""
+
+        # Conversations that a call may continue.
         self._turn_states: dict[int, _TurnState] = {}  # by turn
-        self._idle: dict[
-            int, ConversationPath
-        ] = {}  # by turn: paths that end in its reply, not continued yet
+        self._idle: dict[int, ConversationPath] = {}
+        """By turn: paths that end in its reply, not continued yet."""
         self._turns_by_text: defaultdict[str, list[int]] = defaultdict(list)
         self._indexed = 0  # turns in `_turns_by_text`
         self._children: defaultdict[int, list[int]] = defaultdict(list)  # spans by their parent
         self._spans_indexed = 0  # spans in `_children`
         self._seed_uses: Counter[int] = Counter()  # paths by initial seed
-        self._stops: dict[tuple[str, ...], StopText] = {}
-        self._busy: set[asyncio.Task[Any]] = set()
+
+        # Calls in flight.
         self._path_lock = asyncio.Lock()
-        self._media_intake = AgentMediaIntake(recorder.media_intake, recorder.limits.env_s)
+        self._busy: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self.limit: LimitReached | None = None
-        """The limit that the last call met, whose reply it cut or refused."""
 
     @overload
     async def generate(
@@ -167,9 +188,9 @@ class Model:
     ) -> Reply | list[Reply]:
         """Sample a reply to a conversation, or to ids.
 
-        A conversation with unchanged earlier replies of this episode continues them with
-        their sampled ids. One with an edited history is rendered again and becomes a
-        branch. Calls may run concurrently.
+        A conversation with unchanged earlier replies of this episode continues them with their
+        sampled ids. One with an edited history is rendered again and becomes a branch. Calls may
+        run concurrently.
 
         Args:
             messages: the complete conversation (a string is one user message), or ids, which are
@@ -195,11 +216,11 @@ class Model:
 
         Raises:
             LimitReached: when no token is left for a reply, or the conversation continues one
-                that was cut at a limit (its `finish` is `length`). Uncaught, it ends the
-                episode without a reward.
+                that was cut at a limit (its `finish` is `length`). Uncaught, it ends the episode
+                without a reward.
             EngineError, TimeoutError: when the engine fails; leave them uncaught.
-            MediaError: for an image that cannot be used, or placeholders
-                that do not fit the images.
+            MediaError: for an image that cannot be used, or placeholders that do not fit the
+                images.
             UsageError: for no messages, `max_tokens` or `n` under 1, an empty stop text, sampling
                 parameters out of range, `media` with messages, an agent in two groups, or a call
                 after the function's return.
@@ -208,6 +229,7 @@ class Model:
             groups = self._recorder.trajectory.agent_groups
             if groups.setdefault(agent, group) != group:
                 raise UsageError(f"generate: agent {agent!r} is in group {groups[agent]!r} already")
+
         call = _Call(
             agent=agent,
             tools=tools,
@@ -276,62 +298,72 @@ class Model:
             recorder.enter_phase("play")
             deadline.close()
 
+        # What a later call needs to continue the conversation.
         self._idle[path.turn] = path
-        seed = derive_seed(path.seed, path.calls)
         self._turn_states[path.turn] = _TurnState(
-            path.tools, seed, path.history, tuple(path.replies)
+            tools=path.tools,
+            seed=derive_seed(path.seed, path.calls),
+            history=path.history,
+            replies=tuple(path.replies),
         )
-        spans = [self._recorder.trajectory.spans[i] for i in turn.spans]
-        ids = tuple(i for span in spans for i in span.ids)
-        logprobs = tuple(p for span in spans for p in span.logprobs or ())
-        return Reply(
-            turn.reply, ids, logprobs, turn.finish, self._recorder.renderer.decode(ids)
-        ), path.turn
+
+        ids: tuple[int, ...] = ()
+        logprobs: tuple[float | None, ...] = ()
+        for index in turn.spans:
+            span = recorder.trajectory.spans[index]
+            ids += tuple(span.ids)
+            logprobs += tuple(span.logprobs or ())
+        reply = Reply(
+            message=turn.reply,
+            ids=ids,
+            logprobs=logprobs,
+            finish=turn.finish,
+            raw_text=recorder.renderer.decode(ids),
+        )
+        return reply, path.turn
 
     async def render(
         self, messages: Messages, replies: Mapping[int, Sequence[int]], tools: Tools = ()
     ) -> list[int]:
-        """Return the prompt ids of a conversation whose assistant messages have
-        given ids, by their index.
+        """Return the prompt ids of a conversation whose assistant messages have given ids.
 
-        A last message of the assistant stays open: its ids end the prompt, and the
-        next reply continues them.
+        `replies` has the ids by the index of their message. A last message of the assistant stays
+        open: its ids end the prompt, and the next reply continues them.
         """
         prompt = await self._media_intake(messages)
         assert not isinstance(prompt, list)
-        opened = replies.get(len(prompt) - 1)
-        known = [SampledReply(number, tuple(ids), -1) for number, ids in sorted(replies.items())]
-        if opened is not None:
-            prompt, known = prompt[:-1], known[:-1]
-        return [
-            *self._recorder.prompts.render_conversation(prompt, known, tools).ids,
-            *(opened or ()),
-        ]
+        open_ids = replies.get(len(prompt) - 1)
+        sampled = [SampledReply(number, tuple(ids), -1) for number, ids in sorted(replies.items())]
+        if open_ids is not None:
+            prompt = prompt[:-1]
+            sampled = sampled[:-1]
+        rendered = self._recorder.prompts.render_conversation(prompt, sampled, tools)
+        return [*rendered.ids, *(open_ids or ())]
 
     def weigh(self, reply: Reply, weights: float | Sequence[float]) -> None:
-        """Set the training weight of a reply, or of each of its ids: 0 is not trained (reason
-        `weighed`), 1 is the default.
+        """Set the training weight of a reply, or of each of its ids.
+
+        0 is not trained (reason `weighed`), 1 is the default.
 
         Raises:
-            UsageError: for a reply of another episode, another number of weights than
-                of ids, or weights that are negative or not finite. Only ids that the
-                engine sampled have weights.
+            UsageError: for a reply of another episode, another number of weights than of ids, or
+                weights that are negative or not finite. Only ids that the engine sampled have
+                weights.
         """
         number = self._number_of(reply, "weigh")
         size = len(reply.ids)
-        found = (
-            tuple(map(float, weights))
-            if isinstance(weights, Iterable)
-            else (float(weights),) * size
-        )
-        if len(found) != size:
+        if isinstance(weights, Iterable):
+            id_weights = tuple(map(float, weights))
+        else:
+            id_weights = (float(weights),) * size
+        if len(id_weights) != size:
             raise UsageError(
-                f"weigh: {len(found)} weights for {size} sampled ids; give one weight, or one for "
-                "each id"
+                f"weigh: {len(id_weights)} weights for {size} sampled ids; give one weight, or one "
+                "for each id"
             )
-        if not all(math.isfinite(weight) and weight >= 0 for weight in found):
+        if not all(math.isfinite(weight) and weight >= 0 for weight in id_weights):
             raise UsageError("weigh: weights must be finite and at least 0")
-        self._recorder.journal.weigh(number, found)
+        self._recorder.journal.weigh(number, id_weights)
 
     def note(self, reply: Reply, info: Mapping[str, Any]) -> None:
         """Record facts about a reply, as JSON values: `turn.info`, in the viewer and in exports.
@@ -340,13 +372,12 @@ class Model:
             UsageError: for a reply of another episode.
         """
         number = self._number_of(reply, "note")
-        self._recorder.record_step(
-            number, self._recorder.trajectory.turns[number].reward, info, 0.0
-        )
+        reward = self._recorder.trajectory.turns[number].reward
+        self._recorder.record_step(number, reward, info, env_s=0.0)
 
     def text_of(self, reply: Reply) -> str:
-        """Return the complete text of a reply, thinking and calls as written,
-        without the end token."""
+        """Return the complete text of a reply, thinking and calls as written, without the end
+        token."""
         return reply_text(self._recorder.renderer, reply.ids)
 
     @property
@@ -406,12 +437,18 @@ class Model:
             task.cancel()
         await asyncio.gather(*abandoned, return_exceptions=True)
 
-    def _sampling_with(self, **given: Any) -> Sampling:
-        changed = {name: scalar(value) for name, value in given.items() if value is not None}
-        if not changed:
+    def _sampling_with(self, **parameters: Any) -> Sampling:
+        """Return the run's sampling with those parameters that a call has set."""
+        changes: dict[str, Any] = {}
+        for name, value in parameters.items():
+            if value is not None:
+                changes[name] = scalar(value)
+        if not changes:
             return self._sampling
-        sampling = replace(self._sampling, **changed)
-        if fault := sampling.fault():
+
+        sampling = replace(self._sampling, **changes)
+        fault = sampling.fault()
+        if fault:
             raise UsageError(f"generate: {fault}")
         return sampling
 
@@ -426,14 +463,15 @@ class Model:
             )
         if vision is None:
             raise MediaError("media: the model has no vision")
+
         stored = await self._media_intake([{"role": "user", "content": list(media)}])
         assert not isinstance(stored, list)
-        found = media_of(stored)
-        if len(found) != len(media):
+        stored_media = media_of(stored)
+        if len(stored_media) != len(media):
             raise MediaError(
-                f"media: {len(media)} items, and {len(found)} images or videos among them"
+                f"media: {len(media)} items, and {len(stored_media)} images or videos among them"
             )
-        return vision.place(prompt, found)
+        return vision.place(prompt, stored_media)
 
     def _stop_text(self, texts: Sequence[str]) -> StopText:
         key = (texts,) if isinstance(texts, str) else tuple(texts)
@@ -455,17 +493,22 @@ class Model:
         """
         if isinstance(messages_or_ids, list):
             return self._attach(agent, messages_or_ids, [], tools, media, branch)
+
+        # A conversation of the record, with messages after it.
         messages = list(messages_or_ids)
-        turn, known = self._longest_known(messages, agent, tools)
+        turn, size = self._longest_known(messages, agent, tools)
         if turn >= 0:
             self._check_open(turn)
             self._count_branch(branch)
-            return self._continue(turn, tuple(messages[known:]), tools)
+            return self._continue(turn, tuple(messages[size:]), tools)
+
+        # Another one, which may have replies of this episode.
         recorder = self._recorder
         replies = self._replies(messages)
         rendered = recorder.prompts.render_conversation(messages, replies, tools)
         path = self._attach(agent, rendered.ids, messages, tools, rendered.media, branch)
-        path.new_messages, path.history = tuple(messages), recorder.history
+        path.new_messages = tuple(messages)
+        path.history = recorder.history
         starts = rendered.replies or (-1,) * len(replies)
         path.replies = [
             reply._replace(start=start) for reply, start in zip(replies, starts, strict=True)
@@ -473,15 +516,15 @@ class Model:
         return path
 
     def _check_open(self, turn: int) -> None:
-        """Raise `LimitReached` if a turn's reply broke a limit: the conversation
-        that it ended cannot go on.
+        """Raise `LimitReached` if a turn's reply broke a limit: its conversation cannot go on.
 
-        Other conversations of the episode may, so what is sampled does not depend on
-        which of them was cut first.
+        Other conversations of the episode may, so what is sampled does not depend on which of them
+        was cut first.
         """
         limit = self._recorder.limits_met.get(turn)
         if limit is None:
             return
+
         remedy = ""
         if limit.reason == StopReason.TURN_LENGTH:
             remedy = (
@@ -493,48 +536,56 @@ class Model:
         )
 
     def _replies(self, messages: Sequence[Message]) -> list[SampledReply]:
-        """Return the messages that were sampled in this episode, by identity, since equal texts
-        may have different ids."""
+        """Return the messages that were sampled in this episode.
+
+        Identity decides, since equal texts may have different ids.
+        """
         trajectory = self._recorder.trajectory
-        own = {id(turn.message): turn for turn in trajectory.turns}
-        found = [
-            (number, own[id(message)])
-            for number, message in enumerate(messages)
-            if id(message) in own
-        ]
-        return [
-            SampledReply(
-                number, tuple(i for span in turn.spans for i in trajectory.spans[span].ids), -1
-            )
-            for number, turn in found
-        ]
+        turns_by_message = {id(turn.message): turn for turn in trajectory.turns}
+        replies: list[SampledReply] = []
+        for number, message in enumerate(messages):
+            turn = turns_by_message.get(id(message))
+            if turn is None:
+                continue
+            ids: list[int] = []
+            for index in turn.spans:
+                ids += trajectory.spans[index].ids
+            replies.append(SampledReply(number, tuple(ids), -1))
+        return replies
 
     def _longest_known(self, messages: list[Message], agent: str, tools: Tools) -> tuple[int, int]:
-        """Return the turn whose conversation is the longest prefix of `messages`, and its
-        length; (-1, 0) for none."""
+        """Return the turn whose conversation is the longest prefix of `messages`, and its length.
+
+        (-1, 0) for none.
+        """
         trajectory = self._recorder.trajectory
         for number in range(self._indexed, len(trajectory.turns)):
             self._turns_by_text[trajectory.turns[number].message.text].append(number)
         self._indexed = len(trajectory.turns)
+
         for size in range(len(messages), 0, -1):
             last = messages[size - 1]
-            known = self._turns_by_text.get(last.text, ())
-            # Identity decides: equal texts may have different ids.
-            for number in sorted(known, key=lambda one: trajectory.turns[one].message is not last):
+            # The very message comes first: equal texts may have different ids.
+            candidates = sorted(
+                self._turns_by_text.get(last.text, ()),
+                key=lambda number: trajectory.turns[number].message is not last,
+            )
+            for number in candidates:
                 turn = trajectory.turns[number]
-                if (
-                    turn.agent != agent
-                    or turn.message != last
-                    or self._tools(number) != list(tools)
-                ):
+                if turn.agent != agent or turn.message != last:
                     continue
-                path = self._idle.get(number)  # has its conversation at hand
-                appended = path is not None and path.history == "append"
-                if messages[:size] == (
-                    path.messages if path and appended else trajectory.conversation(number)
-                ):
+                if self._tools(number) != list(tools):
+                    continue
+                if messages[:size] == self._conversation(number):
                     return number, size
         return -1, 0
+
+    def _conversation(self, number: int) -> list[Message]:
+        """Return the conversation up to a turn's reply; a path that ends in it has it at hand."""
+        path = self._idle.get(number)
+        if path is not None and path.history == "append":
+            return path.messages
+        return self._recorder.trajectory.conversation(number)
 
     def _tools(self, turn: int) -> list[Mapping[str, Any]]:
         return list(self._turn_states[turn].tools) if turn in self._turn_states else []
@@ -542,60 +593,74 @@ class Model:
     def _continue(
         self, number: int, new_messages: tuple[Message, ...], tools: Tools
     ) -> ConversationPath:
-        recorder, trajectory = self._recorder, self._recorder.trajectory
-        turn = trajectory.turns[number]
+        """Return a path that goes on with new messages after a turn's reply."""
         path = self._idle.pop(number, None)
         if path is None:
-            leaf, messages = turn.spans[-1], trajectory.conversation(number)
-            replies = tuple(self._replies(messages))
-            # The state is missing if the reply broke a limit.
-            state = self._turn_states.get(number) or _TurnState(
-                tools, number, recorder.history, replies
-            )
-            seed = self._unique_seed(state.seed)
-            placed = trajectory.media_placements(leaf)
-            path = ConversationPath(
-                trajectory,
-                leaf,
-                trajectory.path(leaf),
-                messages,
-                tools,
-                turn.agent,
-                seed,
-                state.history,
-                list(state.replies),
-                placed,
-                turn=number,
-            )
+            path = self._path_after(number, tools)
+        recorder = self._recorder
         rendered = render_next(path.history, recorder.renderer, path.conversation, new_messages)
         recorder.prompts.append(path, self._skip_shared(path, rendered), new_messages)
         return path
 
+    def _path_after(self, number: int, tools: Tools) -> ConversationPath:
+        """Return another path that ends in a turn's reply, which a path continued already."""
+        trajectory = self._recorder.trajectory
+        turn = trajectory.turns[number]
+        leaf = turn.spans[-1]
+        messages = trajectory.conversation(number)
+        state = self._turn_states.get(number)
+        if state is None:  # the reply broke a limit
+            replies = tuple(self._replies(messages))
+            state = _TurnState(tools, number, self._recorder.history, replies)
+        return ConversationPath(
+            trajectory=trajectory,
+            leaf=leaf,
+            ids=trajectory.path(leaf),
+            messages=messages,
+            tools=tools,
+            agent=turn.agent,
+            seed=self._unique_seed(state.seed),
+            history=state.history,
+            replies=list(state.replies),
+            placed=trajectory.media_placements(leaf),
+            turn=number,
+        )
+
     def _skip_shared(self, path: ConversationPath, rendered: Extend | Branch) -> Extend | Branch:
-        """Move a path along spans that another call recorded already; return
-        what is left to append."""
-        spans = self._recorder.trajectory.spans
+        """Move a path along spans that another call recorded already.
+
+        Return what is left to append.
+        """
         if isinstance(rendered, Branch):
-            ids = [*path.ids[: rendered.keep], *rendered.ids]
-            placed = [block for block in path.placed if block.end <= rendered.keep]
-            placed += [block.shifted(rendered.keep) for block in rendered.media]
-            known = self._walk(-1, ids, path.agent, placed)
-            shared = sum(used for _, used in known)
-            if shared <= rendered.keep:
-                return rendered
-            path.leaf, path.ids = known[-1][0], GrowingIds(ids[:shared])
-            path.placed = [block for block in placed if block.end <= shared]
-            return rendered._replace(
-                keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids))
-            )
+            return self._skip_shared_branch(path, rendered)
+
+        spans = self._recorder.trajectory.spans
         shared = 0
         for leaf, used in self._walk(path.leaf, rendered.ids, path.agent, rendered.media):
             path.follow(spans[leaf].ids[:used], placements_between(spans[leaf].media, 0, used))
             path.leaf = leaf
             shared += used
-        media = placements_between(rendered.media, shared, len(rendered.ids))
         return rendered._replace(
-            ids=rendered.ids[shared:], close=max(0, rendered.close - shared), media=media
+            ids=rendered.ids[shared:],
+            close=max(0, rendered.close - shared),
+            media=placements_between(rendered.media, shared, len(rendered.ids)),
+        )
+
+    def _skip_shared_branch(self, path: ConversationPath, branch: Branch) -> Branch:
+        ids = [*path.ids[: branch.keep], *branch.ids]
+        placed = [block for block in path.placed if block.end <= branch.keep]
+        placed += [block.shifted(branch.keep) for block in branch.media]
+
+        # Recorded spans may match more than the path keeps.
+        links = self._walk(-1, ids, path.agent, placed)
+        shared = sum(used for _, used in links)
+        if shared <= branch.keep:
+            return branch
+        path.leaf = links[-1][0]
+        path.ids = GrowingIds(ids[:shared])
+        path.placed = [block for block in placed if block.end <= shared]
+        return branch._replace(
+            keep=shared, ids=ids[shared:], media=placements_between(placed, shared, len(ids))
         )
 
     def _attach(
@@ -607,29 +672,46 @@ class Model:
         media: Sequence[MediaPlacement],
         branch: str | None,
     ) -> ConversationPath:
-        """Return a path for ids: recorded spans as far as they match, and a
-        new span for the rest."""
+        """Return a path for ids: recorded spans as far as they match, and a new span for the rest.
+
+        Raises `LimitReached` if they go on after a reply that broke a limit.
+        """
         if not ids:
             raise UsageError("model.generate needs at least one message or id")
         trajectory = self._recorder.trajectory
         seed = self._root_seed(agent, ids, media)
-        leaf, shared, sampled = -1, 0, False
-        ended = {trajectory.turns[turn].spans[-1]: turn for turn in self._recorder.limits_met}
-        for found, used in self._walk(-1, ids, agent, media):
-            if found in ended and used == len(trajectory.spans[found].ids):
-                self._check_open(ended[found])
-            leaf, shared, sampled = found, shared + used, sampled or trajectory.spans[found].sampled
+
+        # Recorded spans that match.
+        ended_turns = {trajectory.turns[turn].spans[-1]: turn for turn in self._recorder.limits_met}
+        leaf = -1
+        shared = 0
+        has_sampled = False
+        for index, used in self._walk(-1, ids, agent, media):
+            span = trajectory.spans[index]
+            if index in ended_turns and used == len(span.ids):
+                self._check_open(ended_turns[index])
+            leaf = index
+            shared += used
+            has_sampled = has_sampled or span.sampled
+
+        # A span for the rest: an observation where it follows a reply.
         if shared < len(ids):
-            if sampled:
+            if has_sampled:
                 self._recorder.prompts.observe(len(ids) - shared)
-            origin = Origin.ENV if sampled else Origin.PROMPT
-            if self._edits(leaf, shared, sampled):
-                branch, origin = branch or "edited", Origin.PROMPT
-            new_media = placements_between(media, shared, len(ids))
-            trajectory.spans.append(
-                Span(origin, tuple(ids[shared:]), leaf, shared, media=new_media, agent=agent)
+            origin = Origin.ENV if has_sampled else Origin.PROMPT
+            if self._edits(leaf, shared, has_sampled):
+                branch = branch or "edited"
+                origin = Origin.PROMPT
+            rest = Span(
+                origin=origin,
+                ids=tuple(ids[shared:]),
+                parent=leaf,
+                start=shared,
+                media=placements_between(media, shared, len(ids)),
+                agent=agent,
             )
-            leaf = len(trajectory.spans) - 1
+            leaf = len(trajectory.spans)
+            trajectory.spans.append(rest)
         self._count_branch(branch)
         return ConversationPath(
             trajectory, leaf, ids, messages, tools, agent, seed, placed=list(media)
@@ -640,8 +722,8 @@ class Model:
             count_branch(self._recorder.trajectory, reason)
 
     def _edits(self, leaf: int, position: int, sampled: bool) -> bool:
-        """Return whether ids that diverge from the record at a position change a
-        reply, or what follows one."""
+        """Return whether ids that part from the record at a position change a reply, or what
+        follows one."""
         spans = self._recorder.trajectory.spans
         if leaf >= 0 and position < spans[leaf].end:
             return sampled
@@ -650,15 +732,17 @@ class Model:
         )
 
     def _root_seed(self, agent: str, ids: list[int], media: Sequence[MediaPlacement]) -> int:
-        """Return the seed of a conversation: that of the episode for the first one, so that a
-        function which asks what the loop of an environment asks gets the same replies; for others
-        one of their ids, whatever order they begin in."""
+        """Return the seed of a conversation.
+
+        The first one has that of the episode, so that a function which asks what the loop of an
+        environment asks gets the same replies. Others have one of their ids, whatever order they
+        begin in.
+        """
+        episode_seed = self._recorder.seed
         if not self._seed_uses:
-            self._seed_uses[self._recorder.seed] += 1
-            return self._recorder.seed
-        return self._unique_seed(
-            derive_seed(self._recorder.seed, agent, ids_with_media_keys(ids, media))
-        )
+            self._seed_uses[episode_seed] += 1
+            return episode_seed
+        return self._unique_seed(derive_seed(episode_seed, agent, ids_with_media_keys(ids, media)))
 
     def _unique_seed(self, seed: int) -> int:
         """Return a distinct seed for each of several paths that begin alike, by call order."""
@@ -668,39 +752,53 @@ class Model:
     def _walk(
         self, leaf: int, ids: Sequence[int], agent: str, media: Sequence[MediaPlacement]
     ) -> list[tuple[int, int]]:
-        """Return the recorded spans that `ids` match after the end of
-        `leaf`, as (span, matched ids).
+        """Return the recorded spans that `ids` match after the end of `leaf`.
 
-        A span may match in part, followed by others that branch off there. Images match only
-        completely, and by content.
+        They come as (span, matched ids). A span may match in part, followed by others that branch
+        off there. Images match only completely, and by content.
         """
         spans = self._recorder.trajectory.spans
-        ids = ids_with_media_keys(ids, media) if media else ids
-        links: list[tuple[int, int]] = []
-        position = spans[leaf].end if leaf >= 0 else 0
         for number in range(self._spans_indexed, len(spans)):
             self._children[spans[number].parent].append(number)
         self._spans_indexed = len(spans)
+
+        if media:
+            ids = ids_with_media_keys(ids, media)
+        links: list[tuple[int, int]] = []
+        position = spans[leaf].end if leaf >= 0 else 0
         done = 0
         while done < len(ids):
-            best, matched = -1, 0
+            # The span that matches most goes on.
+            best = -1
+            most_matched = 0
             for number in self._children.get(leaf, ()):
                 span = spans[number]
                 if span.start != position or span.agent != agent:
                     continue
-                known = ids_with_media_keys(span.ids, span.media) if span.media else span.ids
-                pairs = enumerate(zip(known, ids[done : done + len(known)], strict=False))
-                used = next((n for n, (a, b) in pairs if a != b), min(len(known), len(ids) - done))
-                used = min(
-                    (block.start for block in span.media if block.start < used < block.end),
-                    default=used,
-                )
-                if used > matched:
-                    best, matched = number, used
+                matched = _matched(span, ids, done)
+                if matched > most_matched:
+                    best = number
+                    most_matched = matched
             if best < 0:
                 break
-            links.append((best, matched))
-            done += matched
-            position += matched
+            links.append((best, most_matched))
+            done += most_matched
+            position += most_matched
             leaf = best
         return links
+
+
+def _matched(span: Span, ids: Sequence[int], begin: int) -> int:
+    """Return how many ids of a span `ids` have from `begin` on, images by their keys."""
+    span_ids = ids_with_media_keys(span.ids, span.media) if span.media else span.ids
+    matched = 0
+    for recorded_id, token_id in zip(span_ids, ids[begin : begin + len(span_ids)], strict=False):
+        if recorded_id != token_id:
+            break
+        matched += 1
+
+    # A block that matches in part does not match.
+    for block in span.media:
+        if block.start < matched < block.end:
+            return block.start
+    return matched

@@ -1,4 +1,11 @@
-"""A conversation of an episode: the end of a path through the spans of its trajectory."""
+"""A conversation of an episode: the end of a path through the spans of its trajectory.
+
+A path grows by `append` (what is rendered), `add` (what is sampled) and `replied` (the message of a
+reply). It goes back by `branch`, `leave` or an earlier `state`; what follows is another branch of
+the trajectory then, which loses nothing.
+
+`PromptWriter` decides what is appended, `ReplySampler` what is sampled.
+"""
 
 from __future__ import annotations
 
@@ -99,9 +106,14 @@ class ConversationPath:
         self, origin: Origin, ids: Sequence[int], media: Sequence[MediaPlacement] = ()
     ) -> None:
         """Append ids that were not sampled, as a span of the trajectory."""
-        self.add(
-            Span(origin, tuple(ids), start=len(self.ids), media=tuple(media), agent=self.agent)
+        span = Span(
+            origin=origin,
+            ids=tuple(ids),
+            start=len(self.ids),
+            media=tuple(media),
+            agent=self.agent,
         )
+        self.add(span)
 
     def add(self, span: Span) -> int:
         """Append a span, which becomes the end of the path; return its index in the trajectory."""
@@ -119,24 +131,24 @@ class ConversationPath:
         self.ids.extend(ids)
 
     def branch(self, keep: int) -> None:
-        """Go back to the first `keep` ids; what follows becomes another
-        branch of the trajectory."""
-        links = self.trajectory.chain(self.leaf)
-        while links and self.trajectory.spans[links[-1][0]].start >= keep:
-            links.pop()
+        """Go back to the first `keep` ids; what follows becomes another branch of the
+        trajectory."""
+        spans = [index for index, _ in self.trajectory.chain(self.leaf)]
+        while spans and self.trajectory.spans[spans[-1]].start >= keep:
+            spans.pop()
 
-        self.leaf = links[-1][0] if links else -1
+        self.leaf = spans[-1] if spans else -1
         self._truncate(keep)
 
     def leave(self, leaf: int, size: int) -> list[int]:
-        """Go back to an earlier end, after `size` ids; return the spans
-        that were appended since."""
-        left: list[int] = []
+        """Go back to an earlier end, after `size` ids; return the spans that were appended since,
+        the last first."""
+        left_spans: list[int] = []
         while self.leaf != leaf:
-            left.append(self.leaf)
+            left_spans.append(self.leaf)
             self.leaf = self.trajectory.spans[self.leaf].parent
         self._truncate(size)
-        return left
+        return left_spans
 
     def replied(self, turn: int, message: Message, ids: tuple[int, ...], start: int) -> None:
         """Append the message of a reply, whose ids are on the path from `start` on.
@@ -146,22 +158,25 @@ class ConversationPath:
         if self.inserted is not None:
             self.messages.pop()
             self.replies.pop()
-            self.inserted = self.kept = None
+            self.inserted = None
+            self.kept = None
+
         self.turn = turn
         self.replies.append(SampledReply(len(self.messages), ids, start))
         self.messages.append(message)
         self.new_messages = ()
 
     def continue_last(self, message: Message, *, inserted: str, kept: int, thinking: bool) -> None:
-        """Let the next reply go on in the last message, now `message`,
-        after text that was inserted.
+        """Let the next reply go on in the last message, now `message`, after inserted text.
 
         `kept` is the number of ids of the last reply before that text, and `thinking` tells whether
         the message has an open thinking block there.
         """
         self.messages[-1] = message
         self.new_messages = ()
-        self.inserted, self.kept, self.thinking = inserted, kept, thinking
+        self.inserted = inserted
+        self.kept = kept
+        self.thinking = thinking
 
     def restart(self, messages: Sequence[Message]) -> None:
         """Take other messages for the conversation, none of them replied to."""
@@ -175,5 +190,6 @@ class ConversationPath:
         del self.ids[size:]
         while self.placed and self.placed[-1].end > size:
             block = self.placed.pop()
-            cut = f"{size} ids would cut the image block from {block.start} to {block.end}"
-            assert block.start >= size, cut
+            assert block.start >= size, (
+                f"{size} ids would cut the image block from {block.start} to {block.end}"
+            )

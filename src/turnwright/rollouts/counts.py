@@ -18,8 +18,10 @@ def count_branch(trajectory: Trajectory, reason: str) -> None:
 
 
 def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
-    """Count control texts by role, neutralized control texts, rendered media and their ids in
-    the episode's metrics."""
+    """Count in the episode's metrics what a rendered observation or prompt held.
+
+    That is control texts, by role and where they were neutralized, and media with their ids.
+    """
     if rendered.neutralised:
         add_counts(trajectory, "neutralised", by=rendered.neutralised)
     for role, count in rendered.control_text.items():
@@ -28,4 +30,5 @@ def count_rendered(trajectory: Trajectory, rendered: Extend | Branch) -> None:
         add_counts(trajectory, "tool_media_moved", by=rendered.tool_images_moved)
     if rendered.media:
         add_counts(trajectory, "media_shown", by=len(rendered.media))
-        add_counts(trajectory, "media_tokens", by=sum(block.length for block in rendered.media))
+        media_tokens = sum(block.length for block in rendered.media)
+        add_counts(trajectory, "media_tokens", by=media_tokens)

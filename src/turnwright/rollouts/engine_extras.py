@@ -1,5 +1,4 @@
-"""What an engine returns besides ids and logprobs: what an episode asks for,
-and what it has already."""
+"""What an engine returns besides ids and logprobs: what an episode asks for, and what it has."""
 
 from __future__ import annotations
 
@@ -18,10 +17,12 @@ KNOWN = frozenset([ROUTES])
 
 def parse_extras(names: Iterable[str]) -> frozenset[str]:
     """Return extras by name; raise `UsageError` for an unknown one."""
-    found = frozenset([names] if isinstance(names, str) else names)
-    if unknown := sorted(found - KNOWN):
-        raise UsageError(f"want names {unknown[0]!r}; supported extras: {', '.join(sorted(KNOWN))}")
-    return found
+    extras = frozenset([names] if isinstance(names, str) else names)
+    unknown = sorted(extras - KNOWN)
+    if unknown:
+        supported = ", ".join(sorted(KNOWN))
+        raise UsageError(f"want names {unknown[0]!r}; supported extras: {supported}")
+    return extras
 
 
 class EngineExtras:
@@ -39,13 +40,16 @@ class EngineExtras:
     def first_unknown(
         self, path: ConversationPath, reply_extras: Mapping[str, tuple[int, Any]]
     ) -> int:
-        """Return the first position of a path with unknown routes; `reply_extras` are those of the
-        reply's earlier calls."""
+        """Return the first position of a path with unknown routes.
+
+        `reply_extras` are those of the reply's earlier calls.
+        """
         if ROUTES not in self.want:
             return 0
         if ROUTES in reply_extras:
             start, routes = reply_extras[ROUTES]
             return start + len(routes)
+
         position = 0
         for index, used in self._trajectory.chain(path.leaf):
             known = min(self._known_positions.get(index, 0), used)
@@ -57,13 +61,14 @@ class EngineExtras:
     def add(
         self, reply_extras: dict[str, tuple[int, Any]], generation: Generation, asked_from: int
     ) -> None:
-        """Merge the extras of one call into those of earlier calls of the same reply;
-        known positions are dropped.
+        """Merge the extras of one call into those of earlier calls of the same reply.
 
-        `generation.extras` then holds the merged extras. Draft ids are counted in the metrics.
+        Known positions are dropped. `generation.extras` then holds the merged extras. Draft ids are
+        counted in the metrics. Raises `BackendContractError` for routes that do not fit together.
         """
         if not (reply_extras or generation.extras or generation.drafted):
             return
+
         for name, (start, reported) in generation.extras.items():
             if name != ROUTES:
                 reply_extras[name] = (start, reported)
@@ -72,14 +77,15 @@ class EngineExtras:
             new = routes.slice(asked_from - start, len(routes))
             if not len(new):
                 continue
+            if name not in reply_extras:
+                reply_extras[name] = (asked_from, new)
+                continue
+            first, earlier = reply_extras[name]
             try:
-                reply_extras[name] = (
-                    (reply_extras[name][0], reply_extras[name][1].concat(new))
-                    if name in reply_extras
-                    else (asked_from, new)
-                )
+                reply_extras[name] = (first, earlier.concat(new))
             except ValueError as error:
                 raise BackendContractError(f"the engine returned {error} in one reply") from error
+
         generation.extras = reply_extras
         if generation.drafted:
             add_counts(self._trajectory, "draft_ids", by=generation.drafted)
@@ -90,12 +96,13 @@ class EngineExtras:
         if not generation.extras:
             return
         turn.extras = dict(generation.extras)
-        if ROUTES in turn.extras:
-            start, routes = turn.extras[ROUTES]
-            end = start + len(routes)
-            for index, used in self._trajectory.chain(
-                turn.spans[-1] if turn.spans else turn.prompt
-            ):
-                known = min(used, end - self._trajectory.spans[index].start)
-                if known > self._known_positions.get(index, 0):
-                    self._known_positions[index] = known
+        if ROUTES not in turn.extras:
+            return
+
+        start, routes = turn.extras[ROUTES]
+        end = start + len(routes)
+        leaf = turn.spans[-1] if turn.spans else turn.prompt
+        for index, used in self._trajectory.chain(leaf):
+            known = min(used, end - self._trajectory.spans[index].start)
+            if known > self._known_positions.get(index, 0):
+                self._known_positions[index] = known

@@ -16,8 +16,9 @@ from turnwright.types import Message, as_messages
 
 
 class EngineJudge:
-    """Judge that asks an engine, through the renderer of its model; equal
-    questions get equal answers.
+    """Judge that asks an engine, through the renderer of its model.
+
+    Equal questions get equal answers.
 
     Example::
 
@@ -34,8 +35,8 @@ class EngineJudge:
     ) -> None:
         """
         Args:
-            engine: samples the answer. A `ScriptedEngine` with a function receives the
-                question as its messages.
+            engine: samples the answer. A `ScriptedEngine` with a function receives the question as
+                its messages.
             renderer: renderer of the engine's model; by default the engine's own, else the
                 built-in byte-level ChatML.
             sampling: sampling parameters; greedy by default.
@@ -46,12 +47,10 @@ class EngineJudge:
         """
         if max_tokens < 1:
             raise UsageError(f"EngineJudge: max_tokens must be at least 1, not {max_tokens}")
+        if renderer is None and isinstance(engine, HasRenderer):
+            renderer = engine.renderer
         self.engine = engine
-        self.renderer = (
-            renderer
-            or (engine.renderer if isinstance(engine, HasRenderer) else None)
-            or byte_renderer()
-        )
+        self.renderer = renderer or byte_renderer()
         self._sampling = sampling or Sampling(temperature=0.0)
         self._max_tokens = max_tokens
         self._numbers = count()
@@ -66,27 +65,25 @@ class EngineJudge:
         """
         messages = media_as_text(as_messages(messages), strict=False)
         ids = self.renderer.open(messages).ids
-        budget = (
-            self._max_tokens
-            if self.engine_context is None
-            else min(self._max_tokens, self.engine_context - len(ids))
-        )
-        if budget < 1:
+        max_tokens = self._max_tokens
+        if self.engine_context is not None:
+            max_tokens = min(max_tokens, self.engine_context - len(ids))
+        if max_tokens < 1:
             raise JudgeError(
                 "engine",
                 f"the question has {len(ids)} tokens and the judge's context {self.engine_context}",
             )
-        asked = json.dumps([message.to_dict() for message in messages], default=str)
-        seed = int.from_bytes(
-            blake2b(asked.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-        )
+
+        # The seed is of the question, so equal ones get equal answers.
+        question = json.dumps([message.to_dict() for message in messages], default=str)
+        digest = blake2b(question.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         session = f"judge-{id(self)}-{next(self._numbers)}"
         request = Request(
             ids,
-            budget,
+            max_tokens,
             self.renderer.stop_ids,
-            seed,
-            session,
+            seed=int.from_bytes(digest, "big"),
+            session=session,
             sampling=self._sampling,
             agent="judge",
             messages=messages,

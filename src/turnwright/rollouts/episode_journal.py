@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from turnwright.envs import Scores
 from turnwright.records.run_dir import EventLog
@@ -23,33 +23,53 @@ NO_OBSERVATION: Any = object()
 """No observation since the last turn."""
 
 
+class FirstCall(NamedTuple):
+    """The engine call that a turn's reply began with."""
+
+    number: int
+    """Among the calls of the episode."""
+    seed: int
+    drafted: int
+    """Ids that a draft model proposed, in all calls of the reply."""
+    accepted: int
+    """Drafted ids that were sampled."""
+    resumed: bool
+    """Whether an earlier process sampled the reply."""
+
+
 class EpisodeJournal:
-    """Writes the entries of one episode: opened, each turn, failed attempts, closed."""
+    """Writes the entries of one episode: opened, each turn, failed attempts, closed.
+
+    What has no entry of its own waits for the next one: steps, ids that lose their training, and
+    weights. Without a journal nothing is written.
+    """
 
     def __init__(
         self, journal: EventLog | None, trajectory: Trajectory, settings: str = ""
     ) -> None:
-        """`settings` is the name of the episode's settings in the journal; without a
-        journal nothing is written."""
+        """`settings` is the name of the episode's settings in the journal."""
         self._journal = journal
         self._trajectory = trajectory
         self._key = key_row(trajectory.key)
-        self._written = 0  # spans that the journal holds
-        self._steps: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
+        self._settings = settings
+
+        # What the journal has, and what waits for the next entry.
+        self._written_spans = 0
+        self._written_tools: Sequence[Any] = ()  # of this attempt
+        self._answers: list[tuple[int, float | None, Mapping[str, Any], float, int]] = []
         self._untrained: list[tuple[int, int, str]] = []
         self._weights: list[tuple[int, tuple[float, ...]]] = []
+        self._scores: dict[str, Any] = {}
+        self._last_turn: Turn | None = None  # while its step has not returned
+
         self.observation: Any = NO_OBSERVATION
-        """Last observation as the environment returned it; written with the next turn,
-        or with the last entry."""
+        """Last observation as the environment returned it; written with the next turn, or with the
+        last entry."""
         self.observation_changed = False
-        """Whether the messages of the next turn differ from it: it was truncated, or
-        rewound the reply before it."""
+        """Whether the messages of the next turn differ from it: it was truncated, or rewound the
+        reply before it."""
         self.tools: Sequence[Any] = ()
         """Tools offered when the conversation was opened."""
-        self._written_tools: Sequence[Any] = ()  # tools of this attempt that the journal has
-        self._scores: dict[str, Any] = {}
-        self._last_turn: Turn | None = None
-        self._settings = settings
 
     def open(self) -> None:
         """Write the beginning of the episode."""
@@ -68,10 +88,12 @@ class EpisodeJournal:
         """Take note that the next turn's messages are not the observation as it was returned."""
         self.observation_changed = True
 
-    def env_step(self, turn: int) -> None:
-        """Queue a turn's reward and info for the next entry."""
-        record, self._last_turn = self._trajectory.turns[turn], None
-        self._steps.append((turn, record.reward, record.info, record.env_s, record.retries))
+    def env_step(self, number: int) -> None:
+        """Queue a turn's reward, info, seconds and retries for the next entry."""
+        turn = self._trajectory.turns[number]
+        # A plain tuple: orjson writes a named one as its repr.
+        self._answers.append((number, turn.reward, turn.info, turn.env_s, turn.retries))
+        self._last_turn = None
 
     def mark_untrained(self, spans: Iterable[int], position: int, reason: str = REWOUND) -> None:
         """Exclude ids of a reply's spans from training, from a path position on."""
@@ -79,9 +101,11 @@ class EpisodeJournal:
             span = self._trajectory.spans[index]
             if not span.trained or span.end <= position:
                 continue
+
             span.untrained_from = min(span.trained, max(0, position - span.start))
             span.untrained = reason
-            if index < self._written:  # else the row of the span will have it
+            # The row of a span that is not written yet will have it.
+            if index < self._written_spans:
                 self._untrained.append((index, span.untrained_from, reason))
 
     def weigh(self, number: int, weights: tuple[float, ...]) -> None:
@@ -92,18 +116,20 @@ class EpisodeJournal:
             self._weights.append((number, weights))
 
     def reward(self, whose: str, value: Any) -> None:
-        """Store a reward, the episode's `own` or its `group`'s, and its failures so far;
-        written with the last entry."""
+        """Store a reward, the episode's `own` or its `group`'s, with its failures so far.
+
+        It is written with the last entry.
+        """
         if self._journal is not None:
-            failed = sum(failure.phase == "reward" for failure in self._trajectory.failures)
-            self._scores[whose] = [_scores_row(value), failed]
+            failures = sum(failure.phase == "reward" for failure in self._trajectory.failures)
+            self._scores[whose] = [_scores_row(value), failures]
 
     def repeat(self, event: Event) -> None:
         """Write an event of an earlier process again, and apply it to the trajectory."""
         if self._journal is not None:
             self._journal.append(event | {"resumed": True})
         apply_event(self._trajectory, event)
-        self._written = len(self._trajectory.spans)
+        self._written_spans = len(self._trajectory.spans)
 
     async def durable(self) -> None:
         """Return when every entry so far is on the disk."""
@@ -111,49 +137,56 @@ class EpisodeJournal:
             await self._journal.durable()
 
     def step(self, turn: int, row: Mapping[str, Any]) -> None:
-        """Write the result of a step in an environment with effects, -1 for its reset,
-        with the state after it."""
+        """Write the result of a step in an environment with effects, and the state after it.
+
+        The step of its reset is -1.
+        """
         if self._journal is not None:
             self._journal.append({**row, "e": "step", "k": self._key, "n": turn})
 
-    def turn(self, turn: Turn, tools: Sequence[Any], call: Mapping[str, Any]) -> None:
-        """Write a turn with the tools of its prompt.
-
-        `call` has the number and seed of its first call, its drafted and accepted ids, and
-        `resumed` if an earlier process sampled it.
-        """
+    def turn(self, turn: Turn, tools: Sequence[Any], call: FirstCall) -> None:
+        """Write a turn, with the tools of its prompt and the call that its reply began with."""
         if self._journal is not None:
             event = self._entry("turn")
-            event |= {"n": len(self._trajectory.turns) - 1, **call, "turn": turn_row(turn)}
+            event["n"] = len(self._trajectory.turns) - 1
+            event["call"] = call.number
+            event["seed"] = call.seed
+            if call.drafted:
+                event["drafts"] = call.drafted, call.accepted
+            if call.resumed:
+                event["resumed"] = True
+            event["turn"] = turn_row(turn)
             if tools is not self._written_tools:
-                event |= self._tools_row(tools)
+                self._add_tools(event, tools)
             if self.observation_changed:
                 event["said"] = observation_row(self.observation)
             self._journal.append(event)
-        self.observation, self.observation_changed, self._last_turn = NO_OBSERVATION, False, turn
+
+        self.observation = NO_OBSERVATION
+        self.observation_changed = False
+        self._last_turn = turn
 
     def failed_attempt(self) -> None:
         """Write the end of an attempt that failed for good."""
         if self._journal is not None:
-            self._journal.append(
-                {"answers": []} | self._entry("failed_attempt") | self._closing_fields()
-            )
-        self._steps, self._untrained, self._weights, self._written_tools, self._last_turn = (
-            [],
-            [],
-            [],
-            (),
-            None,
-        )
-        self.observation, self.observation_changed, self.tools = NO_OBSERVATION, False, ()
+            self._journal.append(self._closing_entry("failed_attempt"))
+        self._answers = []
+        self._untrained = []
+        self._weights = []
+        self._written_tools = ()
+        self._last_turn = None
+        self.observation = NO_OBSERVATION
+        self.observation_changed = False
+        self.tools = ()
 
     def close(self) -> None:
         """Write the end of the episode."""
-        if self._journal is not None:
-            event = {"answers": []} | self._entry("closed") | self._closing_fields()
-            if self._scores:
-                event["scores"] = self._scores
-            self._journal.append(event | outcome_row(self._trajectory))
+        if self._journal is None:
+            return
+        event = self._closing_entry("closed")
+        if self._scores:
+            event["scores"] = self._scores
+        self._journal.append(event | outcome_row(self._trajectory))
 
     def _entry(self, name: str) -> dict[str, Any]:
         """Return an entry with what is new since the last one."""
@@ -161,51 +194,58 @@ class EpisodeJournal:
         entry: dict[str, Any] = {
             "e": name,
             "k": self._key,
-            "spans": list(map(span_row, spans[self._written :])),
+            "spans": list(map(span_row, spans[self._written_spans :])),
         }
-        self._written = len(spans)
-        if self._steps:
-            entry["answers"], self._steps = self._steps, []
+        self._written_spans = len(spans)
+
+        # A new list each time: the entry keeps the one that it has.
+        if self._answers:
+            entry["answers"] = self._answers
+            self._answers = []
         if self._untrained:
-            entry["rewound"], self._untrained = self._untrained, []
+            entry["rewound"] = self._untrained
+            self._untrained = []
         if self._weights:
-            entry["weights"], self._weights = self._weights, []
+            entry["weights"] = self._weights
+            self._weights = []
         return entry
 
-    def _closing_fields(self) -> dict[str, Any]:
-        """Return fields that no turn holds: an observation without a reply, tools without a turn,
-        retries of the last step."""
-        fields = (
-            {}
-            if self.observation is NO_OBSERVATION
-            else {"said": observation_row(self.observation)}
-        )
-        if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
-            fields["retries"] = self._last_turn.retries
-        return (
-            fields | self._tools_row(self.tools)
-            if self.tools and self.tools is not self._written_tools
-            else fields
-        )
+    def _closing_entry(self, name: str) -> dict[str, Any]:
+        """Return an entry with what no turn holds.
 
-    def _tools_row(self, tools: Sequence[Any]) -> dict[str, Any]:
+        That is an observation without a reply, tools without a turn, and retries of the last step.
+        """
+        entry = {"answers": []} | self._entry(name)
+        if self.observation is not NO_OBSERVATION:
+            entry["said"] = observation_row(self.observation)
+        if self._last_turn is not None and self._last_turn.retries:  # the step failed each time
+            entry["retries"] = self._last_turn.retries
+        if self.tools and self.tools is not self._written_tools:
+            self._add_tools(entry, self.tools)
+        return entry
+
+    def _add_tools(self, entry: dict[str, Any], tools: Sequence[Any]) -> None:
+        """Add the tools' definition to an entry; an empty name where a turn has none after one that
+        had some."""
         assert self._journal is not None
-        previous, self._written_tools = self._written_tools, tools
-        return (
-            {"tools": self._journal.append_definition("tools", list(tools)) if tools else ""}
-            if tools or previous
-            else {}
-        )
+        if tools:
+            entry["tools"] = self._journal.append_definition("tools", list(tools))
+        elif self._written_tools:
+            entry["tools"] = ""
+        self._written_tools = tools
 
 
 def _scores_row(value: Any) -> Any:
-    if isinstance(value, Scores):
-        row = {
-            "own": value.own,
-            "turns": value.turns,
-            "parts": value.parts,
-            "metrics": value.metrics,
-            "agents": value.agents,
-        }
-        return {name: part for name, part in row.items() if part or name == "own"}
-    return None if value is None else float(value)
+    """Return a reward as JSON, without the empty parts of `Scores`."""
+    if value is None:
+        return None
+    if not isinstance(value, Scores):
+        return float(value)
+    row = {
+        "own": value.own,
+        "turns": value.turns,
+        "parts": value.parts,
+        "metrics": value.metrics,
+        "agents": value.agents,
+    }
+    return {name: part for name, part in row.items() if part or name == "own"}

@@ -34,7 +34,13 @@ class EpisodeSpec:
     @classmethod
     def of(cls, env_spec: EnvSpec, task: Task, key: EpisodeKey) -> EpisodeSpec:
         """Specify one episode of an environment; only training compares the episodes of a task."""
-        make = None if env_spec.agent_function is not None else env_spec.factory
-        compare = env_spec.group_reward if key.phase == "train" else None
-        given = env_spec.agent_function, env_spec.max_turns, env_spec.rules, compare, env_spec.name
-        return cls(task, key, make, *given)
+        return cls(
+            task=task,
+            key=key,
+            make=None if env_spec.agent_function is not None else env_spec.factory,
+            play=env_spec.agent_function,
+            max_turns=env_spec.max_turns,
+            rules=env_spec.rules,
+            group_reward=env_spec.group_reward if key.phase == "train" else None,
+            env=env_spec.name,
+        )

@@ -37,39 +37,47 @@ class BatchScheduler:
             refill: maximum replacements of a group.
 
         Raises:
-            UsageError: for a number of groups under 1, or a negative number of
-                steps, staleness or refill.
+            UsageError: for a number of groups under 1, or a negative number of steps, staleness or
+                refill.
         """
         if groups < 1 or min(staleness, steps, refill) < 0:
-            given = f"groups={groups}, staleness={staleness}, steps={steps}, refill={refill}"
+            arguments = f"groups={groups}, staleness={staleness}, steps={steps}, refill={refill}"
             raise UsageError(
-                f"BatchScheduler({given}): groups must be at least 1, and the others at least 0"
+                f"BatchScheduler({arguments}): groups must be at least 1, and the others at least 0"
             )
-        self.groups, self.staleness, self.steps, self.refill = groups, staleness, steps, refill
+        self.groups = groups
+        self.staleness = staleness
+        self.steps = steps
+        self.refill = refill
         self.version = 0
         """Number of updates, which is the step that trains next."""
         self.replaced: Counter[str] = Counter()
         """Replacements by reason."""
         self._next = 0
+        """The group that enters next."""
         self._taken = 0
         """Step after the last one whose batch was taken."""
         self._open: dict[int, int] = {}
-        """Policy version at the entry of each group that is in no batch
-        yet, in the order of entry."""
+        """Policy version at the entry of each group that is in no batch yet, in the order of
+        entry."""
         self._complete: dict[int, None] = {}
         """Complete ones among them, in the order of completion."""
         self._carried: deque[int] = deque()
         """Groups of an earlier process that have not entered again."""
         self._refills: Counter[int] = Counter()
+        """Replacements of each group so far."""
 
     def admit(self) -> int | None:
         """Return the next group to play, or None until the next `advance`.
 
-        After `restore` the unfinished groups of the earlier process come first, each at its
-        own version or a later one.
+        After `restore` the unfinished groups of the earlier process come first, each at its own
+        version or a later one.
         """
         if self._carried:
-            return self._carried.popleft() if self._open[self._carried[0]] <= self.version else None
+            if self._open[self._carried[0]] > self.version:
+                return None
+            return self._carried.popleft()
+
         planned = self.groups * min(self.version + self.staleness + 1, self.steps)
         if self._next >= planned:
             return None
@@ -91,8 +99,10 @@ class BatchScheduler:
             self._refills.pop(group, None)
 
     def replace(self, group: int, reason: str) -> bool:
-        """Count a replacement of a group by other episodes, which keep its deadline; False if it
-        had all its replacements."""
+        """Count a replacement of a group by other episodes, which keep its deadline.
+
+        Return False if it had all its replacements.
+        """
         if group not in self._open or self._refills[group] >= self.refill:
             return False
         self._refills[group] += 1
@@ -109,47 +119,50 @@ class BatchScheduler:
                 `known` batch of another run.
         """
         if not self._taken <= self.version < self.steps:
-            taken = (
-                f"of step {self.version}"
-                if self.version < self.steps
-                else f"of the last of {self.steps} steps"
-            )
+            step = f"step {self.version}"
+            if self.version >= self.steps:
+                step = f"the last of {self.steps} steps"
             raise UsageError(
-                f"BatchScheduler.take: the batch {taken} was taken already; call advance() after "
+                f"BatchScheduler.take: the batch of {step} was taken already; call advance() after "
                 "each update"
             )
+
         batch = self._select(self.version) if known is None else list(known)
-        if unknown := [group for group in batch or () if group not in self._open]:
+        unknown = [group for group in batch or () if group not in self._open]
+        if unknown:
             raise UsageError(
                 f"BatchScheduler.take: groups {unknown} of step {self.version} did not enter or "
                 "were trained before: the journal is of another run or incomplete; start a new run"
             )
         if batch is None or not all(group in self._complete for group in batch):
             return None
+
         for group in batch:
-            del self._open[group], self._complete[group]
+            del self._open[group]
+            del self._complete[group]
         self._taken = self.version + 1
         return batch
 
     def _select(self, version: int) -> list[int] | None:
         """Return the batch of a step, if it is complete."""
-        batch = [group for group in self._open if group in self._complete][: self.groups]
+        complete = [group for group in self._open if group in self._complete]
+        batch = complete[: self.groups]
         if len(batch) < self.groups or not self._feasible(batch, version):
             return None
         return batch
 
     def _feasible(self, batch: Iterable[int], version: int) -> bool:
-        """Whether the groups left after a batch can all be trained by their deadlines."""
+        """Return whether the groups left after a batch can all be trained by their deadlines."""
         chosen = set(batch)
-        deadlines = [
-            entry + self.staleness for group, entry in self._open.items() if group not in chosen
-        ]
+        entries = [entry for group, entry in self._open.items() if group not in chosen]
+
         # In the order of entry, deadlines ascend: the i-th group left is trained in step version +
         # 1 + i // groups or earlier.
-        return all(
-            version + 1 + number // self.groups <= deadline
-            for number, deadline in enumerate(deadlines)
-        )
+        for number, entry in enumerate(entries):
+            deadline = entry + self.staleness
+            if version + 1 + number // self.groups > deadline:
+                return False
+        return True
 
     def advance(self) -> None:
         """Count an update.
@@ -175,7 +188,10 @@ class BatchScheduler:
         """
         self._open = {int(group): int(version) for group, version in sorted(state["open"])}
         self._carried = deque(self._open)
-        self.version = self._taken = int(state["version"])
+        self.version = int(state["version"])
+        self._taken = self.version
+
+        # Every group that entered is in a batch or open, and they are numbered without a gap.
         self._next = self.groups * self._taken + len(self._open)
         last = max(self._open, default=0)
         if last >= max(self._next, 1):

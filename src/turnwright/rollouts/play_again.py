@@ -1,5 +1,6 @@
-"""Playing episodes again that something outside of them failed: a killed process, an
-outage, a missed deadline.
+"""Playing episodes again that something outside of them failed.
+
+That is a killed process, an outage, a missed deadline.
 
 Whatever plays the episodes of a run (demonstrations, gates, evaluations, training, on this machine
 or by workers) plays them through `play_again`, so that neither an outage nor the death of a child
@@ -30,10 +31,12 @@ default waits, 15 seconds.
 
 
 def may_pass(trajectory: Trajectory) -> bool:
-    """Return whether the environment, the engine or a deadline failed an episode, so
-    that a retry may succeed."""
-    error, stop = trajectory.error, trajectory.stop
-    return stop is not None and stop.failed and error is not None and passing(error)
+    """Return whether the environment, the engine or a deadline failed an episode, so that a retry
+    may succeed."""
+    error = trajectory.error
+    if error is None or trajectory.stop is None:
+        return False
+    return trajectory.stop.failed and passing(error)
 
 
 def is_death(failure: Failure) -> bool:
@@ -85,7 +88,12 @@ async def play_again(
     """
     trajectories = await playing
     plays = Plays(max_retries)
-    while repeated := _repeated(episodes, trajectories, plays, accepted):
+    while True:
+        repeated = _repeated(episodes, trajectories, plays, accepted)
+        if not repeated:
+            return trajectories
+
+        # The wait grows with the tries of the episode that failed most often.
         tries = 1
         for number in repeated:
             trajectory = trajectories[number]
@@ -97,7 +105,6 @@ async def play_again(
         played = await play([episodes[number] for number in repeated])
         for number, trajectory in zip(repeated, played, strict=True):
             trajectories[number] = trajectory
-    return trajectories
 
 
 def _repeated(
@@ -107,19 +114,19 @@ def _repeated(
     accepted: Collection[EpisodeKey],
 ) -> list[int]:
     """Return the indices of the episodes to play again; of a group with a group reward, all."""
-    failed = {
-        trajectory.key
-        for trajectory in trajectories
-        if may_pass(trajectory)
-        and trajectory.key not in accepted
-        and trajectory.error is not None
-        and plays.may_repeat(trajectory.key, trajectory.error)
-    }
-    groups = {key.group for key in failed}
+    failed: set[EpisodeKey] = set()
+    for trajectory in trajectories:
+        key = trajectory.key
+        error = trajectory.error
+        if error is None or key in accepted or not may_pass(trajectory):
+            continue
+        if plays.may_repeat(key, error):
+            failed.add(key)
 
-    def is_repeated(episode: EpisodeSpec) -> bool:
-        return episode.key in failed or (
-            episode.group_reward is not None and episode.key.group in groups
-        )
-
-    return [number for number, episode in enumerate(episodes) if is_repeated(episode)]
+    failed_groups = {key.group for key in failed}
+    repeated: list[int] = []
+    for number, episode in enumerate(episodes):
+        is_compared = episode.group_reward is not None and episode.key.group in failed_groups
+        if episode.key in failed or is_compared:
+            repeated.append(number)
+    return repeated

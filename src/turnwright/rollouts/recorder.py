@@ -1,5 +1,13 @@
-"""Record of one episode: what is asked, sampled and observed, in the journal before
-anything can fail on it."""
+"""The record of one episode: what is asked, sampled and observed.
+
+`Recorder.generate` is one turn, from top to bottom: budget, order, reply, turn, journal, limits.
+The parts that it puts together have modules of their own. `ReplySampler.sample` calls the engine,
+`PromptWriter` renders what is not sampled, `ConversationPath` keeps the ids of a conversation,
+`EpisodeJournal` writes, `Budget.left` has the limits, and `ResumedTurns.take` finds the replies
+that an earlier process sampled.
+
+Who asks for turns is not here: `episode._attempt` for an environment, `Model` for a play function.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +26,7 @@ from turnwright.renderers import Renderer
 from turnwright.rollouts.budget import Budget
 from turnwright.rollouts.conversation import ConversationPath, PathState
 from turnwright.rollouts.counts import add_counts, count_branch
-from turnwright.rollouts.episode_journal import EpisodeJournal
+from turnwright.rollouts.episode_journal import EpisodeJournal, FirstCall
 from turnwright.rollouts.episode_settings import EpisodeSettings
 from turnwright.rollouts.observations import MediaIntake
 from turnwright.rollouts.prompt_writer import PromptWriter
@@ -53,7 +61,7 @@ class Recorder:
 
     The environment loop and agent functions both use it. `prompts` writes what the model reads,
     a `ReplySampler` what it samples, and `journal` keeps both on the disk: a reply is there before
-    anything else uses it. `generate` is one turn, from top to bottom.
+    anything else uses it.
     """
 
     def __init__(
@@ -73,17 +81,18 @@ class Recorder:
         """Fill an empty trajectory; `seed` is the run's.
 
         Media are stored in memory by default, and nothing is written without a `journal`. Calls
-        wait for a `place`, if given. `resumed` has the recorded turns of an interrupted episode:
-        they answer its calls before the engine does. `keep_phases` is a little slower.
+        wait for a `place`, if given. `resumed` has the recorded turns of an interrupted episode,
+        which answer its calls before the engine does. `keep_phases` is a little slower.
         """
         self.trajectory = trajectory
         self.renderer = renderer
         self.limits = settings.limits
         self.history = settings.history
         self.stop = settings.stop
-        intake = media_intake or MediaIntake(MediaStore(), renderer)
-        self.media_intake = intake.of_episode(blank=settings.blank)
+        shared_intake = media_intake or MediaIntake(MediaStore(), renderer)
+        self.media_intake = shared_intake.of_episode(blank=settings.blank)
 
+        # Where the episode is.
         self.phase = ""
         """Current phase of the episode, for failures and the watchdog."""
         self.since = 0.0
@@ -91,6 +100,7 @@ class Recorder:
         self._phases: list[tuple[str, float]] | None = [] if keep_phases else None
         self.enter_phase("reset", time.monotonic())
 
+        # Sampling and its limits.
         self._engine = engine
         self._run_seed = seed
         self._sampling = settings.sampling
@@ -101,6 +111,8 @@ class Recorder:
         self._effects = settings.rules.effects
         self.context = self._budget.context
         """Maximum ids of prompt and reply; None where neither the limits nor the engine set one."""
+
+        # What happened in the current attempt.
         self.unrewarded = False
         """Whether the environment returned no reward for some turn."""
         self.tools_by_turn: list[Tools] = []
@@ -109,6 +121,7 @@ class Recorder:
         """Turns whose reply itself broke a limit, by number: nothing may continue their
         conversations."""
 
+        # The parts that write and sample.
         trajectory.template = renderer.fingerprint
         self.journal = journal or EpisodeJournal(None, trajectory)
         self.journal.open()
@@ -121,6 +134,7 @@ class Recorder:
         )
         self._begin_attempt(trajectory.key)
 
+        # What an earlier process played. Its failed attempts stay in the record.
         self.resumed = resumed or ResumedTurns()
         """Turns of an earlier process that answer calls before the engine does."""
         for event in self.resumed.failed_events:
@@ -148,8 +162,8 @@ class Recorder:
 
     @property
     def phases(self) -> list[tuple[str, float]]:
-        """Phases with their starts, in order; consecutive equal phases are
-        one. Empty unless kept."""
+        """Phases with their starts, in order; consecutive equal phases are one. Empty unless
+        kept."""
         merged: list[tuple[str, float]] = []
         for name, start in self._phases or ():
             if not merged or merged[-1][0] != name:
@@ -164,8 +178,10 @@ class Recorder:
     @property
     def turn(self) -> int:
         """Index of the current turn."""
-        done = len(self.trajectory.turns)
-        return done if self.phase in ("reset", "generate", "play") else max(0, done - 1)
+        recorded_turns = len(self.trajectory.turns)
+        if self.phase in ("reset", "generate", "play"):
+            return recorded_turns
+        return max(0, recorded_turns - 1)
 
     def limit_turns(self, max_turns: Any) -> None:
         """Apply the turn limit that an environment sets, `Env.max_turns`.
@@ -181,8 +197,10 @@ class Recorder:
         self._budget.limit_turns(max_turns)
 
     def set_on_turn_length(self, handling: OnTurnLength | None) -> None:
-        """Apply the handling of truncated replies that an environment sets,
-        `Env.on_turn_length`."""
+        """Apply the handling of truncated replies that an environment sets, `Env.on_turn_length`.
+
+        Raises `EnvError` if it is not one of `stop`, `continue` and None.
+        """
         if handling not in (None, "stop", "continue"):
             raise EnvError(f'on_turn_length is {handling!r:.80}; write "stop", "continue" or None')
         if handling is not None:
@@ -190,8 +208,8 @@ class Recorder:
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Decode ids without special tokens."""
-        special = self.renderer.special_ids
-        return self.renderer.decode([i for i in ids if i not in special])
+        special_ids = self.renderer.special_ids
+        return self.renderer.decode([token_id for token_id in ids if token_id not in special_ids])
 
     def open(
         self, messages: Sequence[Message], tools: Tools = (), agent: str = "main"
@@ -200,14 +218,15 @@ class Recorder:
         return self.prompts.open(messages, tools, agent, self.seed)
 
     def record_step(
-        self, turn: int, reward: float | None, info: Mapping[str, Any], env_s: float
+        self, number: int, reward: float | None, info: Mapping[str, Any], env_s: float
     ) -> None:
         """Record the environment's reward and info for a turn, on the disk before the next turn."""
-        record = self.trajectory.turns[turn]
+        turn = self.trajectory.turns[number]
         if info:
-            record.info = dict(info)
-        record.reward, record.env_s = reward, env_s
-        self.journal.env_step(turn)
+            turn.info = dict(info)
+        turn.reward = reward
+        turn.env_s = env_s
+        self.journal.env_step(number)
         if reward is None:
             self.unrewarded = True
 
@@ -295,18 +314,20 @@ class Recorder:
         or breaks its contract; `TimeoutError` when the engine misses its deadline.
         """
         # How long the reply may be, and which limit says so.
-        budget, cause = self._budget.left(len(self.trajectory.turns), len(path.ids))
-        if max_tokens is not None and max_tokens < budget:
+        max_ids, limit_reason = self._budget.left(len(self.trajectory.turns), len(path.ids))
+        if max_tokens is not None and max_tokens < max_ids:
             if max_tokens < 1:
                 raise UsageError(f"max_tokens must be at least 1, not {max_tokens}")
-            budget, cause = max_tokens, None
+            max_ids = max_tokens
+            limit_reason = None
 
+        # What it is sampled with.
         distribution = self._distribution
         if sampling is not None and sampling is not self._sampling:
             distribution = distribution_of(sampling, distribution.banned_ids)
         end_ids = self.renderer.stop_ids
         order = ReplyOrder(
-            budget=budget,
+            budget=max_ids,
             sampling=sampling or self._sampling,
             distribution=distribution,
             stop=stop or self.stop,
@@ -318,12 +339,13 @@ class Recorder:
         # The reply: an earlier process sampled it, or the engine does.
         recorded = None
         if self.resumed.left:
-            recorded = await self.resumed.take(path, order.distribution, budget)
-        call = self._sampler.calls if recorded is None else recorded.call
-        prompt, context = path.leaf, len(path.ids)
+            recorded = await self.resumed.take(path, distribution, max_ids)
+        call_number = self._sampler.calls if recorded is None else recorded.call
+        leaf_before = path.leaf
+        context = len(path.ids)
         began = time.monotonic()
         self.enter_phase("generate", began)
-        self._budget.reserve(budget)
+        self._budget.reserve(max_ids)
         try:
             if recorded is None:
                 reply = await self._sampler.sample(path, order)
@@ -332,26 +354,29 @@ class Recorder:
         except BaseException:
             # What was sampled before the call failed stays in the record, untrained. A play
             # function may catch the failure and go on from where the reply was asked for.
-            left = path.leave(prompt, context)
-            self.journal.mark_untrained(left, 0, FAILED_ATTEMPT)
+            left_spans = path.leave(leaf_before, context)
+            self.journal.mark_untrained(left_spans, 0, FAILED_ATTEMPT)
             raise
         finally:
-            self._budget.release(budget)
+            self._budget.release(max_ids)
         seconds = time.monotonic() - began if recorded is None else recorded.turn.generate_s
 
         # The turn, on the disk before anything else uses it.
-        turn = self._add_turn(path, reply, prompt, context, order.stop)
+        turn = self._add_turn(path, reply, leaf_before, context, order.stop)
         turn.generate_s = seconds
-        row: dict[str, Any] = {"call": call, "seed": order.seed}
-        if reply.generation.drafted:
-            row["drafts"] = reply.generation.drafted, reply.generation.accepted
-        if recorded is not None:
-            row["resumed"] = True
-        self.journal.turn(turn, path.tools, row)
+        first_call = FirstCall(
+            number=call_number,
+            seed=order.seed,
+            drafted=reply.generation.drafted,
+            accepted=reply.generation.accepted,
+            resumed=recorded is not None,
+        )
+        self.journal.turn(turn, path.tools, first_call)
         if self._effects:
             await self.journal.durable()
 
-        limit = self._limit_of(turn, reply, cause)
+        # The limit that the reply itself breaks. The caller decides what it ends.
+        limit = self._limit_of(turn, reply, limit_reason)
         if limit is not None:
             self.limits_met[path.turn] = limit
         return turn
@@ -364,17 +389,21 @@ class Recorder:
         context: int,
         stop: StopText | None,
     ) -> Turn:
-        """Add the turn of a reply to the trajectory, and its message to the path."""
-        trajectory, generation = self.trajectory, reply.generation
+        """Add the turn of a reply to the trajectory, and its message to the path.
+
+        `prompt` is the span that ends the context, and `context` its number of ids.
+        """
+        trajectory = self.trajectory
+        generation = reply.generation
         turn = Turn(
-            path.agent,
-            prompt,
-            context,
-            reply.spans,
-            path.new_messages,
-            reply.message,
-            path.turn,
-            generation.finish,
+            agent=path.agent,
+            prompt=prompt,
+            context=context,
+            spans=reply.spans,
+            messages=path.new_messages,
+            reply=reply.message,
+            parent=path.turn,
+            finish=generation.finish,
         )
         turn.retries = reply.failed_calls
         turn.cached = generation.cached_tokens
@@ -388,36 +417,44 @@ class Recorder:
         # The reply may continue the last message, after what the environment inserted there.
         if path.inserted is not None:
             turn.grown = grown_message(trajectory, self.renderer, path, turn, stop)
-            turn.inserted, turn.kept = path.inserted, path.kept
+            turn.inserted = path.inserted
+            turn.kept = path.kept
 
         number = len(trajectory.turns)
         trajectory.turns.append(turn)
         self.tools_by_turn.append(path.tools)
+
+        # The path has the ids of the whole message, which may begin in an earlier reply. Most
+        # messages are one span, whose ids need no copy.
         start = trajectory.reply_start(number)
         if len(reply.spans) == 1 and start == context:
-            ids = trajectory.spans[reply.spans[0]].ids
+            message_ids = tuple(trajectory.spans[reply.spans[0]].ids)
         else:
-            ids = path.ids[start:]
-        path.replied(number, turn.message, tuple(ids), start)
+            message_ids = tuple(path.ids[start:])
+        path.replied(number, turn.message, message_ids, start)
         return turn
 
     def _limit_of(
-        self, turn: Turn, reply: PathReply, cause: StopReason | None
+        self, turn: Turn, reply: PathReply, reason: StopReason | None
     ) -> LimitReached | None:
-        """Return the limit that a reply itself breaks; None if the
-        conversation may go on after it."""
-        if not self.renderer.invalid_ids.isdisjoint(reply.ids):
-            banned_ids = self.renderer.banned_ids
-            banned = next((at for at, i in enumerate(reply.ids) if i in banned_ids), None)
-            if banned is not None:
-                self.journal.mark_untrained(turn.spans, turn.context + banned, BANNED)
+        """Return the limit that a reply itself breaks; None if the conversation may go on after it.
+
+        `reason` is the limit that set the reply's maximum length, None if the caller did.
+        """
+        renderer = self.renderer
+        if not renderer.invalid_ids.isdisjoint(reply.ids):
+            for position, token_id in enumerate(reply.ids):
+                if token_id in renderer.banned_ids:
+                    self.journal.mark_untrained(turn.spans, turn.context + position, BANNED)
+                    break
             return LimitReached(
                 StopReason.INVALID_TOKEN, "the reply contains a misplaced control token"
             )
 
-        if reply.generation.finish != "length" or cause is None:
+        if reply.generation.finish != "length" or reason is None:
             return None
-        if cause is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":
+        if reason is StopReason.TURN_LENGTH and self.limits.on_turn_length == "continue":
             return None
-        size = len(reply.ids)
-        return LimitReached(cause, f"the reply reached {size} tokens without an end token")
+        return LimitReached(
+            reason, f"the reply reached {len(reply.ids)} tokens without an end token"
+        )

@@ -1,4 +1,9 @@
-"""Render check: compare some finished episodes with a complete render of their conversation."""
+"""Render check: compare some finished episodes with a complete render of their conversation.
+
+`RenderCheck.check` is called with each finished episode, `built_conversation` says what the episode
+was built of, and `renderers.full_render.compare_with_render` compares. The check changes metrics
+and reports only: what was sampled is trained as it is.
+"""
 
 from __future__ import annotations
 
@@ -47,21 +52,27 @@ class RenderCheck:
         share: SanityShare = SHARE,
         directory: Path | None = None,
     ) -> None:
-        """Only a renderer with a chat template is checked; `directory` is the
-        run's, for `sanity.jsonl`."""
+        """Only a renderer with a chat template is checked.
+
+        `directory` is the run's, for `sanity.jsonl`.
+        """
         if level not in ("strict", "ignore_strippable", "off", "disable"):
             raise UsageError(f'sanity is "strict", "ignore_strippable" or "off", not {level!r}')
-        why = sanity_share_error(share)
-        if why:
-            raise UsageError(f"the share of episodes for the sanity check {why}, not {share!r}")
+        problem = sanity_share_error(share)
+        if problem:
+            raise UsageError(f"the share of episodes for the sanity check {problem}, not {share!r}")
+
         self._renderer = renderer if isinstance(renderer, ChatRenderer) else None
         self._level = level
         self.settings = recorded_settings(level, share)
         """The settings, as the journal has them."""
-        _, every, part = self.settings
-        self._each_turn = every == "turn"
-        is_on = level in ("strict", "ignore_strippable") and self._renderer is not None
-        self._threshold = int(part * (1 << 32)) if is_on else 0
+        _, unit, episode_share = self.settings
+        self._each_turn = unit == "turn"
+        self._threshold = 0
+        """Episodes whose seed gives a smaller number of 32 bits are checked."""
+        if level in ("strict", "ignore_strippable") and self._renderer is not None:
+            self._threshold = int(episode_share * (1 << 32))
+
         self._warned = False
         self._path = directory / FILE if directory is not None else None
         self.reports: dict[str, dict[str, Any]] = {}
@@ -71,13 +82,12 @@ class RenderCheck:
 
     def check(self, recorder: Recorder) -> None:
         """Check a finished episode if its key is chosen; only its metrics change."""
-        if (
-            not self._threshold
-            or not recorder.trajectory.turns
-            or derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._threshold
-        ):
-            return
         trajectory = recorder.trajectory
+        if not self._threshold or not trajectory.turns:
+            return
+        if derive_seed(recorder.seed, "sanity") % (1 << 32) >= self._threshold:
+            return
+
         for turn in self._turns(trajectory):
             built = built_conversation(
                 trajectory, turn, recorder.tools_by_turn[turn], history=recorder.history
@@ -102,42 +112,50 @@ class RenderCheck:
                 yield number
 
     def _report(self, difference: RenderDifference, trajectory: Trajectory) -> None:
+        """Warn of the first difference, and store the first of each cause."""
         if not self._warned and difference.cause not in _BY_DESIGN:
             self._warned = True
-            key = trajectory.key
-            with suppress(
-                UserWarning
-            ):  # the check never fails an episode, even if warnings are errors
-                warnings.warn(
-                    "the ids of an episode differ from a full render of its conversation "
-                    f"({difference.cause}, "
-                    f"turn {difference.turn + 1} of "
-                    f"{key.phase}/{key.step}/{key.task}/{key.sample}). {difference.description}\n"
-                    f"  trained:  {difference.sent!r}\n  template: {difference.canonical!r}\n"
-                    "What was sampled is trained as it is, so nothing has to change here; a "
-                    "server of chats that renders the "
-                    "conversation again has other ids than the policy learned from. Other "
-                    "differences are only counted "
-                    '(render_mismatch_*); sanity = "ignore_strippable" or "off" checks less.',
-                    stacklevel=1,
-                )
+            # The check never fails an episode, even if warnings are errors.
+            with suppress(UserWarning):
+                warnings.warn(_warning(difference, trajectory), stacklevel=1)
+
         if difference.cause in self.reports:
             return
-        row = asdict(difference) | {
+        report = asdict(difference) | {
             "sentence": CAUSES[difference.cause],
             "key": key_row(trajectory.key),
         }
-        self.reports[difference.cause] = row
+        self.reports[difference.cause] = report
         if self._path is not None:
             lines = JsonLines(self._path)
-            lines.append(row)
+            lines.append(report)
             lines.close()
 
 
+def _warning(difference: RenderDifference, trajectory: Trajectory) -> str:
+    key = trajectory.key
+    episode = f"{key.phase}/{key.step}/{key.task}/{key.sample}"
+    return (
+        "the ids of an episode differ from a full render of its conversation "
+        f"({difference.cause}, turn {difference.turn + 1} of {episode}). "
+        f"{difference.description}\n"
+        f"  trained:  {difference.sent!r}\n"
+        f"  template: {difference.canonical!r}\n"
+        "What was sampled is trained as it is, so nothing has to change here; a server of chats "
+        "that renders the conversation again has other ids than the policy learned from. Other "
+        "differences are only counted (render_mismatch_*); "
+        'sanity = "ignore_strippable" or "off" checks less.'
+    )
+
+
 def recorded_settings(level: Sanity, share: SanityShare) -> tuple[Sanity, str, float]:
-    """Return what the journal has of the settings: level, `turn` or `episode`, and the share of
-    episodes as a number."""
-    return (level, "turn", 1.0) if share == "turns" else (level, "episode", share)
+    """Return what the journal has of the settings.
+
+    That is the level, `turn` or `episode`, and the share of episodes as a number.
+    """
+    if share == "turns":
+        return level, "turn", 1.0
+    return level, "episode", share
 
 
 def built_conversation(
@@ -147,30 +165,31 @@ def built_conversation(
 
     Messages that a policy of `history` dropped or an edit changed cannot be distinguished here.
     """
-    record = trajectory.turns[turn]
-    owner = {span: number for number, one in enumerate(trajectory.turns) for span in one.spans}
-    leaf = record.spans[-1] if record.spans else record.prompt
-    pieces: list[OriginRun] = []
+    last_turn = trajectory.turns[turn]
+    leaf = last_turn.spans[-1] if last_turn.spans else last_turn.prompt
+    turn_of_span: dict[int, int] = {}
+    for number, other_turn in enumerate(trajectory.turns):
+        for index in other_turn.spans:
+            turn_of_span[index] = number
+
     ids: list[int] = []
+    runs: list[OriginRun] = []
     for index, used in trajectory.chain(leaf):
         span = trajectory.spans[index]
-        pieces.append(OriginRun(span.origin, len(ids), len(ids) + used, owner.get(index, -1)))
+        begin = len(ids)
+        runs.append(OriginRun(span.origin, begin, begin + used, turn_of_span.get(index, -1)))
         ids.extend(span.ids[:used])
-    finish = {number: one.finish for number, one in enumerate(trajectory.turns)}
-    neutralised = bool(trajectory.metrics.get("neutralised"))
-    inline = history == "inline"
-    rewritten = history != "template" and (
-        bool(trajectory.branches) or history not in ("append", "inline")
-    )
-    placed = trajectory.media_placements(leaf)
+
+    # Branches and policies change earlier messages; history = "template" does so by design.
+    changes_history = bool(trajectory.branches) or history not in ("append", "inline")
     return BuiltConversation(
         ids,
-        pieces,
+        runs,
         trajectory.conversation(turn),
         tools,
-        finish,
-        neutralised,
-        inline,
-        rewritten,
-        placed,
+        {number: other_turn.finish for number, other_turn in enumerate(trajectory.turns)},
+        neutralised=bool(trajectory.metrics.get("neutralised")),
+        inline=history == "inline",
+        rewritten=history != "template" and changes_history,
+        placed=trajectory.media_placements(leaf),
     )

@@ -1,5 +1,12 @@
-"""Replies: sampled in as many calls as it takes, or taken from a record; their
-text, and their spans."""
+"""Replies: sampled, taken from a record, read as messages, and split into spans.
+
+`ReplySampler.sample` is the way of one reply: request, call, spans onto the path, and another call
+where the engine aborted. `read_reply` parses its ids, `reply_spans` splits them where the policy
+version changes or a logprob is missing.
+
+What the turn becomes is in `Recorder.generate`; which calls are made again is in `Retries.engine`,
+and what an engine returns besides ids and logprobs in `EngineExtras`.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +78,16 @@ class PathReply(NamedTuple):
     """Calls that failed and were made again."""
 
 
+class _CallResult(NamedTuple):
+    """What one call added to a reply."""
+
+    generation: Generation
+    ids: Sequence[int]
+    """All ids of the reply so far, those of earlier calls included."""
+    message: Message | Exception
+    """What the ids say; an exception where a parser failed on them."""
+
+
 class ReplySampler:
     """Samples the replies of one attempt after another of an episode.
 
@@ -114,37 +131,47 @@ class ReplySampler:
         return self._place is not None and self._place.waiting > 0
 
     async def sample(self, path: ConversationPath, order: ReplyOrder) -> PathReply:
-        """Sample one reply onto a path, continuing aborted calls."""
+        """Sample one reply onto a path, continuing aborted calls.
+
+        Raises `EngineError` where the engine goes on aborting without a new id, and what a parser
+        raised, once everything sampled is on the path.
+        """
         spans: list[int] = []
         ids: Sequence[int] = ()
         extras: dict[str, tuple[int, Any]] = {}
-        aborts = failed = drafted = accepted = 0
+        aborts = 0
+        failed_calls = 0
+        drafted = 0
+        accepted = 0
         turn = len(self._trajectory.turns)  # now: other agents may add turns while this one waits
         path.calls += 1
 
         while True:
+            # Call the engine, again where it fails and the rules allow it.
             extras_from = self.extras.first_unknown(path, extras)
             request = self._request(path, order, ids, extras_from)
             self.calls += 1
             call = partial(self._call, request, ids, path, order)
             try:
-                generation, ids, reply = await call()
+                result = await call()
             except (EngineError, TimeoutError) as error:
-                again = await self._retries.engine(error, call, order.deadline.wait, turn)
-                (generation, ids, reply), tries = again
-                failed += tries
+                result, tries = await self._retries.engine(error, call, order.deadline.wait, turn)
+                failed_calls += tries
+            generation = result.generation
+            ids = result.ids
 
+            # Record what it sampled.
             self.extras.add(extras, generation, extras_from)
             drafted += generation.drafted
             accepted += generation.accepted
             if generation.ids:
-                start = len(path.ids)
-                sampled = reply_spans(
-                    generation, self._trajectory, start, path.agent, order.distribution
+                sampled_spans = reply_spans(
+                    generation, self._trajectory, len(path.ids), path.agent, order.distribution
                 )
-                spans += [path.add(span) for span in sampled]
+                spans += [path.add(span) for span in sampled_spans]
                 self._budget.used += len(generation.ids)
 
+            # Go on where it aborted the call.
             if generation.finish != "abort":
                 break
             if len(ids) >= order.budget:
@@ -156,10 +183,11 @@ class ReplySampler:
                     f"the engine aborted {aborts} calls in a row without sampling anything"
                 )
 
-        if isinstance(reply, Exception):
-            raise reply
-        generation.drafted, generation.accepted = drafted, accepted
-        return PathReply(reply, ids, tuple(spans), generation, failed)
+        if isinstance(result.message, Exception):
+            raise result.message
+        generation.drafted = drafted
+        generation.accepted = accepted
+        return PathReply(result.message, ids, tuple(spans), generation, failed_calls)
 
     def repeat(
         self, path: ConversationPath, recorded: RecordedTurn, stop: StopText | None
@@ -184,37 +212,39 @@ class ReplySampler:
     ) -> Request:
         """Return the request for the rest of a reply that has `ids`."""
         stop = order.stop
+        if stop and ids:
+            stop = stop.continued_after(ids)
         return Request(
-            path.ids,
-            order.budget - len(ids),
-            order.stop_ids,
-            order.seed,
-            self.session,
-            self._group,
-            self.calls,
-            order.sampling,
-            path.agent,
-            path.placed,
-            path.messages,
-            self._renderer.banned_ids,
-            self._settings.want,
-            extras_from,
+            ids=path.ids,
+            max_tokens=order.budget - len(ids),
+            stop_ids=order.stop_ids,
+            seed=order.seed,
+            session=self.session,
+            group=self._group,
+            call=self.calls,
+            sampling=order.sampling,
+            agent=path.agent,
+            media=path.placed,
+            messages=path.messages,
+            banned_ids=self._renderer.banned_ids,
+            extras=self._settings.want,
+            routes_from=extras_from,
             min_version=self._settings.min_version,
-            stop_text=stop.continued_after(ids) if stop and ids else stop,
+            stop_text=stop,
             reply_position=len(ids),
             tools=path.tools,
         )
 
     async def _call(
         self, request: Request, previous: Sequence[int], path: ConversationPath, order: ReplyOrder
-    ) -> tuple[Generation, Sequence[int], Message | Exception]:
-        """Call the engine once.
+    ) -> _CallResult:
+        """Call the engine once, for the rest of a reply that has the `previous` ids.
 
-        Return its generation, the reply's ids so far (`previous` included), and the parsed reply.
-        The exception of a parser takes the place of its reply, because what was sampled is recorded
-        first.
+        The exception of a parser takes the place of its message, because what was sampled is
+        recorded first. Other exceptions become an `EngineError`, a timeout excepted.
         """
-        engine, place = self._engine, self._place
+        engine = self._engine
+        place = self._place
         if place is not None and not place.try_enter():
             await place.enter(len(self._trajectory.turns), order.deadline)
         try:
@@ -225,13 +255,16 @@ class ReplySampler:
                 if place is not None:
                     place.leave()
             check_generation(generation, request, type(engine).__name__)
+
             ids = [*previous, *generation.ids] if previous else generation.ids
+            message: Message | Exception
             try:
-                return generation, ids, read_reply(self._renderer, path, order.stop, ids)
+                message = read_reply(self._renderer, path, order.stop, ids)
             except Exception as error:
                 # Fails on ids that the tokenizer does not have: the engine's fault.
                 self._renderer.decode(ids)
-                return generation, ids, error
+                message = error
+            return _CallResult(generation, ids, message)
         except (EngineError, TimeoutError):
             raise
         except Exception as error:
@@ -239,24 +272,32 @@ class ReplySampler:
             raise EngineError(f"{name}: {class_name(error)}: {words(error)}") from error
 
 
+# What a reply says
+
+
 def reply_text(renderer: Renderer, ids: Sequence[int], *, inside: bool = False) -> str:
-    """Decode all text of sampled ids, thinking and calls included, without the end token;
-    `inside` as `reply_decoder`."""
-    return reply_decoder(renderer, inside)(
-        ids[:-1] if ids and ids[-1] in renderer.stop_ids else ids
-    )
+    """Decode all text of sampled ids, thinking and calls included, without the end token.
+
+    `inside` is as of `reply_decoder`.
+    """
+    if ids and ids[-1] in renderer.stop_ids:
+        ids = ids[:-1]
+    return reply_decoder(renderer, inside)(ids)
 
 
 def reply_decoder(renderer: Renderer, inside: bool) -> Decode:
-    """Return a function that decodes sampled ids; with `inside`, they continue a message and
-    keep a leading space."""
+    """Return a function that decodes sampled ids.
+
+    With `inside`, they continue a message and keep a leading space.
+    """
     if not inside:
         return renderer.decode
-    before = renderer.encode(
-        "x"
-    )  # tokenizers with word-start marks drop the space that a text begins with
-    skip = len(renderer.decode(before))
-    return lambda ids: renderer.decode([*before, *ids])[skip:]
+
+    # Tokenizers with marks of word starts drop the space that a text begins with, so the ids are
+    # decoded after a letter.
+    letter = renderer.encode("x")
+    skip = len(renderer.decode(letter))
+    return lambda ids: renderer.decode([*letter, *ids])[skip:]
 
 
 def read_reply(
@@ -266,10 +307,11 @@ def read_reply(
     inside = path.inserted is not None
     if stop is None and not inside:
         return renderer.parse(ids, path.tools)
+
     text = reply_text(renderer, ids, inside=inside)
-    return renderer.parse(
-        ids, path.tools, text if stop is None else stop.cut(text), path.thinking if inside else None
-    )
+    if stop is not None:
+        text = stop.cut(text)
+    return renderer.parse(ids, path.tools, text, path.thinking if inside else None)
 
 
 def grown_message(
@@ -281,51 +323,67 @@ def grown_message(
 ) -> Message:
     """Return the message that a turn's reply continued, with the reply, cut after a stop text."""
     start = trajectory.reply_start(turn.parent)
-    body = path.ids[start:]
-    text = reply_text(renderer, body)
+    message_ids = path.ids[start:]
+    text = reply_text(renderer, message_ids)
     if stop is not None:
         reply = reply_text(renderer, path.ids[turn.context :], inside=True)
         text = text[: len(text) - len(reply) + len(stop.cut(reply))]
 
     # Calls in inserted text, or answered before, stay plain text.
     calls = turn.reply.tool_calls
-    message = renderer.parse(body, path.tools if calls else (), text)
+    message = renderer.parse(message_ids, path.tools if calls else (), text)
     return with_placed_media(replace(message, tool_calls=calls), renderer, path, start)
 
 
 def with_placed_media(
     message: Message, renderer: Renderer, path: ConversationPath, start: int
 ) -> Message:
-    """Return a reply with the images and videos placed since position `start` in its content,
-    in place of their text."""
+    """Return a reply with the images and videos that were placed since position `start`.
+
+    They take the place of their text in its content.
+    """
     placed = [block for block in path.placed if block.start >= start]
     if not placed or not isinstance(message.content, str) or renderer.vision is None:
         return message
 
     placeholders = renderer.vision.placeholder_ids
+    block_starts = [block.start for block in placed]
     parts: list[ContentPart] = []
     rest = message.content
     after_last = start
     for block in placed:
         # A template may write marks around the placeholder.
-        first, end = block.start, block.end
+        first = block.start
         while first > after_last and path.ids[first - 1] in placeholders:
             first -= 1
-        while (
-            end < len(path.ids)
-            and path.ids[end] in placeholders
-            and end not in [other.start for other in placed]
-        ):
+        end = block.end
+        while end < len(path.ids) and path.ids[end] in placeholders and end not in block_starts:
             end += 1
-        before, found, after = rest.partition(renderer.decode(path.ids[first:end]))
-        if found:  # else it is in the reasoning, or cut by a stop text
+
+        # Text that is not there is in the reasoning, or was cut by a stop text.
+        block_text = renderer.decode(path.ids[first:end])
+        before, separator, after = rest.partition(block_text)
+        if separator:
             parts += [before, block.media]
-            rest, after_last = after, end
-    return (
-        replace(message, content=tuple(part for part in (*parts, rest) if part != ""))
-        if parts
-        else message
-    )
+            rest = after
+            after_last = end
+
+    if not parts:
+        return message
+    parts.append(rest)
+    return replace(message, content=tuple(part for part in parts if part != ""))
+
+
+# Its spans
+
+
+class _Run(NamedTuple):
+    """Ids of a reply, from `begin` to `end`, that are all trained or all untrained."""
+
+    begin: int
+    end: int
+    untrained: str | None
+    """The reason; None where they are trained."""
 
 
 def reply_spans(
@@ -335,73 +393,72 @@ def reply_spans(
     agent: str,
     sampling: SamplingDistribution | None = None,
 ) -> Sequence[Span]:
-    """Split a reply into spans of one policy version, all trained or all untrained, in order; the
-    caller sets their parents.
+    """Split a reply into spans of one policy version, all trained or all untrained, in order.
 
-    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans;
-    otherwise the reply is one span. Ids without a logprob are counted in the episode's
-    metrics, as `logprobs_masked` or `logprobs_recomputed`. `start` is the number of ids
-    before the reply on its path.
+    With `missing_logprobs = "mask"`, ids without a logprob become untrained spans. Ids without a
+    logprob are counted in the episode's metrics, as `logprobs_masked` or `logprobs_recomputed`.
+    `start` is the number of ids before the reply on its path. The caller sets the spans' parents.
     """
-    ids, logprobs = tuple(generation.ids), tuple(generation.logprobs)
-    cache = generation.cache_version
-    incomplete = (
-        generation.missing_logprobs != "error" and None in logprobs
-    )  # `check_generation` refused others
-    if not incomplete and not generation.later_versions:
+    ids = tuple(generation.ids)
+    logprobs = tuple(generation.logprobs)
+
+    # Where a logprob is an error, `check_generation` has refused replies without.
+    lacks_logprobs = generation.missing_logprobs != "error" and None in logprobs
+    if not lacks_logprobs and not generation.later_versions:
         return (
             Span(
-                Origin.MODEL,
-                ids,
-                -1,
-                start,
-                logprobs,
-                generation.version,
-                (),
-                agent,
-                None,
-                0,
-                sampling,
-                cache,
+                origin=Origin.MODEL,
+                ids=ids,
+                start=start,
+                logprobs=logprobs,
+                version=generation.version,
+                agent=agent,
+                sampling=sampling,
+                cache_version=generation.cache_version,
             ),
         )
-    runs = _runs(generation, trajectory) if incomplete else ((0, len(ids), None),)
+
+    runs = _runs(generation, trajectory) if lacks_logprobs else [_Run(0, len(ids), None)]
     spans = []
-    for begin, end, untrained in runs:
-        for first, last, version in _by_version(generation, begin, end):
-            span = Span(
-                Origin.MODEL,
-                ids[first:last],
-                -1,
-                start + first,
-                logprobs[first:last],
-                version,
-                (),
-                agent,
+    for run in runs:
+        for begin, end, version in _by_version(generation, run):
+            spans.append(
+                Span(
+                    origin=Origin.MODEL,
+                    ids=ids[begin:end],
+                    start=start + begin,
+                    logprobs=logprobs[begin:end],
+                    version=version,
+                    agent=agent,
+                    untrained=run.untrained,
+                    sampling=sampling,
+                    cache_version=generation.cache_version,
+                )
             )
-            span.untrained, span.sampling, span.cache_version = untrained, sampling, cache
-            spans.append(span)
     return spans
 
 
-def _by_version(generation: Generation, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, policy version) for runs of one version within a run of a reply's ids."""
-    starts = [(0, generation.version), *generation.later_versions, (len(generation.ids), 0)]
-    for (first, version), (last, _) in pairwise(starts):
-        if max(begin, first) < min(end, last):
-            yield max(begin, first), min(end, last), version
+def _by_version(generation: Generation, run: _Run) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, end, policy version) for the parts of a run that one version sampled."""
+    changes = [(0, generation.version), *generation.later_versions, (len(generation.ids), 0)]
+    for (version_begin, version), (version_end, _) in pairwise(changes):
+        begin = max(run.begin, version_begin)
+        end = min(run.end, version_end)
+        if begin < end:
+            yield begin, end, version
 
 
-def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[tuple[int, int, str | None]]:
-    """Yield (begin, end, untrained reason) for runs of ids in a reply that lacks logprobs."""
-    missing = [logprob is None for logprob in generation.logprobs]
-    mask = generation.missing_logprobs == "mask"
-    add_counts(trajectory, "logprobs_masked" if mask else "logprobs_recomputed", by=sum(missing))
-    if not mask:
-        yield 0, len(missing), None
+def _runs(generation: Generation, trajectory: Trajectory) -> Iterator[_Run]:
+    """Yield the runs of a reply that lacks logprobs, and count the ids without one."""
+    is_missing = [logprob is None for logprob in generation.logprobs]
+    if generation.missing_logprobs != "mask":
+        add_counts(trajectory, "logprobs_recomputed", by=sum(is_missing))
+        yield _Run(0, len(is_missing), None)
         return
+
+    add_counts(trajectory, "logprobs_masked", by=sum(is_missing))
     begin = 0
-    for is_missing, run in groupby(missing):
-        end = begin + sum(1 for _ in run)
-        yield begin, end, NO_LOGPROB if is_missing else None
+    for masked, run in groupby(is_missing):
+        end = begin + len(list(run))
+        yield _Run(begin, end, NO_LOGPROB if masked else None)
         begin = end

@@ -1,5 +1,12 @@
-"""Resuming an interrupted episode: the turns that the journal has answer its next play,
-then the engine goes on."""
+"""Resuming an interrupted episode: recorded turns answer its next play, then the engine goes on.
+
+`ResumedTurns.take` finds the recorded turn that answers a call, by context, seed and sampling. An
+episode that does not come along the recorded way raises `ResumeDiffers`, and starts over.
+
+`ReplySampler.repeat` puts the turn onto the path; `records.journal` reads the record. The rows of
+observations and steps at the end of this module are what an environment with effects is resumed
+from, and what replays read.
+"""
 
 from __future__ import annotations
 
@@ -68,21 +75,27 @@ class ResumedTurns:
         """Number of calls that recorded turns answered."""
         self.left: list[tuple[RecordedTurn, Trajectory]] = []
         """Recorded turns that did not answer a call yet, with their trajectories."""
-        plays = [] if record is None else [record] if in_order else [record, *record.other_plays]
+        plays: list[RecordedEpisode] = []
+        if record is not None:
+            plays.append(record)
+            if not in_order:
+                plays += record.other_plays
         for play in plays:
-            known = {turn.seed for turn, _ in self.left}
-            self.left += [
-                (turn, play.trajectory)
-                for turn in play.attempts[-1].turns
-                if turn.seed not in known
-            ]
+            seeds = {turn.seed for turn, _ in self.left}
+            for turn in play.attempts[-1].turns:
+                if turn.seed not in seeds:
+                    self.left.append((turn, play.trajectory))
         self._waiting: set[int] = set()
+        """Turns that answer a call and wait for earlier ones, by identity."""
 
     @property
     def state(self) -> Event | None:
         """The last step entry, if it has the environment's state."""
-        last = self._attempt.steps[max(self._attempt.steps)] if self._attempt.steps else {}
-        return last if "state" in last else None
+        steps = self._attempt.steps
+        if not steps:
+            return None
+        last_step = steps[max(steps)]
+        return last_step if "state" in last_step else None
 
     def has(self, turn: int) -> bool:
         """Return whether a turn is recorded."""
@@ -96,29 +109,24 @@ class ResumedTurns:
     async def take(
         self, path: ConversationPath, distribution: SamplingDistribution, budget: int
     ) -> RecordedTurn | None:
-        """Return the recorded turn that answers the next call of a path;
-        None when the engine has to.
+        """Return the recorded turn that answers the next call of a path.
 
-        Raises `ResumeDiffers` when an environment's call is not the recorded one.
+        None when the engine has to. Raises `ResumeDiffers` when an environment's call is not the
+        recorded one.
         """
-        context, seed = ids_with_media_keys(path.ids, path.placed), call_seed(path.seed, path.calls)
-        for one in self.left:
-            turn, trajectory = one
-            same = (
+        context = ids_with_media_keys(path.ids, path.placed)
+        seed = call_seed(path.seed, path.calls)
+        for turn, trajectory in self.left:
+            same_call = (
                 id(turn) not in self._waiting
                 and turn.turn.agent == path.agent
                 and turn.seed in (None, seed)
+                and _context(turn, trajectory) == context
             )
-            same = same and _context(turn, trajectory) == context
-            fits = sum(len(span.ids) for span in turn.sampled) <= budget
-            if (
-                same
-                and fits
-                and all(span.sampling in (None, distribution) for span in turn.sampled)
-            ):
+            if same_call and _could_be_sampled(turn, distribution, budget):
                 self._waiting.add(id(turn))
                 await self._wait_for_earlier(turn)
-                self.left = [other for other in self.left if other[0] is not turn]
+                self.left = [entry for entry in self.left if entry[0] is not turn]
                 self.answered += 1
                 return turn
             if self._in_order:
@@ -128,8 +136,10 @@ class ResumedTurns:
         return None
 
     async def _wait_for_earlier(self, turn: RecordedTurn) -> None:
-        """Wait until the turns recorded before one have answered; the wait is bounded, since they
-        may never be asked for."""
+        """Wait until the turns recorded before this one have answered.
+
+        The wait is bounded, since they may never be asked for.
+        """
         for _ in range(DELAY_CHECKS):
             if not self.left or self.left[0][0] is turn:
                 return
@@ -144,11 +154,11 @@ class ResumedTurns:
             )
 
     def check_end(self) -> None:
-        """Raise `ResumeDiffers` if the episode has more recorded turns than
-        it has now, at its end."""
+        """Raise `ResumeDiffers` if recorded turns are left at the end of the episode."""
         if self.left:
+            first_left, _ = self.left[0]
             raise ResumeDiffers(
-                f"the episode ended before turn {self.left[0][0].number + 1}, which was recorded"
+                f"the episode ended before turn {first_left.number + 1}, which was recorded"
             )
 
     def drop(self, trajectory: Trajectory) -> None:
@@ -157,7 +167,16 @@ class ResumedTurns:
             tokens = sum(len(span.ids) for turn, _ in self.left for span in turn.sampled)
             add_counts(trajectory, "resume_lost_turns", by=len(self.left))
             add_counts(trajectory, "resume_lost_tokens", by=tokens)
-        self.left, self._attempt, self.active = [], RecordedAttempt(), False
+        self.left = []
+        self._attempt = RecordedAttempt()
+        self.active = False
+
+
+def _could_be_sampled(turn: RecordedTurn, distribution: SamplingDistribution, budget: int) -> bool:
+    """Return whether the ids of a turn fit into a budget and are of a distribution."""
+    if sum(len(span.ids) for span in turn.sampled) > budget:
+        return False
+    return all(span.sampling in (None, distribution) for span in turn.sampled)
 
 
 def _context(recorded: RecordedTurn, trajectory: Trajectory) -> list[int]:
@@ -170,29 +189,30 @@ def _context(recorded: RecordedTurn, trajectory: Trajectory) -> list[int]:
 def recorded_generation(
     trajectory: Trajectory, recorded: RecordedTurn, ids: list[int]
 ) -> Generation:
-    """Return the last generation of a recorded turn, and count in the metrics what
-    sampling the turn counted."""
+    """Return the last generation of a recorded turn; count in the metrics what sampling counted."""
     for span in recorded.sampled:
-        if missing := (span.logprobs or ()).count(None):
-            add_counts(
-                trajectory,
-                "logprobs_masked" if span.untrained == NO_LOGPROB else "logprobs_recomputed",
-                by=missing,
-            )
+        missing = (span.logprobs or ()).count(None)
+        if missing:
+            is_masked = span.untrained == NO_LOGPROB
+            name = "logprobs_masked" if is_masked else "logprobs_recomputed"
+            add_counts(trajectory, name, by=missing)
+
     drafted, accepted = recorded.drafts
     if drafted:
         add_counts(trajectory, "draft_ids", by=drafted)
         add_counts(trajectory, "draft_ids_accepted", by=accepted)
     if recorded.tries:
         add_counts(trajectory, "engine_retries", by=recorded.tries)
+
+    # The spans have the logprobs and the version already.
     finish: Any = recorded.turn.finish
     return Generation(
-        ids,
-        (),
-        finish,
-        0,
-        recorded.turn.cached,
-        recorded.turn.extras,
+        ids=ids,
+        logprobs=(),
+        finish=finish,
+        version=0,
+        cached_tokens=recorded.turn.cached,
+        extras=recorded.turn.extras,
         drafted=drafted,
         accepted=accepted,
     )
@@ -201,54 +221,62 @@ def recorded_generation(
 def observation_row(observation: Any) -> Any:
     """Return an observation as JSON; None if it holds media that were not stored."""
     if isinstance(observation, InlineObservation):
-        kept = {"keep_chars": observation.keep_chars, "keep_tokens": observation.keep_tokens}
         if observation.message.has_raw_media:
             return None
-        content = message_row(observation.message)["content"]
-        row = {"inline": content} | kept | {"tail": observation.tail}
+        row = {
+            "inline": message_row(observation.message)["content"],
+            "keep_chars": observation.keep_chars,
+            "keep_tokens": observation.keep_tokens,
+            "tail": observation.tail,
+        }
         return {name: value for name, value in row.items() if value is not None}
+
     if isinstance(observation, NewHistory):
         if any(message.has_raw_media for message in observation.new):
             return None
-        return {
-            "history": [
-                item if isinstance(item, int) else message_row(item)
-                for item in observation.messages
-            ]
-        }
+        history: list[Any] = []
+        for item in observation.messages:
+            history.append(item if isinstance(item, int) else message_row(item))
+        return {"history": history}
+
     try:
         messages: tuple[Message, ...] = as_messages(observation)
     except (TypeError, ValueError):
         return None
-    return (
-        None
-        if any(message.has_raw_media for message in messages)
-        else [message_row(message) for message in messages]
-    )
+    if any(message.has_raw_media for message in messages):
+        return None
+    return [message_row(message) for message in messages]
 
 
 def read_observation(row: Any) -> tuple[Message, ...] | InlineObservation | NewHistory:
     """Return the observation that `observation_row` wrote."""
-    if isinstance(row, Mapping) and "history" in row:
-        return NewHistory(
-            [item if isinstance(item, int) else read_messages([item])[0] for item in row["history"]]
-        )
-    if isinstance(row, Mapping):
-        (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
-        return InlineObservation(
-            inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"]
-        )
-    return read_messages(row or ())
+    if not isinstance(row, Mapping):
+        return read_messages(row or ())
+
+    if "history" in row:
+        history: list[int | Message] = []
+        for item in row["history"]:
+            history.append(item if isinstance(item, int) else read_messages([item])[0])
+        return NewHistory(history)
+
+    (inserted,) = read_messages([{"role": "user", "content": row["inline"]}])
+    return InlineObservation(
+        inserted.content, row.get("keep_chars"), row.get("keep_tokens"), row["tail"]
+    )
 
 
 def step_row(step: Step) -> dict[str, Any]:
     """Return the result of a step as JSON."""
-    row = {name: getattr(step, name) for name in ("reward", "terminated", "truncated")}
-    return {"observation": observation_row(step.observation)} | row | {"info": dict(step.info)}
+    return {
+        "observation": observation_row(step.observation),
+        "reward": step.reward,
+        "terminated": step.terminated,
+        "truncated": step.truncated,
+        "info": dict(step.info),
+    }
 
 
 def read_step(row: Mapping[str, Any]) -> Step:
     """Return the step that `step_row` wrote."""
-    return as_step(
-        (read_observation(row["observation"]), *(row[name] for name in Step._fields[1:]))
-    )
+    observation = read_observation(row["observation"])
+    return as_step((observation, *(row[name] for name in Step._fields[1:])))

@@ -19,12 +19,15 @@ Wait = Callable[[Awaitable[Any], float], Awaitable[Any]]
 """Waits under a deadline, `wait(awaitable, seconds)`."""
 
 LONGEST_WAIT_S = 30.0
+"""Maximum seconds between two tries, before the jitter."""
 _RETRYABLE_KINDS = (FailureKind.REWARD, FailureKind.TIMEOUT, FailureKind.TOOL, FailureKind.ENGINE)
 
 
 def backoff_s(rules: EnvRules, tries: int, seed: int) -> float:
-    """Return the seconds to wait before try `tries`, from 1: doubled each time, with a
-    jitter of 0.5 to 1.5."""
+    """Return the seconds to wait before try `tries`, from 1.
+
+    They double each time, with a jitter of 0.5 to 1.5.
+    """
     longest: float = min(LONGEST_WAIT_S, rules.retries.wait_s * 2 ** (tries - 1))
     return longest * random.Random(seed).uniform(0.5, 1.5)
 
@@ -42,17 +45,21 @@ class Retries:
     async def engine(
         self, error: Exception, call: Callable[[], Awaitable[T]], wait: Wait, turn: int
     ) -> tuple[T, int]:
-        """Retry a failed engine call with the same request, seed included; return its result
-        and the number of tries."""
+        """Retry a failed engine call with the same request, seed included.
+
+        Return its result and the number of tries. Raises the last failure.
+        """
         tries = 0
         while True:
             tries += 1
             exhausted = tries > self._rules.retries.engine or self._engine_left <= 0
             if exhausted or isinstance(error, BackendContractError):
                 raise error
+
             self._engine_left -= 1
             add_counts(self._trajectory, "engine_retries")
-            await self._pause(failure_of(error, "generate", turn), tries, wait, [self._trajectory])
+            failure = failure_of(error, "generate", turn)
+            await self._pause(failure, tries, wait, [self._trajectory])
             try:
                 return await call(), tries
             except (EngineError, TimeoutError) as retry_error:
@@ -61,12 +68,13 @@ class Retries:
     async def reward(
         self, call: Callable[[], Awaitable[T]], wait: Wait, trajectories: Sequence[Trajectory] = ()
     ) -> T:
-        """Compute the reward of trajectories, by default this episode's own, with retries
-        after failures and timeouts.
+        """Compute a reward, with retries after failures and timeouts.
 
-        An invalid value (NaN, outside its range) is final, and so is a bug in the reward's code.
+        It is that of `trajectories`, by default of this episode. An invalid value (NaN, outside its
+        range) is final, and so is a bug in the reward's code.
         """
-        trajectories, tries = trajectories or [self._trajectory], 0
+        trajectories = trajectories or [self._trajectory]
+        tries = 0
         while True:
             try:
                 return await call()
@@ -84,11 +92,13 @@ class Retries:
     async def _pause(
         self, failure: Failure, tries: int, wait: Wait, trajectories: Sequence[Trajectory]
     ) -> None:
-        indices = [(trajectory, len(trajectory.failures)) for trajectory in trajectories]
-        for trajectory, _ in indices:
+        """Wait before the next try; the failure is on record meanwhile, and says then how it was
+        recovered from."""
+        numbers = [len(trajectory.failures) for trajectory in trajectories]
+        for trajectory in trajectories:
             trajectory.failures.append(failure)
-        await wait(
-            asyncio.sleep(backoff_s(self._rules, tries, self._seed + tries)), 2 * LONGEST_WAIT_S
-        )
-        for trajectory, number in indices:
+
+        seconds = backoff_s(self._rules, tries, self._seed + tries)
+        await wait(asyncio.sleep(seconds), 2 * LONGEST_WAIT_S)
+        for trajectory, number in zip(trajectories, numbers, strict=True):
             trajectory.failures[number] = replace(failure, recovery="asked again")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwright.config import EvalConfig, Limits, RolloutConfig, RunConfig
@@ -68,16 +68,16 @@ class RolloutSettings:
     def of(cls, config: RunConfig, **changes: Any) -> RolloutSettings:
         """Return the settings of a run, with changes by name."""
         rollout = config.rollout
-        settings: dict[str, Any] = {
-            "limits": config.limits,
-            "sampling": sampling_of(rollout),
-            "seed": config.seed,
-            "concurrency": rollout.concurrency,
-            "environments": rollout.environments,
-            "stop": rollout.stop,
-            "history": rollout.history,
-            "sanity": rollout.sanity,
-            "sanity_share": rollout.sanity_share,
-            "watchdog_s": rollout.watchdog_s,
-        }
-        return cls(**settings | changes)
+        settings = cls(
+            limits=config.limits,
+            sampling=sampling_of(rollout),
+            seed=config.seed,
+            concurrency=rollout.concurrency,
+            environments=rollout.environments,
+            stop=rollout.stop,
+            history=rollout.history,
+            sanity=rollout.sanity,
+            sanity_share=rollout.sanity_share,
+            watchdog_s=rollout.watchdog_s,
+        )
+        return replace(settings, **changes)

@@ -1,4 +1,13 @@
-"""Rollout: plays episodes concurrently, records them, and stops on repeated bugs in user code."""
+"""`Rollout` plays episodes against an engine, concurrently, and records them.
+
+`Rollout.play` is what callers use and `Rollout.play_episode` the course of one episode: a
+`Recorder`, then an environment (`_run_env`) or a play function (`_run_agent`), then its record.
+Whatever user code raises ends one episode (`_fail`); only Ctrl-C, a cancelled rollout, a record
+that cannot be written and a bug that keeps coming back (`UserErrorCounter`) end all of them.
+
+The turns themselves are in `episode.run_episode` and `Recorder.generate`, what concurrent episodes
+share in `RolloutStream`, why an episode ends in `endings`.
+"""
 
 from __future__ import annotations
 
@@ -79,21 +88,19 @@ class UserErrorCounter:
         error = trajectory.error
         if error is None or error.kind != FailureKind.USER_BUG:
             return
+
         failed_tasks = self._tasks[error.type, error.place or error.phase]
         failed_tasks.append(trajectory.task.id)
-        tasks = list(dict.fromkeys(failed_tasks))
-        if len(tasks) >= MAX_ERROR_TASKS:
-            listed = ", ".join(tasks[:MAX_ERROR_TASKS])
-            raise RepeatedUserError(self._message(error, f"in {len(tasks)} tasks ({listed})"))
-        if (
-            self._episodes <= FIRST_EPISODES
-            and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES
-        ):
-            raise RepeatedUserError(
-                self._message(
-                    error, f"in {len(failed_tasks)} of the first {self._episodes} episodes"
-                )
-            )
+        different_tasks = list(dict.fromkeys(failed_tasks))
+        if len(different_tasks) >= MAX_ERROR_TASKS:
+            listed = ", ".join(different_tasks[:MAX_ERROR_TASKS])
+            where = f"in {len(different_tasks)} tasks ({listed})"
+            raise RepeatedUserError(self._message(error, where))
+
+        is_early = self._episodes <= FIRST_EPISODES
+        if is_early and len(failed_tasks) > REPEATED_ERROR_SHARE * FIRST_EPISODES:
+            where = f"in {len(failed_tasks)} of the first {self._episodes} episodes"
+            raise RepeatedUserError(self._message(error, where))
 
     def _message(self, error: Failure, where: str) -> str:
         place = f" at {error.place}" if error.place else ""
@@ -105,8 +112,11 @@ class UserErrorCounter:
 
 
 def parse_history(history: Any) -> History:
-    """Return a history mode or policy: a mode by name, a built-in policy as `name:N`,
-    `file.py:policy`, or an object."""
+    """Return a history mode or policy.
+
+    Given is a mode by name, a built-in policy as `name:N`, `file.py:policy`, or a policy as an
+    object. Raises `ConfigError` for another text, `UsageError` for another object.
+    """
     if not isinstance(history, str):
         if not callable(history):
             raise UsageError(
@@ -115,8 +125,10 @@ def parse_history(history: Any) -> History:
             )
         policy: History = history
         return policy
-    if wrong := history_error(history):
-        raise ConfigError(f"rollout.history = {history!r}: {wrong}")
+
+    problem = history_error(history)
+    if problem:
+        raise ConfigError(f"rollout.history = {history!r}: {problem}")
     if history in HISTORY_MODES:
         return history
     if history.startswith(HISTORY_OBJECT):
@@ -124,15 +136,17 @@ def parse_history(history: Any) -> History:
             f"the run was started with the history policy {history.removeprefix(HISTORY_OBJECT)!r} "
             "as an object: resume it with the same call of turnwright.train() and resume=True"
         )
+
     if ".py" in history:
-        found = load_object(history)
-        if not callable(found):
+        loaded = load_object(history)
+        if not callable(loaded):
             raise ConfigError(
-                f"{history} is {type(found).__name__}; a history policy is a function of "
+                f"{history} is {type(loaded).__name__}; a history policy is a function of "
                 "(conversation, replies)"
             )
-        loaded: History = found
-        return loaded
+        loaded_policy: History = loaded
+        return loaded_policy
+
     name, _, number = history.partition(":")
     return POLICIES[name](int(number))
 
@@ -175,7 +189,9 @@ class Rollout:
             UsageError: for an empty stop text, an unknown history or sanity check.
         """
         settings = settings or RolloutSettings()
-        self.engine, self.renderer, self.settings = engine, renderer, settings
+        self.engine = engine
+        self.renderer = renderer
+        self.settings = settings
         self.limits = settings.limits
         self.sanity = RenderCheck(
             renderer,
@@ -194,10 +210,11 @@ class Rollout:
         earlier = earlier or EarlierEpisodes()
         self._recorded = dict(earlier.finished)
         self._interrupted = dict(earlier.interrupted)
-        history = settings.history
-        if not isinstance(history, str):
-            history = f"{HISTORY_OBJECT}{policy_name(history)}"
-        self._history_name = history
+        self._history_name = (
+            settings.history
+            if isinstance(settings.history, str)
+            else f"{HISTORY_OBJECT}{policy_name(settings.history)}"
+        )
         self._settings_names: dict[tuple[Any, ...], tuple[EnvRules, str]] = {}
 
         # What is running, and what ended.
@@ -241,10 +258,10 @@ class Rollout:
 
         Args:
             episodes: episodes in any order.
-            extras: engine extras to request besides ids and logprobs; None
-                uses the rollout's `want`.
-            min_version: oldest policy version that may sample; an older one
-                breaks the engine's contract.
+            extras: engine extras to request besides ids and logprobs; None uses the rollout's
+                `want`.
+            min_version: oldest policy version that may sample; an older one breaks the engine's
+                contract.
             sampling: sampling parameters; None uses the rollout's.
             blank: whether every image becomes a gray one of its size.
 
@@ -254,21 +271,21 @@ class Rollout:
         Raises:
             TraceError: when the record cannot be written.
             UsageError: for an agent function where history is `inline`, or unknown extras.
-            RepeatedUserError: when the same bug in user code broke too many episodes
-                and `stop_on_bugs` is set.
+            RepeatedUserError: when the same bug in user code broke too many episodes and
+                `stop_on_bugs` is set.
             TaskError: for a row whose `chat_template_kwargs` are not those of the renderer.
         """
         check_row_arguments((episode.task for episode in episodes), self.renderer)
-        given: dict[str, Any] = {
-            "extras": extras,
-            "min_version": min_version,
-            "sampling": sampling,
-            "blank": blank,
-        }
+
+        async def submit(stream: RolloutStream) -> list[Trajectory]:
+            return await stream.submit(
+                episodes, extras=extras, min_version=min_version, sampling=sampling, blank=blank
+            )
+
         if self._stream is not None and self._stream.loop is asyncio.get_running_loop():
-            return await self._stream.submit(episodes, **given)
+            return await submit(self._stream)
         async with RolloutStream(self) as stream:
-            return await stream.submit(episodes, **given)
+            return await submit(stream)
 
     @asynccontextmanager
     async def stream(self) -> AsyncIterator[RolloutStream]:
@@ -295,16 +312,13 @@ class Rollout:
     def finished_elsewhere(
         self, trajectories: Iterable[Trajectory], *, tools: int, resumed: int
     ) -> None:
-        """Count episodes that were played elsewhere, and write their records;
-        errors as of `count_error`.
+        """Count episodes that were played elsewhere, and write their records.
 
-        `tools` is the maximum number of tools offered in them, `resumed` the number of
-        turns taken from records.
+        `tools` is the maximum number of tools offered in them, `resumed` the number of turns taken
+        from records. Errors are as of `count_error`.
         """
-        self.tools_offered, self.resumed_turns = (
-            max(self.tools_offered, tools),
-            self.resumed_turns + resumed,
-        )
+        self.tools_offered = max(self.tools_offered, tools)
+        self.resumed_turns += resumed
         for trajectory in trajectories:
             if self._records is not None:
                 self._records.append(trajectory_row(trajectory, self.renderer))
@@ -321,8 +335,10 @@ class Rollout:
         self.abandoned_calls += threads.names
 
     def count_error(self, trajectory: Trajectory) -> None:
-        """Count the error of a finished episode; raise `RepeatedUserError` when a
-        bug occurred too often."""
+        """Count the error of a finished episode.
+
+        Raises `RepeatedUserError` when a bug occurred too often.
+        """
         if self._bugs is not None:
             self._bugs.record(trajectory)
 
@@ -335,70 +351,39 @@ class Rollout:
     async def within_prompt_limit(
         self, episodes: Sequence[EpisodeSpec]
     ) -> tuple[set[str], list[str]]:
-        """Return the ids of tasks (one episode each) with opening prompts within
-        `limits.prompt_tokens`, and the others'."""
+        """Return which tasks have opening prompts within `limits.prompt_tokens`, and which have
+        not: their ids. Each task has one episode."""
         limit = self.limits.prompt_tokens
         if limit is None:
             return {episode.task.id for episode in episodes}, []
+
         sizes = await self.prompt_sizes(episodes)
-        fits = {
-            e.task.id
-            for e, size in zip(episodes, sizes, strict=True)
-            if size is None or size <= limit
-        }
-        return fits, [episode.task.id for episode in episodes if episode.task.id not in fits]
+        fitting: set[str] = set()
+        for episode, size in zip(episodes, sizes, strict=True):
+            if size is None or size <= limit:
+                fitting.add(episode.task.id)
+        too_long = [episode.task.id for episode in episodes if episode.task.id not in fitting]
+        return fitting, too_long
 
     async def prompt_sizes(self, episodes: Sequence[EpisodeSpec]) -> list[int | None]:
-        """Return the number of ids of each opening prompt, tools included; None for agent
-        functions and failing resets."""
-        threads, stop, in_processes = AbandonableThreads(), Stop(), ProcessEnvFactories()
+        """Return the number of ids of each opening prompt, tools included.
 
-        async def size(episode: EpisodeSpec) -> int | None:
-            if episode.make is None:
-                return None
-            for _ in range(MAX_DEATHS):
-                with suppress(ProcessDied):
-                    return await size_once(episode, episode.make)
-            return None
+        None for agent functions and failing resets.
+        """
+        threads = AbandonableThreads()
+        stop = Stop()
+        in_processes = ProcessEnvFactories()
 
-        async def size_once(episode: EpisodeSpec, factory: Callable[[], Env]) -> int | None:
-            deadline = Deadline(START_S + self.limits.env_s, stop)
-            make = in_processes.of(factory) if episode.rules.isolation == "process" else factory
-            trajectory = Trajectory(episode.task, episode.key)
-            recorder = Recorder(
-                trajectory,
-                self.engine,
-                self.renderer,
-                EpisodeSettings(self.limits, self.settings.sampling, episode.rules),
-                seed=self.settings.seed,
-                media_intake=self.media_intake,
-            )
-            rules = replace(episode.rules, retries=replace(episode.rules.retries, episode=0))
-            session = EnvSession(make, episode.task, rules, recorder, deadline, threads)
-            try:
-                messages, tools = await session.reset()
-                return len(self.renderer.open(self.media_intake.take_in(messages), tools).ids)
-            except BaseException as error:
-                if deadline.passes(error):
-                    raise
-                deadline.clear()
-                if is_death(failure_of(error, "reset")):
-                    raise ProcessDied(words(error)) from error  # not a property of the prompt
-                return None  # the failure recurs, and is recorded, when the episode is played
-            finally:
-                deadline.extend(self.limits.env_s)
-                with suppress(Exception):
-                    await session.close()
-                deadline.close()
-
-        async def each() -> list[int | None]:
-            return [await size(episode) for episode in episodes]
+        async def measure_all() -> list[int | None]:
+            return [
+                await self._prompt_size(episode, in_processes, threads, stop)
+                for episode in episodes
+            ]
 
         try:
             async with asyncio.TaskGroup() as group:
-                task = group.create_task(
-                    each()
-                )  # a separate task, since user code may cancel the task it runs in
+                # A separate task, since user code may cancel the task it runs in.
+                task = group.create_task(measure_all())
                 try:
                     await asyncio.wait([task])
                 except BaseException:
@@ -409,17 +394,80 @@ class Rollout:
             await in_processes.close()
             threads.close()
 
-    def pending(self) -> list[PendingEpisode]:
-        """Return the running episodes, longest in their phase first, without
-        those that wait for a place.
+    async def _prompt_size(
+        self,
+        episode: EpisodeSpec,
+        in_processes: ProcessEnvFactories,
+        threads: AbandonableThreads,
+        stop: Stop,
+    ) -> int | None:
+        """Return the size of an opening prompt; try again where the environment's process died."""
+        make = episode.make
+        if make is None:
+            return None
+        for _ in range(MAX_DEATHS):
+            with suppress(ProcessDied):
+                if episode.rules.isolation == "process":
+                    make_here: Callable[[], Env] = in_processes.of(make)
+                else:
+                    make_here = make
+                return await self._prompt_size_once(episode, make_here, threads, stop)
+        return None
 
-        May be called from another thread.
+    async def _prompt_size_once(
+        self,
+        episode: EpisodeSpec,
+        make: Callable[[], Env],
+        threads: AbandonableThreads,
+        stop: Stop,
+    ) -> int | None:
+        deadline = Deadline(START_S + self.limits.env_s, stop)
+        recorder = Recorder(
+            Trajectory(episode.task, episode.key),
+            self.engine,
+            self.renderer,
+            EpisodeSettings(self.limits, self.settings.sampling, episode.rules),
+            seed=self.settings.seed,
+            media_intake=self.media_intake,
+        )
+        no_retries = replace(episode.rules, retries=replace(episode.rules.retries, episode=0))
+        session = EnvSession(make, episode.task, no_retries, recorder, deadline, threads)
+        try:
+            messages, tools = await session.reset()
+            return len(self.renderer.open(self.media_intake.take_in(messages), tools).ids)
+        except BaseException as error:
+            if deadline.passes(error):
+                raise
+            deadline.clear()
+            # The end of a process says nothing about the prompt. Other failures recur when the
+            # episode is played, and are recorded then.
+            if is_death(failure_of(error, "reset")):
+                raise ProcessDied(words(error)) from error
+            return None
+        finally:
+            deadline.extend(self.limits.env_s)
+            with suppress(Exception):
+                await session.close()
+            deadline.close()
+
+    def pending(self) -> list[PendingEpisode]:
+        """Return the running episodes, longest in their phase first.
+
+        Those that wait for a place are left out. May be called from another thread.
         """
         now = time.monotonic()
-        running = [recorder for recorder in list(self._running.values()) if not recorder.waits]
-        rows = [PendingEpisode(r.session, r.turn, r.phase, now - r.since, r.since) for r in running]
-        rows += self.elsewhere.pending(now) if self.elsewhere is not None else []
-        return sorted(rows, key=lambda row: -row.seconds)
+        episodes: list[PendingEpisode] = []
+        for recorder in list(self._running.values()):  # a copy: other threads end episodes
+            if not recorder.waits:
+                since = recorder.since
+                episodes.append(
+                    PendingEpisode(
+                        recorder.session, recorder.turn, recorder.phase, now - since, since
+                    )
+                )
+        if self.elsewhere is not None:
+            episodes += self.elsewhere.pending(now)
+        return sorted(episodes, key=lambda episode: -episode.seconds)
 
     async def play_episode(
         self,
@@ -432,10 +480,14 @@ class Rollout:
         place: EpisodePlace,
     ) -> Trajectory:
         """Play one episode of a stream, in the environment of `make`."""
+        # Its record, which an interrupted play may have begun.
         began = time.monotonic()
         trajectory = Trajectory(episode.task, episode.key)
         settings = self._settings_of(episode, request)
-        record = self.take_interrupted(episode.key)
+        interrupted = self.take_interrupted(episode.key)
+        resumed = None
+        if interrupted is not None:
+            resumed = ResumedTurns(interrupted, in_order=episode.play is None)
         recorder = Recorder(
             trajectory,
             self.engine,
@@ -447,9 +499,11 @@ class Rollout:
                 self._journal, trajectory, self._settings_name(episode, settings)
             ),
             place=place,
-            resumed=None if record is None else ResumedTurns(record, in_order=episode.play is None),
+            resumed=resumed,
             keep_phases=self._on_episode is not None,
         )
+
+        # Its turns and its reward.
         self._running[id(recorder)] = recorder
         deadline = Deadline(self.limits.wall_clock_s, stop)
         try:
@@ -461,17 +515,21 @@ class Rollout:
             deadline.close()
             del self._running[id(recorder)]
             recorder.release()
+
+        # Its end. A cancelled episode does not come here: in the journal it never ended, so it is
+        # played again.
         if self._on_episode is not None:
             self._on_episode(recorder.session, recorder.phases, time.monotonic())
-        # Not reached by a cancelled episode: in the journal it never ended, so it is played again.
         trajectory.wall_s = time.monotonic() - began
         self.resumed_turns += recorder.resumed.answered
         self.tools_offered = max(self.tools_offered, *map(len, recorder.tools_by_turn), 0)
         self.sanity.check(recorder)
-        for done in await group_rewards.episode_done(recorder, episode.group_reward):
-            done.close()
+
+        # The last of a group closes its siblings too, whose rewards wait for it.
+        for ended in await group_rewards.episode_done(recorder, episode.group_reward):
+            ended.close()
             if self._records is not None:
-                self._records.append(trajectory_row(done.trajectory, self.renderer))
+                self._records.append(trajectory_row(ended.trajectory, self.renderer))
         return trajectory
 
     def _settings_of(self, episode: EpisodeSpec, request: EngineRequest) -> EpisodeSettings:
@@ -494,7 +552,8 @@ class Rollout:
         if self._journal is None:
             return ""
         blank = settings.blank or self.media_intake.store.blank
-        play, group = episode.play is not None, episode.group_reward is not None
+        is_play = episode.play is not None
+        has_group_reward = episode.group_reward is not None
         key = (
             id(settings.rules),
             settings.max_turns,
@@ -502,8 +561,8 @@ class Rollout:
             settings.want,
             blank,
             settings.sampling,
-            play,
-            group,
+            is_play,
+            has_group_reward,
         )
         if key not in self._settings_names:
             # The name is made of the row's text, so the order of its fields stays.
@@ -520,8 +579,8 @@ class Rollout:
                 "want": sorted(settings.want),
                 "blank": blank,
                 "sampling": settings.sampling.settings(),
-                "play": play,
-                "group": group,
+                "play": is_play,
+                "group": has_group_reward,
             }
             name = self._journal.append_definition("settings", row)
             # The reference keeps the id of `rules` unique.
@@ -536,10 +595,12 @@ class Rollout:
         deadline: Deadline,
         threads: AbandonableThreads,
     ) -> None:
+        """Play an episode in its environment, and ask for its reward."""
         trajectory = recorder.trajectory
         assert make is not None
         session = EnvSession(make, episode.task, episode.rules, recorder, deadline, threads)
         try:
+            # What was sampled until a limit is rewarded like any other episode.
             try:
                 await run_episode(session, recorder, deadline)
             except LimitReached as limit:
@@ -553,65 +614,71 @@ class Rollout:
             await self._close(session, recorder, deadline)
 
     async def _close(self, session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
+        """Close an episode's environment, in a time of its own after the episode's deadline."""
         recorder.enter_phase("close", time.monotonic())
-        deadline.extend(
-            self.limits.env_s
-        )  # closing has its own time, even after the episode's deadline
+        deadline.extend(self.limits.env_s)
         try:
             await session.close()
         except BaseException as error:
             if self._ends_rollout(error, deadline):
                 raise
-            if (
-                recorder.trajectory.error is None
-            ):  # the reward stays, and an earlier error takes precedence
+            # The reward stays, and an earlier error takes precedence.
+            if recorder.trajectory.error is None:
                 recorder.trajectory.error = failure_of(error, "close")
 
     async def _run_agent(
         self, play: AgentFunction, recorder: Recorder, sampling: Sampling, deadline: Deadline
     ) -> None:
+        """Play an episode by an agent function, whose result is its reward."""
         trajectory = recorder.trajectory
         recorder.enter_phase("play")
         model = Model(recorder, sampling, deadline)
         try:
             try:
-                reward = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
-                trajectory.stop = stop_of_result(reward, model.limit)
+                result = await deadline.wait(play(trajectory.task, model), self.limits.wall_clock_s)
+                trajectory.stop = stop_of_result(result, model.limit)
             except LimitReached as limit:
-                trajectory.stop, reward = StopReason(limit.reason), None
+                trajectory.stop = StopReason(limit.reason)
+                result = None
+
+            # What a given-up episode earned until then is no reward.
             recorder.enter_phase("reward")
-            if trajectory.stop is StopReason.ABORTED and isinstance(reward, Scores):
-                reward = Scores(
-                    None, metrics=reward.metrics
-                )  # given up: what it earned until then is no reward
-            trajectory.reward = reward_value(reward, recorder, "the agent function's return value")
+            if trajectory.stop is StopReason.ABORTED and isinstance(result, Scores):
+                result = Scores(None, metrics=result.metrics)
+            trajectory.reward = reward_value(result, recorder, "the agent function's return value")
         except BaseException as error:
             self._fail(recorder, error, deadline, getattr(play, "__name__", type(play).__name__))
         finally:
             await model.close()
 
-    def _ends_rollout(self, error: BaseException, deadline: Deadline) -> bool:
-        """Return whether an exception ends the rollout instead of one episode."""
-        broken = self._journal.broken if self._journal is not None else ""
-        if broken and not deadline.passes(error):
-            raise TraceError(broken) from error
-        return deadline.passes(error)
-
     def _fail(
         self, recorder: Recorder, error: BaseException, deadline: Deadline, name: str
     ) -> None:
-        """Record an exception as the episode's error; the episode has no reward then. `name` is
-        that of an environment without one in its task."""
+        """Record an exception as the episode's error; the episode has no reward then.
+
+        `name` is that of an environment without one in its task. Raises an exception that ends the
+        rollout.
+        """
         if self._ends_rollout(error, deadline):
             raise error
         deadline.clear()
         trajectory = recorder.trajectory
-        trajectory.error = failure_of(
-            error, recorder.phase, len(trajectory.turns) - 1, trajectory.task.env or name
-        )
+        last_turn = len(trajectory.turns) - 1
+        failure = failure_of(error, recorder.phase, last_turn, trajectory.task.env or name)
+        out_of_time = deadline.expired or is_over(error)
+        trajectory.error = failure
         trajectory.reward = None
-        over = deadline.expired or is_over(error)
-        trajectory.stop = stop_of_failure(trajectory.error, error, recorder.phase, out_of_time=over)
+        trajectory.stop = stop_of_failure(failure, error, recorder.phase, out_of_time=out_of_time)
+
+    def _ends_rollout(self, error: BaseException, deadline: Deadline) -> bool:
+        """Return whether an exception ends the rollout instead of one episode.
+
+        Raises `TraceError` when the record cannot be written any more.
+        """
+        broken = self._journal.broken if self._journal is not None else ""
+        if broken and not deadline.passes(error):
+            raise TraceError(broken) from error
+        return deadline.passes(error)
 
 
 def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
@@ -620,8 +687,10 @@ def left_out(limit: int, tasks: Sequence[str]) -> dict[str, Any]:
 
 
 def left_out_note(limit: int, tasks: Sequence[str], *, listed: bool) -> str:
-    """Return one line about tasks over `limits.prompt_tokens`; `listed` if
-    left_out.json has all of them."""
+    """Return one line about tasks over `limits.prompt_tokens`.
+
+    `listed` tells whether left_out.json has all of them.
+    """
     examples = ", ".join(tasks[:5]) + (", ..." if len(tasks) > 5 else "")
     full_list = " (full list: left_out.json)" if listed else ""
     return f"skipped {len(tasks)} tasks with prompts over {limit} tokens: {examples}{full_list}"

@@ -1,4 +1,9 @@
-"""`turnwright.rollout`: play episodes of an environment without a trainer."""
+"""`turnwright.rollout`: play episodes of an environment without a trainer.
+
+`arollout` checks its arguments, makes the episodes (`make_episode_specs`), and plays them by a
+`Rollout`. `rollout` is the same for code without an event loop. How episodes are played is in
+`runner`, `stream` and `episode`.
+"""
 
 from __future__ import annotations
 
@@ -61,40 +66,49 @@ async def arollout(
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
+    Example::
+
+        async def play(task, model):
+            reply = await model.generate(task.messages)
+            return float(task.answer in reply.text)
+
+        tasks = [Task("6 * 7?", answer="42")]
+        (trajectory,) = rollout(play, tasks, ScriptedEngine(["42"]))
+
     Args:
         env: an `Env` class, another environment factory, an agent function
-            `async def play(task, model) -> reward`, or what a recipe names: a built-in
-            environment, `file.py:Name`.
+            `async def play(task, model) -> reward`, or what a recipe names: a built-in environment,
+            `file.py:Name`.
         tasks: tasks to play.
         engine: engine that samples the replies.
         samples: episodes per task.
-        renderer: renderer of the engine's model; by default the engine's own, else the
-            built-in byte-level ChatML.
+        renderer: renderer of the engine's model; by default the engine's own, else the built-in
+            byte-level ChatML.
         limits: limits of every episode; tasks over `limits.prompt_tokens` are skipped, with a
             warning and a list in `out`/left_out.json.
         sampling: sampling parameters.
-        seed: seed of all randomness; the same seed gives the same episodes, in
-            whatever order they run.
-        concurrency: maximum number of concurrent engine calls; an episode needs none
-            while its environment works.
-        environments: maximum number of environments alive at once; None starts as many
-            as keep the engine busy.
+        seed: seed of all randomness; the same seed gives the same episodes, in whatever order they
+            run.
+        concurrency: maximum number of concurrent engine calls; an episode needs none while its
+            environment works.
+        environments: maximum number of environments alive at once; None starts as many as keep the
+            engine busy.
         control_text: handling of control text in messages by the built-in renderer: `neutralise`,
             `reject` or `allow`; other renderers have their own setting.
         out: directory in which every turn is recorded before the next begins; None records nothing.
-        stop: texts that end a reply, besides the model's end tokens; its text is cut
-            after one, its ids are not.
-        history: which earlier turns a prompt contains: `append`; `inline` (observations become
-            part of the model's own message); `template`; a policy (a function of the
-            conversation and the indices of the model's replies), or a policy by name
-            (`drop_reasoning:2`, `file.py:policy`).
-        rules: handling of invalid actions and of environment failures: retries, asking
-            again, process isolation.
+        stop: texts that end a reply, besides the model's end tokens; its text is cut after one, its
+            ids are not.
+        history: which earlier turns a prompt contains: `append`; `inline` (observations become part
+            of the model's own message); `template`; a policy (a function of the conversation and
+            the indices of the model's replies), or a policy by name (`drop_reasoning:2`,
+            `file.py:policy`).
+        rules: handling of invalid actions and of environment failures: retries, asking again,
+            process isolation.
         sanity: comparison of finished episodes with a complete render (`strict`,
-            `ignore_strippable`, `off`); the first difference is a warning, all are counted
-            in `trajectory.metrics`.
-        sanity_share: share of compared episodes, chosen by their keys; 1 compares all,
-            `turns` each turn of all.
+            `ignore_strippable`, `off`); the first difference is a warning, all are counted in
+            `trajectory.metrics`.
+        sanity_share: share of compared episodes, chosen by their keys; 1 compares all, `turns` each
+            turn of all.
         want: engine extras to request besides ids and logprobs: `routes`, the experts of every
             position (`Sample.routes`).
 
@@ -105,44 +119,44 @@ async def arollout(
         TraceError: when `out` cannot be written.
     """
     if not isinstance(engine, Engine):
-        what = (
-            f"the URL {engine!r:.100}"
-            if isinstance(engine, str)
-            else f"of type {type(engine).__name__}"
-        )
+        what = f"of type {type(engine).__name__}"
+        if isinstance(engine, str):
+            what = f"the URL {engine!r:.100}"
         raise UsageError(
             f"engine is {what}, but must be an object that samples: "
             "turnwright.engines.remote.VllmEngine(URL) or SglangEngine(URL) for a server, "
             "turnwright.engines.local.LocalEngine.load(DIR) for a model directory"
         )
-    renderer = renderer or (engine.renderer if isinstance(engine, HasRenderer) else None)
+
+    if renderer is None and isinstance(engine, HasRenderer):
+        renderer = engine.renderer
     if renderer is not None and control_text != "neutralise":
         raise UsageError(
             "control_text applies to the built-in renderer; pass it to load_renderer(path, "
             "control_text) instead"
         )
     renderer = renderer or byte_renderer(control_text)
+
     run = RunDir(out, trajectories=False) if out is not None else None
     try:
-        runner = Rollout(
-            engine,
-            renderer,
-            RolloutSettings(
-                limits=limits or Limits(),
-                sampling=sampling or Sampling(),
-                seed=seed,
-                concurrency=concurrency,
-                environments=environments,
-                stop=stop,
-                history=history,
-                sanity=sanity,
-                sanity_share=sanity_share,
-                want=want,
-            ),
-            run=run,
+        settings = RolloutSettings(
+            limits=limits or Limits(),
+            sampling=sampling or Sampling(),
+            seed=seed,
+            concurrency=concurrency,
+            environments=environments,
+            stop=stop,
+            history=history,
+            sanity=sanity,
+            sanity_share=sanity_share,
+            want=want,
         )
-        rows = make_episode_specs(env, tasks, phase="rollout", step=0, samples=samples, rules=rules)
-        return await runner.play(await _within_prompt_limit(runner, rows, run))
+        runner = Rollout(engine, renderer, settings, run=run)
+        episodes = make_episode_specs(
+            env, tasks, phase="rollout", step=0, samples=samples, rules=rules
+        )
+        episodes = await _within_prompt_limit(runner, episodes, run)
+        return await runner.play(episodes)
     finally:
         if run is not None:
             run.close()
@@ -164,21 +178,25 @@ rollout = _blocking(arollout, "rollout")
 
 
 async def _within_prompt_limit(
-    runner: Rollout, rows: list[EpisodeSpec], run: RunDir | None
+    runner: Rollout, episodes: list[EpisodeSpec], run: RunDir | None
 ) -> list[EpisodeSpec]:
-    """Return the episodes whose opening prompts are within `limits.prompt_tokens`;
-    warn about skipped tasks."""
+    """Return the episodes whose opening prompts are within `limits.prompt_tokens`.
+
+    Warns about skipped tasks.
+    """
     limit = runner.limits.prompt_tokens
     if limit is None:
-        return rows
-    fits, skipped = await runner.within_prompt_limit(
-        list({row.task.id: row for row in reversed(rows)}.values())[::-1]
-    )
+        return episodes
+
+    # One episode of each task is measured: the first.
+    first_episodes = {episode.task.id: episode for episode in reversed(episodes)}
+    fitting, skipped = await runner.within_prompt_limit([*reversed(first_episodes.values())])
+
     if run is not None:
         run.write_json("left_out.json", left_out(limit, skipped))
     if skipped:
         warnings.warn(left_out_note(limit, skipped, listed=run is not None), stacklevel=2)
-    return [row for row in rows if row.task.id in fits]
+    return [episode for episode in episodes if episode.task.id in fitting]
 
 
 def make_episode_specs(
@@ -197,6 +215,7 @@ def make_episode_specs(
     if isinstance(env, str):
         spec = resolve_env(env)
         env = spec.factory or spec.agent_function
+
     make, play = _factory_or_agent(env)
     if rules is not None:
         check_section(rules, "tw.rollout(rules=...)")
@@ -204,35 +223,43 @@ def make_episode_specs(
             check_rules_of_play(rules, "tw.rollout(rules=...)")
     if isinstance(tasks, Task):
         raise UsageError("tasks must be a list of turnwright.Task objects: write tasks=[Task(...)]")
-    group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
-    rows: list[EpisodeSpec] = []
-    counts: Counter[str] = Counter()
+
     rules = rules or EnvRules()
     max_turns = getattr(env, "max_turns", None)
+    group_reward = env.group_reward if isinstance(env, HasGroupReward) else None
+    episodes: list[EpisodeSpec] = []
+    samples_so_far: Counter[str] = Counter()
     for task in tasks:
         if not isinstance(task, Task):
             raise UsageError(
                 f"tasks must be turnwright.Task objects, not {type(task).__name__}: write "
                 f"Task({task!r:.60})"
             )
-        for sample in range(counts[task.id], counts[task.id] + samples):
-            key = EpisodeKey(phase, step, task.id, sample)
-            rows.append(EpisodeSpec(task, key, make, play, max_turns, rules, group_reward))
-        counts[task.id] += samples
-    return rows
+        first = samples_so_far[task.id]
+        for sample in range(first, first + samples):
+            episodes.append(
+                EpisodeSpec(
+                    task=task,
+                    key=EpisodeKey(phase, step, task.id, sample),
+                    make=make,
+                    play=play,
+                    max_turns=max_turns,
+                    rules=rules,
+                    group_reward=group_reward,
+                )
+            )
+        samples_so_far[task.id] += samples
+    return episodes
 
 
 def run_sync(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to completion, also under a running event loop (a notebook)."""
-    return _run_in_thread(work) if _has_running_loop() else _run(work)
-
-
-def _has_running_loop() -> bool:
     try:
         asyncio.get_running_loop()
+        has_running_loop = True
     except RuntimeError:
-        return False
-    return True
+        has_running_loop = False
+    return _run_in_thread(work) if has_running_loop else _run(work)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
@@ -247,6 +274,7 @@ def _run(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine on a loop of its own in a thread; Ctrl-C cancels it."""
     outcome: list[Any] = []
     done = threading.Event()  # an interrupted join may regard the thread as ended
     stopped = threading.Event()

@@ -1,10 +1,21 @@
-"""Stream of episodes: what concurrent submissions share, for as long as it is open."""
+"""The stream of groups: submissions of episodes that are played side by side.
+
+`RolloutStream.submit` starts a submission and `RolloutStream._play` is its course: take what an
+earlier process finished, play what is missing, each episode as soon as the gate lets it start.
+Submissions share what the stream opens: threads, worker processes, the watchdog, and the places of
+engine calls.
+
+One episode is played by `Rollout.play_episode`. Who enters the engine first is decided by
+`CallGate`, which groups belong to a training step by `BatchScheduler`. Groups may be played on
+other machines, by a `GroupPlayer`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from turnwright.engines import Sampling
@@ -42,8 +53,10 @@ class GroupPlayer(Protocol):
     """
 
     def open(self, rollout: Any, gate: CallGate) -> AbstractAsyncContextManager[Any]:
-        """Return what keeps it open for a stream of a `Rollout`, whose engine calls
-        take places of `gate`."""
+        """Return what keeps it open for a stream of a `Rollout`.
+
+        Its engine calls take places of `gate`.
+        """
 
     async def play(
         self,
@@ -104,16 +117,41 @@ class EpisodePlayer(Protocol):
 
 
 class _Announced:
-    """Episodes of a submission that have not started yet."""
+    """Episodes of a submission that have not started yet, as the gate counts them."""
 
     def __init__(self, gate: CallGate, episodes: int) -> None:
-        self._gate, self.episodes = gate, episodes
+        self._gate = gate
+        self.episodes = episodes
         gate.announce(episodes)
 
     def take_back(self, episodes: int) -> None:
         """Take back some of them."""
         self.episodes -= episodes
         self._gate.announce(-episodes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submission:
+    """Episodes that are played together, and what they are played with."""
+
+    episodes: Sequence[EpisodeSpec]
+    request: EngineRequest
+    training: bool
+    announced: _Announced
+    """Its episodes that have not started, where they are of training; else none."""
+    stop: Stop = field(default_factory=Stop)
+    results: list[Trajectory | None] = field(default_factory=list)
+    """Trajectories in the order of `episodes`; None for those that have not ended."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Numbers of the episodes without a result."""
+        return [number for number, result in enumerate(self.results) if result is None]
+
+    def started(self, episodes: int) -> None:
+        """Take note of episodes that start, or need no start."""
+        if self.training:
+            self.announced.take_back(episodes)
 
 
 class RolloutStream:
@@ -138,6 +176,7 @@ class RolloutStream:
         rollout, settings = self._rollout, self._rollout.settings
         self.loop = asyncio.get_running_loop()
         self._threads = AbandonableThreads(4 * settings.concurrency)
+
         self._stack = AsyncExitStack()
         self._stack.enter_context(GarbageWatch())
         self._stack.enter_context(
@@ -172,122 +211,154 @@ class RolloutStream:
         blank: bool = False,
         training: bool = False,
     ) -> asyncio.Task[list[Trajectory]]:
-        """Play episodes; siblings of a group belong in one submission. Arguments and
-        errors as of `Rollout.play`.
+        """Play episodes; siblings of a group belong in one submission.
 
         Returns a task of the trajectories in the order of `episodes`; cancelling it ends its
-        episodes. The calls of a `training` submission can be held.
+        episodes. The calls of a `training` submission can be held. Other arguments and errors are
+        as of `Rollout.play`.
         """
         rollout = self._rollout
-        if rollout.history == "inline" and any(episode.play is not None for episode in episodes):
+        has_agent_functions = any(episode.play is not None for episode in episodes)
+        if rollout.history == "inline" and has_agent_functions:
             raise UsageError(
                 'history = "inline" is for environments: an agent function composes what follows '
                 "a reply itself"
             )
-        want = rollout.want if extras is None else parse_extras(extras)
-        request = EngineRequest(want, min_version, sampling or rollout.settings.sampling, blank)
+
+        request = EngineRequest(
+            want=rollout.want if extras is None else parse_extras(extras),
+            min_version=min_version,
+            sampling=sampling or rollout.settings.sampling,
+            blank=blank,
+        )
         announced = _Announced(self.gate, len(episodes) if training else 0)
-        task = self.loop.create_task(self._play(episodes, request, training, announced))
+        task = self.loop.create_task(
+            self._play(_Submission(episodes, request, training, announced))
+        )
         self._submissions.add(task)
         task.add_done_callback(self._submissions.discard)
         task.add_done_callback(lambda _: announced.take_back(announced.episodes))
         return task
 
-    async def _play(
-        self,
-        episodes: Sequence[EpisodeSpec],
-        request: EngineRequest,
-        training: bool,
-        announced: _Announced,
-    ) -> list[Trajectory]:
-        rollout = self._rollout
-        keys, grouped = (
-            [episode.key for episode in episodes],
-            [episode.group_reward is not None for episode in episodes],
-        )
-        results: list[Trajectory | None] = complete_groups(
-            keys, [rollout.recorded(key) for key in keys], grouped
-        )
-        for found in filter(None, results):
-            rollout.count_error(found)
-        stop = Stop()
-        missing = [number for number, found in enumerate(results) if found is None]
-        announced.take_back(announced.episodes - len(missing) if training else 0)
-        siblings = [keys[number] for number in missing if grouped[number]]
-        group_rewards = GroupRewards(
-            siblings, self._threads, rollout.settings.limits.reward_s, stop
-        )
+    async def _play(self, submission: _Submission) -> list[Trajectory]:
+        # What an earlier process finished is not played again.
+        submission.results.extend(self._recorded(submission.episodes))
+        for recorded in submission.results:
+            if recorded is not None:
+                self._rollout.count_error(recorded)
+        missing = submission.missing
+        submission.started(len(submission.episodes) - len(missing))
 
-        async def play(number: int) -> None:
-            place = EpisodePlace(self.gate, training, request.min_version)
-            try:
-                await place.start()
-                announced.take_back(1 if training else 0)
-                try:
-                    if stop.asked:
-                        raise asyncio.CancelledError
-                    episode = episodes[number]
-                    make = episode.make
-                    if make is not None and episode.rules.isolation == "process":
-                        make = self._in_processes.of(make)
-                    given = request, self._threads, group_rewards, stop, place
-                    results[number] = trajectory = await rollout.play_episode(episode, make, *given)
-                    rollout.episode_finished(trajectory)
-                finally:
-                    place.end()
-            except BaseException:
-                stop.asked = True  # the task group cancels the others now
-                raise
-
-        starts: Iterable[Coroutine[Any, Any, None]] = map(play, missing)
-        if rollout.elsewhere is not None:
-            starts = self._elsewhere(
-                rollout.elsewhere, episodes, missing, results, request, training, announced
-            )
+        # Play the others. The first exception ends all of them.
+        if self._rollout.elsewhere is None:
+            plays = self._plays_here(submission, missing)
+        else:
+            plays = self._plays_elsewhere(self._rollout.elsewhere, submission, missing)
         try:
             with use_pool(self._workers):
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(start) for start in starts]
-                    try:
-                        if tasks:
-                            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-                    except BaseException:
-                        stop.asked = True
-                        raise
+                await _run_together(plays, submission.stop)
         except BaseExceptionGroup as errors:
             raise first_exception(errors) from None
         finally:
+            # The last submission ends the processes of environments.
             if self._submissions == {asyncio.current_task()}:
                 await self._in_processes.close()
-        assert None not in results, "an episode ended without a record"
-        return results  # type: ignore[return-value]
 
-    def _elsewhere(
-        self,
-        elsewhere: GroupPlayer,
-        episodes: Sequence[EpisodeSpec],
-        missing: Sequence[int],
-        results: list[Trajectory | None],
-        request: EngineRequest,
-        training: bool,
-        announced: _Announced,
+        assert None not in submission.results, "an episode ended without a record"
+        return submission.results  # type: ignore[return-value]
+
+    def _recorded(self, episodes: Sequence[EpisodeSpec]) -> list[Trajectory | None]:
+        """Return the recorded results of episodes, without those of incomplete groups."""
+        keys = [episode.key for episode in episodes]
+        return complete_groups(
+            keys,
+            recorded=[self._rollout.recorded(key) for key in keys],
+            grouped=[episode.group_reward is not None for episode in episodes],
+        )
+
+    def _plays_here(
+        self, submission: _Submission, missing: Sequence[int]
     ) -> Iterator[Coroutine[Any, Any, None]]:
-        """Yield what has each group of the missing episodes played elsewhere,
-        and sets its results."""
-
-        async def play(numbers: Sequence[int]) -> None:
-            group = [episodes[number] for number in numbers]
-            played = await elsewhere.play(
-                group,
-                request,
-                training=training,
-                grouped=group[0].group_reward is not None,
-                on_start=lambda: announced.take_back(len(group) if training else 0),
-            )
-            for number, trajectory in zip(numbers, played, strict=True):
-                results[number] = trajectory
-
-        groups: dict[GroupKey, list[int]] = {}
+        """Yield what plays each of the missing episodes."""
+        episodes = [submission.episodes[number] for number in missing]
+        group_rewards = GroupRewards(
+            [episode.key for episode in episodes if episode.group_reward is not None],
+            self._threads,
+            self._rollout.settings.limits.reward_s,
+            submission.stop,
+        )
         for number in missing:
-            groups.setdefault(episodes[number].key.group, []).append(number)
-        yield from map(play, groups.values())
+            yield self._play_here(submission, number, group_rewards)
+
+    async def _play_here(
+        self, submission: _Submission, number: int, group_rewards: GroupRewards
+    ) -> None:
+        """Play one episode of a submission when the gate lets it start, and set its result."""
+        episode = submission.episodes[number]
+        place = EpisodePlace(self.gate, submission.training, submission.request.min_version)
+        try:
+            await place.start()
+            submission.started(1)
+            try:
+                if submission.stop.asked:
+                    raise asyncio.CancelledError
+                make = episode.make
+                if make is not None and episode.rules.isolation == "process":
+                    make = self._in_processes.of(make)
+                trajectory = await self._rollout.play_episode(
+                    episode,
+                    make,
+                    submission.request,
+                    self._threads,
+                    group_rewards,
+                    submission.stop,
+                    place,
+                )
+                submission.results[number] = trajectory
+                self._rollout.episode_finished(trajectory)
+            finally:
+                place.end()
+        except BaseException:
+            submission.stop.asked = True  # the task group cancels the others now
+            raise
+
+    def _plays_elsewhere(
+        self, elsewhere: GroupPlayer, submission: _Submission, missing: Sequence[int]
+    ) -> Iterator[Coroutine[Any, Any, None]]:
+        """Yield what has each group of the missing episodes played elsewhere."""
+        numbers_by_group: dict[GroupKey, list[int]] = {}
+        for number in missing:
+            group = submission.episodes[number].key.group
+            numbers_by_group.setdefault(group, []).append(number)
+        for numbers in numbers_by_group.values():
+            yield self._play_elsewhere(elsewhere, submission, numbers)
+
+    async def _play_elsewhere(
+        self, elsewhere: GroupPlayer, submission: _Submission, numbers: Sequence[int]
+    ) -> None:
+        """Have the episodes of one group played elsewhere, and set their results."""
+        episodes = [submission.episodes[number] for number in numbers]
+        trajectories = await elsewhere.play(
+            episodes,
+            submission.request,
+            training=submission.training,
+            grouped=episodes[0].group_reward is not None,
+            on_start=lambda: submission.started(len(episodes)),
+        )
+        for number, trajectory in zip(numbers, trajectories, strict=True):
+            submission.results[number] = trajectory
+
+
+async def _run_together(plays: Iterable[Coroutine[Any, Any, None]], stop: Stop) -> None:
+    """Run coroutines side by side; the first that fails cancels the others.
+
+    A cancellation of the caller sets `stop`. Raises `BaseExceptionGroup` of what they raised.
+    """
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(play) for play in plays]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except BaseException:
+            stop.asked = True
+            raise

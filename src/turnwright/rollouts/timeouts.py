@@ -1,7 +1,9 @@
 """What an episode waits for: deadlines, and places of engine calls.
 
-An episode has a place only during its calls, none while its environment works. Waiting calls enter
-by the age of their policy, then by their number of turns; a new episode starts when no call waits.
+`Deadline.wait` bounds every await of an episode by one timer. `CallGate` limits the calls in the
+engine and says who enters next: an episode has a place only during its calls, none while its
+environment works. Waiting calls enter by the age of their policy, then by their number of turns; a
+new episode starts when no call waits. `EpisodePlace` is one episode's share of the gate.
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ class Deadline:
     """
 
     __slots__ = (
-        "_at",
         "_fired",
         "_held",
         "_held_since",
@@ -45,6 +46,7 @@ class Deadline:
         "_stop",
         "_task",
         "_timer",
+        "_wait_end",
         "end",
     )
 
@@ -61,29 +63,35 @@ class Deadline:
         self._loop = asyncio.get_running_loop()
         self._task = task
         self._stop = stop
-        self._timer: asyncio.TimerHandle | None = None
-        self._at = 0.0  # 0: no wait is active
         self._outer = outer
-        self._held, self._held_since = (
-            0,
-            0.0,
-        )  # number of waits that do not count, and the start of the first
-        self._fired = False
         self.end = self._loop.time() + wall_clock
+        """Loop time at which the last wait ends."""
+
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait_end = 0.0
+        """Loop time at which the current wait ends; 0 without one."""
+        self._fired = False
+        """Whether the timer has cancelled the task, which has not noticed yet."""
+        self._held = 0
+        """Number of waits that do not count."""
+        self._held_since = 0.0
+        """Start of the first of them."""
 
     async def wait(self, awaitable: Awaitable[T], seconds: float) -> T:
         """Wait for an awaitable for at most `seconds`.
 
-        Raises `TimeoutError` when it takes longer; it is cancelled then; `RuntimeError`
-        when it cancels the task, exits the process, or raises another `BaseException`,
-        which would end other episodes too.
+        Raises `TimeoutError` when it takes longer, and cancels it. Raises `RuntimeError` when it
+        cancels the task, exits the process, or raises another `BaseException`, which would end
+        other episodes too.
         """
-        at = min(self._loop.time() + seconds, self.end)
-        self._at = at
-        if self._timer is None or self._timer.when() > at:
+        # A timer that fires too early is set again, one that would fire too late is replaced.
+        wait_end = min(self._loop.time() + seconds, self.end)
+        self._wait_end = wait_end
+        if self._timer is None or self._timer.when() > wait_end:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_at(at, self._on_timer)
+            self._timer = self._loop.call_at(wait_end, self._on_timer)
+
         try:
             result = await awaitable
             if self._stop is not None and self._task.cancelling() and not self._fired:
@@ -97,14 +105,16 @@ class Deadline:
         else:
             return result
         finally:
-            self._at = 0.0
+            self._wait_end = 0.0
             if self._fired:  # the awaitable swallowed the cancellation
                 self._fired = False
                 self._task.uncancel()
 
     async def hold(self, awaitable: Awaitable[T]) -> T:
-        """Wait for an awaitable outside this deadline and the outer one: their ends
-        move by the time it takes."""
+        """Wait for an awaitable outside this deadline and the outer one.
+
+        Their ends move by the time it takes.
+        """
         self._suspend()
         try:
             return await self.wait(awaitable, math.inf)
@@ -126,26 +136,30 @@ class Deadline:
             return
         seconds = self._loop.time() - self._held_since
         self.end += seconds
-        if self._at:
-            self._at += seconds
+        if self._wait_end:
+            self._wait_end += seconds
             if self._timer is None:  # it fired meanwhile
-                self._timer = self._loop.call_at(self._at, self._on_timer)
+                self._timer = self._loop.call_at(self._wait_end, self._on_timer)
 
     def _raise(self, error: BaseException) -> NoReturn:
         """Raise the substitute of an exception that is not an `Exception`."""
-        fired, self._fired = self._fired, False
+        fired = self._fired
+        self._fired = False
         if fired:
             self._task.uncancel()
         if self.passes(error):
             raise error
+
         self.clear()
         if type(error) is not asyncio.CancelledError:
             raise RuntimeError(f"raised {words(error, repr)}") from error
-        raise (TimeoutError() if fired else RuntimeError("it was cancelled from within")) from None
+        if fired:
+            raise TimeoutError from None
+        raise RuntimeError("it was cancelled from within") from None
 
     def passes(self, error: BaseException) -> bool:
-        """Return whether an exception ends the rollout: Ctrl-C, its
-        cancellation, a discarded coroutine."""
+        """Return whether an exception ends the rollout: Ctrl-C, its cancellation, a discarded
+        coroutine."""
         kind = type(error)
         if issubclass(kind, asyncio.CancelledError):
             return bool(self._task.cancelling()) if self._stop is None else self._stop.asked
@@ -181,13 +195,13 @@ class Deadline:
 
     def _on_timer(self) -> None:
         self._timer = None
-        if self._at == 0.0 or self._held:
+        if self._wait_end == 0.0 or self._held:
             return
-        if self._loop.time() >= self._at:
+        if self._loop.time() >= self._wait_end:
             self._fired = True
             self._task.cancel()
         else:
-            self._timer = self._loop.call_at(self._at, self._on_timer)
+            self._timer = self._loop.call_at(self._wait_end, self._on_timer)
 
 
 class _Waiter(NamedTuple):
@@ -201,33 +215,43 @@ class _Waiter(NamedTuple):
 
 
 class CallGate:
-    """Places of engine calls: limits concurrent calls, and holds those of training while something
-    else needs the engine."""
+    """Places of engine calls.
+
+    It limits concurrent calls, and holds those of training while something else needs the engine.
+    """
 
     def __init__(self, places: int, episodes: int | None = None) -> None:
         """Admit `places` concurrent calls, and start episodes while fewer are alive than
         `episodes`; None is unlimited."""
-        self._places, self._most = places, episodes
+        self._places = places
+        self._most_alive = episodes
         self._ahead = places // 4
-        """Episodes that start while every place is taken, so that their environments are
-        ready when one is free."""
+        """Episodes that start while every place is taken, so that their environments are ready
+        when one is free."""
+
         self.calls = 0
         """Calls in the engine."""
+        self.training_calls = 0
+        """Calls of training in the engine."""
         self.starting = 0
         """Episodes that have made no call yet."""
         self.alive = 0
         """Episodes that have started and not ended."""
-        self._numbers = 0
-        self._held = False
-        # By whether they are of training: calls, and episodes to start.
+
+        # What waits, by whether it is of training: calls, and episodes to start.
         self._calls: dict[bool, list[_Waiter]] = {True: [], False: []}
         self._starts: dict[bool, list[_Waiter]] = {True: [], False: []}
-        self.training_calls = 0
-        """Calls of training in the engine."""
-        self._idle: asyncio.Future[None] | None = None
+        self._numbers = 0
+        """Number of waiters so far; the last key of their order."""
         self._announced = 0
-        self._free_waiter: asyncio.Future[None] | None = None
+        """Episodes of training that are about to wait for their start."""
+
+        self._held = False
         self._watchers: list[Callable[[], None]] = []
+        self._idle: asyncio.Future[None] | None = None
+        """Has a result when no call of training is in the engine."""
+        self._free_waiter: asyncio.Future[None] | None = None
+        """Has a result when a new episode of training would start at once."""
 
     @property
     def held(self) -> bool:
@@ -244,22 +268,24 @@ class CallGate:
             changed()
 
     def announce(self, episodes: int) -> None:
-        """Count episodes of training that are about to wait for their start; a negative
-        number takes them back."""
+        """Count episodes of training that are about to wait for their start.
+
+        A negative number takes them back.
+        """
         self._announced += episodes
         if episodes < 0:
             self._admit()
 
     async def wait_free(self) -> None:
         """Wait until a new episode of training would start at once."""
-        while not self._free():
+        while not self._is_free():
             self._free_waiter = self._free_waiter or asyncio.get_running_loop().create_future()
             await asyncio.shield(self._free_waiter)
 
-    def _free(self) -> bool:
-        return (
-            not self._held and not self._announced and not self._starts[True] and self._may_start()
-        )
+    def _is_free(self) -> bool:
+        if self._held or self._announced or self._starts[True]:
+            return False
+        return self._may_start()
 
     async def hold(self) -> None:
         """Hold the calls of training, and wait until none of them is in the engine."""
@@ -278,46 +304,56 @@ class CallGate:
         self._admit()
 
     def _may_start(self) -> bool:
-        room = self.calls + self.starting < self._places + self._ahead and (
-            self._most is None or self.alive < self._most
-        )
-        return room and self._next(self._calls) is None
+        if self.calls + self.starting >= self._places + self._ahead:
+            return False
+        if self._most_alive is not None and self.alive >= self._most_alive:
+            return False
+        return self._next(self._calls) is None
 
     def _wait(self, heap: list[_Waiter], version: int, turns: int) -> _Waiter:
         self._numbers += 1
-        waiter = _Waiter(version, -turns, self._numbers, asyncio.get_running_loop().create_future())
+        future = asyncio.get_running_loop().create_future()
+        waiter = _Waiter(version, -turns, self._numbers, future)
         heapq.heappush(heap, waiter)
         return waiter
 
     def _next(self, heaps: dict[bool, list[_Waiter]]) -> tuple[_Waiter, bool] | None:
-        """Return the first waiter that is not held, and whether it is of
-        training; drop cancelled ones."""
-        found: tuple[_Waiter, bool] | None = None
+        """Return the first waiter that is not held, and whether it is of training.
+
+        Cancelled ones are dropped.
+        """
+        first: tuple[_Waiter, bool] | None = None
         for training, heap in heaps.items():
             while heap and heap[0].future.done():
                 heapq.heappop(heap)
-            if (
-                heap
-                and not (training and self._held)
-                and (found is None or heap[0][:3] < found[0][:3])
-            ):
-                found = heap[0], training
-        return found
+            if not heap or (training and self._held):
+                continue
+            if first is None or heap[0][:3] < first[0][:3]:
+                first = heap[0], training
+        return first
 
     def _admit(self) -> None:
         """Admit waiting calls to free places, then start episodes."""
-        while self.calls < self._places and (call := self._next(self._calls)):
-            waiter, training = call
+        while self.calls < self._places:
+            next_call = self._next(self._calls)
+            if next_call is None:
+                break
+            waiter, training = next_call
             heapq.heappop(self._calls[training])
             self._take(training)
             waiter.future.set_result(None)
-        while self._may_start() and (start := self._next(self._starts)):
-            waiter, training = start
+
+        while self._may_start():
+            next_start = self._next(self._starts)
+            if next_start is None:
+                break
+            waiter, training = next_start
             heapq.heappop(self._starts[training])
             self.starting += 1
             self.alive += 1
             waiter.future.set_result(None)
-        if self._free_waiter is not None and self._free():
+
+        if self._free_waiter is not None and self._is_free():
             self._free_waiter.set_result(None)
             self._free_waiter = None
 
@@ -332,13 +368,11 @@ class CallGate:
         if self._idle is not None and not self.training_calls:
             self._idle.set_result(None)
             self._idle = None
-        if (
-            self._calls[True]
-            or self._calls[False]
-            or self._starts[True]
-            or self._starts[False]
-            or self._free_waiter
-        ):
+
+        # Most calls leave with nobody waiting.
+        calls_wait = self._calls[True] or self._calls[False]
+        starts_wait = self._starts[True] or self._starts[False]
+        if calls_wait or starts_wait or self._free_waiter:
             self._admit()
 
     def try_enter(self, training: bool) -> bool:
@@ -356,6 +390,7 @@ class CallGate:
         try:
             await waiter.future
         except asyncio.CancelledError:
+            # It was admitted and cancelled at once: its place is another's.
             if waiter.future.done() and not waiter.future.cancelled():
                 self.leave(training)
             raise
@@ -366,6 +401,7 @@ class CallGate:
             self.starting += 1
             self.alive += 1
             return
+
         waiter = self._wait(self._starts[training], version, 0)
         try:
             await waiter.future
@@ -389,8 +425,11 @@ class EpisodePlace:
     """An episode's share of the gate."""
 
     def __init__(self, gate: CallGate, training: bool, version: int) -> None:
-        self._gate, self._training, self._version = gate, training, version
+        self._gate = gate
+        self._training = training
+        self._version = version
         self._starting = True
+        """Whether it has made no call yet."""
         self.waiting = 0
         """Number of its calls that wait for a place."""
 
@@ -406,8 +445,10 @@ class EpisodePlace:
         return self._gate.try_enter(self._training)
 
     async def enter(self, turns: int, deadline: Deadline) -> None:
-        """Wait outside the deadline for the place of a call after `turns` turns;
-        `try_enter` comes first."""
+        """Wait outside the deadline for the place of a call after `turns` turns.
+
+        `try_enter` comes first.
+        """
         self.waiting += 1
         try:
             await deadline.hold(self._gate.enter(self._training, self._version, turns))

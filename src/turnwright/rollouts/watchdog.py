@@ -33,8 +33,8 @@ class PendingEpisode(NamedTuple):
 
 
 class Watchdog:
-    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that
-    signal has another handler.
+    """Thread that monitors a running rollout, and handler of SIGUSR1 unless that signal has
+    another handler.
 
     Progress is an episode that finishes or enters another phase of a turn. After `seconds` without
     progress, and each time after twice as long, it prints the pending episodes, and where the event
@@ -47,47 +47,56 @@ class Watchdog:
         finished: Callable[[], int],
         seconds: float,
     ) -> None:
-        """Create the watchdog of the running event loop; `pending` returns the running
-        episodes, oldest first."""
+        """Create the watchdog of the running event loop.
+
+        `pending` returns the running episodes, oldest first.
+        """
         self._pending = pending
         self._finished = finished
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._ident = threading.get_ident()
+        self._loop_thread = threading.get_ident()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="turnwright-watchdog", daemon=True)
-        self._handles = False
+        self._handles_signal = False
 
     def __enter__(self) -> Self:
         self._thread.start()
         if hasattr(signal, "SIGUSR1") and threading.current_thread() is threading.main_thread():
-            self._handles = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-            if self._handles:
+            self._handles_signal = signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+            if self._handles_signal:
                 signal.signal(signal.SIGUSR1, self._print_stacks)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._handles:
+        if self._handles_signal:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         self._stopped.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        count, last_progress, interval = self._finished(), time.monotonic(), self._seconds
+        finished = self._finished()
+        last_progress = time.monotonic()
+        interval = self._seconds
         while not self._stopped.wait(min(1.0, self._seconds / 4)):
-            now, rows = time.monotonic(), self._pending()
-            latest = rows[-1].since if rows else now
-            if self._finished() != count:
-                count, latest = self._finished(), now
+            # The last that entered a phase, or an episode that finished.
+            now = time.monotonic()
+            episodes = self._pending()
+            latest = episodes[-1].since if episodes else now
+            finished_now = self._finished()
+            if finished_now != finished:
+                finished = finished_now
+                latest = now
             if latest > last_progress:
-                last_progress, interval = latest, self._seconds
-            if now - last_progress >= interval:
+                last_progress = latest
+                interval = self._seconds
+
+            stalled_s = now - last_progress
+            if stalled_s >= interval:
                 interval *= 2
-                lines = [
-                    f"no progress for {now - last_progress:.0f} s; {describe_pending(rows)}",
-                    *self._blocked(),
-                ]
-                if self._handles:
+                lines = [f"no progress for {stalled_s:.0f} s; {describe_pending(episodes)}"]
+                lines += self._blocked()
+                if self._handles_signal:
                     lines.append(f"(kill -USR1 {os.getpid()} shows stacks)")
                 _print(lines)
 
@@ -100,11 +109,10 @@ class Watchdog:
             return
         if not alive.wait(min(0.5, self._seconds)):
             yield "the event loop is blocked:"
-            yield from _stack(sys._current_frames().get(self._ident))
+            yield from _stack(sys._current_frames().get(self._loop_thread))
 
     def _print_stacks(self, *_: object) -> None:
-        rows = self._pending()
-        lines = [describe_pending(rows)]
+        lines = [describe_pending(self._pending())]
         for task in asyncio.all_tasks(self._loop):
             lines += [f"task {task.get_name()}:", *_awaiting(task.get_coro())]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -113,22 +121,22 @@ class Watchdog:
         _print(lines)
 
 
-def describe_pending(rows: list[PendingEpisode]) -> str:
+def describe_pending(episodes: list[PendingEpisode]) -> str:
     """Describe pending episodes, the oldest individually."""
-    if not rows:
+    if not episodes:
         return "no episode is pending"
-    lines = [
-        f"{len(rows)} episode{'s' if len(rows) > 1 else ''} pending, oldest first (episode, turn, "
-        "phase, age):"
-    ]
-    lines += [
-        f"  {row.session}  turn {row.turn + 1}  {row.phase}  {row.seconds:.1f} s"
-        for row in rows[:MAX_LISTED]
-    ]
-    if rest := Counter(row.phase for row in rows[MAX_LISTED:]):
+
+    plural = "s" if len(episodes) > 1 else ""
+    lines = [f"{len(episodes)} episode{plural} pending, oldest first (episode, turn, phase, age):"]
+    for episode in episodes[:MAX_LISTED]:
         lines.append(
-            "  and " + ", ".join(f"{count} in {phase}" for phase, count in rest.most_common())
+            f"  {episode.session}  turn {episode.turn + 1}  {episode.phase}  "
+            f"{episode.seconds:.1f} s"
         )
+    phases = Counter(episode.phase for episode in episodes[MAX_LISTED:])
+    if phases:
+        counts = [f"{count} in {phase}" for phase, count in phases.most_common()]
+        lines.append("  and " + ", ".join(counts))
     return "\n".join(lines)
 
 
@@ -142,7 +150,8 @@ def _stack(frame: FrameType | None) -> list[str]:
 def _awaiting(coroutine: Any) -> Iterator[str]:
     """Yield the lines at which a coroutine waits, outermost first."""
     while coroutine is not None:
-        frame, code = getattr(coroutine, "cr_frame", None), getattr(coroutine, "cr_code", None)
+        frame = getattr(coroutine, "cr_frame", None)
+        code = getattr(coroutine, "cr_code", None)
         if frame is None or not isinstance(code, CodeType):
             return
         yield f"  {code.co_filename}:{frame.f_lineno} in {code.co_qualname}"
