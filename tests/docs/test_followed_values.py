@@ -183,8 +183,11 @@ def test_a_sampled_id_reaches_the_journal(traced):
     )
 
     def holds(call: Call) -> bool:
-        spans = call.arguments["self"].trajectory.spans
-        return any(own.ids == span.ids and own.logprobs == span.logprobs for own in spans)
+        writer = call.arguments["self"]
+        trajectory = getattr(writer, "trajectory", None) or writer._trajectory
+        return any(
+            own.ids == span.ids and own.logprobs == span.logprobs for own in trajectory.spans
+        )
 
     assert any(map(holds, sample))
     assert any(map(holds, turn))
