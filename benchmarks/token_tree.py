@@ -44,7 +44,7 @@ from turnwright.training.forward.forward import ForwardPass
 from turnwright.training.forward.packing import BatchPacker, shared_prefixes, tree_micro
 from turnwright.training.forward.passes import MicroBatch, pack_rows
 from turnwright.training.forward.prefix_tree import split_passes
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 
 SIZES = {"cpu": (369, 256, 4, 4, 2, 64), "cuda": (32_000, 1024, 24, 16, 8, 64)}
 """Vocabulary, width, layers, heads, key heads and size of a head."""

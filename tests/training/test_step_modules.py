@@ -44,7 +44,7 @@ def test_a_step_runs_through_these_modules_and_no_other(tiny_model):
         "forward.passes",
         "forward.prefix_tree",
         "forward.ranks",
-        "forward.rows",
+        "forward.training_rows",
         "loss",
         "loss_weights",
         "trainer.gradient_signal",

@@ -14,7 +14,7 @@ from turnwright.training.advantages import advantages
 from turnwright.training.credit import sort_key
 from turnwright.training.forward.batch import split_minibatches
 from turnwright.training.forward.passes import OVERHEAD_TOKENS
-from turnwright.training.forward.rows import rows_of
+from turnwright.training.forward.training_rows import rows_of
 
 
 def batch_of(made, aggregation="token", micro_tokens=64, **more):

@@ -13,7 +13,7 @@ from turnwright.config import ModelConfig, TrainConfig
 from turnwright.training import LossDenominator, Trainer, build_prefix_tree
 from turnwright.training.advantages import advantages
 from turnwright.training.forward.packing import shared_prefixes, tree_micro
-from turnwright.training.forward.rows import rows_of
+from turnwright.training.forward.training_rows import rows_of
 from turnwright.training.model import models
 from turnwright.types import Group, Origin, Span, Task
 

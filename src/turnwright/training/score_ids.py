@@ -15,8 +15,8 @@ from turnwright.training.forward.forward import (
     target_stats,
 )
 from turnwright.training.forward.passes import padded
-from turnwright.training.forward.rows import TrainingRow
 from turnwright.training.forward.support import SamplingSupport
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.types.media import placements_between
 
 TOP_LOGITS = 1 << 24

@@ -1,8 +1,8 @@
 """From credits to tensors: every sampled id that carries loss once, with its advantage and its
 weight, and the forward passes that compute it.
 
-`make_batch` reads from top to bottom. Paths of trajectories become rows (`rows.py`), rows share
-passes (`passes.py`, or a prefix tree by `packing.py`), and `LossDenominator` makes the loss
+`make_batch` reads from top to bottom. Paths of trajectories become rows (`training_rows.py`), rows
+share passes (`passes.py`, or a prefix tree by `packing.py`), and `LossDenominator` makes the loss
 independent of all that: of padding, packing, and the split into passes.
 
 A suffix on a tensor's name says what its axis counts: `_n` the N ids that carry loss in the step,
@@ -24,7 +24,7 @@ from turnwright.errors import SyncError
 from turnwright.renderers.vision import VisionProcessor
 from turnwright.training.credit import Credit
 from turnwright.training.forward.passes import MicroBatch, Pack, padded
-from turnwright.training.forward.rows import TrainingRow, rows_of
+from turnwright.training.forward.training_rows import TrainingRow, rows_of
 from turnwright.types import Trajectory
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from turnwright.training.forward.prefix_tree import (
     split_passes,
 )
 from turnwright.training.forward.routing_replay import keys_with_routes
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.types.media import ids_with_media_keys
 
 MARGIN = 1.1

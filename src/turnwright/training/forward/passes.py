@@ -18,7 +18,7 @@ from torch import Tensor
 from turnwright.errors import UsageError
 from turnwright.renderers.vision import VisionProcessor
 from turnwright.training.forward.routing_replay import PassRoutes, pack_routes
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.training.forward.tree import PrefixTree
 from turnwright.types import Media
 

@@ -12,7 +12,7 @@ import torch
 from turnwright.errors import ConfigError, TurnwrightError
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import LogitDistribution
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.training.teachers.alignment import AlignedChunk, Translation
 from turnwright.training.teachers.local import LocalTeacher
 from turnwright.types import Trajectory

@@ -20,7 +20,7 @@ from turnwright.training.advantages import CreditSettings
 from turnwright.training.credit import StepCredits, exclusion_reason
 from turnwright.training.forward.batch import TeacherScores, TrainingBatch
 from turnwright.training.forward.forward import ForwardPass, LogitDistribution
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.training.teachers.credits import (
     Answered,
     credits_beside_rewards,

@@ -13,7 +13,7 @@ from turnwright.errors import TurnwrightError
 from turnwright.training.distributed import ProcessRanks
 from turnwright.training.forward.forward import LogitDistribution
 from turnwright.training.forward.passes import padded
-from turnwright.training.forward.rows import TrainingRow
+from turnwright.training.forward.training_rows import TrainingRow
 from turnwright.training.trainer.trainer import Trainer
 
 BROADCAST_METHODS = (

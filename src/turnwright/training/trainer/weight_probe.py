@@ -24,7 +24,7 @@ from turnwright.engines import Engine, Generation, Request, Sampling
 from turnwright.errors import SyncError
 from turnwright.training.credit import Credit
 from turnwright.training.forward.passes import MicroBatch, padded
-from turnwright.training.forward.rows import TrainingRow, rows_of
+from turnwright.training.forward.training_rows import TrainingRow, rows_of
 from turnwright.training.trainer.mismatch import EXACT, mismatch_bound
 
 PROBE_EVERY = 20
