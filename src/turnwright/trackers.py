@@ -185,10 +185,12 @@ class TrackerProcesses:
 
     def _start(self, spec: str, project: str, name: str) -> ChildProcess:
         (self._run / "track").mkdir(exist_ok=True)
+        # A tracker may be a module of the working directory; it must not hide one of a library.
+        path = os.pathsep.join([python_path(), os.getcwd()])
         with self._log(spec).open("ab") as log:
             return ChildProcess(
                 python_module("turnwright.trackers", spec, str(self._run), project, name),
-                env=os.environ | {"PYTHONPATH": python_path()},
+                env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

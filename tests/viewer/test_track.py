@@ -48,6 +48,14 @@ def run(make_run, tmp_path):
     return make_run(tmp_path / "hop", steps=5)
 
 
+def test_a_tracker_may_be_a_module_of_the_working_directory(run, tmp_path, monkeypatch):
+    (tmp_path / "my_tracker.py").write_text(OWN.read_text())
+    (tmp_path / "json.py").write_text("raise SystemExit('a module of Python is hidden')")
+    monkeypatch.chdir(tmp_path)
+    assert TrackerProcesses(["my_tracker:Hears"], run, "games", None).close(60.0) == []
+    assert len(observation(run)) > len(rows(run))
+
+
 def test_every_row_arrives_once_while_it_is_written_and_after_a_resume(run):
     spec = f"{OWN}:Hears"
     followers = TrackerProcesses([spec], run, "games", None)
