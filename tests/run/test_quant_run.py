@@ -179,7 +179,7 @@ SEES = SEES.replace('"On."', f'[{{"role": "user", "content": [tw.Image({IMAGE}),
 
 @pytest.mark.parametrize("kind", ["int4", "fp8"])
 def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, kind: str) -> None:
-    from turnwright.training.trainer import checks
+    from turnwright.training.trainer.mismatch import ROUNDED_BOUND
 
     (tmp_path / "sees.py").write_text(SEES)
     plain = (
@@ -196,9 +196,7 @@ def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, 
     trained = [row for row in rows(out, "train") if row["optimizer_steps"]]
     assert trained
     assert all(row["codes_changed"] > 0 for row in trained)
-    assert max(row["mismatch_max"] for row in trained) < (
-        checks.ROUNDED_BOUND if kind == "fp8" else 1e-4
-    )
+    assert max(row["mismatch_max"] for row in trained) < (ROUNDED_BOUND if kind == "fp8" else 1e-4)
     checkpoint = out / "checkpoints" / "step-00003"
     model = load(checkpoint)[0]
     names = quantized_names(model, quant_of(checkpoint))
