@@ -99,9 +99,8 @@ class Siege:
         self.ready.clear()
 
         def work() -> None:
-            while not all(
-                server.answered for server in self.added
-            ):  # a start takes a core, which would be measured too
+            while not all(server.answered for server in self.added):
+                # A start takes a core, which would be measured too.
                 time.sleep(0.02)
             self.spare = self.start(AT_A_TIME)
             self.ready.set()

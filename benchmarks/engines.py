@@ -10,7 +10,7 @@ the clock, the share of the prompts' ids that came from a cache, the time until 
 the largest |logprob - trainer's|.
 
     python benchmarks/engines.py [--home DIR] [--engines local,vllm,sglang]
-    [--episodes 64] [--rounds 3]
+        [--episodes 64] [--rounds 3]
 
 The last line is JSON.
 """
@@ -89,9 +89,8 @@ async def measure(
 ) -> dict[str, float]:
     module, _ = load(source)
     renderer = load_renderer(source)
-    renderer.banned_ids |= (
-        renderer.invalid_ids | renderer.stop_ids
-    )  # nothing ends a reply but its length
+    # Nothing ends a reply but its length.
+    renderer.banned_ids |= renderer.invalid_ids | renderer.stop_ids
     trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids)
     limits = Limits(turns=TURNS, turn_tokens=TOKENS, on_turn_length="continue", context=1024)
     config = RunConfig(engine=EngineConfig(kind=kind, install_dir=str(args.home)), limits=limits)  # type: ignore[arg-type]

@@ -131,9 +131,8 @@ def solver_success(name: str, recipe: Path, seed: int = 0, n: int = 128) -> floa
     spec = resolve_env(EnvConfig(use=f"{ROOT}/examples/{name}.py:{TASKS[name]}"))
     assert spec.factory is not None
     assert spec.solver is not None
-    limits = tw.Limits(
-        turns=load(recipe, []).config.limits.turns
-    )  # without a model, a token is a byte
+    # Without a model, a token is a byte.
+    limits = tw.Limits(turns=load(recipe, []).config.limits.turns)
     found = tw.rollout(
         spec.factory,
         spec.tasks("eval", n, seed),

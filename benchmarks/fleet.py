@@ -1,8 +1,8 @@
 """What the fleet's client costs a request, next to well-kept HTTP libraries
 that do the same by hand.
 
-    python benchmarks/fleet.py [--contexts 1024 8192 32768] [--requests 512] [--rounds
-    7] [--libraries aiohttp]
+    python benchmarks/fleet.py [--contexts 1024 8192 32768] [--requests 512]
+        [--rounds 7] [--libraries aiohttp]
 
 A server in a process of its own answers at once, in vLLM's tokens-only form: the ids of the prompt,
 echoed, and 64 ids with logprobs. 64 episodes run at a time; each sends its context, and the next

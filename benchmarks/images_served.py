@@ -8,7 +8,7 @@ its own number, so that nothing is known from before. Told are the medians of th
 requests sent, and seconds by the clock.
 
     python benchmarks/images_served.py [--home DIR] [--turns 8] [--episodes 16]
-    [--pixels 224] [--rounds 3]
+        [--pixels 224] [--rounds 3]
 
 The last line is JSON.
 """
@@ -69,9 +69,8 @@ async def measure(
 ) -> dict[str, dict[str, float]]:
     module, _ = load(source)
     renderer = load_renderer(source)
-    renderer.banned_ids |= (
-        renderer.invalid_ids | renderer.stop_ids
-    )  # nothing ends a reply but its length
+    # Nothing ends a reply but its length.
+    renderer.banned_ids |= renderer.invalid_ids | renderer.stop_ids
     limits = Limits(
         turns=args.turns + 1, turn_tokens=8, on_turn_length="continue", context=args.context
     )

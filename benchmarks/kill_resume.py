@@ -76,13 +76,14 @@ TIMES = {
     "rollout_over_train",
     "seconds",
 }
+# Of a process, too.
 TIMES |= {
     "peak_memory_mib",
     "cache_hit",
     "tool_seconds",
     "tools_offered",
     "resume",
-}  # of a process, too
+}
 
 FAILED = ("env_error", "tool_error", "reward_error", "engine_error", "timeout")
 """Stop reasons of episodes that are played again."""
@@ -189,9 +190,8 @@ def kill_when(words: Sequence[str], run: Path, instant: str | float) -> str | No
     before, grown = size(run), 0.0
     process = start(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while process.poll() is None:
-        process.send_signal(
-            signal.SIGSTOP
-        )  # while it is looked at: on a busy machine it would be over before
+        # While it is looked at: on a busy machine it would be over before.
+        process.send_signal(signal.SIGSTOP)
         now = time.monotonic()
         grown = grown or (now if size(run) > before else 0.0)
         if instant == "checkpoint":

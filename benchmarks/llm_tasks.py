@@ -2,7 +2,7 @@
 held-out success and cost.
 
     python benchmarks/llm_tasks.py [--only NAME ...] [--seeds 0 1] [--control]
-    [--steps N] [--device cuda]
+        [--steps N] [--device cuda]
 
 Each run is `turnwright train` in a process of its own. With `--control` each task is also trained
 from the same warm-up with rewards shuffled within its groups. A row is printed and appended to the

@@ -441,9 +441,8 @@ def exported(run: Path) -> dict[str, Any]:
     }
     with torch.no_grad():
         logits = got(ids).logits
-        quantize_for_training(
-            model, replace(quant, activations=False)
-        )  # a file holds weights alone
+        # A file holds weights alone.
+        quantize_for_training(model, replace(quant, activations=False))
         gap = model(ids).logits.log_softmax(-1) - logits.log_softmax(-1)
         found["logp_max_diff"] = float(gap.abs().max())
         # With a GPU transformers computes fp8 by kernels that it would download.

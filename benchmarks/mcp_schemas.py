@@ -120,9 +120,8 @@ def instance_of(schema: Any, depth: int = 0) -> Any:
         return None
     if "const" in schema:
         return schema["const"]
-    if (
-        schema.get("default") is not None
-    ):  # servers write null as the default of a text that must not be null
+    if schema.get("default") is not None:
+        # Servers write null as the default of a text that must not be null.
         return schema["default"]
     if schema.get("enum"):
         return schema["enum"][0]

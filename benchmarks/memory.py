@@ -151,9 +151,8 @@ def step(args: argparse.Namespace) -> dict[str, float]:
         num_key_value_heads=1,
     )
     settings = {"micro_tokens": 2048, "max_mismatch": 1e9, "max_mismatch_kl": 1e9}
-    warm = Trainer(
-        Qwen3ForCausalLM(small), TrainConfig(**settings)
-    )  # what torch loads at its first step
+    # What torch loads at its first step.
+    warm = Trainer(Qwen3ForCausalLM(small), TrainConfig(**settings))
     warm.step([_group(64, 16, 8)], step=0, steps=1)
     model = Qwen3ForCausalLM(config).to(args.device, getattr(torch, case.dtype))
     if case.lora:

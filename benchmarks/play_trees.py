@@ -217,9 +217,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
-    sys.modules["play_trees"] = sys.modules[
-        "__main__"
-    ]  # the lists below have the classes of this file
+    # The lists below have the classes of this file.
+    sys.modules["play_trees"] = sys.modules["__main__"]
 
     found: list[Result] = []
     for system in given.only.split(","):

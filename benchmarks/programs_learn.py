@@ -2,7 +2,7 @@
 and with shuffled rewards.
 
     python benchmarks/programs_learn.py [--recipes react_hop bash_agent] [--seeds 0 1 2]
-    [--jobs 1] [--without-control]
+        [--jobs 1] [--without-control]
 
 Needs openai, for react_hop, and the extra sandbox, for bash_agent. The control begins where
 the warm-up of the same seed ended; its rewards are shuffled among the episodes of each

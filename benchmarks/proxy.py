@@ -2,7 +2,7 @@
 same episodes by the loop.
 
     python benchmarks/proxy.py [--sessions 64] [--tokens 32000] [--calls 32]
-    [--repeats 3] [--profile]
+        [--repeats 3] [--profile]
 
 Each session is a program that sends its complete history with every call, up to a context of
 `--tokens` (a token is a byte); all sessions make each call at once. The programs run in a process

@@ -101,9 +101,8 @@ def played(
 ) -> list[tw.Trajectory]:
     """Episodes with routes."""
     renderer = tw.byte_renderer()
-    renderer.banned_ids |= frozenset(
-        (256, 257)
-    )  # a model that has learned nothing would end episodes with them
+    # A model that has learned nothing would end episodes with them.
+    renderer.banned_ids |= frozenset((256, 257))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "local engine: on this machine")
         engine = LocalEngine(model, renderer=renderer, **options)

@@ -198,9 +198,8 @@ def check(
         ids = trajectory.path(len(trajectory.spans) - 1)
         if canonical:
             text = template.render(trajectory.messages)
-            encoded = renderer.codec.encode(text)[
-                : len(ids)
-            ]  # the close's newline after the last reply was never needed
+            # The close's newline after the last reply was never needed.
+            encoded = renderer.codec.encode(text)[: len(ids)]
             if ids != encoded:
                 return False
     return True

@@ -254,9 +254,8 @@ def main() -> None:
         f"MB a CPU second: a relay fetches {fetch_rate:.0f}, its event loop alone {loop_rate:.0f}; "
         f"it serves {serve_rate:.0f}"
     )
-    relay = 1 / (
-        1 / loop_rate + 1 / serve_rate
-    )  # each machine receives all weights and sends them once
+    # Each machine receives all weights and sends them once.
+    relay = 1 / (1 / loop_rate + 1 / serve_rate)
     rows = [row_of(engines, costs, check_s, relay, disk) for engines in (10, 100, 1000)]
     for row in rows:
         print(row)

@@ -14,26 +14,31 @@ Keys of the last line, JSON. The outer `ratio_to_list` and `ratio_to_bound` are 
 rest those of `async` at staleness 2; `modes` has all of them for each mode. Times are of the run
 until its last step is trained, the end of which no new group overlaps.
 
-ratio_to_list   seconds that the steps waited for their batches, over those of list scheduling: all episodes of a batch begin at
-                once, each call takes the first free place in the order of arrival, the next batch
-                begins after the last episode (`ratio_to_list_max`: of the worst batch)
-ratio_to_bound  the same over the bound of each batch: max(its engine time / C, its longest episode played alone)
+ratio_to_list   seconds that the steps waited for their batches, over those of list scheduling: all
+                episodes of a batch begin at once, each call takes the first free place in the order
+                of arrival, the next batch begins after the last episode (`ratio_to_list_max`: of
+                the worst batch)
+ratio_to_bound  the same over the bound of each batch: max(its engine time / C, its longest episode
+                played alone)
 busy            engine time of all calls / (C x time of the run)
 useful          engine time of trained groups / (C x time of the run)
-ideal_busy      highest possible `useful` of those groups: their engine time / (C x shortest possible run), which is engine
-                time / C, plus the time of the trainer: of every step where it and the engine take
-                turns (sync, hold), else of the last step
+ideal_busy      highest possible `useful` of those groups: their engine time / (C x shortest
+                possible run), which is engine time / C, plus the time of the trainer: of every step
+                where it and the engine take turns (sync, hold), else of the last step
 share_of_ideal  busy / ideal_busy
-share_filled    the same up to the entry of the last group: busy part of the time in which the engine may sample
+share_filled    the same up to the entry of the last group: busy part of the time in which the
+                engine may sample
 lag_mean        mean over trained groups of updates between entry and training
 lag_max         largest of them
-turns_sampled   mean turns of the episodes of all groups that entered, as if discarded ones were played to their end
+turns_sampled   mean turns of the episodes of all groups that entered, as if discarded ones were
+                played to their end
 turns_trained   mean turns of the episodes of trained groups
 ks              Kolmogorov-Smirnov distance of the two distributions of turns
-ks_discarded    the same of trained and discarded groups, whose samples are independent if discarding does not depend on
-                length; `ks_1pct` is what chance exceeds in 1% of cases (both 0
-                where nothing was discarded)
-unbiased        whether turns_trained is within 1% of turns_sampled, and ks_discarded at most ks_1pct
+ks_discarded    the same of trained and discarded groups, whose samples are independent if
+                discarding does not depend on length; `ks_1pct` is what chance exceeds in 1% of
+                cases (both 0 where nothing was discarded)
+unbiased        whether turns_trained is within 1% of turns_sampled, and ks_discarded at most
+                ks_1pct
 discarded       groups that entered and were not trained
 
 The last part plays real Hop tasks (solved by Hop's own player, one to three look-ups, two to four
@@ -41,7 +46,7 @@ turns) with W3's replies and environment, 4 groups of 8 a step, and prints the s
 of look-ups among groups that entered and were trained.
 
     python benchmarks/scheduling.py            # two minutes; --steps 4 for a look
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 

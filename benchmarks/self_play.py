@@ -68,9 +68,8 @@ def role_bias(run: Path, point: str, config: RunConfig) -> dict[str, Any]:
     found = tw.rollout(
         play, tasks("train", 200, 0), engine=engine, limits=config.limits, samples=NEXT // 200
     )
-    first, second = (
-        [t.agent_rewards[role] for t in found if t.agent_rewards] for role in ROLES
-    )  # others failed
+    # Others failed.
+    first, second = ([t.agent_rewards[role] for t in found if t.agent_rewards] for role in ROLES)
     assert first == [-reward for reward in second]
     mean = statistics.mean(first)
     error = statistics.stdev(first) / math.sqrt(len(first))

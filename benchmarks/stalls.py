@@ -131,9 +131,8 @@ async def encode(
     rows = [tw.Task("go", answer=text if i == 0 else "short", id=f"{i}") for i in range(17)]
     limits = tw.Limits(turns=32)
     rollout = Rollout(Fixed(pool), renderer, RolloutSettings(limits=limits, sanity="off"))
-    await rollout.play(
-        make_episode_specs(Talks, rows[1:], phase="warm", step=0)
-    )  # shapes are found out once
+    # Shapes are found out once.
+    await rollout.play(make_episode_specs(Talks, rows[1:], phase="warm", step=0))
     done = asyncio.Event()
     watch = asyncio.ensure_future(stalls(done))
     await asyncio.sleep(0.05)

@@ -93,9 +93,8 @@ def _read(player: Player, kind: str, wanted: Message, tools: Any, reads: Reads) 
         wanted = replace(wanted, reasoning=None)  # the template has no field for thinking
 
     text, stop = player.written([QUESTION], wanted, [Message("user", "And then?")], tools)
-    if text.lstrip().startswith(
-        renderer.contract.prefix
-    ):  # not where the generation prompt writes it
+    if text.lstrip().startswith(renderer.contract.prefix):
+        # Not where the generation prompt writes it.
         text = text.lstrip().removeprefix(renderer.contract.prefix)
     ids = reference.ids(text)
     # A template that ends such a reply without a stop goes on with a header,

@@ -64,9 +64,8 @@ class Reference:
         asked, calling = Message("user", "u"), reply_to("tool", 0, MARK)
         rows = ([asked, reply_to("user", 0, MARK)], [asked, calling], [asked, calling, *told])
         with suppress(Refused):
-            self.text(
-                [asked, calling, *told], TOOLS
-            )  # a template that fills lists of its own cannot be run there
+            # A template that fills lists of its own cannot be run there.
+            self.text([asked, calling, *told], TOOLS)
 
         silent = reply_to("tool", 0, None)
         (call,) = silent.tool_calls
@@ -76,9 +75,8 @@ class Reference:
         )
 
         self._adapts = ["", "ids", "user"]
-        while (
-            len(self._adapts) > 1 and not self.cannot
-        ):  # results not shown otherwise go as a user's words
+        while len(self._adapts) > 1 and not self.cannot:
+            # Results not shown otherwise go as a user's words.
             row = ADAPT[self._adapts[0]]([asked, silent, *told])
             if any(told[0].text in self._try(row, tools) for tools in (TOOLS, ())):
                 break

@@ -432,9 +432,8 @@ class Player:
                 arguments={**calls[-1].arguments, "key": f"{calls[-1].arguments.get('key')}{MARK}"},
             )
             marked = [replace(reply, tool_calls=(*calls[:-1], last)), *marked]
-        if (
-            cut and reply.reasoning and not reply.text
-        ):  # the template ends the thinking too, where it shows it
+        if cut and reply.reasoning and not reply.text:
+            # The template ends the thinking too, where it shows it.
             marked = [replace(reply, reasoning=reply.reasoning + MARK), *marked]
         for one in marked:
             text = self.reference.shown([*messages[:-1], one, *new], tools, new)
@@ -539,9 +538,8 @@ class Player:
                 [*asked, replace(wanted, reasoning=MARK)], tools, prompt=False
             )
         if not shown.startswith(prompt) and thought.startswith(prompt) and thought.count(MARK) == 1:
-            shown = thought.replace(
-                MARK, wanted.reasoning or ""
-            )  # the prompt has opened the thinking
+            # The prompt has opened the thinking.
+            shown = thought.replace(MARK, wanted.reasoning or "")
             text = shown[len(prompt) :]
         elif not shown.startswith(prompt):
             said = asked[-1].text
@@ -563,9 +561,8 @@ class Player:
         if ends:
             return text[: ends[0][0]], self.stops[ends[0][1]]
         last = self._following(shown, [*asked, wanted], new, tools)
-        return (
-            (text, last) if last is not None else (text.rstrip(), min(self.renderer.stop_ids))
-        )  # closed by plain text
+        # Closed by plain text.
+        return (text, last) if last is not None else (text.rstrip(), min(self.renderer.stop_ids))
 
     def canonical(self, messages: Sequence[Message], reply: Message, tools: Any, text: str) -> bool:
         """Whether the template writes a reply in this text."""

@@ -12,8 +12,9 @@ bfloat16 and wall-clock time, the first round not counted. JSON has `pass`, the 
 
 The ideal is the ratio of operations, without padding:
 
-    operations = tokens * matrices + pairs * 2 * query heads * head size * layers +
-    trained * width * vocabulary
+    operations = tokens * matrices
+               + pairs * 2 * query heads * head size * layers
+               + trained * width * vocabulary
 
 `tokens` of all rows, or unique ones; `matrices`: numbers in the decoder's matrices; `pairs` of a
 query and a key that it sees; `trained`: tokens that carry loss. Loss and gradient are compared as
@@ -268,9 +269,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     bench, shapes, (largest, relative) = Bench(given.device), {}, BOUNDS[given.device]
-    bench.run(
-        lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"]))
-    )  # the first pass is always slow
+    # The first pass is always slow.
+    bench.run(lambda: bench.tree(made_rows(SHAPES["group: prompt 256, 8 x 32-96"])))
     short = made_rows(lambda shapes: shapes.group(16, 1, 16, 16))
     once = min(bench.run(lambda: bench.padded(short, 1))[0] for _ in range(5))
     print(

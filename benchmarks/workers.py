@@ -352,12 +352,13 @@ def main() -> None:
             str(args.warmup),
         ]
     if "servers" in args.kinds:
+        # vLLM's CPU attention supports no heads of 16.
         words += [
             "--model.heads",
             "2",
             "--model.kv-heads",
             "2",
-        ]  # vLLM's CPU attention supports no heads of 16
+        ]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.out or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)

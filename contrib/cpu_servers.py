@@ -151,9 +151,8 @@ def install(kind: str, home: Path) -> tuple[ServerCommand, ServerCommand]:
         ]
         return plan, ServerCommand(files=patch_torchvision(place) | patch_vllm_speculation(place))
     plan = environment(kind, home, TORCH, *SGLANG_NEEDS.split())
-    plan.commands.append(
-        [*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION]
-    )  # after `uv pip install --python PATH`
+    # After `uv pip install --python PATH`.
+    plan.commands.append([*plan.commands[-1][:5], "--no-deps", SGLANG, TORCHVISION])
     plan.why += [
         (
             "--no-deps",

@@ -6,9 +6,8 @@ from openai import OpenAI
 
 from turnwright_serve import program
 
-CLIENT = OpenAI(
-    base_url="http://127.0.0.1", api_key="none"
-)  # one pool of connections for all episodes
+# One pool of connections for all episodes.
+CLIENT = OpenAI(base_url="http://127.0.0.1", api_key="none")
 
 
 def agent(endpoint):

@@ -122,9 +122,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
-    for item in (
-        items
-    ):  # single tests that use a package beside the core, by a command or a value of a recipe
+    for item in items:
+        # Single tests that use a package beside the core, by a command or a value of a recipe.
         for package in (
             f"turnwright_{name}" for mark in item.iter_markers("beside") for name in mark.args
         ):

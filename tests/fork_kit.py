@@ -160,9 +160,8 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(
-                ProcessLookupError
-            ):  # it ended by itself just now, as Popen ignores
+            with contextlib.suppress(ProcessLookupError):
+                # It ended by itself just now, as Popen ignores.
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

@@ -30,7 +30,6 @@ for name in (
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)
 load(Path(__file__).parents[1] / "recipes" / "quickstart.toml")  # builds the schema of recipes
-conversion_mapping.get_checkpoint_conversion_mapping(
-    "qwen3"
-)  # compiles the patterns of every architecture
+# Compiles the patterns of every architecture.
+conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
 gc.freeze()  # a collection would copy the pages of what is here

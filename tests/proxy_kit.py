@@ -89,9 +89,8 @@ def direct(
 
 def client(root: str) -> httpx2.AsyncClient:
     """Return an HTTP client of a session."""
-    return httpx2.AsyncClient(
-        base_url=root, trust_env=False, verify=False, timeout=60
-    )  # reading certificates takes a while
+    # Reading certificates takes a while.
+    return httpx2.AsyncClient(base_url=root, trust_env=False, verify=False, timeout=60)
 
 
 def account(trajectory: tw.Trajectory) -> None:

@@ -1,8 +1,8 @@
 """SkyRL's trainer on a Turnwright environment, with the flags of SkyRL's own program.
 
-    python recipes/integrations/skyrl_grpo.py --rows data/hop python
-    recipes/integrations/skyrl_grpo.py data.train_data="['data/hop/train.parquet']"
-    trainer.policy.model.path=MODEL ...
+    python recipes/integrations/skyrl_grpo.py --rows data/hop
+    python recipes/integrations/skyrl_grpo.py data.train_data="['data/hop/train.parquet']" \
+        trainer.policy.model.path=MODEL ...
 
 ENV names the environment (hop), in both. Needs `pip install skyrl` (its generator
 was tried: 0.3.0) and GPUs.

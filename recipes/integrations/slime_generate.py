@@ -1,9 +1,10 @@
-"""slime's or Miles' trainer on a Turnwright environment: a module with the custom
-generate function, and the rows.
+"""slime's or Miles' trainer on a Turnwright environment: a module with the custom generate
+function, and the rows.
 
-    python recipes/integrations/slime_generate.py data/hop PYTHONPATH=recipes/integrations python
-    train.py --custom-generate-function-path slime_generate.generate \
-        --prompt-data data/hop/train.jsonl --input-key prompt --label-key label
+    python recipes/integrations/slime_generate.py data/hop
+    PYTHONPATH=recipes/integrations python train.py \
+        --custom-generate-function-path slime_generate.generate \
+        --prompt-data data/hop/train.jsonl --input-key prompt --label-key label \
         --metadata-key metadata ...
 
 ENV names the environment (hop), in both. Needs slime or Miles, and GPUs.

@@ -1,12 +1,11 @@
-"""ms-swift's GRPO trainer on a Turnwright environment: a plugin of its rollout server,
-which also writes the rows.
+"""ms-swift's GRPO trainer on a Turnwright environment: a plugin of its rollout server, which also
+writes the rows.
 
-    python recipes/integrations/swift_plugin.py data/hop swift rollout --model MODEL
-    --external_plugins recipes/integrations/swift_plugin.py --multi_turn_scheduler turnwright \
-        --vllm_use_async_engine true --max_turns 6
-    swift rlhf --rlhf_type grpo --model MODEL --dataset data/hop/train.jsonl --use_vllm
-    true --vllm_mode server \
-        --vllm_server_pass_dataset true --use_gym_env true ...
+    python recipes/integrations/swift_plugin.py data/hop
+    swift rollout --model MODEL --external_plugins recipes/integrations/swift_plugin.py \
+        --multi_turn_scheduler turnwright --vllm_use_async_engine true --max_turns 6
+    swift rlhf --rlhf_type grpo --model MODEL --dataset data/hop/train.jsonl --use_vllm true \
+        --vllm_mode server --vllm_server_pass_dataset true --use_gym_env true ...
 
 ENV names the environment (hop), in both. Needs `pip install ms-swift` (its scheduler
 was tried: 4.6.0) and GPUs.

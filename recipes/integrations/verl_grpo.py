@@ -1,8 +1,9 @@
-"""verl's trainer on a Turnwright environment: rows and the file of agent loops,
-then verl's own program.
+"""verl's trainer on a Turnwright environment: rows and the file of agent loops, then verl's own
+program.
 
-    python recipes/integrations/verl_grpo.py data/hop --env hop python -m verl.trainer.main_ppo
-    data.train_files=data/hop/train.parquet data.val_files=data/hop/eval.parquet \
+    python recipes/integrations/verl_grpo.py data/hop --env hop
+    python -m verl.trainer.main_ppo data.train_files=data/hop/train.parquet \
+        data.val_files=data/hop/eval.parquet \
         actor_rollout_ref.rollout.agent.agent_loop_config_path=data/hop/agent_loops.yaml ...
 
 Needs `pip install verl` (its loop was tried: 0.9.1) and GPUs.

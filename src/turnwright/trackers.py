@@ -76,10 +76,10 @@ def folder_of(spec: str) -> str:
 
 
 POLL_S = 0.5
-MIN_FREE = (
-    256 * 2**20
-)  # free bytes on the run's disk below which a tracker stops, so that the run can still write
-MAX_FILE = 2**30  # maximum bytes of one file written by a tracker
+MIN_FREE = 256 * 2**20
+"""Free bytes on the run's disk below which a tracker stops, so that the run can still write."""
+MAX_FILE = 2**30
+"""Maximum bytes of one file written by a tracker."""
 
 
 class DiskFull(Exception):
@@ -142,9 +142,8 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
         tracker.start(run, project, name, config)
         closed = False
         while not closed:
-            closed = bool(
-                select.select([sys.stdin], [], [], POLL_S)[0]
-            )  # readable means closed: it receives no data
+            # It receives no data, so that it is readable when it is closed.
+            closed = bool(select.select([sys.stdin], [], [], POLL_S)[0])
             forward_rows(tracker, run, position)
         tracker.finish()
     except BaseException as error:

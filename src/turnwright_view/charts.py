@@ -111,9 +111,8 @@ def line_chart(
                 )
             )
         if s.css != "thin":
-            heights = [
-                marks[-1][1] + shift for shift in (0, 12, -12, 24, -24)
-            ]  # the first that is a line away from others
+            # The first that is a line away from others.
+            heights = [marks[-1][1] + shift for shift in (0, 12, -12, 24, -24)]
             label_y = next(
                 (y for y in heights if all(abs(y - end) >= 11 for end in ends)), heights[0]
             )

@@ -35,9 +35,8 @@ _FIELDS = ("name", "tool_call_id", "reasoning_content", "tool_calls")
 class ColumnLayout:
     """Message fields and image columns of a table."""
 
-    fields: frozenset[
-        str
-    ]  # those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has
+    # Those of `name`, `tool_call_id`, `reasoning_content` and `tool_calls` that some message has.
+    fields: frozenset[str]
     images: bool  # whether some message has an image
     min_p: bool = False  # whether some reply was sampled with min-p
 
@@ -198,9 +197,8 @@ def _columns(
         }
         return columns | sampling
     conversation, turns = trajectory.conversation(turn), trajectory.turn_chain(turn)
-    opened = (
-        len(trajectory.turns[turns[0]].messages) if turns else len(conversation)
-    )  # messages before the first reply
+    # Messages before the first reply.
+    opened = len(trajectory.turns[turns[0]].messages) if turns else len(conversation)
     prompt, completion = conversation[:opened], conversation[opened:]
     first = sample.mask.index(1) if 1 in sample.mask else len(sample.mask)
     prompt_ids, ids, mask, logprobs = (

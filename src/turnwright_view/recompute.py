@@ -32,9 +32,8 @@ class RecomputeResult:
     trained: float = (
         0.0  # ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`
     )
-    untrained: Counter[str] = field(
-        default_factory=Counter
-    )  # sampled ids of weight 0, by the reason in their span
+    # Sampled ids of weight 0, by the reason in their span.
+    untrained: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # differences, one sentence each
     rewards: int = 0  # number of recomputed rewards
     changed: int = 0  # number of recomputed rewards that differ from the record

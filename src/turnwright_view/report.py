@@ -55,9 +55,8 @@ class Bar:
 
 Format = Callable[[float], str]
 Bounds = tuple[float | None, float | None]
-Curve = tuple[
-    str, str, Format, str, Bounds
-]  # title, key of metrics.jsonl, formatter, note, vertical bounds
+# title, key of metrics.jsonl, formatter, note, vertical bounds.
+Curve = tuple[str, str, Format, str, Bounds]
 Chart = tuple[str, str, Markup]  # title, note on how to read it, drawing
 
 

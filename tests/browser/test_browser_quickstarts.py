@@ -149,9 +149,8 @@ def test_a_run_is_watched_while_it_is_being_written(page, tmp_path):
         page.goto(server.url)
         page.wait_for_selector("main[data-ready]")
         assert "Metrics of step 2" not in page.inner_text("main")
-        page.wait_for_selector(
-            "text=Metrics of step 2", timeout=200_000
-        )  # nobody asked for the page again
+        # Nobody asked for the page again.
+        page.wait_for_selector("text=Metrics of step 2", timeout=200_000)
         finished(process)
         assert page.problems == []
     finally:

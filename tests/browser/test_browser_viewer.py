@@ -161,9 +161,8 @@ def test_what_is_being_written_outlives_a_list_that_is_drawn_anew(page, run, tmp
     drawn(page)
     page.focus("#f-text")
     page.keyboard.type("loo")
-    page.evaluate(
-        "location.hash = '#/list/0?phase=train'"
-    )  # as another filter does that was chosen just before
+    # As another filter does that was chosen just before.
+    page.evaluate("location.hash = '#/list/0?phase=train'")
     drawn(page, "location.hash.includes('phase=train')")
     assert page.evaluate("[document.activeElement.id, document.activeElement.value]") == [
         "f-text",
@@ -245,9 +244,8 @@ def test_policies_have_their_curves_and_spans_name_them(page, tmp_path, inside, 
             "Reward",
             "Entropy",
         ]
-        assert (
-            len(first.query_selector_all("figure .curve")) == 3
-        )  # the learning rate is among the other metrics
+        # The learning rate is among the other metrics.
+        assert len(first.query_selector_all("figure .curve")) == 3
         at = next(
             one.at for one in server.stores[0].entries if one.phase == "train" and one.turns == 4
         )

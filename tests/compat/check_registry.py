@@ -20,9 +20,8 @@ def check(name, id, seconds):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        resource.setrlimit(
-            resource.RLIMIT_CPU, (seconds, seconds + 1)
-        )  # another program's load changes no verdict
+        # Another program's load changes no verdict.
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
         signal.alarm(20 * seconds)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(1, 2)

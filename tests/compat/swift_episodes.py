@@ -293,10 +293,11 @@ def main(original: bool) -> None:
         import swift.rollout.multi_turn as theirs
 
         assert "stand_ins" not in theirs.__file__
+        # It downloads a tokenizer.
         import_module("swift.rollout.gym_env").count_qwen_tokens = lambda *_: (
             0,
             False,
-        )  # it downloads a tokenizer
+        )
     import turnwright as tw
 
     names = set(import_module(f"{STAND_INS}.swift.rollout.multi_turn").multi_turns)

@@ -337,9 +337,8 @@ def swift_engine(path, server, template_type="chatml"):
 
     _, tokenizer = get_model_processor(str(path), load_model=False, model_type="qwen3")
     template = get_template(tokenizer, template_type=template_type, default_system=None)
-    server.banned |= server.renderer.stop_ids - {
-        tokenizer.eos_token_id
-    }  # ms-swift closes a reply with that one alone
+    # ms-swift closes a reply with that one alone.
+    server.banned |= server.renderer.stop_ids - {tokenizer.eos_token_id}
 
     class Engine:
         def __init__(self):

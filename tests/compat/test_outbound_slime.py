@@ -112,9 +112,8 @@ def play(path, generate, samples, *, bans=True, evaluation=False, params=None, *
                 return sample(request)
 
             engine.generate = generate_without
-        server = JsonHttpServer(
-            app.routes("sglang"), host="127.0.0.1", port=0, keyless=True
-        )  # its client sends no key
+        # Its client sends no key.
+        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0, keyless=True)
         await server.start()
         args = Namespace(
             sglang_router_ip="127.0.0.1",

@@ -141,9 +141,8 @@ def test_a_group_is_generated_by_the_trainers_own_functions(tree, path, monkeypa
             return found
 
         engine.generate = generate_without
-        server = JsonHttpServer(
-            app.routes("sglang"), host="127.0.0.1", port=0, keyless=True
-        )  # its client sends no key
+        # Its client sends no key.
+        server = JsonHttpServer(app.routes("sglang"), host="127.0.0.1", port=0, keyless=True)
         await server.start()
         try:
             return await played(tree, arguments(path, server.port), samples)

@@ -102,9 +102,8 @@ CANNOT_RUN = {
 def checked(name):
     """Return (id, seconds, error) of each id of a registry."""
     command = [sys.executable, str(RUNNER), name, str(installed(name)), str(SECONDS[name])]
-    with (
-        tempfile.TemporaryDirectory() as folder
-    ):  # a dataset writes files into the working directory
+    with tempfile.TemporaryDirectory() as folder:
+        # A dataset writes files into the working directory.
         done = subprocess.run(
             command, cwd=folder, capture_output=True, text=True, check=True, timeout=3000
         )

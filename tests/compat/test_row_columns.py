@@ -142,9 +142,8 @@ def test_rewards_of_trl_by_name(tmp_path):
     )
     spec = resolve_env(config, base=tmp_path)
     (task,) = (task for task in spec.tasks("train") if task.id == "3")
-    task = Task(
-        "Go.", task.answer, id=task.id, info=task.info, other_columns=task.other_columns
-    )  # the engine sees no pictures
+    # The engine sees no pictures.
+    task = Task("Go.", task.answer, id=task.id, info=task.info, other_columns=task.other_columns)
     (found,) = tw.rollout(spec.factory, [task], tw.ScriptedEngine(["a"]))
     assert found.error is None, found.error
     assert found.reward == 1.0

@@ -152,9 +152,8 @@ def test_images_read_with_their_rows_or_later_are_the_same_inputs(tmp_path):
     assert inputs
     tensors = [list(leaves(one)) for one in inputs]
     others = [list(leaves(one)) for one in other_inputs]
-    assert any(
-        one.is_floating_point() and one.numel() > 1000 for row in tensors for one in row
-    )  # the pixel values
+    # The pixel values.
+    assert any(one.is_floating_point() and one.numel() > 1000 for row in tensors for one in row)
     assert all(
         torch.equal(one, two)
         for row, same in zip(tensors, others, strict=True)

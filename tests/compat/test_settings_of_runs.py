@@ -112,9 +112,8 @@ def test_a_user_file_is_trained_as_it_was_sampled(name, model, tmp_path, capsys)
     system, settings = SETTINGS[name]
     _, rows = run(tmp_path, system, model=model, **settings)
     assert len(rows) == settings.get("steps", 1), capsys.readouterr().err
-    differ = [
-        row["mismatch_max"] for row in rows if "mismatch_max" in row
-    ]  # a step of stale tokens alone has none
+    # A step of stale tokens alone has none.
+    differ = [row["mismatch_max"] for row in rows if "mismatch_max" in row]
     assert len(differ) > 0
     assert max(differ) < LOOSE.get(name, 1e-4)
 

@@ -221,9 +221,8 @@ def test_search(skyrl, tokenizer, retriever, inline):
     )
     assert found.reward == 1.0
     assert len(found.turns) == 3
-    assert out.loss_mask[-1] == int(
-        inline
-    )  # in one message SkyRL trains the end token that it wrote itself
+    # In one message SkyRL trains the end token that it wrote itself.
+    assert out.loss_mask[-1] == int(inline)
 
 
 def test_sql(skyrl, tokenizer, tmp_path):

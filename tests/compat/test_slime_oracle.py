@@ -117,10 +117,11 @@ def test_the_oracle_is_of_these_commits_and_of_every_user_file():
     assert ORACLE["commits"] == COMMITS
     assert ORACLE["episodes"].keys() == EPISODES.keys()
     files = {one.use.partition(":")[0] for one in EPISODES.values()}
+    # Printed in a document; fails at times; is refused.
     others = {
         "seed_generate.py",
         "judged_env.py",
         "miles_rollout.py",
-    }  # printed in a document; fails at times; is refused
+    }
     assert files | others == {path.name for path in Path(HERE / "users/slime").glob("*.py")}
     assert len(files) >= 8

@@ -59,9 +59,8 @@ def test_going_back_by_text_keeps_the_sampled_ids_and_does_not_train_the_rest():
     kept = renderer("bpe").encode_reply(first)
     shared = found.prompt_ids(1)[len(found.prompt_ids(0)) :]
     same = next(n for n, (a, b) in enumerate(zip(kept, shared, strict=False)) if a != b)
-    assert (
-        renderer("bpe").decode(kept[:same]) == "let me think. "
-    )  # the tip begins with an id that was sampled there too
+    # The tip begins with an id that was sampled there too.
+    assert renderer("bpe").decode(kept[:same]) == "let me think. "
     assert found.turns[0].weights == tuple([1.0] * same + [0.0] * (len(kept) - same))
     assert found.reward == 1.0
 

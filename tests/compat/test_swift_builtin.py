@@ -96,10 +96,11 @@ def test_thinking_tips_return_a_row_for_each_turn():
     )
     assert len(found.turns) == 2
     assert all(turn.weights is None for turn in found.turns)
+    # ms-swift refuses that.
     assert [(row.reward, row.turns) for row in found.row_rewards] == [
         (0.0, (0,)),
         (1.0, (1,)),
-    ]  # ms-swift refuses that
+    ]
     assert (found.reward, found.rewards) == (0.5, {"accuracy": 0.5})
 
 

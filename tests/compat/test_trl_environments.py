@@ -132,9 +132,8 @@ def test_a_row_chooses_its_environment():
     echo = play(spec, [call("say", text="hello"), "done"], {"environment": "echo", "word": "x"})
     assert (results(echo), echo.reward) == (["HELLO"], 1.25)
     guess = play(spec, [call("guess", number=1), "done"], {"environment": "guess", "secret": 1})
-    assert (
-        guess.reward == 1.25
-    )  # get_reward, and a quarter for the call; the other reward does not apply
+    # get_reward, and a quarter for the call; the other reward does not apply.
+    assert guess.reward == 1.25
     named = made(
         environment_factory={"guess": "guess.py:Guess", "echo": "several.py:make_echo"}, **args
     )

@@ -113,10 +113,11 @@ def test_paths_of_a_recipe_are_relative_to_it(tmp_path, monkeypatch):
     assert config.env[0].tasks == str(tmp_path / "rows.jsonl")
     monkeypatch.chdir(tmp_path)
     env = load(None, ["--env.use", "world.py:World"]).config.env[0]
+    # As a resumed run may start elsewhere.
     assert (env.use, env.name) == (
         f"{tmp_path}/world.py:World",
         "World",
-    )  # as a resumed run may start elsewhere
+    )
 
 
 @pytest.mark.parametrize(

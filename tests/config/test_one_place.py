@@ -117,6 +117,5 @@ def test_values_are_held_to_type_bounds_needs_and_files(evaluate):
         "tw.train(): train.new_share = -1.0: must be from 0 to 1",
     ]
     path = str(evaluate.folder / "rows.jsonl")
-    assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [
-        [0.25, "slow", path]
-    ]  # relative to the recipe
+    # Relative to the recipe.
+    assert evaluate("recipe('new_file = \"rows.jsonl\"')") == [[0.25, "slow", path]]

@@ -501,11 +501,12 @@ def test_adapters_of_miles():
     assert (recipe["lora"]["rank"], recipe["lora"]["alpha"]) == (32, 64)
     assert "targets" not in recipe["lora"]
     _, recipe = of(f"python3 train.py {SLIME} --lora-rank 8 --target-modules q_proj,v_proj")
+    # Its default alpha.
     assert recipe["lora"] == {
         "rank": 8,
         "alpha": 16,
         "targets": ["q_proj", "v_proj"],
-    }  # its default alpha
+    }
     _, recipe = of(f"python3 train.py {SLIME} --lora-rank 0 --lora-alpha 64")
     assert "lora" not in recipe
     found, recipe = of(f"python3 train.py {SLIME} --lora-rank 8 --target-modules linear_qkv")

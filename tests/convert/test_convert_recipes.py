@@ -110,16 +110,18 @@ def test_slime(files):
         "k3",
         5,
     )
+    # The upper bound is the lower one there.
     assert (train["clip_low"], train["clip_high"], train["clip_cap"]) == (
         0.1,
         0.1,
         3,
-    )  # the upper bound is the lower one there
+    )
+    # 4 updates, 2 in a step.
     assert (train["entropy"], train["lr_warmup_steps"], train["betas"]) == (
         0.001,
         2,
         [0.9, 0.98],
-    )  # 4 updates, 2 in a step
+    )
     assert (train["correction"], train["correction_high"], train["refill"]) == ("tis", 3, 3)
     assert recipe["env"][0]["use"] == f"{files / 'search.py'}:generate"
     assert recipe["env"][0]["columns"] == {
@@ -168,9 +170,8 @@ def test_columns_of_metadata_and_tools(files):
     renamed = of(line.format("meta", "functions"), folder=files)
     assert table(renamed)["env"][0]["columns"] == {"metadata": "meta", "tools": "functions"}
     assert {kinds(renamed)[key] for key in ("metadata-key", "tool-key")} == {"mapped"}
-    named = of(
-        line.format("metadata", "tools"), folder=files
-    )  # rows may lack a column that has its own name
+    # Rows may lack a column that has its own name.
+    named = of(line.format("metadata", "tools"), folder=files)
     assert "columns" not in table(named)["env"][0]
 
 
@@ -292,10 +293,11 @@ def test_verl(files):
     assert recipe["rollout"]["sanity"] == "ignore_strippable"
     assert recipe["env"][0]["use"] == "verl:tools"
     given = {"tool_config_path": "tools.yaml", "reward": "score.py:compute_score"}
+    # Its defaults.
     assert recipe["env"][0]["args"] == given | {
         "max_parallel_calls": 1,
         "max_tool_response_length": 256,
-    }  # its defaults
+    }
     unknown = [(one.key, one.text) for one in found.accounts if one.kind == "unknown"]
     key = "actor_rollout_ref.rollout.multi_turn.max_assistant_turn"
     assert unknown == [(key, f"did you mean '{key}s'?")]
@@ -328,11 +330,12 @@ def test_swift(files):
         "groups": 8,
     }
     train = recipe["train"]
+    # 50 updates, 4 in a step.
     assert (train["minibatches"], train["steps"], train["lr_warmup_steps"]) == (
         4,
         13,
         1,
-    )  # 50 updates, 4 in a step
+    )
     assert (train["kl"], train["clip_low"], train["clip_high"], train["clip_cap"]) == (
         0.01,
         0.2,

@@ -178,9 +178,8 @@ COMMANDS = [
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_commands_exist(block: Block, command, printed):
-    if any(
-        line.startswith("turnwright: error:") for line in printed
-    ):  # it shows a mistake, and is run with the cheap ones
+    if any(line.startswith("turnwright: error:") for line in printed):
+        # It shows a mistake, and is run with the cheap ones.
         assert is_cheap(shlex.split(command)[1:]), f"{block.where}: a mistake that is not looked at"
         return
     for part in re.split(r"\s*(?:&&|\|)\s*", command):

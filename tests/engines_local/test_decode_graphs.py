@@ -33,9 +33,8 @@ def engine_without(monkeypatch: pytest.MonkeyPatch) -> LocalEngine:
 
 def engine_with(record: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[LocalEngine, DecodeGraphs]:
     monkeypatch.setattr("turnwright.engines.local.cuda_graphs.record", record)
-    monkeypatch.setattr(
-        "turnwright.engines.local.model.SLOTS_PER_CALL", 1 << 30
-    )  # all rows in one call, as on a GPU
+    # All rows in one call, as on a GPU.
+    monkeypatch.setattr("turnwright.engines.local.model.SLOTS_PER_CALL", 1 << 30)
     engine = engine_without(monkeypatch)
     graphs = DecodeGraphs(engine._model.cache, engine._model.device)
     engine._model.graphs = graphs

@@ -92,9 +92,8 @@ def test_after_every_id_with_and_without_experts() -> None:
     engine = interrupted(MOE, lambda *_: True)
     found = run(engine, lambda engine: replies(engine, asked, list(MOE.state_dict().items())))
     assert found[0].ids == plain[0].ids
-    assert found[0].logprobs == pytest.approx(
-        plain[0].logprobs, abs=1e-5
-    )  # of a mixture of experts the last bits may differ
+    # Of a mixture of experts the last bits may differ.
+    assert found[0].logprobs == pytest.approx(plain[0].logprobs, abs=1e-5)
     assert engine._scheduler.sampler.interruptions == 24
     (start, routes), (_, wanted) = found[0].extras["routes"], plain[0].extras["routes"]
     assert (start, len(routes)) == (0, 9 + 23)  # of every fed id

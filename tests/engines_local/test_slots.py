@@ -35,9 +35,8 @@ class Cached:
         return [store[slot].flatten().int().tolist() for store in self.cache.layers[0]]
 
     def call(self, session: int, length: int, branch: int) -> None:
-        before = self.contexts.get(session ^ (branch == 0), [])[
-            :length
-        ]  # its own, or its sibling's
+        # Its own, or its sibling's.
+        before = self.contexts.get(session ^ (branch == 0), [])[:length]
         ids = self.contexts[session] = [*before, *range(1 + branch, 2 + branch + length % 7 * 5)][
             :CAPACITY
         ]
@@ -123,16 +122,14 @@ def test_copies_that_are_made_together_are_those_made_one_by_one(moves):
     for source, distance, end in moves:
         target = (source + distance) % SLOTS
         copied = expected[source][:end]
-        start = common_prefix(
-            copied, expected[target], len(copied)
-        )  # what the slots share is not asked for
+        # What the slots share is not asked for.
+        start = common_prefix(copied, expected[target], len(copied))
         if start < len(copied):
             expected[target] = copied
             asked.append((source, target, start, len(copied)))
     for together in batch_moves(asked):
-        assert len({target for _, target, _, _ in together}) == len(
-            together
-        )  # a GPU writes in any order
+        # A GPU writes in any order.
+        assert len({target for _, target, _, _ in together}) == len(together)
         cache._copy_together(together)
     for slot, ids in enumerate(expected):
         assert keys[slot].flatten().int().tolist()[: len(ids)] == ids

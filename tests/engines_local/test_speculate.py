@@ -218,10 +218,11 @@ def test_drafts_follow_what_stood_before_and_go_on_with_themselves() -> None:
     assert drafter.propose([3], 6) == [9, 8, 1, 2, 3, 9]
     drafter.record_accepted(1)
     assert drafter.propose([3, 9, 7], 6) == []
+    # The last place where 2, 3 stood; half as long after a wrong one.
     assert drafter.propose([3, 9, 7, 2, 3], 2) == [
         9,
         7,
-    ]  # the last place where 2, 3 stood; half as long after a wrong one
+    ]
     assert drafter.propose([3, 9, 7, 2, 3, 9], 6, ({8}, {7})) == []
     assert (drafter.drafted, drafter.accepted) == (6, 1)
 

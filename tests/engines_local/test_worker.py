@@ -72,9 +72,8 @@ def test_replies_do_not_depend_on_who_computes_them(
                 engine.generate(request(words(3, number), f"left {number}", max_tokens=400))
             )
         )
-        return await ids_of(
-            engine, range(number, 6, loops)
-        )  # the loop closes with a call in flight
+        # The loop closes with a call in flight.
+        return await ids_of(engine, range(number, 6, loops))
 
     with ThreadPoolExecutor(loops) as threads:
         found = list(threads.map(lambda number: asyncio.run(caller(number)), range(loops)))

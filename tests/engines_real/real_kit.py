@@ -66,9 +66,8 @@ class Model:
         self.renderer.banned_ids |= (unused | self.renderer.invalid_ids) - self.renderer.stop_ids
         self.trainer = Trainer(self.module, TrainConfig(), banned_ids=self.renderer.banned_ids)
         self.directories = ModelDirectories(root / f"{name}-weights", self.source, untie=True)
-        self.untied = self.directories.write(unique_weights(self.module), 0)[
-            0
-        ]  # vLLM on a CPU does not take new weights of a tied model
+        # vLLM on a CPU does not take new weights of a tied model.
+        self.untied = self.directories.write(unique_weights(self.module), 0)[0]
 
     def expect(self):
         return score_with_model(self.module)

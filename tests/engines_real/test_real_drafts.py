@@ -110,9 +110,8 @@ def test_drafts_leave_ids_and_logprobs_to_the_model(drafting, route, temperature
     assert told == totals  # as the server itself counts them
     assert 0 < told[1] < told[0]
     assert seen.drafts[0] >= told[0]
-    assert (
-        z < 5.0
-    )  # each word came as often as its probabilities say, within five standard deviations
+    # Each word came as often as its probabilities say, within five standard deviations.
+    assert z < 5.0
 
 
 def test_rollouts_carry_what_was_drafted_to_the_metrics(drafting):

@@ -166,9 +166,8 @@ def test_a_server_that_slept_answers_from_the_weights_that_wake_it(running, way)
             )
             wanted = model.forward([*PROMPT, *made.ids], len(PROMPT))
             found.append(max(abs(p - w) for p, w in zip(made.logprobs, wanted, strict=True)))
-            assert all(
-                one.ids or one.finish == "abort" for one in await playing
-            )  # cut off, or asked again of the new weights
+            # Cut off, or asked again of the new weights.
+            assert all(one.ids or one.finish == "abort" for one in await playing)
         await engine.close()
         return found
 
@@ -233,9 +232,8 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
     ]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0, capsys.readouterr().err
     assert slept == ["asleep"] * 3
-    assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == [
-        "policy-0"
-    ]  # it started with them
+    # It started with them.
+    assert [path.name for path in (tmp_path / "run" / "weights").iterdir()] == ["policy-0"]
     rows = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -38,10 +38,11 @@ def test_updates_with_calls_in_flight(running, mode):
     model, server, make = running
     torch.manual_seed(3)
     modules, made, seconds = {}, [], []
+    # No prefix is in the cache that another mode's weights left.
     opening = [
         20 + MODES.index(mode),
         *PROMPT,
-    ]  # no prefix is in the cache that another mode's weights left
+    ]
 
     async def work():
         client = make(server.url, renderer=model.renderer, in_flight=mode)

@@ -107,9 +107,8 @@ def test_each_policy_samples_from_its_own_adapter(running):
     async def work():
         leftovers = [adapter(model, model.root / f"left{n}", n)[0] for n in range(6)]
         await a.update()
-        for number, directory in enumerate(
-            leftovers
-        ):  # a run that was killed left more than the server has room for
+        for number, directory in enumerate(leftovers):
+            # A run that was killed left more than the server has room for.
             await a.client.http.post_status(
                 a.client.lora_api.load, {"lora_name": f"l{number}", "lora_path": str(directory)}, 60
             )

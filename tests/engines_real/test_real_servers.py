@@ -157,9 +157,8 @@ def test_new_weights_arrive_between_two_turns_and_are_proven(running):
         new = await engine.members[0].engine.weights_label()
         trajectories = await play(engine, model)
         model.nudge()
-        with pytest.raises(
-            SyncError, match="differ from the trainer's by up to"
-        ):  # the trainer moved on, and the server did not
+        with pytest.raises(SyncError, match="differ from the trainer's by up to"):
+            # The trainer moved on, and the server did not.
             await engine.load_from_disk(model.directories.root / "policy-3", 4)
         await engine.update(unique_weights(model.module), 5)
         await engine.close()
@@ -216,9 +215,8 @@ def test_llamacpp_gives_ids_and_what_logprobs_it_has(llama):
     assert not found.updates
     masked = sum(t.metrics.get("logprobs_masked", 0) for t in trajectories)
     assert 0 < masked <= counts["logprobs_missing"]
-    wanted = model.forward(
-        [*PROMPT, *plain.ids], len(PROMPT)
-    )  # of the model itself, where nothing is banned
+    # Of the model itself, where nothing is banned.
+    wanted = model.forward([*PROMPT, *plain.ids], len(PROMPT))
     known = [abs(p - w) for p, w in zip(plain.logprobs, wanted, strict=True) if p is not None]
     assert known
     assert max(known) < CLOSE

@@ -76,7 +76,8 @@ def test_the_quickstart_learns_through_a_server_what_it_learns_here(kind, local,
     for name in (
         "success_before",
         "success_after",
-    ):  # other draws: two points are one standard error at most
+    ):
+        # Other draws: two points are one standard error at most.
         assert abs(summary[name] - local[name]) < 0.1, name
     assert gap < 1e-3
 
@@ -186,9 +187,8 @@ def test_a_language_model_learns_through_a_server(kind, tmp_path):
 
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["phase"] == "train"]
-    gap = max(
-        row["mismatch_max"] for row in steps if "mismatch_max" in row
-    )  # a step that all solve trains nothing
+    # A step that all solve trains nothing.
+    gap = max(row["mismatch_max"] for row in steps if "mismatch_max" in row)
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["success_before"], summary["success_after"]
     print(f"{kind}: {before:.1%} to {after:.1%}, max |dlogp| {gap}, cpu {summary['cpu_s']:.0f} s")

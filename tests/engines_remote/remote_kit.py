@@ -227,9 +227,8 @@ class Handler(BaseHTTPRequestHandler):
             },
             "chat": {"/models": {"data": []}},
         }[state.kind]
-        if state.kind == "vllm" and os.environ.get(
-            "KIT_PLAIN"
-        ):  # without the tokens-only route and development routes
+        if state.kind == "vllm" and os.environ.get("KIT_PLAIN"):
+            # Without the tokens-only route and development routes.
             pages["/openapi.json"] = {"paths": {"/v1/completions": {}}}
             pages.pop("/weight_info")
         if path == "/v1/models":

@@ -105,9 +105,8 @@ def test_four_servers_under_every_fault_lose_no_episode_and_train_no_wrong_id(di
         assert len(played) == EPISODES
         stops = Counter(str(trajectory.stop) for trajectory in played)
         errors = [t.error for t in played if t.error is not None]
-        assert (
-            stops["done"] + len(errors) == EPISODES
-        )  # each as trained, or with an error that names its fault
+        # Each as trained, or with an error that names its fault.
+        assert stops["done"] + len(errors) == EPISODES
         assert all(error.phase == "generate" and error.message for error in errors)
         assert wrong(played, 3) == 0
         assert all({s.version for s in t.spans if s.sampled} <= {3} for t in played)

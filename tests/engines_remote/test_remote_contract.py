@@ -185,9 +185,8 @@ def test_a_server_that_hangs_meets_its_deadline_and_is_told(client):
     with pytest.raises(EngineUnavailable, match="did not answer"):
         ask(make, server, request_s=0.2)
     assert time.monotonic() - began < 19  # the server hangs for 20
-    wait_for(
-        lambda: len(server.seen("gone")) > before
-    )  # the connection was closed, which ends the request in the server
+    # The connection was closed, which ends the request in the server.
+    wait_for(lambda: len(server.seen("gone")) > before)
 
 
 def test_cancelling_ends_the_request_in_the_server(client):
@@ -251,9 +250,8 @@ def test_an_end_that_is_not_ours_goes_on_as_an_abort(running):
         if generation.ids[-1] == kit.END:
             assert generation.finish == "abort"
         if 17 in generation.ids:
-            assert (
-                generation.ids.index(17) == len(generation.ids) - 1
-            )  # what was sampled behind it is left out
+            # What was sampled behind it is left out.
+            assert generation.ids.index(17) == len(generation.ids) - 1
             assert generation.finish == "stop"
     assert any(f.finish == "abort" for f in found)
 
@@ -284,9 +282,8 @@ def test_a_context_that_leaves_no_room_is_said(client):
 
 def test_llamacpp_leaves_logprobs_out_and_nothing_is_made_up(running):
     server = running["llamacpp"]
-    full = question(
-        banned_ids=frozenset({kit.END})
-    )  # its own end would leave it as few as one id, and nothing to leave out
+    # Its own end would leave it as few as one id, and nothing to leave out.
+    full = question(banned_ids=frozenset({kit.END}))
     server.fault("drop")
     with pytest.raises(BackendContractError, match="missing_logprobs"):
         ask(LlamaCppEngine, server, full)
@@ -312,9 +309,8 @@ def test_llamacpps_logprobs_are_behind_the_samplers_only_where_that_differs(runn
     ask(LlamaCppEngine, server, question(sampling=Sampling(0.0)))
     asked = [row["body"] for row in server.seen("/completion")][-4:]
     assert [body["post_sampling_probs"] for body in asked] == [False, True, True, False]
-    assert all(
-        "temperature" in body["samplers"] for body in asked
-    )  # else llama.cpp draws at temperature 1, greedy or not
+    # Else llama.cpp draws at temperature 1, greedy or not.
+    assert all("temperature" in body["samplers"] for body in asked)
     assert asked[2]["logit_bias"] == [[1, False]]
 
 

@@ -135,9 +135,8 @@ def test_vllm_is_started_with_drafts_that_are_told_of(tmp_path):
 
 def test_sglang_drafts_on_a_gpu_alone(tmp_path):
     (command,) = started("sglang", tmp_path, speculate=5, gpu=True).commands
-    assert (
-        command[command.index("--speculative-num-draft-tokens") + 1] == "6"
-    )  # the id before them counts
+    # The id before them counts.
+    assert command[command.index("--speculative-num-draft-tokens") + 1] == "6"
     with pytest.raises(UsageError, match="kernels that need a GPU"):
         started("sglang", tmp_path, speculate=5)
     with pytest.raises(UsageError, match="llamacpp is not supported"):

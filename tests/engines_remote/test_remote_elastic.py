@@ -105,9 +105,8 @@ def test_servers_join_and_leave_while_sessions_play(tmp_path, directories):
 
         found, fresh, homes, counts = kit.run(work())
     assert [len(rows) for rows in found] == [2] * 8 + [16] * 24
-    assert all(
-        right(generation, 3, last) for rows in found for generation, last in rows
-    )  # never by its first weights
+    # Never by its first weights.
+    assert all(right(generation, 3, last) for rows in found for generation, last in rows)
     assert fresh.counts["answers"] > 0
     assert not homes
     assert counts["joined"] == 3
@@ -207,9 +206,8 @@ def test_an_update_that_ends_while_a_server_is_given_the_one_before_is_sent_too(
             updating = None
             update = engine.members[0].update
 
-            async def first_begun(
-                *args, **options
-            ):  # the newcomer is no member when the update begins
+            async def first_begun(*args, **options):
+                # The newcomer is no member when the update begins.
                 engine.add(late)
                 await begun.wait()
                 return await update(*args, **options)
@@ -259,10 +257,11 @@ def test_a_server_with_a_queue_gets_fewer_sessions_and_more_again_later():
     assert member.limit == 48
     assert member.available is False  # 64 of 64
     member.calls = set(range(48))
+    # Sessions that it has the cache of go on.
     assert (member.available, member.accepts_sessions) == (
         True,
         False,
-    )  # sessions that it has the cache of go on
+    )
     member.adapt(EngineLoad(48, 0, 0.99))
     assert member.limit == 42
     member.adapt(EngineLoad(0, 500, 1.0))

@@ -207,9 +207,8 @@ def test_a_server_that_says_yes_and_keeps_its_old_weights_is_found_out(directori
             await engine.update(weights(3), 3)
             lie = engine.members[0].engine
 
-            async def _load(
-                directory, version
-            ):  # the weights are not read, and their name is set all the same
+            async def _load(directory, version):
+                # The weights are not read, and their name is set all the same.
                 await lie.http.post("/update_weight_version", {"new_version": str(version)}, 5)
 
             monkeypatch.setattr(lie, "_load_from_disk", _load)

@@ -161,9 +161,8 @@ def test_a_trainer_that_is_gone_in_the_middle_leaves_nothing_half_updated(
         with pytest.raises(StaleWeights):
             await client.generate(Request(PROMPT, 4, frozenset(), 1, "a"))
         monkeypatch.undo()
-        await until(
-            lambda: engine.members[0].state == "up"
-        )  # the fleet gave it the last whole ones again
+        # The fleet gave it the last whole ones again.
+        await until(lambda: engine.members[0].state == "up")
         again = await client.weights_name(), await client.score(PROMPT)
         await engine.update(unique_weights(model), 3)
         last = await client.weights_name(), await client.score(PROMPT)
@@ -331,7 +330,8 @@ def test_a_server_that_goes_away_in_the_middle_holds_up_no_other(directory, monk
 
         async def close(
             _,
-        ):  # until nobody is let in: the request of this bucket is answered all the same
+        ):
+            # Until nobody is let in: the request of this bucket is answered all the same.
             closing.append(asyncio.ensure_future(servers[0].close()))
             with suppress(ConnectionRefusedError):
                 while True:

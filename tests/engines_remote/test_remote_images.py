@@ -333,10 +333,11 @@ def test_pictures_go_out_where_arrays_cannot_and_the_servers_ids_are_compared(wh
         assert said == ["png of a", "png of b"]
         assert "features" not in body
         assert counts["images_as_pictures"] == 2
+        # The server makes four of what we made three of.
         short = [
             MEDIA[0]._replace(length=3),
             MEDIA[1]._replace(start=6),
-        ]  # the server makes four of what we made three of
+        ]
         with pytest.raises(BackendContractError, match="is echoed with 12 ids; 11 were sent"):
             ask(
                 VllmEngine,

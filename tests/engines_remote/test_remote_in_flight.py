@@ -381,9 +381,8 @@ def test_keep_needs_the_weights_of_each_id():
         read("sglang", raw, "keep", 1, ())
 
 
-@pytest.mark.parametrize(
-    "kind", ["sglang"]
-)  # only its client names the session, by which `turnwright serve` finds a cache
+# Only its client names the session, by which `turnwright serve` finds a cache.
+@pytest.mark.parametrize("kind", ["sglang"])
 def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(
     directory,  # noqa: F811
     kind,

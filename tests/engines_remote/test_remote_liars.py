@@ -372,9 +372,8 @@ def test_a_server_that_says_when_is_asked_again_then(server, status, fleet):
     times, wait = [], ["0.5"]
 
     def answer(body, headers):
-        if (
-            "token_ids" not in body
-        ):  # a fleet has known ids scored, and a call that failed is aborted
+        if "token_ids" not in body:
+            # A fleet has known ids scored, and a call that failed is aborted.
             rows = [None, *({str(one): {"logprob": -1.0}} for one in body.get("prompt", [0])[1:])]
             return {"choices": [{"token_ids": [], "prompt_logprobs": rows}]}
         times.append(time.monotonic())

@@ -98,9 +98,8 @@ def test_updates_in_any_order_leave_the_other_policys_adapter_where_it_is(root, 
         assert names == listed
         for server in servers:
             loaded = [row["body"]["lora_name"] for row in server.seen(LOAD[kind])]
-            assert (
-                len(set(loaded)) == 6
-            )  # a name of its own for every load, of the same version too
+            # A name of its own for every load, of the same version too.
+            assert len(set(loaded)) == 6
             assert {row["body"]["lora_name"] for row in server.seen(UNLOAD[kind])} == set(loaded)
             assert not [
                 row["path"] for row in server.seen() if row["path"].partition("?")[0] in PAUSES

@@ -234,9 +234,8 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
         found = await asyncio.gather(
             *(engine.generate(question(f"s{n}", min_version=4)) for n in range(6))
         )
-        await until(
-            lambda: {member.state for member in engine.members} == {"up"}
-        )  # one may have answered all
+        # One may have answered all.
+        await until(lambda: {member.state for member in engine.members} == {"up"})
         await engine.close()
         return left, found
 

@@ -141,9 +141,8 @@ EMPTY = [
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_equal_answers_are_right_both_ways(one, other):
     assert is_correct(one, other)
-    assert (
-        is_correct(other, one) or other == "3.14"
-    )  # a rounded answer allows half of its last place, an exact one nothing
+    # A rounded answer allows half of its last place, an exact one nothing.
+    assert is_correct(other, one) or other == "3.14"
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)

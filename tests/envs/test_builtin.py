@@ -50,9 +50,8 @@ def test_the_solver_wins_a_rollout(world):
 
 @named
 def test_the_demonstrator_sometimes_wins(world):
-    played = world.demonstrations(
-        16 if world.name == "code" else 40, seed=1
-    )  # a program takes a sandbox
+    # A program takes a sandbox.
+    played = world.demonstrations(16 if world.name == "code" else 40, seed=1)
     success = sum(episode.trajectory.reward for episode in played) / len(played)
     assert 0.05 < success < 0.95
 
@@ -107,9 +106,8 @@ def test_a_search_shows_the_best_documents_and_no_more():
     assert step(env, f"I look. <search>{town} founded</search>").observation.startswith(
         f"1. {town} was founded by {task.answer}."
     )
-    assert (
-        step(env, "<search>was founded by born in</search>").observation.count(".") == 4
-    )  # two documents, two numbers
+    # Two documents, two numbers.
+    assert step(env, "<search>was founded by born in</search>").observation.count(".") == 4
     assert step(env, "<search>zebra</search>").observation == "nothing found"
     assert step(env, "<search></search>").observation == "nothing found"
     for reply in (

@@ -62,9 +62,8 @@ def test_no_single_turn_answer_is_better_than_one_in_ten(world, split):
     }
     for code in CODES:
         assert sum(scores[code]) / len(tasks) == world.single_turn_best == 0.1
-    assert all(
-        sum(column) == 1 for column in zip(*scores.values(), strict=True)
-    )  # one right code per task
+    # One right code per task.
+    assert all(sum(column) == 1 for column in zip(*scores.values(), strict=True))
 
 
 @worlds

@@ -62,9 +62,8 @@ def test_a_judge_of_an_episode_and_of_its_turns_over_http(url: str) -> None:
     (right,) = play(tw.rewards(right=verdict, turn=tw.RewardPart(verdict, 0.5, of="turn")))
     assert (right.reward, right.rewards) == (1.5, {"right": 1.0, "turn": 1.0})
     assert right.turns[0].reward == 0.5
-    assert (
-        right.metrics["judge_calls"] + right.metrics["judge_cached"] == 2
-    )  # one conversation: one request
+    # One conversation: one request.
+    assert right.metrics["judge_calls"] + right.metrics["judge_cached"] == 2
     assert right.metrics["judge_tokens"] == 7
     (wrong,) = play(verdict, "41")
     assert wrong.reward == 0.0

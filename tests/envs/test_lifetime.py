@@ -528,9 +528,8 @@ def test_whatever_breaks_each_object_that_was_made_is_released_exactly_once(
         assert set(released.values()) <= {1}, f"{name} was released twice"
         assert ledger.count("made") == ledger.count("release"), f"{name} was made and not released"
     if fault == "none" or (phase == "execute" and not calls):
-        assert (
-            trajectory.error is None or trajectory.error.type == "TimeoutError"
-        )  # on a machine that is very busy
+        # On a machine that is very busy.
+        assert trajectory.error is None or trajectory.error.type == "TimeoutError"
 
 
 @pytest.mark.parametrize(
@@ -599,10 +598,11 @@ def test_what_a_lifetime_raises_is_a_tool_failure_that_names_it():
         == tw.StopReason.TOOL_ERROR
     )
     bug = play(tw.tool_env([faulty(Ledger(), "create", "raise", False)]), ["x"]).error
+    # A mistake in its code is one, wherever it stands.
     assert (bug.type, bug.kind) == (
         "KeyError",
         "user_bug",
-    )  # a mistake in its code is one, wherever it stands
+    )
     for phase in ("create", "release"):  # and never the model's
         env = tw.tool_env([faulty(Ledger(), phase, "raise", False)], lifetime="call")
         assert (

@@ -55,9 +55,8 @@ def test_a_load_that_failed_fails_the_second_time_too(kind, tmp_path):
     assert fails(use, tmp_path) == first
     if registered is not None:
         assert "half" in fails(registered, tmp_path)
-    (tmp_path / "user.py").write_text(
-        source.replace("1/0\n", "x = 1 + 0\n")
-    )  # mended, it registers as if for the first time
+    # mended, it registers as if for the first time.
+    (tmp_path / "user.py").write_text(source.replace("1/0\n", "x = 1 + 0\n"))
     if kind != "a skyrl id":
         resolve_env(EnvConfig(use=use), base=tmp_path)
 

@@ -148,9 +148,8 @@ def test_a_shared_session_is_one_process_and_ends_with_the_last_episode():
     assert [t.error for t in trajectories] == [None] * 16
     pids = {heard(t)[1] for t in trajectories}
     assert len(pids) == 1
-    assert sorted(len(heard(t)[0].split()) for t in trajectories) == list(
-        range(1, 17)
-    )  # one notebook for all
+    # One notebook for all.
+    assert sorted(len(heard(t)[0].split()) for t in trajectories) == list(range(1, 17))
     assert not any(map(lives, pids))
     assert nothing_left()
 
@@ -190,9 +189,8 @@ def test_what_the_model_is_told_and_which_tools_there_are():
         "toy_note",
         "toy_process",
     ]
-    assert list(asyncio.run(told([read, tw.mcp_tools(["/nowhere"])], tools=["read"]))) == [
-        "read"
-    ]  # not even begun
+    # Not even begun.
+    assert list(asyncio.run(told([read, tw.mcp_tools(["/nowhere"])], tools=["read"]))) == ["read"]
     assert nothing_left()
 
 
@@ -316,11 +314,12 @@ def test_an_episode_whose_server_died_is_tried_again_with_a_new_one(session, tmp
         env, [tw.Task("Go.")], engine=tw.ScriptedEngine(replies), limits=LIMITS, rules=rules
     )
     assert trajectory.error is None
+    # The new server was told all that the old one was.
     assert heard(trajectory) == [
         "x",
         "alive",
         "x y",
-    ]  # the new server was told all that the old one was
+    ]
     (failure,) = trajectory.failures
     assert (failure.kind, failure.turn, failure.recovery) == ("tool", 1, "replayed")
     assert nothing_left()

@@ -106,9 +106,8 @@ def test_functions_of_one_s_own_and_all_fields_by_default(url):
         action="guess",
         observation=lambda seen: [{"role": "user", "content": seen["said"].upper()}],
     )
-    trajectory = alone(
-        told, ["41", "42"]
-    )  # the field takes the text, and the server reads the number in it
+    # The field takes the text, and the server reads the number in it.
+    trajectory = alone(told, ["41", "42"])
     assert (trajectory.reward, trajectory.turns[1].messages[0].text) == (1.0, "HIGHER.")
 
 

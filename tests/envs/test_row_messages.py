@@ -201,9 +201,8 @@ def test_a_prompt_that_ends_with_a_call_is_not_continued():
     assert (len(task.messages), task.answer) == (2, None)
     with pytest.raises(TaskError, match="row 0: no prompt"):
         tw.load_tasks([{"messages": [openai(LOOK)]}])
-    (task,) = tw.load_tasks(
-        [{"messages": [ASK, openai(LOOK), result("rain")]}]
-    )  # a result at the end is asked about
+    # A result at the end is asked about.
+    (task,) = tw.load_tasks([{"messages": [ASK, openai(LOOK), result("rain")]}])
     assert len(task.messages) == 3
 
 
@@ -338,9 +337,8 @@ def test_a_row_has_template_variables_of_its_own(tmp_path):
             asyncio.run(
                 conversations(tmp_path / "rows.jsonl", RENDERER, limits=Limits(), history="append")
             )
-    source = with_preset_variables(
-        RENDERER.template.source, {"enable_thinking": False}
-    )  # as `model.template_args` sets it
+    # As `model.template_args` sets it.
+    source = with_preset_variables(RENDERER.template.source, {"enable_thinking": False})
     off = ChatRenderer(RENDERER.codec, ChatTemplate(source))
     (task,) = tw.load_tasks([{"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}])
     assert tw.rollout(env, [task], engine, renderer=off)[0].reward == 1.0

@@ -249,16 +249,14 @@ def test_files_are_put_beside_it_and_the_channel_is_read():
         {"data.py": "x = 5"},
         channel=100,
     )
-    assert (
-        done.stderr.count("ModuleNotFoundError") == 1
-    )  # the interpreter is isolated: nothing is imported by accident
+    # The interpreter is isolated: nothing is imported by accident.
+    assert done.stderr.count("ModuleNotFoundError") == 1
     done = box.run(
         "import os\nos.write(3, open('data.txt').read().encode())", {"data.txt": "5"}, channel=100
     )
     assert done.channel == "5"
-    assert (
-        box.run("import os\nos.write(3, b'x' * 101)", channel=100).channel == ""
-    )  # what was cut is not to be believed
+    # What was cut is not to be believed.
+    assert box.run("import os\nos.write(3, b'x' * 101)", channel=100).channel == ""
     with pytest.raises(ConfigError, match="plain name"):
         box.run("", {"../x": ""})
 
@@ -268,10 +266,11 @@ def test_nothing_is_left_of_many_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("turnwright.envs.threads.IDLE_S", 0.01)
     box = Sandbox(seconds=FAR)
     box.run("pass")
+    # Those of earlier tests may end meanwhile.
     fds, threads = (
         set(os.listdir("/proc/self/fd")),
         set(threading.enumerate()),
-    )  # those of earlier tests may end meanwhile
+    )
 
     async def many() -> list[SandboxResult]:
         return await asyncio.gather(*(box.arun(f"print({i})") for i in range(24)))

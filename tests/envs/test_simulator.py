@@ -56,9 +56,8 @@ def test_a_user_answers_each_reply_and_ends_the_talk() -> None:
         ("assistant", "Here is rye."),
     ]
     assert (one.stop, one.final[0].text, one.reward) == (tw.StopReason.DONE, "Thanks!", 1.0)
-    assert not any(
-        "You want" in message.text for message in one.messages
-    )  # the persona is the user's own
+    # The persona is the user's own.
+    assert not any("You want" in message.text for message in one.messages)
 
 
 def test_a_user_may_speak_first() -> None:

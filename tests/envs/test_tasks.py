@@ -199,9 +199,8 @@ def test_overlap_is_found_by_id_and_by_content():
         TaskError, match="task a of training has the content of the held-out task b"
     ):
         check_disjoint([Task("x", id="a")], [Task("x", id="b")])
-    with pytest.raises(
-        TaskError, match="has the content"
-    ):  # a row's number in its file is no content
+    with pytest.raises(TaskError, match="has the content"):
+        # A row's number in its file is no content.
         check_disjoint(
             [Task("x", info={"extra_info": {"index": 1}})],
             [Task("x", info={"extra_info": {"index": 2}})],

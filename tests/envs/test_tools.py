@@ -338,13 +338,14 @@ def test_a_forked_process_has_threads_of_its_own():
         "    asyncio.run(run_in_thread(os._exit, {'status': 7}))\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
     )
+    # Later versions warn of forks beside threads.
     command = [
         sys.executable,
         "-W",
         "ignore",
         "-c",
         code,
-    ]  # later versions warn of forks beside threads
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("\n7\n", "")
 

@@ -75,9 +75,8 @@ def repository(tmp_path):
 def test_a_file_imports_what_its_source_tree_has(
     repository, imports, late, tmp_path_factory, monkeypatch
 ):
-    elsewhere = tmp_path_factory.mktemp(
-        "working-directory"
-    )  # has a folder `examples` too, without `game`
+    # Has a folder `examples` too, without `game`.
+    elsewhere = tmp_path_factory.mktemp("working-directory")
     (elsewhere / "examples" / "other").mkdir(parents=True)
     monkeypatch.syspath_prepend(elsewhere)
     text = ENV.format(imports=imports, late=late).replace(
@@ -207,9 +206,8 @@ def framework(tmp_path, monkeypatch):
         monkeypatch.setitem(stand_ins.MODULES, name, sources)
     before = set(sys.modules)
     yield tmp_path
-    for name in (
-        set(sys.modules) - before
-    ):  # a process of an environment loads every file that is loaded here
+    for name in set(sys.modules) - before:
+        # A process of an environment loads every file that is loaded here.
         del sys.modules[name]
 
 
@@ -238,9 +236,8 @@ def test_user_code_finds_stand_ins_and_libraries_do_not(framework):
 
 def test_a_module_of_a_table_is_one_of_its_own(framework):
     again = importlib.import_module(f"{user_imports.STAND_INS}.frame_work.again")
-    base = sys.modules[
-        f"{user_imports.STAND_INS}.frame_work.base"
-    ]  # imported, since it has a class of the other
+    # imported, since it has a class of the other.
+    base = sys.modules[f"{user_imports.STAND_INS}.frame_work.base"]
     assert base.help.__module__ == base.__name__
     assert base.help.__qualname__ == base.help.__name__ == "help"
     assert pickle.loads(pickle.dumps(base.help)) is base.help

@@ -126,9 +126,8 @@ def spec_of(name: str, *, shuffled: bool = False) -> EnvSpec:
 
 
 def played(spec: EnvSpec, tasks: list[tw.Task], replies: Any) -> list[tw.Trajectory]:
-    limits = tw.Limits(
-        turns=spec.max_turns or 1, turn_tokens=200_000
-    )  # without a model, an id is a byte
+    # Without a model, an id is a byte.
+    limits = tw.Limits(turns=spec.max_turns or 1, turn_tokens=200_000)
     assert spec.factory is not None
     return tw.rollout(spec.factory, tasks, engine=tw.ScriptedEngine(replies), limits=limits)
 

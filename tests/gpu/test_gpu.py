@@ -104,9 +104,8 @@ def test_recorded_passes_follow_new_weights_and_a_cache_that_grew() -> None:
     engine = LocalEngine(model(), device=DEVICE)
     engine._model.graphs = None
     plain = run(engine, work)
-    assert (
-        sum(a == b for a, b in zip(recorded, plain, strict=True)) >= len(plain) - 2
-    )  # draws within the rounding of a boundary
+    # Draws within the rounding of a boundary.
+    assert sum(a == b for a, b in zip(recorded, plain, strict=True)) >= len(plain) - 2
 
 
 def test_adapters_of_several_policies_have_the_ids_of_a_cpu() -> None:

@@ -142,9 +142,8 @@ PLAYS = (best_of_two, planner_and_worker, edited, verbatim)
 
 
 @settings(max_examples=40, deadline=None)
-@example(
-    play=planner_and_worker, kind="bpe", seed=0, abort=0.4, delay=0.0
-)  # one worker ends the episode of the other
+# One worker ends the episode of the other.
+@example(play=planner_and_worker, kind="bpe", seed=0, abort=0.4, delay=0.0)
 @given(
     play=st.sampled_from(PLAYS),
     kind=st.sampled_from(KINDS),
@@ -161,9 +160,8 @@ def test_play_functions_keep_the_invariants(play, kind, seed, abort, delay):
         check_record(trajectory, engine.calls)
     asked = sum(len(call.ids) for call in engine.calls)
     spans = [span for trajectory in rows for span in trajectory.spans]
-    asked -= sum(
-        len(span.ids) for span in spans if span.untrained == FAILED_ATTEMPT
-    )  # a call beside the one that ended it
+    # A call beside the one that ended it.
+    asked -= sum(len(span.ids) for span in spans if span.untrained == FAILED_ATTEMPT)
     assert sum(sum(row.weights) for trajectory in rows for row in trajectory.samples()) == asked
 
 

@@ -203,9 +203,8 @@ def test_whole_episodes_keep_the_invariants_in_every_history_mode(name, history,
             odd = {"close_swapped", "prefix_changed"} if history == "template" else set()
             calls = [call.id for message in trajectory.messages for call in message.tool_calls]
             if history == "template" and len(set(calls)) < len(calls):
-                odd.add(
-                    "preamble_changed"
-                )  # some templates look a result's name up by its call's id, and find two
+                # Some templates look a result's name up by its call's id, and find two.
+                odd.add("preamble_changed")
             assert set(trajectory.branches) <= odd, trajectory.branches
         assert all(call.max_tokens + len(call.context) <= 6000 for call in engine.calls)
 

@@ -55,9 +55,8 @@ def test_another_picture_is_told_where_it_is_seen_first(tmp_path, vlm):
     assert found.episodes == 3
     assert found.differences
     assert {one.what for one in found.differences} == {"prompt"}
-    differences = {
-        one.key: one for one in found.differences
-    }  # in the order in which the episodes ended
+    # In the order in which the episodes ended.
+    differences = {one.key: one for one in found.differences}
     assert len(differences) == len(played)
     for trajectory in played:
         one = differences[trajectory.key]

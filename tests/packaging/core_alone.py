@@ -57,9 +57,8 @@ for room in (
 ):
     importlib.import_module(f"turnwright.{room}")
 for name in tw.__all__:
-    if (
-        name != "train"
-    ):  # a verb of the floor with torch: it is there, and says what it needs when it is called
+    if name != "train":
+        # A verb of the floor with torch: it is there, and says what it needs when it is called.
         getattr(tw, name)
 
 world = tw.resolve_env("hop")
@@ -94,9 +93,8 @@ from turnwright.cli.main import main  # noqa: E402
 assert main(["--help"]) == 0
 assert main(["check", "hop"]) == 0
 assert main(["train", "--env.use", "hop", "--dry-run"]) == 0
-assert (
-    main(["train", "--env.use", "hop", "--display", "none"]) == 2
-)  # in one line that names the extra
+# In one line that names the extra.
+assert main(["train", "--env.use", "hop", "--display", "none"]) == 2
 loaded = [name for name in HEAVY if name in sys.modules]
 assert not loaded, loaded
 print("the core is enough")

@@ -548,9 +548,8 @@ async def _play(
     names = ["north", "north-2", "south"]  # two whose requests are equal
 
     def script(messages: Any, rng: Any) -> str:
-        number = rng.randrange(
-            4
-        )  # replies repeat, also in other sessions, so that texts alone do not tell them apart
+        # Replies repeat, also in other sessions, so that texts alone do not tell them apart.
+        number = rng.randrange(4)
         return called("look_up", key=f"{number}") if number < 2 else f"reply {number}"
 
     engine = Uneven(script)
@@ -596,9 +595,8 @@ async def _play(
                 if operation == "fork":  # in parallel with what follows
                     running.append(asyncio.ensure_future(talk.ask(user("fork"))))
                     continue
-                if (
-                    operation == "twice" and talk.messages[-1]["role"] != "assistant"
-                ):  # the same request, in flight
+                if operation == "twice" and talk.messages[-1]["role"] != "assistant":
+                    # The same request, in flight.
                     other = _copy(talk)
                     (first, second) = await asyncio.gather(talk.ask(), other.ask())
                     assert first == second, "two replies to a request that was in flight"

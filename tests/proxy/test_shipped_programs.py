@@ -62,9 +62,8 @@ def test_the_react_program_samples_what_the_loop_samples(tmp_path: Path) -> None
     assert [one.error for one in found] == [None] * 16
     for one in found:
         account(one)
-    same = [
-        number for number, one in enumerate(loop) if one.stop != "invalid_token"
-    ]  # a fresh model samples anything
+    # A fresh model samples anything.
+    same = [number for number, one in enumerate(loop) if one.stop != "invalid_token"]
     assert len(same) >= 4
     mine, theirs = calls(found), calls(loop)
     assert [mine[number] for number in same] == [theirs[number] for number in same]

@@ -143,9 +143,8 @@ def test_any_beginning_of_the_journal_replays_a_beginning_of_the_episodes(
     complete = sum(1 for line in text[:cut].split(b"\n")[:-1] if json.loads(line)["e"] == "closed")
     assert len(found) == complete
     assert all(found[key] == by_key[key] for key in found)
-    lines = JsonLines(
-        path
-    )  # opened again after the crash: the torn line goes, what follows is whole
+    # Opened again after the crash: the torn line goes, what follows is whole.
+    lines = JsonLines(path)
     lines.append({"e": "trained"})
     lines.close()
     assert path.read_bytes() == text[: text.rfind(b"\n", 0, cut) + 1] + b'{"e":"trained"}\n'
@@ -334,9 +333,8 @@ friendly = st.recursive(
     plain,
     lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("abc", max_size=2), x, max_size=3),
 )
-odd = st.integers(0, len(HOSTILE) - 1).map(
-    lambda number: HOSTILE[number]
-)  # no strategy can show these
+# No strategy can show these.
+odd = st.integers(0, len(HOSTILE) - 1).map(lambda number: HOSTILE[number])
 hostile = st.recursive(
     plain | odd, lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(), x, max_size=3)
 )

@@ -209,9 +209,8 @@ def test_what_is_composed_is_the_full_render_where_replies_are_canonical(name, s
     talk = Conversation(text)
     for _ in range(4):
         said = rng.choice(("Yes.", "one two", "No, not so"))
-        talk.reply(
-            f" {said}" if name == "alternates" else said
-        )  # it writes a space in front of a reply
+        # It writes a space in front of a reply.
+        talk.reply(f" {said}" if name == "alternates" else said)
         assert isinstance(talk.answer(rng.choice(("more", "x\ny", "2 + 2"))), Extend)
         assert talk.ids == text.open(talk.messages).ids
 

@@ -73,9 +73,8 @@ def test_no_injection_changes_a_control_id(kind):
     assert counts.forged > len(SUITE) / 4, (
         "the suite would forge little if nothing were done, so it proves little"
     )
-    assert (
-        counts.counted >= 2 * counts.forged - len(SUITE) / 8
-    )  # what would forge is counted (single words: by their neighbours)
+    # What would forge is counted (single words: by their neighbours).
+    assert counts.counted >= 2 * counts.forged - len(SUITE) / 8
 
 
 @pytest.mark.parametrize("kind", [kind for kind in VERBATIM if kind in KINDS])
@@ -228,9 +227,8 @@ def test_real_templates_keep_control_to_themselves(kind):
         template = corpus.template_of(name, source)
         special, other = _special_and_other(name, source)
         try:
-            text = ChatRenderer(
-                codec.__wrapped__(kind, special, other), template
-            )  # 200 would displace those of the kinds
+            # 200 would displace those of the kinds.
+            text = ChatRenderer(codec.__wrapped__(kind, special, other), template)
             text.open([Message("user", HARMLESS)])
         except TemplateError:
             refused += 1
@@ -422,10 +420,11 @@ def test_control_that_only_the_world_s_turns_hold_ends_an_episode_that_sampled_i
 
 @pytest.mark.parametrize("meant", ["<think>", "<tool_call>", "</tool_call>"])
 def test_control_that_the_template_writes_in_replies_may_be_sampled(meant):
+    # special, as Mistral's [TOOL_CALLS] and gpt-oss's <|channel|> are.
     special = (
         *SPECIAL,
         *MARKUP,
-    )  # special, as Mistral's [TOOL_CALLS] and gpt-oss's <|channel|> are
+    )
     text = ChatRenderer(ByteTokenizer(special), ChatTemplate(WRAPS_RESULTS))
     assert text.codec.control[meant] not in text.invalid_ids
     assert text.codec.control["<tool_response>"] in text.invalid_ids

@@ -138,9 +138,8 @@ def test_an_append_gains_no_word_start_mark_that_the_whole_has_not(kind):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "WordPiece" not in kind])
 def test_ids_read_as_the_text_that_they_were_made_from(kind):
     text = chatml(kind)
-    spaced = (
-        "Metaspace always" in kind or "(real)" in kind or "always" in kind
-    )  # it writes "a" and " a" alike
+    # It writes "a" and " a" alike.
+    spaced = "Metaspace always" in kind or "(real)" in kind or "always" in kind
     for said in (
         "word",
         "the word, and\n\nthe of",

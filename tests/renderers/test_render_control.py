@@ -152,9 +152,8 @@ def test_what_is_built_turn_by_turn_is_the_full_render_tokenised_anew(kind, open
     path = list(first.ids)
     assert first.neutralised == 0
     for reply, heard in turns:
-        reply = (
-            "r" + reply.strip()
-        )  # a reply that begins with white space would join the template's own
+        # A reply that begins with white space would join the template's own.
+        reply = "r" + reply.strip()
         ids = text.encode_reply(reply)
         more = text.extend(said, ids, heard)
         assert more.neutralised == 0

@@ -97,9 +97,8 @@ def compared(renderer: ChatRenderer) -> set[str]:
         ids, mask, talk = ours(renderer, form)
         try:
             canonical, marked = template_assistant_mask(renderer, talk)
-        except (
-            TemplateError
-        ):  # gpt-oss takes no channels in a content: read by a parser, they would be reasoning
+        except TemplateError:
+            # gpt-oss takes no channels in a content: read by a parser, they would be reasoning.
             continue
         if (
             canonical[: len(ids)] == ids

@@ -300,9 +300,8 @@ def test_older_images_are_shown_at_a_quarter_of_their_area(renderers, store):
     assert renderer.vision.block(messages[0].media[0]).grid == ((1, 8, 16),)
     assert renderer.vision.block(image).grid == ((1, 4, 8),)
     assert renderer.vision.block(video).grid == ((1, 4, 4),)
-    assert (
-        downscale_images(1)(shown, (1,))[0].media[0].max_pixels == 256 * 128 // 16
-    )  # of what it is given
+    # Of what it is given.
+    assert downscale_images(1)(shown, (1,))[0].media[0].max_pixels == 256 * 128 // 16
     assert downscale_images(3)(messages, (1,)) == messages
 
 

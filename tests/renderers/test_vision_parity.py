@@ -428,9 +428,8 @@ def test_the_8_bit_values_of_patches_are_those_they_were_made_of(family, rendere
     """What a server takes that scales and normalises itself comes to the same numbers."""
     eyes = renderers[family].vision
     scale = eyes._scale
-    image = store.add(
-        np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8)
-    )  # all values there are
+    # All values there are.
+    image = store.add(np.arange(64 * 96 * 3, dtype=np.uint32).reshape(64, 96, 3).astype(np.uint8))
     patches = eyes.process(image, store)["pixel_values"]
     raw = eyes.unscaled(patches)
     assert (raw.dtype, raw.shape) == (np.uint8, patches.shape)

@@ -18,10 +18,11 @@ class Payload:
     """Two megabytes that only a collection frees."""
 
     def __init__(self) -> None:
+        # Which goes back to the system at once.
         self.itself, self.bytes = (
             self,
             mmap.mmap(-1, 2_000_000),
-        )  # which goes back to the system at once
+        )
         self.bytes.write(b"x" * 2_000_000)
 
 
@@ -48,9 +49,8 @@ def leak_as_much_as_there_is():
 
 
 def test_cycles_of_user_code_do_not_fill_the_memory():
-    process = multiprocessing.get_context("spawn").Process(
-        target=leak_as_much_as_there_is
-    )  # a process of known size
+    # A process of known size.
+    process = multiprocessing.get_context("spawn").Process(target=leak_as_much_as_there_is)
     process.start()
     process.join()
     assert process.exitcode == 0

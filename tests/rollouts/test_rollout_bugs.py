@@ -190,9 +190,8 @@ def test_what_a_parser_breaks_on_is_not_trained_where_the_function_goes_on(tmp_p
         "failed_attempt",
     )
     assert second.trained == len(second.ids)
-    assert (
-        renderer.decode(played.prompt_ids(0)).count("assistant") == 1
-    )  # nothing of it is in the next context
+    # Nothing of it is in the next context.
+    assert renderer.decode(played.prompt_ids(0)).count("assistant") == 1
     weights = [weight for row in played.samples() for weight in row.weights]
     assert sum(weights) == len(second.ids)
     with RunDir(tmp_path / "run") as run:

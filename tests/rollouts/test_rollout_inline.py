@@ -128,9 +128,8 @@ def check(trajectory, engine, text):
             "what was kept of a reply is not what was sampled"
         )
         assert control.isdisjoint(path[begin:]), "inserted text became control"
-        if (
-            text.decode(text.encode(turn.inserted)) == turn.inserted
-        ):  # a tokenizer without bytes knows not every character
+        if text.decode(text.encode(turn.inserted)) == turn.inserted:
+            # A tokenizer without bytes knows not every character.
             assert text.decode(path).endswith(turn.inserted)
 
 

@@ -157,9 +157,8 @@ def test_every_fault_is_a_record_and_the_others_are_untouched(world):
     played = dict(
         zip(names, tw.rollout(world, rows, engine, rules=APART, limits=limits), strict=True)
     )
-    assert children() <= before, (
-        "something outlasted its deadline and its grace"
-    )  # what hangs here hangs forever
+    # What hangs here hangs forever.
+    assert children() <= before, "something outlasted its deadline and its grace"
     for name, (stop, error, kind, phase) in OUTCOMES.items():
         found = played[name]
         check_record(found, engine.calls)

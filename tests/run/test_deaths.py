@@ -159,9 +159,8 @@ def test_an_environment_that_dies_each_time_ends_the_run_with_a_line(tmp_path, m
         train(tmp_path, "run", monkeypatch, "demonstrate", deaths=2 * MAX_DEATHS, recipe=recipe)
         == 1
     )
-    assert (
-        len(list((tmp_path / "deaths").iterdir())) == MAX_DEATHS - 1
-    )  # played once, and MAX_DEATHS times again
+    # Played once, and MAX_DEATHS times again.
+    assert len(list((tmp_path / "deaths").iterdir())) == MAX_DEATHS - 1
     said = capsys.readouterr().err
     assert "1 of 1 demonstrations failed, the first with ProcessDied" in said
     assert "Traceback" not in said

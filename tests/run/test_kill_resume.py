@@ -146,9 +146,8 @@ def test_kills_of_a_run_that_inserts_and_rewinds(tmp_path: Path) -> None:
         for path in tmp_path.rglob("metrics.jsonl")
         for line in path.read_text().splitlines()
     ]
-    assert any(
-        row.get("groups_refilled") for row in rows
-    )  # and which tasks they were of was the same again
+    # And which tasks they were of was the same again.
+    assert any(row.get("groups_refilled") for row in rows)
 
 
 GIVES_UP = """\

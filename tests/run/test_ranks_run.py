@@ -70,9 +70,8 @@ def test_killed_with_two_processes_and_gone_on_with_one(tmp_path: Path, recipe: 
             time.sleep(0.02)
     finally:
         workers = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        os.kill(
-            int(workers[-1]), signal.SIGKILL
-        )  # a rank that plays nothing and holds half of the model; torchrun ends the rest
+        # A rank that plays nothing and holds half of the model; torchrun ends the rest.
+        os.kill(int(workers[-1]), signal.SIGKILL)
         running.communicate(timeout=240)
     assert len(workers) == 2
     assert running.returncode == 1

@@ -86,9 +86,8 @@ def test_the_quickstart_with_images_end_to_end(
     assert len(blind) == len(seeing) == 4
     assert len({part["image"] for row in blind for part in shown(row)}) == 1
     assert all(len({part["image"] for part in shown(row)}) == len(row["turns"]) for row in seeing)
-    kept = {
-        path.stem for path in (out / "media").glob("*.png")
-    }  # those of demonstrations too, which are not written down
+    # Those of demonstrations too, which are not written down.
+    kept = {path.stem for path in (out / "media").glob("*.png")}
     assert {part["image"] for row in rows for part in shown(row)} < kept
     page = (out / "report.html").read_text()
     assert page.count("data:image/png;base64") >= 5
@@ -122,9 +121,8 @@ def test_one_environment_file_serves_both_kinds_of_model_unchanged(tmp_path: Pat
         for message in turn["messages"]
     }
     assert all(text.startswith("goal: ") for text in texts)
-    assert (
-        texts <= {part["alt"] for part in images} | texts
-    )  # told in the words that stand beside the images
+    # Told in the words that stand beside the images.
+    assert texts <= {part["alt"] for part in images} | texts
     assert texts & {part["alt"] for part in images}
 
 

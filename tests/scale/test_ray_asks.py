@@ -144,9 +144,8 @@ def test_an_unexpected_error_is_noted_once_and_the_server_is_kept(cluster, tmp_p
     last = f"http://10.0.0.2:{8000 + starts}"
     notes = keep(cluster, tmp_path, lambda urls: urls == (last,) and not cluster.faults[call])
     again = [note for note in notes if "is started again" in note]
-    assert len(again) == (
-        3 if call == "ended" else 1
-    )  # each server that answered has a URL of its own
+    # Each server that answered has a URL of its own.
+    assert len(again) == (3 if call == "ended" else 1)
     assert all(
         "server 0" in note and "RaySystemError" in note and "the store is gone" in note
         for note in again

@@ -136,9 +136,8 @@ def test_a_server_of_a_node_that_dies_is_replaced_on_another_and_nothing_is_lost
         wait_for(lambda: second.host not in listed.read_text(), 120, log.read_text)
         before = len(events(run, "turn"))
         hold.unlink()
-        wait_for(
-            lambda: len(events(run, "turn")) > before + 2, 60, log.read_text
-        )  # by the other one alone
+        # By the other one alone.
+        wait_for(lambda: len(events(run, "turn")) > before + 2, 60, log.read_text)
         assert first.host in listed.read_text()
         hold.touch()
         third = nodes.add(3, hidden=run)

@@ -175,9 +175,8 @@ def test_another_worker_goes_on_with_effects_only_after_the_lease_of_a_killed_on
         finished(started[0], log)
     assert final_weights(run) == final_weights(alone)  # every episode went on from its state
     lines = [line.split() for line in acts.read_text().splitlines()]
-    lines = [
-        line for line in lines if line[2].startswith("train")
-    ]  # evaluations before and after have equal seeds
+    # Evaluations before and after have equal seeds.
+    lines = [line for line in lines if line[2].startswith("train")]
     mine = {step.rpartition("/")[0] for _, pid, step in lines if int(pid) == workers[0].pid}
     later = [
         float(at)

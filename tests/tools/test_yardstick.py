@@ -252,9 +252,8 @@ def test_an_exemption_is_a_field_that_only_the_newer_run_has(
     edit("journal.jsonl", at(3, "spans", 0, "seed", value=[6]))(tmp_path / "newer")
     assert yardstick.main(["compare", str(tmp_path / "older"), str(tmp_path / "newer")]) == 1
     assert json.loads(capsys.readouterr().out)["field"] == "spans[0].seed[0]"
-    assert (
-        yardstick.main(["compare", str(tmp_path / "older"), str(made(tmp_path / "third"))]) == 1
-    )  # only the older has it
+    # Only the older has it.
+    assert yardstick.main(["compare", str(tmp_path / "older"), str(made(tmp_path / "third"))]) == 1
 
 
 def test_recordings_of_other_recipes_are_not_compared(

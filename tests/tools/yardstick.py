@@ -191,9 +191,8 @@ def journal(events: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for event in events:
         if event["e"] in ("settings", "tools"):
-            named[event["name"]] = event[
-                "value"
-            ]  # written when first used: after which episode is chance
+            # Written when first used: after which episode is chance.
+            named[event["name"]] = event["value"]
             if isinstance(event["value"], dict):
                 event["value"].pop("v", None)  # the version of the records
             continue
@@ -271,9 +270,8 @@ def model_file(path: Path) -> Any:
     if path.suffix != ".json":
         return sha256(path.read_bytes()).hexdigest()
     data = json.loads(path.read_text(encoding="utf-8"))
-    if (
-        path.name == "state.json"
-    ):  # contents are compared themselves; the journal's length and checksum cover its clocks
+    if path.name == "state.json":
+        # Contents are compared themselves; the journal's length and checksum cover its clocks.
         data["cursor"]["journal"] = HIDDEN
         data |= {"files": sorted(data["files"])} if "files" in data else {}
     return {
@@ -369,9 +367,8 @@ def differences(a: Any, b: Any, field: str = "") -> Iterator[tuple[str, Any, Any
             yield from differences(
                 a[n] if n < len(a) else GONE, b[n] if n < len(b) else GONE, f"{field}[{n}]"
             )
-    elif type(a) is not type(b) or repr(a) != repr(
-        b
-    ):  # repr: -0.0 and 0.0 are other bits, NaN is itself
+    elif type(a) is not type(b) or repr(a) != repr(b):
+        # repr: -0.0 and 0.0 are other bits, NaN is itself.
         yield field, a, b
 
 

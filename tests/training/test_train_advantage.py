@@ -69,9 +69,8 @@ def test_failed_and_unrewarded_are_not_in_the_baseline():
 
 
 def test_reward_none_is_not_zero():
-    assert (
-        values(advantages([group(1.0, 1.0, None)])) == [None] * 3
-    )  # with 0.0 in its place there would be a signal
+    # With 0.0 in its place there would be a signal.
+    assert values(advantages([group(1.0, 1.0, None)])) == [None] * 3
 
 
 def test_ties_have_no_signal_but_count():

@@ -98,13 +98,13 @@ def test_no_chunk_ends_where_an_id_of_one_goes_on_for_the_other(made):
     assert chunk_texts(policy, teacher, "lookup birch") == ["lookup", " birch", "<|im_end|>"]
     assert chunk_texts(policy, teacher, "look4") == ["look4", "<|im_end|>"]
     assert chunk_texts(policy, teacher, "look") == ["look<|im_end|>"]
-    assert (
-        chunk_texts(policy, teacher, "look", cut=1) == []
-    )  # cut before it is known which word it is
+    # Cut before it is known which word it is.
+    assert chunk_texts(policy, teacher, "look", cut=1) == []
+    # And the other way around.
     assert chunk_texts(teacher, policy, "look4") == [
         "look4",
         "<|im_end|>",
-    ]  # and the other way around
+    ]
 
 
 def answers(made, trajectories, **config):
@@ -160,9 +160,8 @@ def test_what_no_chunk_has_is_counted_and_too_much_of_it_refused(made):
     good = conversation(policy, ("code of amber 1", "lookup birch"))
     odd = conversation(policy, ("code", "x"))
     odd.key = type(odd.key)("train", 0, "t", 1)
-    byte = next(
-        i for i, text in enumerate(policy.codec.token_bytes) if text == b"\xc3"
-    )  # half a character
+    # Half a character.
+    byte = next(i for i, text in enumerate(policy.codec.token_bytes) if text == b"\xc3")
     odd.spans[1].ids = [byte, odd.spans[1].ids[-1]]
     odd.spans[1].logprobs = [-1.0, -1.0]
     groups = [Group(Task("t", id="t"), [good, odd])]

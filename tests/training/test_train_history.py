@@ -71,9 +71,8 @@ def per_call(made):
 def solved(directory, history, name="hop", count=3):
     world = hop(name)
 
-    def speak(
-        messages, rng
-    ):  # samples of one task think different things, or their gradients would cancel
+    def speak(messages, rng):
+        # Samples of one task think different things, or their gradients would cancel.
         return world.solver(messages, rng).replace(
             "</think>", f"{rng.choice(('amber', 'birch', 'cedar'))}\n</think>"
         )

@@ -184,9 +184,8 @@ def test_an_advantage_of_ones_own(tmp_path):
     ] == [-2.0, -1.5, 0.0]
     tied = credits_of(config, groups_of([1.0, 1.0]))
     assert {credit.reason for credit in tied.credits} == {"no_signal"}
-    shaped = TrainConfig(
-        advantage=own, overlong_tokens=2, overlong_buffer=1.0
-    )  # a reward of its own reaches the function
+    # A reward of its own reaches the function.
+    shaped = TrainConfig(advantage=own, overlong_tokens=2, overlong_buffer=1.0)
     assert [credit.advantage for credit in credits_of(shaped, groups_of([0.0, 1.0])).credits] == [
         -1.0,
         0.0,
@@ -272,9 +271,8 @@ def test_passes_over_the_tasks_set_the_steps(tmp_path):
     ]
     steps = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["train"]["steps"]
     assert out
-    assert (
-        steps == sum(row["phase"] == "train" for row in rows) == 4
-    )  # 10 of 12 tasks are for training: 15 groups
+    # 10 of 12 tasks are for training: 15 groups.
+    assert steps == sum(row["phase"] == "train" for row in rows) == 4
 
 
 def test_tasks_without_end_have_no_passes():

@@ -95,9 +95,8 @@ def test_a_step_does_not_depend_on_its_passes(config):
         slopes.append(gradient(trainer.model))
         shut = records[1][0].support.excluded(50)
         assert 0 < shut.double().mean() < 1
-        assert (
-            int((~shut).sum(1).max()) <= 21
-        )  # the one that was sampled comes on top where it was not among them
+        # The one that was sampled comes on top where it was not among them.
+        assert int((~shut).sum(1).max()) <= 21
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
     assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], rel=1e-9)
 

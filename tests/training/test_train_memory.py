@@ -157,9 +157,8 @@ class Rows:
 def test_blocks_of_a_pass_are_seen_as_they_come_and_go():
     found = Rows().trace(10)
     live = found.live_bytes()
-    squares = (
-        2 * 8 * 10**2
-    )  # the product and its exponential, which exp keeps for the backward pass
+    # The product and its exponential, which exp keeps for the backward pass.
+    squares = 2 * 8 * 10**2
     assert squares <= max(live[: found.forward_events]) <= squares + 3 * 8 * 10
     assert 8 * 10**2 <= found.saved < squares
     assert live[-1] == 0
@@ -319,8 +318,7 @@ def test_a_range_is_told_where_the_length_of_rows_is_open():
         "memory: 3.0 GiB to 7.0 GiB of 20.0 GiB at the peak of a step for rows of 64 to 2048 ids "
         "(weights 2.0 GiB, engine 3.0 GiB, update 2.0 GiB; passes of 4096 tokens)"
     )
-    assert "which may not fit" in check_memory(
-        most, 4 * GIB, least
-    )  # no refusal: short rows may fit
+    # No refusal: short rows may fit.
+    assert "which may not fit" in check_memory(most, 4 * GIB, least)
     with pytest.raises(ConfigError, match=r"alone need 2\.0 GiB"):
         check_memory(most, GIB, least)

@@ -69,9 +69,8 @@ def model_of(kind: str, seed: int = 0) -> Any:
     config, changes = KINDS[kind]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(**(SIZES | changes))).eval()
-    with (
-        torch.no_grad()
-    ):  # weights of norms and biases are 1 and 0 at first, which hides what is done with them
+    with torch.no_grad():
+        # Weights of norms and biases are 1 and 0 at first, which hides what is done with them.
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))

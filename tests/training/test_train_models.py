@@ -157,9 +157,8 @@ TALK = [
 @pytest.mark.parametrize("tools", [None, [TOOL]])
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_template_only_appends(tiny_dir, tools, first):
-    template = _compile_jinja_template(
-        (tiny_dir / "chat_template.jinja").read_text()
-    )  # as transformers runs it
+    # As transformers runs it.
+    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())
     talk = TALK[first:]
     texts = [template.render(messages=talk[:n], tools=tools) for n in range(1, len(talk) + 1)]
     for shorter, longer in pairwise(texts):
@@ -173,9 +172,8 @@ def test_the_template_only_appends(tiny_dir, tools, first):
 
 
 def test_the_template_says_what_was_said(tiny_dir):
-    template = _compile_jinja_template(
-        (tiny_dir / "chat_template.jinja").read_text()
-    )  # as transformers runs it
+    # As transformers runs it.
+    template = _compile_jinja_template((tiny_dir / "chat_template.jinja").read_text())
     text = template.render(messages=TALK)
     call = '<tool_call>\n{"name": "look", "arguments": {"key": "amber"}}\n</tool_call>'
     assert text == (

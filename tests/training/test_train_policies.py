@@ -190,10 +190,11 @@ def test_a_policys_gradient_depends_on_no_other_policys_ids_and_rewards(seed):
 @settings(max_examples=15, deadline=None)
 def test_one_policy_for_all_agents_is_a_run_without_policies_to_the_bit(seed, kind):
     trajectories = episodes(seed)
+    # An episode that ended before its first reply.
     trajectories[0].spans, trajectories[0].turns = (
         [],
         [],
-    )  # an episode that ended before its first reply
+    )
     one, none = policies({"all": ("*",)}, advantage=kind), policies({"": ("*",)}, advantage=kind)
     (with_policy, *_), (without, *_) = step(one, trajectories), step(none, trajectories)
     assert torch.equal(
@@ -431,9 +432,8 @@ def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(
             past = PastPolicy(of, root / "past", source, lambda directory, version: None, **options)
             for step_ in range(first, max(first, end)):
                 past.save(step_, None)
-                for group in range(
-                    max(0, step_ - lag), step_ + lag + 1
-                ):  # those that can be in flight
+                for group in range(max(0, step_ - lag), step_ + lag + 1):
+                    # Those that can be in flight.
                     assert versions_in(root) >= {
                         one for one in past.engine.steps(group) if one <= step_
                     }
@@ -449,9 +449,8 @@ def test_past_versions_stay_while_a_resume_from_a_kept_checkpoint_can_draw_them(
                     assert {one for one in versions_in(root) if one <= step_} == needed - {
                         step_ + 1
                     }
-            checkpoints = checkpoints[
-                : max(1, len(checkpoints) - lost)
-            ]  # the later ones are damaged
+            # The later ones are damaged.
+            checkpoints = checkpoints[: max(1, len(checkpoints) - lost)]
             first = checkpoints[-1]
 
 

@@ -71,9 +71,8 @@ def test_two_ranks_come_to_what_one_process_comes_to(both, case):
             mine["loss"],
             theirs["loss"],
         )
-        tree = {
-            name for name in mine if name.startswith("tree_")
-        }  # two ranks cut it into more passes
+        # Two ranks cut it into more passes.
+        tree = {name for name in mine if name.startswith("tree_")}
         rough = {
             "train_s",
             "tokens_per_s",

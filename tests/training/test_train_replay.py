@@ -194,10 +194,11 @@ def test_routes_that_name_dense_layers_too_are_read_by_layer(small, noised):
         for turn in row.turns:
             start, routes = turn.extras["routes"]
             array = np.asarray(routes)
+            # A server that tells no shape.
             turn.extras["routes"] = (
                 start,
                 ExpertRoutes(array.tobytes(), 1, array[0].size),
-            )  # a server that tells no shape
+            )
     assert trainer(sparse).logprobs(wide) == expected
     model = AutoModelForCausalLM.from_config(
         type(sparse.config)(**(sparse.config.to_dict() | {"mlp_only_layers": [0]}))

@@ -349,9 +349,8 @@ def test_beside_rewards_ids_without_an_answer_train_by_rewards():
     share = sampled(made, lambda t, s: s.agent == "asker") / figures["tokens_sampled"]
     assert figures["teacher.t.answered"] == pytest.approx(share)
     rewards = learn(model, made, None, reward_weight=1.0)[1]
-    alone = (
-        share * learn(model, made, taught(teacher, **config))[1]
-    )  # its mean is over the ids that it answered for
+    # Its mean is over the ids that it answered for.
+    alone = share * learn(model, made, taught(teacher, **config))[1]
     assert distance(both, rewards + alone) < 1e-9
 
 

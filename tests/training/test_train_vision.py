@@ -213,9 +213,8 @@ def test_the_tower_learns_or_is_left_alone(gallery):
     encoded = trainer.forward.vision_inputs.encoded
     assert encoded == gallery.pixels.processed
     trainer.step(made, step=1, steps=2)
-    assert (
-        trainer.forward.vision_inputs.encoded == encoded
-    )  # its features are the same at every step
+    # Its features are the same at every step.
+    assert trainer.forward.vision_inputs.encoded == encoded
     assert not {name for name, _ in trainer.optimizer.tensors() if "visual" in name}
     for name, parameter in gallery.module.named_parameters():
         assert torch.equal(parameter, before[name]) == (

@@ -94,9 +94,8 @@ def test_eight_turns_of_images_and_a_clip_are_trained_as_they_were_sampled(direc
             assert len(kinds) >= 8  # what was shown last, nobody replied to
             figures = trainer.step(group_by_task(made), step=step, steps=2).metrics
             assert figures["ratio_mean"] == 1.0
-            assert (
-                0 < figures["mismatch_max"] < 1e-4
-            )  # an engine that was not updated would be far from it at the second step
+            # An engine that was not updated would be far from it at the second step.
+            assert 0 < figures["mismatch_max"] < 1e-4
             sent = list(trainer.weights())
             assert await engine.update(sent, step + 1) == fingerprint(sent)
         assert engine.media_encoded == rollout.pixels.processed

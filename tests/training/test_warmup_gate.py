@@ -126,9 +126,8 @@ def test_a_round_follows_while_the_loss_falls_and_the_gate_is_not_met(tmp_path):
     rates = [row["lr"] for row in rows_of(run, "warmup")]
     assert len(steps) == 30  # the form of a reply is still being learned
     assert steps == list(range(1, 31))
-    assert (
-        rates[9] < 0.3 * rates[10] < rates[10] < SHORT["warmup"]["lr"]
-    )  # each round anneals anew, from below the peak
+    # Each round anneals anew, from below the peak.
+    assert rates[9] < 0.3 * rates[10] < rates[10] < SHORT["warmup"]["lr"]
 
 
 def test_rounds_continue_where_a_kill_left_them(tmp_path, monkeypatch):

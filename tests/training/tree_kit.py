@@ -35,9 +35,8 @@ def families(draw, *, vocabulary=50, max_groups=2, max_size=4):
     for g in range(draw(st.integers(1, max_groups))):
         task = f"task-{g}"
         prompt = system + draw(ids)
-        replies = draw(
-            st.lists(ids, min_size=1, max_size=3)
-        )  # few, so that siblings say the same now and then
+        # few, so that siblings say the same now and then.
+        replies = draw(st.lists(ids, min_size=1, max_size=3))
         rows = []
         for sample in range(draw(st.integers(2, max_size))):
             spans = [Span(P, tuple(prompt))]
@@ -50,9 +49,8 @@ def families(draw, *, vocabulary=50, max_groups=2, max_size=4):
                 logprobs = tuple(draw(st.floats(-5.0, -2.0)) for _ in said)
                 spans.append(Span(M, said, here, spans[here].end, logprobs, 0))
                 seen = tuple(draw(ids))
-                if draw(
-                    st.booleans()
-                ):  # thinking stripped: only the reply's tail stays, as context of the next turn
+                if draw(st.booleans()):
+                    # Thinking stripped: only the reply's tail stays, as context of the next turn.
                     spans.append(Span(P, said[len(said) // 2 :] + seen, here, spans[here].end))
                 else:
                     spans.append(Span(E, seen, len(spans) - 1, spans[-1].end))

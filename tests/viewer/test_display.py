@@ -168,9 +168,8 @@ def test_progress_costs_next_to_nothing(make):
             watch.progress(step, figures)
             watch.waiting("episodes")
     watch.close()
-    assert (
-        cost.seconds / 5000 < 200e-6
-    )  # about 10 us; hundreds of calls a second must not be seen in a profile
+    # About 10 us; hundreds of calls a second must not be seen in a profile.
+    assert cost.seconds / 5000 < 200e-6
 
 
 def test_make_display_picks_by_stream(monkeypatch):

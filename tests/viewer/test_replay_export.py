@@ -156,9 +156,8 @@ def test_tables_hold_every_sampled_id_once_with_its_logprob(run, tmp_path, colum
         mask, logprobs = (row[name] for name in names[columns])
         assert [value is not None for value in logprobs] == [bool(one) for one in mask]
     if columns in ("trl", "verl"):
-        assert all(
-            set(message) == {"role", "content"} for message in rows[0]["prompt"]
-        )  # no null for a template to trip over
+        # No null for a template to trip over.
+        assert all(set(message) == {"role", "content"} for message in rows[0]["prompt"])
         talk = (
             rows[0]["prompt"] + rows[0]["completion"] if columns == "trl" else rows[0]["messages"]
         )

@@ -57,9 +57,8 @@ def run_init(args: argparse.Namespace) -> int:
             "such as my_env"
         )
     installed = PathFinder.find_spec(name)
-    if name in {"turnwright", *sys.stdlib_module_names} or (
-        installed and installed.origin
-    ):  # a bare directory has no origin
+    if name in {"turnwright", *sys.stdlib_module_names} or (installed and installed.origin):
+        # A bare directory has no origin.
         raise UsageError(
             f"{folder}: a module named '{name}' would hide another one; choose another name, such "
             f"as my_{name}"

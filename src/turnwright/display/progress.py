@@ -137,9 +137,8 @@ class ProfileListener(ProgressListener):
         )
 
     def close(self) -> None:
-        if (
-            self._started
-        ):  # a rejected run has no events, and the directory may belong to another run
+        if self._started:
+            # A rejected run has no events, and the directory may belong to another run.
             for track in ("waiting for", "step", "phase"):
                 self._next(track, "")
             self._write(end=True)

@@ -272,9 +272,8 @@ def parse(text: bytes) -> Any:
     with suppress(orjson.JSONDecodeError):
         return orjson.loads(text)
     with suppress(ValueError, RecursionError):
-        return json.loads(
-            text
-        )  # accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits
+        # Accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits.
+        return json.loads(text)
     return None
 
 

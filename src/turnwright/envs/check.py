@@ -132,9 +132,8 @@ async def _check(spec: EnvSpec, n: int, seed: int, made: int, findings: list[Env
     )
     for check in checks:
         findings += await check(spec, tasks)
-    if not any(
-        finding.severity == "error" for finding in findings
-    ):  # the next checks would repeat the error
+    if not any(finding.severity == "error" for finding in findings):
+        # The next checks would repeat the error.
         findings += await _check_release(spec, tasks)
         findings += await _check_isolation(spec, tasks, seed)
         findings += await _check_gold(spec, tasks, seed)

@@ -425,9 +425,8 @@ def task_from_row(
     other = {key: given.get(key) for key in row if key not in info and key not in prompts}
     if not other and info == rest:
         return task
-    return replace(
-        task, info=info, other_columns=other
-    )  # with the id that the task had without them
+    # The task keeps the id that it has without them.
+    return replace(task, info=info, other_columns=other)
 
 
 def read_messages(

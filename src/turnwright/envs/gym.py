@@ -78,8 +78,12 @@ def gym_env(
 
     Example::
 
-        env = gym_env("FrozenLake-v1", actions=["left", "down", "right", "up"],
-        render_mode="ansi", is_slippery=False)
+        env = gym_env(
+            "FrozenLake-v1",
+            actions=["left", "down", "right", "up"],
+            render_mode="ansi",
+            is_slippery=False,
+        )
 
     Args:
         id: environment id for `gymnasium.make`.
@@ -164,9 +168,8 @@ class GymEnv(Env):
                 f"{chosen!r} is no action; actions are {self._gym_env.action_space}"
             )
         observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
-        values = {
-            str(key): scalar(value) for key, value in info.items()
-        }  # arrays are dropped from the record
+        # Arrays are dropped from the record.
+        values = {str(key): scalar(value) for key, value in info.items()}
         plain = {
             key: value
             for key, value in values.items()
@@ -188,7 +191,8 @@ class GymEnv(Env):
             len(shape) == 3
             and shape[2] in (3, 4)
             and str(getattr(observation, "dtype", "")) == "uint8"
-        ):  # pixels
+        ):
+            # pixels.
             return Image(observation)
         if self._gym_env.render_mode == "ansi":
             drawn = self._gym_env.render()

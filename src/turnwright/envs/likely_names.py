@@ -41,10 +41,11 @@ def _of_attribute(obj: Any, name: str | None) -> str:
     if not isinstance(name, str):
         return ""
     kind = type(obj)
+    # By name, since its module imports this one.
     is_action = (kind.__module__, kind.__name__) == (
         "turnwright.envs.env",
         "Action",
-    )  # which imports this module
+    )
     if is_action and hasattr(str, name):
         return f"the text of the reply is action.text, so action.text.{name}"
     if kind is Message and hasattr(str, name):

@@ -88,9 +88,8 @@ def rows_of(source: Any, name: str) -> Iterable[Any]:
     if (pyarrow := _loaded("pyarrow")) and isinstance(source, (pyarrow.Table, pyarrow.RecordBatch)):
         return rows_of_table(source)
     if (datasets := _loaded("datasets")) and isinstance(source, datasets.Dataset):
-        is_transformed = (
-            source.format["type"] == "custom"
-        )  # by code of the user, which makes the rows
+        # A custom format is code of the user, which makes the rows.
+        is_transformed = source.format["type"] == "custom"
         return source if is_transformed else _rows_of_dataset(source)
     return source  # type: ignore[no-any-return]
 

@@ -43,9 +43,8 @@ class ScriptedEpisode:
     """Episode of a scripted player."""
 
     trajectory: Trajectory  # without spans, since nothing was sampled
-    replies: list[str] = field(
-        default_factory=list
-    )  # texts of the player's replies, tool calls included
+    replies: list[str] = field(default_factory=list)
+    """Texts of the player's replies, tool calls included."""
     tools: tuple[Any, ...] = ()  # tool schemas that a model would have received
 
 
@@ -260,9 +259,8 @@ def _noting_phase(phase: str) -> Iterator[None]:
 async def call_method(method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
     """Call a method: await an async one, run a sync one in a thread, as a rollout does."""
     function = getattr(method, "__func__", None)
-    if (
-        function is Env.reward or function is Env.close
-    ):  # the defaults do nothing and need no thread
+    if function is Env.reward or function is Env.close:
+        # The defaults do nothing and need no thread.
         return await maybe_await(method(*args, **kwargs))
     if inspect.iscoroutinefunction(method):
         return cast(T, await method(*args, **kwargs))

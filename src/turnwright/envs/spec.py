@@ -20,9 +20,8 @@ from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task, Tools
 from turnwright.types.outcomes import shortened
 
-Play = Callable[
-    [Task, Any], Awaitable[Any]
-]  # agent function, ``async def play(task, model) -> reward``
+# Agent function, ``async def play(task, model) -> reward``.
+Play = Callable[[Task, Any], Awaitable[Any]]
 
 
 @dataclass(frozen=True, slots=True)

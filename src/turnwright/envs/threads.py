@@ -111,9 +111,8 @@ class AbandonableThreads:
             for closed in [other for other in cls._of_loops if other.is_closed()]:
                 if gone := cls._of_loops.pop(closed, None):
                     gone.close()
-            found = cls._of_loops[loop] = cls(
-                sys.maxsize, "turnwright-tool", run_all=True
-            )  # a release must run
+            # All calls run, since a release must.
+            found = cls._of_loops[loop] = cls(sys.maxsize, "turnwright-tool", run_all=True)
         return found
 
     def call(

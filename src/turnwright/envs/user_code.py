@@ -124,9 +124,8 @@ def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") 
     """Convert an exception to a `Failure`, whose message names the environment of a reward that is
     refused. Never raises, even if methods of the exception do."""
     failure = _failure_of(error, phase, turn)
-    is_named = failure.message.startswith(
-        "environment "
-    )  # a replayed failure is raised with its recorded message
+    # A replayed failure is raised with its recorded message.
+    is_named = failure.message.startswith("environment ")
     if not env or is_named or failure.type != RewardError.__name__:
         return failure
     return replace(failure, message=f"environment {env!r}: {failure.message}")

@@ -352,9 +352,9 @@ def publish(name: str, source: str) -> None:
 
     `source` makes the module there. Here it is in `sys.modules` and the file is never read.
     """
-    with suppress(
-        OSError
-    ):  # without room for temporary files, functions of the module cannot be sent to such a process
+    with suppress(OSError):
+        # Without room for temporary files, functions of the module cannot be sent to such
+        # a process.
         if not _PUBLISHED:
             folder = Path(tempfile.mkdtemp(prefix="turnwright-modules-"))
             _PUBLISHED.append(folder)

@@ -33,9 +33,8 @@ def without_added_tokens(
     made = _from_definition({**definition, "added_tokens": list(keep), "post_processor": None})
     if all(made.token_to_id(row["content"]) == row["id"] for row in keep):
         return made
-    return without_added_tokens(
-        definition, ()
-    )  # ids of added tokens are consecutive: without the others these would change
+    # Ids of added tokens are consecutive: without the others these would change.
+    return without_added_tokens(definition, ())
 
 
 def without_prefix(definition: Definition, *, first_only: bool) -> dict[str, Any]:
@@ -450,9 +449,8 @@ class HFTokenizer:
 
         For a conversation of 128 messages this costs a quarter of encoding the complete text.
         """
-        if (
-            self._depends_on_preceding or not self.appends_exactly
-        ):  # then text next to a control token has other ids
+        if self._depends_on_preceding or not self.appends_exactly:
+            # Then text next to a control token has other ids.
             return words.encode(text)
         ids: list[int] = []
         for piece in self._split.split(text):

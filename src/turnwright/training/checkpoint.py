@@ -329,9 +329,8 @@ def save_model(
     template of `source`."""
     with silence_transformers():
         trainer.save_weights(directory, source)
-    if (
-        template is not None
-    ):  # transformers, and so every server, prefers this file to other places of a template
+    if template is not None:
+        # transformers, and so every server, prefers this file to other places of a template.
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
     left_out = {"chat_template.json"} if template is not None else set()
     if trainer.adapter is not None:

@@ -173,9 +173,8 @@ def _load_policies(
             )
         saved = weights / policy.name if weights is not None and policy.learns else None
         model = load_model(initial_model(own, origin, saved), model_config(own), renderer, on_note)
-        if (
-            own.quant.train and own.engine.kind != "local"
-        ):  # a server's logprobs are compared with the trainer's
+        if own.quant.train and own.engine.kind != "local":
+            # A server's logprobs are compared with the trainer's.
             quantize_for_training(model, own.quant)
         loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
     return loaded

@@ -144,9 +144,8 @@ class Lane:
         if (sampler := self.sampler) is not None:
             self.guarded(lambda: sampler.observe(self.key_of[id], rate))
         signal, groups = self.signal
-        keep = (
-            1 - (1 - FADE) / 8
-        )  # over an environment, many more groups come than over one of its keys
+        # Of an environment many more groups come than of one of its keys.
+        keep = 1 - (1 - FADE) / 8
         self.signal = (keep * signal + 4 * rate * (1 - rate), keep * groups + 1)
 
     def factor(self) -> float:
@@ -180,9 +179,8 @@ class Curriculum:
     """Draws of all steps of a run."""
 
     def __init__(self, config: RunConfig, env_specs: Sequence[EnvSpec]) -> None:
-        envs = config.env or [EnvConfig()] * len(
-            env_specs
-        )  # given as objects, which have no sampler of their own
+        # Environments that are given as objects have no sampler of their own.
+        envs = config.env or [EnvConfig()] * len(env_specs)
         self._lanes = [
             Lane(env, spec.name, spec.weight) for env, spec in zip(envs, env_specs, strict=True)
         ]

@@ -163,19 +163,16 @@ class ProcessRanks(Ranks):
                 # the full step already.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        if hasattr(
-            model, "set_reduce_scatter_unused_params"
-        ):  # torch 2.12: for a rank whose passes have no image
+        if hasattr(model, "set_reduce_scatter_unused_params"):
+            # Torch 2.12: for a rank whose passes have no image.
             model.set_reduce_scatter_unused_params(True)
         if forward.head is None:  # it calls the model itself
             return forward.stats, forward.full_logprobs
 
         def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:
             found = forward.stats(*args, **named)
-            return (
-                found.logprobs_m.clone(),
-                found.entropy_m,
-            )  # no view: an in-place operation would lose its hooks
+            # No view: an in-place operation would lose its hooks.
+            return found.logprobs_m.clone(), found.entropy_m
 
         inside = as_forward(model, "turnwright_stats", run)
         full_logprobs = as_forward(model, "turnwright_full_logprobs", forward.full_logprobs)

@@ -252,9 +252,8 @@ class TrainingRun:
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return
-        store = (
-            self.rollout.media_intake.store
-        )  # a second store would separate the engine from the images of the run
+        # A second store would separate the engine from the images of the run.
+        store = self.rollout.media_intake.store
         rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
@@ -288,9 +287,8 @@ class TrainingRun:
 
     def _keep_past(self, step: int) -> None:
         """Keep the weights of a step that later episodes may play against."""
-        for past in (
-            self.parts.past if step >= self.cursor["step"] else ()
-        ):  # a resumed run has the earlier ones
+        for past in self.parts.past if step >= self.cursor["step"] else ():
+            # A resumed run has the earlier ones.
             past.save(step, self._template)
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
@@ -317,9 +315,8 @@ class TrainingRun:
             return ""
         name, score = best
         if score <= last.ci[1]:
-            self.checkpoints.mark_best(
-                name, score
-            )  # an extended run may have made good what it had broken
+            # An extended run may have made good what it had broken.
+            self.checkpoints.mark_best(name, score)
             return ""
         self.checkpoints.mark_best(name, score, rolled_back=True)
         self.watch.note(
@@ -342,9 +339,8 @@ class TrainingRun:
         note = self.watch.note
         demos = await self._demonstrate()
         self._note_unseen_images()
-        failed_plays = self.record.failed_plays(
-            "demonstrate", 0
-        )  # in the first row, for they are played before it
+        # Those are in the first row of metrics, since they are played before it.
+        failed_plays = self.record.failed_plays("demonstrate", 0)
         rewards = [t.reward for t in demos if t.reward is not None]
         demo_reward = sum(rewards) / len(rewards) if rewards else None
         gate = Gate.of(config, demos)
@@ -701,9 +697,8 @@ class TrainingRun:
         episodes = [
             episode for choice in choices for episode in choice.episodes("train", step, size)
         ]
-        extras = (
-            [ROUTES] if self.config.train.routing_replay == "replay" else []
-        )  # evaluations need none
+        # Evaluations need no routes.
+        extras = [ROUTES] if self.config.train.routing_replay == "replay" else []
         return self._play_with_retries(episodes, extras=extras, training=True)
 
     def _play_with_retries(
@@ -859,9 +854,8 @@ class TrainingRun:
                     f"{self.rollout.finished - start}/{episodes} episodes; {self._pending()}"
                 )
         finally:
-            if (
-                not task.done()
-            ):  # interrupted: no episode may continue while the engine is being closed
+            if not task.done():
+                # interrupted: no episode may continue while the engine is being closed.
                 task.cancel()
                 await asyncio.wait({task})
         self.watch.waiting("")

@@ -297,9 +297,8 @@ async def demonstrations(
         speaker = speakers[env_spec.name]
         assert speaker is not None
         count = max(1, round(config.warmup.demos * env_spec.weight / total))
-        in_env = replace(
-            env_spec, agent_function=None
-        )  # a play function may start a program for each
+        # A play function may start a program for each.
+        in_env = replace(env_spec, agent_function=None)
         own = [replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)]
         rollout = Rollout(
             ScriptedEngine(speaker),

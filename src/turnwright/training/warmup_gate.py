@@ -78,9 +78,8 @@ class Gate:
         """Return the gate of a run, relative to its demonstrations unless the recipe sets it."""
         warmup = config.warmup
         rewards = [t.reward for t in demos if t.reward is not None]
-        if (
-            warmup.gate_success is not None or not rewards
-        ):  # conversations of a dataset have no rewards
+        if warmup.gate_success is not None or not rewards:
+            # Conversations of a dataset have no rewards.
             return cls(
                 NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success,
                 warmup.gate_loss,

@@ -767,9 +767,8 @@ class Launcher:
         kwargs: Mapping[str, Any],
         scope: Scope,
     ) -> Any:
-        if (
-            last == "get_default_wandb_args"
-        ):  # Miles' own: a tracker, which has its key in the process environment
+        if last == "get_default_wandb_args":
+            # Miles' own: a tracker, which has its key in the process environment.
             return ""
         if last == "ArgumentParser":
             return Record("ArgumentParser", {})

@@ -456,9 +456,8 @@ class _Reader:
 
     def _set(self, name: str, values: list[str], *, keeps: bool) -> None:
         """Set a variable, and the conditions on which its value depends."""
-        if (
-            self.values.get(name) == values
-        ):  # a branch that sets what is set already decides nothing
+        if self.values.get(name) == values:
+            # A branch that sets what is set already decides nothing.
             return
         kept = self._doubts.get(name, frozenset()) if keeps else frozenset()
         self._doubts[name] = kept | frozenset(self._met)
@@ -530,9 +529,8 @@ class _Reader:
             end, kind, values = self._variable(text, start)
             if values is None:
                 raw = text[start:end]
-                if raw.startswith(
-                    "$("
-                ):  # without blanks, which would split the word when it is used
+                if raw.startswith("$("):
+                    # Without blanks, which would split the word when it is used.
                     raw = f"$({(raw[2:-1].split() or [''])[0]}...)"
                 if raw not in self.script.unresolved:
                     self.script.unresolved.append(raw)
@@ -560,11 +558,8 @@ class _Reader:
                 self._braced(text[start + 2 : end - 1]),
             )
         if text[start + 1] in "@*":
-            return (
-                start + 2,
-                "[@]" if text[start + 1] == "@" else "",
-                [],
-            )  # arguments of the script: none are given
+            # Arguments of the script: none are given.
+            return start + 2, "[@]" if text[start + 1] == "@" else "", []
         if text[start + 1].isdigit() or text[start + 1] in "#?!$-":
             return start + 2, "", None
         found = _VARIABLE.match(text, start + 1)

@@ -163,9 +163,8 @@ class TextArenaEnv(Env):
         reward = number_of((state.rewards or {}).get(seat, 0.0)) or 0.0
         info: dict[str, Any] = {"reason": str(details.get(seat, {}).get("reason") or "")}
         info["invalid_move"] = bool(details.get(seat, {}).get("invalid_move"))
-        if (
-            faults and self._factory.players == 2
-        ):  # a win that an opponent's illegal action gave away is no success
+        if faults and self._factory.players == 2:
+            # A win that an opponent's illegal action gave away is no success.
             return Step(None, 0.0, truncated=True, info=info | {"opponent_invalid": True})
         return Step(None, reward, terminated=True, info=info)
 

@@ -99,9 +99,8 @@ class TextWorldEnv(Env):
         lines = action.text.strip().splitlines()
         if not lines:
             raise InvalidAction("write a command, such as look")
-        command = (
-            lines[-1].strip().encode("ascii", "replace").decode().replace("\0", " ")
-        )  # what a Z-machine reads
+        # A Z-machine reads ASCII, up to the first zero.
+        command = lines[-1].strip().encode("ascii", "replace").decode().replace("\0", " ")
         state, score, done = self._game.step(command)
         score = score or 0
         gained, self._score = score - self._score, score

@@ -50,9 +50,8 @@ _UNITS = (
     "inch",
     "yard",
 )
-_UNIT = tuple(
-    re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS
-)  # one after another: `centimeter` loses `meter`
+# One after another: `centimeter` loses `meter`.
+_UNIT = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS)
 _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
@@ -145,9 +144,8 @@ def _latex_as_text(latex: str) -> str:
     )
     try:
         text = latex2text.LatexNodes2Text().latex_to_text(text)
-    except (
-        Exception
-    ):  # the parser may raise anything for malformed LaTeX, which is then compared as it is
+    except Exception:
+        # The parser may raise anything for malformed LaTeX, which is then compared as it is.
         return latex
     for sign, word in _SIGNS.items():
         text = text.replace(sign, word)

@@ -197,9 +197,8 @@ class SkyRLEnv(Env):
         metadata = found.get("metadata") or {}
         info = plain(metadata) if isinstance(metadata, Mapping) else {"metadata": plain(metadata)}
         replaced = found.get("postprocessed_action")
-        if (
-            replaced is not None and replaced != action.raw
-        ):  # the sampled ids stay; see docs/compat.md
+        if replaced is not None and replaced != action.raw:
+            # The sampled ids stay; see docs/compat.md.
             info["postprocessed_action"] = replaced
         observation = self._history.after(
             action.raw if replaced is None else replaced, found["observations"] or ()

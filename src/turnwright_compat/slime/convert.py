@@ -196,9 +196,8 @@ def _teacher(draft: Draft) -> None:
             "use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its "
             "path"
         )
-    if "on_policy_distillation.reward_func" in str(
-        given.get("custom-rm-path")
-    ):  # it asks the teacher, and rewards nothing
+    if "on_policy_distillation.reward_func" in str(given.get("custom-rm-path")):
+        # It asks the teacher, and rewards nothing.
         draft.values.pop("env.args.custom_rm_path", None)
         draft.teachers_of.update(("custom-rm-path", "custom-reward-post-process-path"))
         draft.put("train.reward_weight", 0.0, origin="custom-rm-path")

@@ -70,9 +70,8 @@ def load_function(path: Any) -> Any:
     near = Path(caller["__file__"]) if "__file__" in caller else None
     server = EPISODE.get()
     if server is not None and server.base is not None and caller.get("__name__") in LOOPS:
-        near = (
-            server.base / "_"
-        )  # for a loop of slime's or Miles' own, the recipe names the function
+        # For a loop of slime's or Miles' own, the recipe names the function.
+        near = server.base / "_"
     return import_object(str(path), "load_function", near=near)
 
 

@@ -366,9 +366,8 @@ class SchedulerEpisodes:
         infos = output.rollout_infos
         ids = output.response_token_ids
         if not ids and output.messages is None:
-            ids = list(
-                choice.token_ids or ()
-            )  # one turn without a scheduler: not a list for each turn
+            # One turn without a scheduler: not a list for each turn.
+            ids = list(choice.token_ids or ())
         return {
             **columns,
             **{key: infos[key] for key in MEDIA if key in infos},
@@ -540,9 +539,8 @@ async def _call_reward(function: Any, completions: list[Any], columns: dict[str,
     run a loop of its own."""
     call = function if inspect.isroutine(function) else type(function).__call__
     names = list(inspect.signature(call).parameters)
-    bound = (
-        function if inspect.isroutine(function) or names[:1] != ["completions"] else call
-    )  # printed without self
+    # Printed without self.
+    bound = function if inspect.isroutine(function) or names[:1] != ["completions"] else call
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:

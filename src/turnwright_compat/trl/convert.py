@@ -113,9 +113,8 @@ def _finish(draft: Draft) -> None:
             )
     length = int(draft.number("max_completion_length", 512))
     draft.put("limits.turn_tokens", length, origin="max_completion_length")
-    draft.put(
-        "limits.episode_tokens", length, origin="max_completion_length"
-    )  # tool results use it too
+    # Tool results use it too.
+    draft.put("limits.episode_tokens", length, origin="max_completion_length")
     if given.get("epsilon_high") is None:
         draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
     betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]

@@ -190,9 +190,8 @@ class TrlEnv(ToolEnv):
             return Step(truncated=True)
         tools = {tool.name: tool.function for tool in self._tools}
         waiting = [inspect.iscoroutinefunction(tools.get(call.name)) for call in calls]
-        ordered = sorted(
-            range(len(calls)), key=lambda number: waiting[number]
-        )  # as TRL appends results
+        # As TRL appends results.
+        ordered = sorted(range(len(calls)), key=lambda number: waiting[number])
         return Step(tuple([await self._answer(calls[number], tools) for number in ordered]))
 
     @property

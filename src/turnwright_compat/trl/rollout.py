@@ -5,8 +5,12 @@ failures and records are ours::
 
     play = TurnwrightRollout("hop", n_tasks=256)
     trainer = GRPOTrainer(
-        model, turnwright_reward, args, train_dataset=play.dataset(),
-        processing_class=tokenizer, rollout_func=play
+        model,
+        turnwright_reward,
+        args,
+        train_dataset=play.dataset(),
+        processing_class=tokenizer,
+        rollout_func=play,
     )
 """
 

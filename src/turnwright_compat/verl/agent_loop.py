@@ -102,9 +102,8 @@ def make_agent_function(
         )
         returned = await loop.run(_sampling_params(model.sampling), **_row(task))
         outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-        if not outputs or not all(
-            getattr(one, "response_ids", None) for one in outputs
-        ):  # of a class of verl
+        if not outputs or not all(getattr(one, "response_ids", None) for one in outputs):
+            # Of a class of verl.
             raise EnvError(
                 f"run returned {describe_value(returned)}; return an AgentLoopOutput with "
                 "response_ids, or several"

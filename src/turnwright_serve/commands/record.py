@@ -54,9 +54,8 @@ def add_record(subparsers: Any) -> None:
 def run_record(args: argparse.Namespace) -> int:
     """Record until Ctrl-C, SIGTERM or SIGHUP, which all end it with every session written."""
     if args.recipe is None:
-        args.overrides.append(
-            "--env.use=program"
-        )  # a recipe needs one; here the programs come by themselves
+        # A recipe needs one; here the programs come by themselves.
+        args.overrides.append("--env.use=program")
     resolved = requested(args, partial(resolve, training=False))
     if resolved is None:
         return 0

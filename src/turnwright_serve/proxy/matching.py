@@ -184,9 +184,8 @@ class History:
                     rewritten = found is not None or (not own_text and self._replied(messages))
                     own_text = own_text or ("rewritten_reply" if rewritten else "unknown_reply")
                     messages.append(_own_message(one))
-            if (
-                not own_text and number > len(wire) - 3
-            ):  # later requests change marks of the last message
+            if not own_text and number > len(wire) - 3:
+                # Later requests change marks of the last message.
                 self._prefixes[id(one)] = _Prefix(one, list(messages), Counter(counts), parent)
         for old in list(self._prefixes)[:-KEPT_PREFIXES]:
             del self._prefixes[old]

@@ -303,8 +303,11 @@ def program(
 
     Example::
 
-        play = turnwright_serve.program(["python", "agent.py", "{task}"], score=lambda result:
-        float("done" in result.output)) trajectories = tw.rollout(play, tasks, engine)
+        play = turnwright_serve.program(
+            ["python", "agent.py", "{task}"],
+            score=lambda result: float("done" in result.output),
+        )
+        trajectories = tw.rollout(play, tasks, engine)
 
     Args:
         command: the program and its arguments, in which `{task}`, `{base_url}`, `{root}`, `{key}`,

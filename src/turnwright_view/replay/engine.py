@@ -197,9 +197,8 @@ class RecordedEngine:
         if self._fails(session, call) if call is not None else self._ends(session, request):
             return Generation([], [], "abort", self.version)
         if call is None:
-            if session.episode.settings.get(
-                "play"
-            ):  # the call may have been running when the function returned
+            if session.episode.settings.get("play"):
+                # The call may have been running when the function returned.
                 await asyncio.sleep(MAX_DELAY_S)
             raise self._no_recorded_call(session, request)
         call.asked, session.row = True, 0

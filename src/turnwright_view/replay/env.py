@@ -129,9 +129,8 @@ class RecordedEpisodeEnvs:
         if self.attempt.has_observation:
             return Step(read_observation(self.attempt.observation), turn.reward, info=turn.info)
         error = self.episode.trajectory.error
-        if (
-            error is not None and error.phase == "step"
-        ):  # the step returned, but its observation could not be read
+        if error is not None and error.phase == "step":
+            # The step returned, but its observation could not be read.
             return Step(_UnreadableObservation(self.error(error)), turn.reward, info=turn.info)  # type: ignore[arg-type]
         trajectory = self.episode.trajectory
         truncated = trajectory.stop is StopReason.ENV_TRUNCATED

@@ -30,9 +30,8 @@ from turnwright.display.run_data import (
 )
 from turnwright.records.run_dir import complete_lines
 
-MAX_SCANNED = (
-    128 * 2**20
-)  # maximum bytes searched for a text per request; the next request continues
+# Maximum bytes searched for a text per request; the next request continues.
+MAX_SCANNED = 128 * 2**20
 PAGE = 100
 
 

@@ -120,9 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
                 stack.enter_context(store.paused())
             status, kind, body = self._answer()
         self.send_response(status)
-        if (
-            status is HTTPStatus.SEE_OTHER
-        ):  # removes the token from the address, and so from the browser's history
+        if status is HTTPStatus.SEE_OTHER:
+            # Removes the token from the address, and so from the browser's history.
             self.send_header(
                 "Set-Cookie", f"{COOKIE}={self._token}; HttpOnly; SameSite=Strict; Path=/"
             )

@@ -175,9 +175,8 @@ def _fetch(builder: Any, data: Any, index: Any) -> Any:
     kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
     call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     where = builder.bitcast(builder.gep(data, [index]), byte)
-    builder.call(
-        call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))]
-    )  # to read, into the second cache, data
+    # The flags: to read, into the second cache, data.
+    builder.call(call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))])
     return ir.Constant(_INT, 0)
 
 
@@ -221,9 +220,8 @@ def _exp(builder: Any, x: Any) -> Any:
     large = _all(12582912.0)  # 1.5 * 2**23
     shifted = _fused(builder, x, _all(1.4426950408889634), large)
     count = builder.fsub(shifted, large)
-    rest = _fused(
-        builder, count, _all(-0.693359375), x
-    )  # ln 2 in two parts, the first exact in few bits
+    # ln 2 in two parts, the first exact in few bits.
+    rest = _fused(builder, count, _all(-0.693359375), x)
     rest = _fused(builder, count, _all(2.12194440e-4), rest)
     value = _all(1 / 5040)
     for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
@@ -489,9 +487,8 @@ def _dots(  # type: ignore[no-untyped-def]
             mine, theirs = q_at + head * size, q_at + (head + 1) * size
             a, b, c, d = zero, zero, zero, zero
             e, f, g, h = zero, zero, zero, zero
-            for i in range(
-                0, size, 2
-            ):  # even and odd dimensions apart: eight sums, none of which waits for another
+            for i in range(0, size, 2):
+                # Even and odd dimensions apart: eight sums, none of which waits for another.
                 at = (common if first < shared else origin) + first * size + i * BLOCK
                 if ahead and head == 0:
                     for line in range(0, 2 * BLOCK, WIDTH):

@@ -239,8 +239,7 @@ def _from_directory(root: Path, dtype: Any, **options: Any) -> Any:
         tensors |= load_file(file)
     del config.quantization_config
     weights = dict(unpack(tensors, grid, computed if dtype == "auto" else dtype))
-    with torch.device(
-        "meta"
-    ):  # an auto class needs a directory, the model's own class takes tensors
+    with torch.device("meta"):
+        # An auto class needs a directory, the model's own class takes tensors.
         own = type(kind.from_config(config))
     return own.from_pretrained(None, config=config, state_dict=weights, **options)

@@ -140,8 +140,7 @@ class Sampler:
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)
         ids = scores.argmax(1) if sampling.temperature <= 0 else self.pick(cdf, draws)
-        ids = ids.clamp(
-            max=scores.shape[1] - 1
-        )  # rows of NaN end past the vocabulary; their logprob is NaN
+        # Rows of NaN end past the vocabulary; their logprob is NaN.
+        ids = ids.clamp(max=scores.shape[1] - 1)
         logprobs = (scores.gather(1, ids[:, None]) - peak - cdf[:, -1:].log()).squeeze(1)
         return ids.tolist(), logprobs.tolist()

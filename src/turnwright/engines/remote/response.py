@@ -170,9 +170,8 @@ def verify_response(
         raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
     if not isinstance(response.logprobs, list):
         raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
-    if response.cached < 0 or (
-        response.cached > len(request.ids) and not request.media
-    ):  # the server counts ids per image
+    if response.cached < 0 or (response.cached > len(request.ids) and not request.media):
+        # The server counts ids per image.
         raise breach(
             "cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids"
         )

@@ -200,9 +200,8 @@ class SglangEngine(LoraServerEngine):
         self._check_name("meta_info.id", meta.get("id"), expected.request)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         if prompt is None and reason == "abort" and not ids:
-            prompt = len(
-                request.ids
-            )  # aborted in the queue: nothing was sampled, and no length is reported
+            # Aborted in the queue: nothing was sampled, and no length is reported.
+            prompt = len(request.ids)
         name, spans = meta.get("weight_version"), meta.get("weight_versions")
         runs: list[tuple[int, str]] = []
         if self._check_present(VERSION, name is not None):
@@ -404,9 +403,8 @@ class SglangEngine(LoraServerEngine):
         fault: EngineError | None = None
         for _ in range(int(IDLE_S / 0.1)):  # releasing memory before the server is idle ends it
             try:
-                await self.http.post_status(
-                    "/flush_cache", {}, IDLE_S
-                )  # refused while requests run
+                # Refused while requests run.
+                await self.http.post_status("/flush_cache", {}, IDLE_S)
                 break
             except EngineError as error:
                 fault = error

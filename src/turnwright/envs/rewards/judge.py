@@ -388,9 +388,8 @@ class ChatJudge:
                 json.dumps([self.url, body], sort_keys=True).encode(), digest_size=20
             ).hexdigest(),
         )
-        while (
-            key in state.running
-        ):  # another episode asks the same question: wait for its answer under this deadline
+        while key in state.running:
+            # Another episode asks the same question: wait for its answer under this deadline.
             await asyncio.wait([state.running[key]])
         found = self._known.get(key)
         if found is not None:

@@ -121,9 +121,8 @@ class Rewards:
 
         Raises `RewardError`, naming the part, for a non-finite or out-of-range value.
         """
-        trained = [
-            span.trained for span in trajectory.spans
-        ]  # turns of failed attempts are excluded from training
+        # Turns of failed attempts are excluded from training.
+        trained = [span.trained for span in trajectory.spans]
         turns = [
             n
             for n, turn in enumerate(trajectory.turns)

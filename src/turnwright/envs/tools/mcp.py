@@ -76,7 +76,8 @@ class SessionThread:
         with (
             self.log,
             asyncio.Runner(loop_factory=lambda: self.loop) as runner,
-        ):  # it cancels the tasks that are left
+        ):
+            # It cancels the tasks that are left.
             runner.get_loop().run_forever()
             self.loop.set_exception_handler(lambda *_: None)  # and does not report their exceptions
         atexit.unregister(self._close_sessions)
@@ -131,9 +132,8 @@ class McpSession:
         assert self._session_task is not None
         if not self.ready.done():
             self._session_task.cancel()
-        if (
-            not self.ready.done() or self._in_flight
-        ):  # it hangs: a graceful close would take seconds
+        if not self.ready.done() or self._in_flight:
+            # It hangs: a graceful close would take seconds.
             self.session_thread.kill(self.token)
         self._session_task.add_done_callback(lambda _: self._finish())
 
@@ -145,9 +145,8 @@ class McpSession:
     async def _run_session(self) -> None:
         stack = AsyncExitStack()
         try:
-            importlib.import_module(
-                "mcp"
-            )  # takes a second or more once, which must not count against the server
+            # The first import takes a second or more, which must not count against the server.
+            importlib.import_module("mcp")
             async with asyncio.timeout(self._connect_s):
                 self._client = await self._connect(self, stack)
                 tools = await self._list()
@@ -331,7 +330,8 @@ def _signature(name: str, description: str, listed: Mapping[str, Any], where: st
         ValueError,
         KeyError,
         RecursionError,
-    ):  # a recursive type, or other references: the model reads it unchanged
+    ):
+        # A recursive type, or other references: the model reads it unchanged.
         parameters = dict(listed)
     if "type" not in parameters:
         parameters = {"type": "object"} | parameters

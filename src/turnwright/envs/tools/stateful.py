@@ -39,11 +39,8 @@ from turnwright.errors import (
 from turnwright.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
-RESERVED_METHODS = (
-    "create",
-    "calc_reward",
-    "release",
-)  # lifetime methods, which the model cannot call
+RESERVED_METHODS = ("create", "calc_reward", "release")
+"""Lifetime methods, which the model cannot call."""
 
 
 class StatefulTool:
@@ -442,13 +439,11 @@ class _CallInstances(_TrajectoryInstance):
     def _around(self, key: str) -> Callable[..., Any]:
         async def call(**arguments: Any) -> ToolResult:
             instance = _TrajectoryInstance(self.source, self.row)
-            self.instances.append(
-                instance
-            )  # after a cancellation, the end of the episode releases it under its own deadline
+            # After a cancellation the end of the episode releases it, under its own deadline.
+            self.instances.append(instance)
             try:
-                with as_tool_failure(
-                    f"{self.name}: create", bugs=True
-                ):  # else it would count as the model's mistake
+                with as_tool_failure(f"{self.name}: create", bugs=True):
+                    # Else it would count as the model's mistake.
                     created = await instance.create()
                 made = next(
                     tool

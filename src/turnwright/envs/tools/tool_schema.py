@@ -143,9 +143,8 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
         for key, inner in value.items():
             if key in ("$defs", "title"):
                 continue
-            if key in _MAPS and isinstance(
-                inner, Mapping
-            ):  # a property may itself be called "title"
+            if key in _MAPS and isinstance(inner, Mapping):
+                # A property may itself be called "title".
                 flat[key] = {name: walk(member, inside) for name, member in inner.items()}
             elif (
                 key == "anyOf"
@@ -197,9 +196,8 @@ class ToolSignature:
 
     schema: Mapping[str, Any]  # in OpenAI's shape, ``{"type": "function", "function": {...}}``
     readers: Mapping[str, Any]  # one pydantic `TypeAdapter` per parameter that has a hint
-    nullable: frozenset[str] = (
-        frozenset()
-    )  # arguments that may be null even where the schema does not say so
+    # Arguments that may be null even where the schema does not say so.
+    nullable: frozenset[str] = frozenset()
     _check: SchemaCheck = field(init=False, repr=False, compare=False)
     _quick_checks: Mapping[str, QuickCheck] = field(init=False, repr=False, compare=False)
     """Checks of those arguments that need no validator, if the arguments have

@@ -112,9 +112,8 @@ class BaseVisionProcessor(VisionProcessor):
                 break
             start = pad - next(at for at, token in enumerate(block.ids) if token in self.pad_ids)
             end = start + len(block.ids)
-            if (
-                start < done or tuple(ids[start:end]) != block.ids
-            ):  # a compact placeholder; `expand` checks its kind
+            if start < done or tuple(ids[start:end]) != block.ids:
+                # A compact placeholder; `expand` checks its kind.
                 start, end = pad, pad + 1
             out += (*ids[done:start], ids[pad])
             done = end

@@ -204,9 +204,8 @@ class ImageScaler(NamedTuple):
         cube = np.stack(rows).reshape(
             len(rows) // t, t, height // (p * m), m, p, width // (p * m), m, p, 3
         )
-        cube = cube.transpose(
-            0, 2, 5, 3, 6, 8, 1, 4, 7
-        )  # time, rows, columns, row, column in one; channel, time, row, column
+        # Time, rows, columns, row and column in one; then channel, time, row, column.
+        cube = cube.transpose(0, 2, 5, 3, 6, 8, 1, 4, 7)
         out = np.empty((*cube.shape[:5], 3, t, p, p), np.float32)
         for channel, values in enumerate(self._values()):
             out[:, :, :, :, :, channel] = values[cube[:, :, :, :, :, channel]]
@@ -365,9 +364,8 @@ class QwenVisionProcessor(BaseVisionProcessor):
         media, interval = block.media, 1.0
         if isinstance(media, VideoRef) and self._rate:
             passed = media.times[-1] - media.times[0]
-            rate = (
-                round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0
-            )  # transformers' value for an unknown rate
+            # An unknown rate has transformers' value.
+            rate = round((len(media.times) - 1) / passed, 6) if passed > 0 else 24.0
             interval = self._rate * (self._video_scale.temporal / rate)
         key = (
             block.grid,

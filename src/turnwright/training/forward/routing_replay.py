@@ -1,12 +1,12 @@
-"""Routing replay: the training forward pass uses the experts that the engine
-chose (R3, arXiv 2510.11370).
+"""Routing replay: the training forward pass uses the experts that the engine chose (R3, arXiv
+2510.11370).
 
 A token whose router is near a tie may go to other experts in the trainer than in the engine: other
 weights, another function. With the engine's choice replayed, only rounding differs. The scores
 remain the trainer's own,
 
-    p_e = softmax(logits)_e for the recorded experts e, divided by their sum if the router
-    does that (norm_topk_prob)
+    p_e = softmax(logits)_e for the recorded experts e,
+          divided by their sum if the router does that (norm_topk_prob)
 
 so gradients reach the trainer's router.
 """

@@ -131,9 +131,8 @@ class Adapter:
 
     def peft_config(self) -> dict[str, Any]:
         """Return the content of peft's adapter_config.json."""
-        with (
-            tempfile.TemporaryDirectory() as folder
-        ):  # leaves sets, enums and run-time values to peft
+        with tempfile.TemporaryDirectory() as folder:
+            # Leaves sets, enums and run-time values to peft.
             self.config.save_pretrained(folder)
             return read_json(Path(folder) / ADAPTER_FILE, "peft wrote none")
 

@@ -126,9 +126,8 @@ class RemoteTeacher(Teacher):
             try:
                 if fault := engine.scoring_fault(self._request([0])):
                     raise ConfigError(f"teacher {self.name}: {engine.display_name}: {fault}")
-                contexts += (
-                    [] if engine.context is None else [engine.context - 1]
-                )  # it samples one id too
+                # A server that scores samples one id, too.
+                contexts += [] if engine.context is None else [engine.context - 1]
             finally:
                 await engine.close()
         return min(contexts, default=None)

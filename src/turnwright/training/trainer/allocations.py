@@ -116,9 +116,8 @@ class _Tracer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if (
-                isinstance(tensor, Tensor) and not tensor.is_mkldnn
-            ):  # a packed matrix has no storage to see
+            if isinstance(tensor, Tensor) and not tensor.is_mkldnn:
+                # A packed matrix has no storage to see.
                 self._see(tensor.untyped_storage())
         return result
 

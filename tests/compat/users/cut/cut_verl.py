@@ -18,9 +18,8 @@ class Cut(AgentLoopBase):
                 "a", prompt_ids=ids, sampling_params=sampling_params
             )
             ids, mask = [*ids, *output.token_ids], [*mask, *[1] * len(output.token_ids)]
-            cut = (
-                output.token_ids[-1] != self.tokenizer.eos_token_id
-            )  # verl's stop reason is "completed" for both
+            # verl's stop reason is "completed" for both.
+            cut = output.token_ids[-1] != self.tokenizer.eos_token_id
             if cut:
                 break
         text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
