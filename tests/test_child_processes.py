@@ -76,7 +76,10 @@ def test_another_s_program_ends_with_the_one_that_started_it():
         stdout=subprocess.PIPE,
     )
     below = int(parent.stdout.readline())
-    time.sleep(0.5)  # it has become `sleep` by now
+    end = time.monotonic() + 60
+    while not Path(f"/proc/{below}/cmdline").read_bytes().startswith(b"sleep"):
+        assert time.monotonic() < end, "it did not become the program"
+        time.sleep(0.01)
     parent.kill()
     parent.communicate()
     until_gone(below)

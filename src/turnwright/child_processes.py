@@ -44,14 +44,6 @@ def python_path() -> str:
     return os.pathsep.join(dict.fromkeys(entries))
 
 
-def python_module(name: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module of this package with this interpreter.
-
-    The child needs `python_path`.
-    """
-    return [sys.executable, "-P", "-m", name, *arguments]
-
-
 def end_with_parent(number: int) -> None:
     """Ask Linux to send this process a signal when the thread that started it ends.
 
@@ -76,7 +68,7 @@ class ChildProcess:
     Example::
 
         env = os.environ | {"PYTHONPATH": python_path()}
-        child = ChildProcess(python_module("my_module"), env=env)
+        child = ChildProcess([sys.executable, "-m", "my_module"], env=env)
         child.end(patience_s=5.0)
     """
 

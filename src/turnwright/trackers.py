@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwright import files, plugins
-from turnwright.child_processes import ChildProcess, python_module, python_path
+from turnwright.child_processes import ChildProcess, python_path
 from turnwright.display.run_data import integer, mapping, parse
 from turnwright.display.text import single_line
 from turnwright.errors import ConfigError, UsageError
@@ -186,9 +186,10 @@ class TrackerProcesses:
         (self._run / "track").mkdir(exist_ok=True)
         # A tracker may be a module of the working directory; it must not hide one of a library.
         path = os.pathsep.join([python_path(), os.getcwd()])
+        module = [sys.executable, "-P", "-m", "turnwright.trackers"]
         with self._log(spec).open("ab") as log:
             return ChildProcess(
-                python_module("turnwright.trackers", spec, str(self._run), project, name),
+                [*module, spec, str(self._run), project, name],
                 env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=log,

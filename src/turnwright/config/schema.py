@@ -256,8 +256,8 @@ class EngineConfig(Section):
             yield "model", "must name the model that the chat endpoint serves"
         if context.training:
             why = (
-                "cannot be trained with: "
-                "it returns text, and training needs sampled ids and their logprobs; "
+                "cannot be trained with: it returns text, and training needs sampled ids and "
+                "their logprobs; "
                 'use "vllm", "sglang" or "local", and this one for `turnwright eval`'
             )
             yield "kind", why

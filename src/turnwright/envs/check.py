@@ -460,8 +460,8 @@ async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[E
         reward, stop = played.trajectory.reward, played.trajectory.stop
         if reward is None or reward < 1.0 - 1e-9:
             message = (
-                f"{who} has the reward {reward} on task {task.id} after "
-                f"{len(played.replies)} turns ({stop}), not 1."
+                f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} "
+                f"turns ({stop}), not 1."
             )
             if spec.solver is None:
                 return [

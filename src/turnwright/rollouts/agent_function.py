@@ -528,8 +528,8 @@ class Model:
         remedy = ""
         if limit.reason == StopReason.TURN_LENGTH:
             remedy = (
-                '; its finish is "length": end the episode there, or set '
-                'limits.on_turn_length = "continue"'
+                '; its finish is "length": end the episode there, or set limits.on_turn_length = '
+                '"continue"'
             )
         raise LimitReached(
             limit.reason, f"the conversation ended with the reply of turn {turn}: {limit}{remedy}"

@@ -317,8 +317,7 @@ def groups_per_step(plan: TaskPlan, steps: int) -> int:
     if len(sizes) > 1:
         raise ConfigError(
             f'schedule.mode = "async": steps have from {min(sizes)} to {max(sizes)} groups, '
-            "because an environment has fewer "
-            "tasks than its share of rollout.groups; give it more tasks, or lower rollout.groups "
-            "or its weight"
+            "because an environment has fewer tasks than its share of rollout.groups; give it "
+            "more tasks, or lower rollout.groups or its weight"
         )
     return sizes.pop() if sizes else 1

@@ -449,9 +449,8 @@ def _check_heads(shape: Any) -> None:
     if width not in CPU_HEADS:
         raise ConfigError(
             f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this "
-            f"model has {width}: for a "
-            "tiny model set model.heads so that hidden / heads is one of these (--model.heads 2 "
-            "--model.kv-heads 2), or set "
+            f"model has {width}: for a tiny model set model.heads so that hidden / heads is one of "
+            "these (--model.heads 2 --model.kv-heads 2), or set "
             'engine.kind = "sglang"'
         )
 

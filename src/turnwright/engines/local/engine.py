@@ -63,8 +63,8 @@ def fault_of(request: Request, vocabulary: int) -> str:
         temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE
     ):
         return (
-            f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to "
-            f"{1 / MIN_TEMPERATURE:g}, not {temperature!r:.80}"
+            f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, "
+            f"not {temperature!r:.80}"
         )
     if fault := request.sampling.fault():
         return fault

@@ -481,8 +481,8 @@ class Fleet:
         packer = delivery.packer if delivery.packer is not None else delivery.directories
         if packer is None:
             raise SyncError(
-                "a fleet needs a directory for new weights: "
-                "Fleet(..., delivery=WeightDelivery(directories=ModelDirectories(path, model)))"
+                "a fleet needs a directory for new weights: Fleet(..., "
+                "delivery=WeightDelivery(directories=ModelDirectories(path, model)))"
             )
 
         source, fingerprint = await asyncio.to_thread(packer.pack, weights, version)

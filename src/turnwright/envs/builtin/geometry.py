@@ -1,4 +1,4 @@
-"""Geometry: a drawn figure with lengths or angles, a question about it, and a
+r"""Geometry: a drawn figure with lengths or angles, a question about it, and a
 tool that checks answers.
 
 ::

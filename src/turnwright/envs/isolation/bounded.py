@@ -33,6 +33,7 @@ WALL_S = 90.0
 MAX_DEATHS = 3
 """Maximum processes that one call may lose to something outside of it, before the call fails."""
 MAX_PROCESSES = 4
+"""Most processes; there are no more than cores."""
 MODULES = ("math_verify", "pylatexenc")
 """What functions import: a process that takes the place of one that a call ended has them
 from its first moment."""

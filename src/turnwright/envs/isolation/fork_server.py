@@ -88,8 +88,7 @@ class ForkServer:
             name = getattr(load, "__name__", None) or type(load).__name__
             raise UsageError(
                 f'isolation = "process": {name} cannot be found by another process ({error}); '
-                "define it and the functions it "
-                "uses at the top level of a file"
+                "define it and the functions it uses at the top level of a file"
             ) from error
 
         self.forks = 0
@@ -349,16 +348,12 @@ class ForkedProcess:
     def drop(self, *, at_once: bool = False) -> None:
         """Disconnect, which lets it close its environment; kill it after one
         second, or `at_once`."""
-        self.disconnect()
-        self._fork_server.kill(self._pid, self._end, at_once=at_once)
-        if at_once:
-            self._end.add_done_callback(lambda _: self._fork_server.forget(self._pid, self._end))
-
-    def disconnect(self) -> None:
-        """Close the socket to it."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+        self._fork_server.kill(self._pid, self._end, at_once=at_once)
+        if at_once:
+            self._end.add_done_callback(lambda _: self._fork_server.forget(self._pid, self._end))
 
     async def end(self) -> None:
         """Drop it and wait until it has ended."""

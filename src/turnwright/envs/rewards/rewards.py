@@ -310,8 +310,7 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
         except Exception as error:
             raise ConfigError(
                 f'the reward {name!r}: isolation = "process", and no other process can find its '
-                f"function ({error}); define it "
-                "at the top level of a file"
+                f"function ({error}); define it at the top level of a file"
             ) from error
     is_number = isinstance(part.weight, (int, float)) and not isinstance(part.weight, bool)
     if not is_number or not abs(part.weight) <= LARGEST:

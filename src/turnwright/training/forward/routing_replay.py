@@ -91,9 +91,8 @@ def routes_of(sample: Sample, end: int) -> ExpertRoutes:
     first = 0 if sample.routes is None else sample.routes_mask.index(0)
     raise RoutesMissing(
         f"{sample.trajectory.key}: the experts of position {first} are unknown, but later ids are "
-        "trained: the engine did not "
-        "report them. LocalEngine reports them for models with routers, vLLM and SGLang if "
-        "started with "
+        "trained: the engine did not report them. LocalEngine reports them for models with "
+        "routers, vLLM and SGLang if started with "
         '--enable-return-routed-experts; else set train.routing_replay = "off"'
     )
 

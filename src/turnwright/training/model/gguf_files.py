@@ -90,9 +90,8 @@ class GgufDirectories(WeightDirectories):
         if not header.is_file():
             raise ConfigError(
                 f'{source}: engine.kind = "llamacpp" trains a model that came as a GGUF file; set '
-                "model.path to one "
-                "(llama.cpp's convert_hf_to_gguf.py makes it), or engine.kind to local, vllm or "
-                "sglang"
+                "model.path to one (llama.cpp's convert_hf_to_gguf.py makes it), or engine.kind "
+                "to local, vllm or sglang"
             )
         reader = GGUFReader(header)
         values = {

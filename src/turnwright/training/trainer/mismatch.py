@@ -105,12 +105,12 @@ def check_mismatch(
         raise SyncError(
             "engine and trainer disagree on sampled ids: |logprob of trainer - of engine| is "
             f"{gap_n[worst]:.3g} at most, {mismatch['mismatch_mean']:.3g} on average, and over "
-            f"train.max_mismatch = {bound:g} for {int(over_n.sum())} of "
-            f"{current} ids (worst in {_where(batch, worst)}: {batch.engine_n[worst]:.4f} "
-            f"in the engine, {batch.start_n[worst]:.4f} in the trainer). "
-            f"{_cache_suspicion(batch, over_n)}The weights are unchanged. Check that the engine "
-            f"has the newest {_what_to_check(distribution, dtype)} raise train.max_mismatch; "
-            "train.correction then weighs the difference"
+            f"train.max_mismatch = {bound:g} for {int(over_n.sum())} of {current} ids (worst in "
+            f"{_where(batch, worst)}: {batch.engine_n[worst]:.4f} in the engine, "
+            f"{batch.start_n[worst]:.4f} in the trainer). {_cache_suspicion(batch, over_n)}The "
+            "weights are unchanged. Check that the engine has the newest "
+            f"{_what_to_check(distribution, dtype)} raise train.max_mismatch; train.correction "
+            "then weighs the difference"
         )
 
     # `max_mismatch` declares a difference intended.

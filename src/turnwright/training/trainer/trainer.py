@@ -191,12 +191,12 @@ class Trainer:
 
         # Forward passes.
         self.forward = ForwardPass(model, replay=config.routing_replay == "replay")
-        if config.gradient_checkpointing:
-            self.forward.enable_checkpointing()
         rounds = is_mixed(model) and self.forward.mixed is None
         self.precision = torch.bfloat16 if rounds else self.dtype
         """Type whose rounding bounds the difference of logprobs from a correct engine's."""
         self.layout = BatchPacker(config.batching, self.forward.decoder)
+        if config.gradient_checkpointing:
+            self.forward.enable_checkpointing()
         self.micro_batch_limit = MicroBatchLimit(
             config.micro_tokens or default_micro_tokens(model),
             alone=ranks.size == 1,
@@ -524,8 +524,8 @@ class Trainer:
         if batch.start_n is None:
             self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
 
-        # Only the first update of a step is compared: later ones see episodes that are in the
-        # average already, so their noise would agree with itself.
+        # Only the first update of a step is compared, before it is clipped: later ones see episodes
+        # that are in the average already, so their noise would agree with itself.
         agreement = None
         if is_first:
             gradient = self.optimizer.gradient()
