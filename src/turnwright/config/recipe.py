@@ -83,7 +83,7 @@ def load(
 
     Example::
 
-        resolved = load(Path("recipes/hop.toml"), ["--train.lr", "1e-4"])
+        resolved = load(Path("recipes/quickstart.toml"), ["--train.lr", "1e-4"])
         resolved.config.train.lr, resolved.origins["train.lr"]  # 0.0001, "command line"
     """
     merged = ConfigMerge()
@@ -413,8 +413,8 @@ class ConfigMerge:
                 place = {f"train.{key}": f"{file}: policy {policy.name}" for key in policy.train}
                 policy_config = config_of(config, policy, place)
                 validate(policy_config, place, file, context, given=given)
-                is_taught = policy_config.teacher or policy_config.train.reward_weight
-                if config.teacher and not is_taught:
+                has_signal = policy_config.teacher or policy_config.train.reward_weight
+                if config.teacher and not has_signal:
                     raise ConfigError(
                         f"{file}: policy {policy.name}: train.reward_weight = 0: trains by "
                         "teachers alone, and none of them teaches it; see teacher.policies"

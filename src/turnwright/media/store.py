@@ -34,12 +34,6 @@ class _WriteLock:
     threads: int = 0
     """Number of threads that hold or await it."""
 
-    def enter(self) -> None:
-        self.threads += 1
-
-    def leave(self) -> None:
-        self.threads -= 1
-
 
 class MediaStore:
     """Content-addressed image store.
@@ -274,15 +268,15 @@ class MediaStore:
     def _exclusive(self, name: str) -> Iterator[None]:
         """Hold the lock of one image."""
         with self._lock:
-            writing = self._writing.setdefault(name, _WriteLock())
-            writing.enter()
+            write_lock = self._writing.setdefault(name, _WriteLock())
+            write_lock.threads += 1
         try:
-            with writing.lock:
+            with write_lock.lock:
                 yield
         finally:
             with self._lock:
-                writing.leave()
-                if not writing.threads:
+                write_lock.threads -= 1
+                if not write_lock.threads:
                     self._writing.pop(name, None)
 
     def _unknown(self, ref: ImageRef) -> MediaError:
@@ -354,11 +348,9 @@ def _times(value: Video, frames: int) -> Any:
     if value.times is not None:
         return value.times
     fps = value.fps
-    wrong_fps = MediaError(f"fps must be a number over 0, not {fps!r:.60}")
-    if isinstance(fps, bool) or not isinstance(fps, (int, float)):
-        raise wrong_fps
-    if not math.isfinite(fps) or fps <= 0:
-        raise wrong_fps
+    is_bool = isinstance(fps, bool)  # which Python takes for a number
+    if is_bool or not isinstance(fps, (int, float)) or not math.isfinite(fps) or fps <= 0:
+        raise MediaError(f"fps must be a number over 0, not {fps!r:.60}")
     return [number / fps for number in range(frames)]
 
 

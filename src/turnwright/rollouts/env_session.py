@@ -130,7 +130,7 @@ class EnvSession:
         self._discard()
 
     def _discard(self) -> None:
-        """Forget what an attempt was brought back from."""
+        """Forget what an attempt can be brought back from."""
         self._opening: tuple[tuple[Message, ...], list[Any]] | None = None
         self._steps: list[tuple[Action, Any]] = []
         """Actions, each with the digest of its step or the text of its refusal."""

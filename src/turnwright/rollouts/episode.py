@@ -200,7 +200,8 @@ async def _append_observation(
 ) -> None:
     """Append an observation to the path: as a new history, inside the last reply, or as messages.
 
-    The journal has it before anything can fail on it, and again once its media are stored.
+    The journal has it before anything can fail on it, and again once its media are stored; one
+    inside the last reply only then.
     """
     if isinstance(observation, NewHistory):
         recorder.journal.observation = observation

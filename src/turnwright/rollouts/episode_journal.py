@@ -23,14 +23,15 @@ NO_OBSERVATION: Any = object()
 """No observation since the last turn."""
 
 
-class FirstCall(NamedTuple):
-    """The engine call that a turn's reply began with."""
+class ReplyCalls(NamedTuple):
+    """The engine calls that a turn's reply took."""
 
-    number: int
-    """Among the calls of the episode."""
+    first: int
+    """Number of the first one, among the calls of the episode."""
     seed: int
+    """Seed of each of them."""
     drafted: int
-    """Ids that a draft model proposed, in all calls of the reply."""
+    """Ids that a draft model proposed."""
     accepted: int
     """Drafted ids that were sampled."""
     resumed: bool
@@ -144,16 +145,16 @@ class EpisodeJournal:
         if self._journal is not None:
             self._journal.append({**row, "e": "step", "k": self._key, "n": turn})
 
-    def turn(self, turn: Turn, tools: Sequence[Any], call: FirstCall) -> None:
-        """Write a turn, with the tools of its prompt and the call that its reply began with."""
+    def turn(self, turn: Turn, tools: Sequence[Any], calls: ReplyCalls) -> None:
+        """Write a turn, with the tools of its prompt and the calls that its reply took."""
         if self._journal is not None:
             event = self._entry("turn")
             event["n"] = len(self._trajectory.turns) - 1
-            event["call"] = call.number
-            event["seed"] = call.seed
-            if call.drafted:
-                event["drafts"] = call.drafted, call.accepted
-            if call.resumed:
+            event["call"] = calls.first
+            event["seed"] = calls.seed
+            if calls.drafted:
+                event["drafts"] = calls.drafted, calls.accepted
+            if calls.resumed:
                 event["resumed"] = True
             event["turn"] = turn_row(turn)
             if tools is not self._written_tools:

@@ -26,7 +26,7 @@ from turnwright.renderers import Renderer
 from turnwright.rollouts.budget import Budget
 from turnwright.rollouts.conversation import ConversationPath, PathState
 from turnwright.rollouts.counts import add_counts, count_branch
-from turnwright.rollouts.episode_journal import EpisodeJournal, FirstCall
+from turnwright.rollouts.episode_journal import EpisodeJournal, ReplyCalls
 from turnwright.rollouts.episode_settings import EpisodeSettings
 from turnwright.rollouts.observations import MediaIntake
 from turnwright.rollouts.prompt_writer import PromptWriter
@@ -340,7 +340,7 @@ class Recorder:
         recorded = None
         if self.resumed.left:
             recorded = await self.resumed.take(path, distribution, max_ids)
-        call_number = self._sampler.calls if recorded is None else recorded.call
+        first_call = self._sampler.calls if recorded is None else recorded.call
         leaf_before = path.leaf
         context = len(path.ids)
         began = time.monotonic()
@@ -364,14 +364,14 @@ class Recorder:
         # The turn, on the disk before anything else uses it.
         turn = self._add_turn(path, reply, leaf_before, context, order.stop)
         turn.generate_s = seconds
-        first_call = FirstCall(
-            number=call_number,
+        calls = ReplyCalls(
+            first=first_call,
             seed=order.seed,
             drafted=reply.generation.drafted,
             accepted=reply.generation.accepted,
             resumed=recorded is not None,
         )
-        self.journal.turn(turn, path.tools, first_call)
+        self.journal.turn(turn, path.tools, calls)
         if self._effects:
             await self.journal.durable()
 

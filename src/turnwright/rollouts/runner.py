@@ -351,8 +351,11 @@ class Rollout:
     async def within_prompt_limit(
         self, episodes: Sequence[EpisodeSpec]
     ) -> tuple[set[str], list[str]]:
-        """Return which tasks have opening prompts within `limits.prompt_tokens`, and which have
-        not: their ids. Each task has one episode."""
+        """Return the ids of tasks whose opening prompts are within `limits.prompt_tokens`, and of
+        the others.
+
+        `episodes` has one of each task.
+        """
         limit = self.limits.prompt_tokens
         if limit is None:
             return {episode.task.id for episode in episodes}, []
@@ -405,13 +408,11 @@ class Rollout:
         make = episode.make
         if make is None:
             return None
+        if episode.rules.isolation == "process":
+            make = in_processes.of(make)
         for _ in range(MAX_DEATHS):
             with suppress(ProcessDied):
-                if episode.rules.isolation == "process":
-                    make_here: Callable[[], Env] = in_processes.of(make)
-                else:
-                    make_here = make
-                return await self._prompt_size_once(episode, make_here, threads, stop)
+                return await self._prompt_size_once(episode, make, threads, stop)
         return None
 
     async def _prompt_size_once(

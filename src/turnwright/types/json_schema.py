@@ -343,7 +343,8 @@ class _Reader:
             del keywords["const"]  # such a null too, since the type excludes it
 
         address = keywords.get("id" if self.boolean_limits else "$id")
-        own_address = isinstance(address, str) and not address.startswith("#")  # an anchor, draft 7
+        # Draft 7 writes an anchor in the place of an address, as `#name`.
+        own_address = isinstance(address, str) and not address.startswith("#")
         if own_address:
             base = urljoin(base, address)
 
