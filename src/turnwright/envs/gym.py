@@ -78,8 +78,8 @@ def gym_env(
 
     Example::
 
-        env = gym_env("FrozenLake-v1", actions=["left", "down", "right", "up"],
-        render_mode="ansi", is_slippery=False)
+        directions = ["left", "down", "right", "up"]
+        env = gym_env("FrozenLake-v1", actions=directions, render_mode="ansi", is_slippery=False)
 
     Args:
         id: environment id for `gymnasium.make`.

@@ -38,8 +38,9 @@ def simulated_user(
 
     Example::
 
-        env = tw.simulated_user(tw.ChatJudge(url, "gpt-x"), lambda task:
-        task.info["wants"], reward=helped)
+        env = tw.simulated_user(
+            tw.ChatJudge(url, "gpt-x"), lambda task: task.info["wants"], reward=helped
+        )
 
     Args:
         user: model of the user: a `ChatJudge`, an `EngineJudge`, or an object with
