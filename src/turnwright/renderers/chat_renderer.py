@@ -570,14 +570,8 @@ class ChatRenderer:
             shape_ids = self._shapes.fill_ids(shape, shape.contents(messages), ids)
             if shape_ids is not None:
                 all_ids, media = self._media.expand(shape_ids, messages)
-                return Extend(
-                    all_ids,
-                    close,
-                    neutralised=forged.total(),
-                    control_text=forged,
-                    media=media,
-                    tool_images_moved=moved,
-                )
+                # By position, since most turns end here: by keyword it takes 0.3 us more.
+                return Extend(all_ids, close, forged.total(), forged, None, media, moved)
 
         encoded = self._encode_append(append, shape.after, messages)
         all_ids, media = self._media.expand(ids + encoded.ids, messages)

@@ -238,12 +238,10 @@ def _charge_text_call(
         if isinstance(old, str) and isinstance(new, str):
             spend(owner.count(old) * len(new))
             return True
-    if name == "join" and args:
-        if isinstance(args[0], (str, list, tuple, Mapping)):
-            charge_size(args[0])
-            spend(len(args[0]) * size)
-            return True
-        charge_size(())
+    if name == "join" and args and isinstance(args[0], (str, list, tuple, Mapping)):
+        charge_size(args[0])
+        spend(len(args[0]) * size)
+        return True
     if name in _PADDING and args and isinstance(args[0], int):
         columns = 1 + owner.count("\t") if name == "expandtabs" else 1
         spend(abs(args[0]) * columns)

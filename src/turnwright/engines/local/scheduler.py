@@ -321,9 +321,7 @@ class Scheduler:
             self._swap([pair])
 
     def _swap(self, pairs: Sequence[tuple[Slot, Slot]]) -> None:
-        """Exchange pairs of different slots."""
-        if not pairs:
-            return
+        """Exchange pairs of different slots; at least one."""
         indices = [(first.index, second.index) for first, second in pairs]
         longest = max(slot.valid for slot in chain(*pairs))
         self.model.cache.swap(indices, longest)

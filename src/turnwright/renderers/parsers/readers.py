@@ -324,8 +324,11 @@ class TaggedCalls:
         return calls
 
     def _arguments(self, text: str, name: str, tools: Tools) -> Iterator[tuple[str, Any]]:
-        """Yield the arguments of a call of the tool `name`; raise `MalformedCall` if it does not
-        end after them."""
+        """Yield the arguments of a call of the tool `name`.
+
+        Raises `MalformedCall` for one that is repeated or cannot be read, and if the call does not
+        end after the last.
+        """
         properties = properties_of(tools, name)
         given_keys: set[str] = set()
         position = 0
