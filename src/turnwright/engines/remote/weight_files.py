@@ -62,9 +62,8 @@ class WeightDirectories(ABC):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             sent, names = self._fingerprint(rows.items()), list(rows)
-            if (
-                self._written == (version, sent) and final.is_dir()
-            ):  # a server that joins may be reading it
+            # A directory that is there stays: a server that joins may be reading it.
+            if self._written == (version, sent) and final.is_dir():
                 return final, sent
             self._fill(draft, rows)
             self._save(rows, draft / self.file)

@@ -382,15 +382,11 @@ class ChatJudge:
         raise error
 
     async def _ask_cached(self, body: dict[str, Any]) -> str:
-        state, key = (
-            self._state(),
-            blake2b(
-                json.dumps([self.url, body], sort_keys=True).encode(), digest_size=20
-            ).hexdigest(),
-        )
-        while (
-            key in state.running
-        ):  # another episode asks the same question: wait for its answer under this deadline
+        state = self._state()
+        question = json.dumps([self.url, body], sort_keys=True).encode()
+        key = blake2b(question, digest_size=20).hexdigest()
+        # Another episode asks the same question: wait for its answer under this deadline.
+        while key in state.running:
             await asyncio.wait([state.running[key]])
         found = self._known.get(key)
         if found is not None:
