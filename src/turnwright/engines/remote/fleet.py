@@ -463,7 +463,7 @@ class Fleet:
     # Weights
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Update the weights of all servers, from disk or over a process group.
+        """Update the weights of all servers: from disk, over a process group or in requests.
 
         Calls in flight end as aborted or go on, by the clients' `in_flight` and the kind of server.
 
