@@ -204,9 +204,8 @@ class WorkerPool:
                 asked.definitions.update(record.definitions)
         self._asked.append(asked)
         try:
-            if (
-                asked.effects and asked.plays and self._resumed
-            ):  # the workers of the killed process may still act
+            # The workers of the killed process may still act.
+            if asked.effects and asked.plays and self._resumed:
                 await asyncio.sleep(self._opened + self._lease_end() - time.monotonic())
             worker = await self._place(asked)
             on_start()

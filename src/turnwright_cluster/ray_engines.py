@@ -55,9 +55,8 @@ class _EngineActor:
         if not self._servers.relays:
             return host, ""
         if self._http is None:
-            await asyncio.to_thread(
-                shutil.rmtree, self._own, ignore_errors=True
-            )  # of an actor before
+            # An actor before may have left the directory.
+            await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
             self._own.mkdir(mode=0o700, parents=True)
             self._relay = WeightRelay(self._own / "weights", token=self._token)
             http = JsonHttpServer(self._relay.routes(), host=host, port=0, token=self._token)
@@ -82,9 +81,8 @@ class _EngineActor:
         self._server = server = ServerProcess(
             servers.kind, servers.home, log, host=host, **servers.settings
         )
-        server.start(
-            directory
-        )  # not in a thread: Linux ends the server with the thread that started it
+        # Not in a thread: Linux ends the server with the thread that started it.
+        server.start(directory)
         engine = KINDS[servers.kind](server.url, key_env=servers.key_env)
         try:
             await wait_until_up(server, engine, servers.start_s)

@@ -228,18 +228,16 @@ class WeightRelay:
                 try:
                     pieces = await peer.pieces(f"/weights/chunks/{chunk.digest}{query}", CHUNK_S)
                 except EngineError as error:
-                    if (
-                        error.status == 404 and loop.time() < until
-                    ):  # it does not know of the policy yet
+                    # For a while it may not know of the policy yet.
+                    if error.status == 404 and loop.time() < until:
                         await asyncio.sleep(0.02)
                         continue
                     self.counts["peers_failed"] += 1
                     faults.append(str(error))
                     break
                 self.counts["bytes_fetched"] += sum(map(len, pieces))
-                is_difference = (
-                    bool(old) and sum(map(len, pieces)) != chunk.size
-                )  # one is always shorter
+                # A difference is always shorter than its chunk.
+                is_difference = bool(old) and sum(map(len, pieces)) != chunk.size
                 known = self._find(old) if is_difference else None
                 restored = await asyncio.to_thread(_restored, chunk, pieces, known)
                 if restored is not None:

@@ -374,7 +374,10 @@ class Fleet:
                 self._homes[session] = best
                 return best
             up = any(member.state in ("up", "loading") for member in self.members)
-            since = None if up else since if since is not None else loop.time()
+            if up:
+                since = None
+            elif since is None:
+                since = loop.time()
             if since is not None and loop.time() - since > self._settings.patience_s:
                 reasons = "; ".join(
                     f"{member.engine.url}: {member.fault}" for member in self.members
@@ -441,9 +444,8 @@ class Fleet:
                 async with asyncio.timeout(self._settings.check_s):
                     await member.check_now.wait()
             member.check_now.clear()
-            if (
-                self._asleep
-            ):  # a server that woke or restarted now would take memory the trainer uses
+            # A server that woke or restarted now would take memory the trainer uses.
+            if self._asleep:
                 continue
             try:
                 well = await member.check(self._settings.health_s, lambda: self._latest_for(member))
@@ -456,9 +458,8 @@ class Fleet:
                 self._admit_all()
             elif not self._asleep:  # it may have been put to sleep during the check
                 await self._restart_server(member)
-            await asyncio.sleep(
-                self._settings.check_s / 10
-            )  # limits the rate of checks when every call fails
+            # Limits the rate of checks when every call fails.
+            await asyncio.sleep(self._settings.check_s / 10)
 
     # Weights
 
@@ -512,9 +513,8 @@ class Fleet:
         )
         for error in found:
             if isinstance(error, EngineUnavailable):
-                _log.warning(
-                    "%s; the server is left as it is", error
-                )  # down, or about to be found so
+                # It is down, or about to be found so.
+                _log.warning("%s; the server is left as it is", error)
             elif isinstance(error, BaseException):
                 self._asleep = False
                 raise error
@@ -547,9 +547,8 @@ class Fleet:
             member.state = "up" if error is None else "doubted"
             if isinstance(error, (EngineError, SyncError, TimeoutError)):
                 member.fault = str(error)
-                member.outdated = (
-                    self._latest is not None
-                )  # a partial update; the latest complete weights follow
+                # After a partial update the latest complete weights follow.
+                member.outdated = self._latest is not None
                 faults.append(f"{member.engine.url}: {error}")
                 _log.warning("%s", faults[-1])
             elif error is not None:

@@ -72,9 +72,8 @@ class LlamaCppEngine(RemoteEngine):
         )
         post_sampling = bool(sampling.temperature) and changed
         samplers = ["top_k"] if sampling.top_k else []
-        samplers += [
-            "temperature"
-        ]  # without it llama.cpp draws at temperature 1 whatever the temperature is
+        # Without this one llama.cpp draws at temperature 1 whatever the temperature is.
+        samplers += ["temperature"]
         samplers += ["min_p"] if sampling.min_p else []
         samplers += ["top_p"] if sampling.top_p < 1.0 else []
         body: dict[str, Any] = {

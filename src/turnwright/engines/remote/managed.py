@@ -661,9 +661,8 @@ class ManagedFleet(Fleet):
         weights if they are on disk."""
         if isinstance(source, DiskWeights):
             self._directory = source.directory
-        if (
-            self._loop is asyncio.get_running_loop()
-        ):  # some may have exited while asleep or since the last check
+        # Some may have exited while asleep or since the last check.
+        if self._loop is asyncio.get_running_loop():
             await self._restart_ended()
         await self.open()
         try:

@@ -289,9 +289,8 @@ class Replica:
                     raise
                 _log.warning("%s; sending the weights of policy %d again", stale, source.version)
         if source is not None:
-            await source.send_to(
-                self.engine
-            )  # which has deadlines of its own: loading takes minutes
+            # Its steps have deadlines of their own: loading takes minutes.
+            await source.send_to(self.engine)
             self.counts["reloaded"] += 1
         async with asyncio.timeout(seconds):
             proof = await _score_if_supported(self.engine)

@@ -170,9 +170,9 @@ def verify_response(
         raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
     if not isinstance(response.logprobs, list):
         raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
-    if response.cached < 0 or (
-        response.cached > len(request.ids) and not request.media
-    ):  # the server counts ids per image
+    # With images a server counts the ids of each.
+    exceeds = response.cached > len(request.ids) and not request.media
+    if response.cached < 0 or exceeds:
         raise breach(
             "cached tokens", f"are {response.cached} of a prompt of {len(request.ids)} ids"
         )

@@ -200,9 +200,8 @@ class SglangEngine(LoraServerEngine):
         self._check_name("meta_info.id", meta.get("id"), expected.request)
         prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
         if prompt is None and reason == "abort" and not ids:
-            prompt = len(
-                request.ids
-            )  # aborted in the queue: nothing was sampled, and no length is reported
+            # Aborted in the queue: nothing was sampled, and no length is reported.
+            prompt = len(request.ids)
         name, spans = meta.get("weight_version"), meta.get("weight_versions")
         runs: list[tuple[int, str]] = []
         if self._check_present(VERSION, name is not None):

@@ -280,9 +280,8 @@ class VllmEngine(LoraServerEngine):
         return None if found is None else str(found)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        if (
-            self.adapter is not None
-        ):  # beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU
+        if self.adapter is not None:
+            # Beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU.
             return list(
                 await asyncio.gather(
                     *(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))
