@@ -101,8 +101,10 @@ def environments(welcome: Mapping[str, Any], root: Path) -> dict[str, EnvSpec]:
     """Resolve the environments of the recipe by their names; the tasks come with the groups."""
     play = relocated(welcome["rollout"]["function"], welcome, root)
     own: dict[str, Any] = {"tasks": None, "eval_tasks": None, "columns": {}}
-    tables = build({"env": [relocated(env, welcome, root) | own for env in welcome["env"]]}, {}).env
-    found = [resolve_env(env, play=play) for env in tables] or [resolve_env("", play=play)]
+    tables = [relocated(env, welcome, root) | own for env in welcome["env"]]
+    # They are read as those of any recipe, since a table has tables of its own (`env.retries`).
+    configs = build({"env": tables}, {}).env
+    found = [resolve_env(env, play=play) for env in configs] or [resolve_env("", play=play)]
     return {spec.name: spec for spec in found}
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -27,10 +28,21 @@ SECONDS = 600.0
 """Deadline for a trainer to connect, and for each bucket."""
 
 
+@dataclass(frozen=True, slots=True)
+class _JoinedGroup:
+    store: Any
+    """The `TCPStore` by which the ranks met."""
+    members: Any
+    """The process group."""
+    device: torch.device
+    """Where its backend receives."""
+
+
 class WeightReceiver:
     """Collects the weights of an update and applies them completely or not at all.
 
-    All are those that `needed` names, one of tied ones; `take` loads them into the engine.
+    They are complete with those that `needed` names, of tied ones one. `take` loads them into the
+    engine.
     """
 
     def __init__(
@@ -43,7 +55,7 @@ class WeightReceiver:
     ) -> None:
         self._shapes, self._needed, self._take, self._seconds = shapes, needed, take, seconds
         self._device = device
-        self._groups: dict[str, tuple[Any, Any, torch.device]] = {}
+        self._groups: dict[str, _JoinedGroup] = {}
         self._received: dict[str, torch.Tensor] = {}
 
     @property
@@ -65,15 +77,12 @@ class WeightReceiver:
             return store, join_process_group(store, name, rank, world, backend, self._seconds)
 
         try:
-            store, group = await run_detached(connect)
+            store, members = await run_detached(connect)
         except (RuntimeError, ValueError) as error:
             raise SyncError(f"no process group with {address}:{port}: {error}") from error
         self._received.clear()
-        self._groups[name] = (
-            store,
-            group,
-            self._device if backend == "nccl" else torch.device("cpu"),
-        )
+        device = self._device if backend == "nccl" else torch.device("cpu")
+        self._groups[name] = _JoinedGroup(store, members, device)
 
     async def receive(
         self, group: str | None, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any]
@@ -86,16 +95,19 @@ class WeightReceiver:
         name = group if group is not None else next(iter(self._groups), "")
         if name not in self._groups:
             raise SyncError(f"there is no group {name!r}")
-        _, members, device = self._groups[name]
+        joined = self._groups[name]
+
         rows: Rows = []
         for weight, dtype, shape in zip(names, dtypes, shapes, strict=True):
             kind = getattr(torch, dtype, None)
             if self._shapes.get(weight) != torch.Size(shape) or not isinstance(kind, torch.dtype):
                 raise SyncError(f"{weight} {dtype} {list(shape)} does not fit the served model")
-            rows.append((weight, torch.empty(self._shapes[weight], dtype=kind, device=device)))
+            empty = torch.empty(self._shapes[weight], dtype=kind, device=joined.device)
+            rows.append((weight, empty))
+
         try:
             await run_detached(
-                lambda: broadcast(members, [tensor for _, tensor in rows], self._seconds)
+                lambda: broadcast(joined.members, [tensor for _, tensor in rows], self._seconds)
             )
         except RuntimeError as error:
             raise SyncError(f"the trainer did not send the announced weights: {error}") from error
@@ -124,9 +136,10 @@ class WeightReceiver:
 
     def leave(self, group: str | None) -> bool:
         """Leave a group, or all if None; discard received weights that were not applied."""
-        names = list(self._groups) if group is None else [group] if group in self._groups else []
-        for name in names:
-            store, members, _ = self._groups.pop(name)
-            release_groups(members, store)
+        names = list(self._groups) if group is None else [group]
+        joined_names = [name for name in names if name in self._groups]
+        for name in joined_names:
+            joined = self._groups.pop(name)
+            release_groups(joined.members, joined.store)
         self._received.clear()
-        return bool(names)
+        return bool(joined_names)

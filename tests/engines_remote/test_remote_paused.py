@@ -43,7 +43,7 @@ class Group:
 class Transfer:
     """Weights of policy 1, in one bucket or request."""
 
-    version, seconds, is_adapter, request_count = 1, 5.0, False, 1
+    version, seconds, request_count = 1, 5.0, 1
     buckets = (WeightBucket(("w",), ("float32",), ((1,),)),)
 
     def group(self, url: str, ranks: int) -> Group:
@@ -51,8 +51,6 @@ class Transfer:
 
     def encode_body(self, index: int) -> str:
         return "body"
-
-    async def send_to(self, engine: Any) -> None: ...
 
 
 Client = tuple[Any, list[str]]

@@ -4,14 +4,17 @@ schedulers; also asynchronously."""
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import asdict
 
 import pytest
 from scale.test_faulty_workers import end, run_with_workers, sampled, worker
 from scale_kit import events, final_weights, finished, free_port, processes, start, write_recipe
 
-from turnwright.config import load
+from turnwright.config import EnvConfig, RetryRules, load
 from turnwright.rollouts import EpisodeSpec
 from turnwright.types import EpisodeKey
+from turnwright_cluster.worker import environments
 
 MORE = '''
 
@@ -212,3 +215,12 @@ def test_workers_play_policies_that_are_trained_and_those_that_are_not(tmp_path)
     assert versions["asker"] == {(step, step) for step in range(3)}
     assert versions["judge"] == {(step, 0) for step in range(3)}
     assert any(version < step for step, version in versions["rival"])
+
+
+def test_a_worker_has_the_rules_of_an_environment_that_its_run_has(tmp_path):
+    config = EnvConfig(use="hop", isolation="process", retries=RetryRules(turn=2, wait_s=0.1))
+    sent = {"recipe": None, "rollout": {"function": None}, "env": [asdict(config)]}
+    welcome = json.loads(json.dumps(sent))
+    (spec,) = environments(welcome, tmp_path).values()
+    assert spec.rules.isolation == "process"
+    assert spec.rules.retries == RetryRules(turn=2, wait_s=0.1)

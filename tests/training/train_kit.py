@@ -10,6 +10,7 @@ from torch import nn
 from turnwright.config import TrainConfig
 from turnwright.training import resolve_settings
 from turnwright.training.advantages import CreditSettings
+from turnwright.training.baselines import RunningBaselines
 from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
@@ -29,7 +30,8 @@ def example_texts(count: int = 60) -> list[str]:
 def credit_settings(config: TrainConfig) -> CreditSettings:
     """How a trainer of this configuration makes advantages of rewards."""
     settings = resolve_settings(config)
-    return CreditSettings.of(config, settings.advantage, settings.refill)
+    running = RunningBaselines().of
+    return CreditSettings.of(config, settings.advantage, settings.refill, running)
 
 
 M, E, P = Origin.MODEL, Origin.ENV, Origin.PROMPT

@@ -86,17 +86,18 @@ class CreditSettings:
         config: TrainConfig,
         kind: str,
         refill: int,
-        running: OwnAdvantage | None = None,
+        running: OwnAdvantage,
     ) -> CreditSettings:
         """Return the settings of a recipe and its algorithm.
 
         `kind` and `refill` are the algorithm's where the recipe leaves them open; `running` is
         what sets the advantages of that kind. Raise `ConfigError` for an unusable function.
         """
+        own: OwnAdvantage | None = None
         if kind == "running":
             own = running
-        else:
-            own = None if kind in ADVANTAGES else own_advantage(kind)
+        elif kind not in ADVANTAGES:
+            own = own_advantage(kind)
 
         keep_group = None if config.group_filter is None else group_filter(config.group_filter)
         # A filter decides which groups are replaced; what it keeps without a signal stays.

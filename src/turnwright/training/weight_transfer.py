@@ -139,12 +139,8 @@ class GroupConnection:
     ) -> None:
         self.name = f"turnwright-{uuid4().hex}"
         self.backend, self.world = packer.backend, ranks + 1
-        self._url, self._rows, self._seconds, self._device = (
-            url,
-            rows,
-            packer.seconds,
-            packer.device,
-        )
+        self._url, self._rows = url, rows
+        self._seconds, self._device = packer.seconds, packer.device
         try:
             self.address = packer.host or _address_towards(url)
             listening = socket.create_server(("" if packer.host else self.address, 0))

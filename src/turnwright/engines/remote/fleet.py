@@ -374,7 +374,10 @@ class Fleet:
                 self._homes[session] = best
                 return best
             up = any(member.state in ("up", "loading") for member in self.members)
-            since = None if up else since if since is not None else loop.time()
+            if up:
+                since = None
+            elif since is None:
+                since = loop.time()
             if since is not None and loop.time() - since > self._settings.patience_s:
                 reasons = "; ".join(
                     f"{member.engine.url}: {member.fault}" for member in self.members
@@ -461,7 +464,7 @@ class Fleet:
     # Weights
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Update the weights of all servers, from disk or over a process group.
+        """Update the weights of all servers: from disk, over a process group or in requests.
 
         Calls in flight end as aborted or go on, by the clients' `in_flight` and the kind of server.
 

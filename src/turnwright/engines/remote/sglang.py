@@ -319,11 +319,14 @@ class SglangEngine(LoraServerEngine):
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
 
     async def _pause_for_update(self) -> None:
-        # `turnwright serve` computes the cache of a retracted reply again, to the bits
-        # of an interrupted one.
-        await self.pause(
-            "in_place" if self.in_flight == "keep" else "retract" if self.seeded else "abort"
-        )
+        if self.in_flight == "keep":
+            await self.pause("in_place")
+        elif self.seeded:
+            # `turnwright serve` computes the cache of a retracted reply again, to the bits of an
+            # interrupted one.
+            await self.pause("retract")
+        else:
+            await self.pause("abort")
 
     async def resume(self) -> None:
         """Resume sampling."""
@@ -401,7 +404,8 @@ class SglangEngine(LoraServerEngine):
     async def _sleep(self) -> None:
         await self.pause("abort")
         fault: EngineError | None = None
-        for _ in range(int(IDLE_S / 0.1)):  # releasing memory before the server is idle ends it
+        # Releasing memory before the server is idle ends it; the cache is dropped only when it is.
+        for _ in range(int(IDLE_S / 0.1)):
             try:
                 # Refused while requests run.
                 await self.http.post_status("/flush_cache", {}, IDLE_S)

@@ -230,11 +230,12 @@ class Teachers:
             [t for group in groups for t in group.trajectories if exclusion_reason(t) != FAILED]
         )
         if self.reward_weight:
-            rewarded = by_rewards(groups)
-            weight = self.reward_weight
-            return credits_beside_rewards(rewarded, self.answered, settings.scale, weight)
-        filtered = settings.overlong_filter
-        return credits_of_teachers(groups, self.answered, settings.scale, overlong_filter=filtered)
+            return credits_beside_rewards(
+                by_rewards(groups), self.answered, settings.scale, self.reward_weight
+            )
+        return credits_of_teachers(
+            groups, self.answered, settings.scale, overlong_filter=settings.overlong_filter
+        )
 
     def score(self, batch: TrainingBatch) -> list[TeacherScores]:
         """Return each teacher's answers for a batch."""
