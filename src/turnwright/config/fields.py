@@ -28,10 +28,13 @@ def field_types(cls: type) -> dict[str, Any]:
 def field_type(dotted: str) -> Any | None:
     """Return the type of a dotted key, a dataclass for a section; None if the key is unknown.
 
-    Example::
+    Example:
+        A table of settings accepts any key:
 
-        field_type("train.steps")  # int
-        field_type("env.0.args.depth")  # Any: a table of settings accepts any key
+        >>> field_type("env.0.args.depth")
+        typing.Any
+        >>> print(field_type("train.stepz"))
+        None
     """
     first, *rest = dotted.split(".")
     hint: Any = field_types(RunConfig).get(first)

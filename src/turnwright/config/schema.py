@@ -494,6 +494,10 @@ def tiny(
         image_side: side in pixels of a square with the maximum image area;
             larger images are scaled down.
         threads: CPU threads of torch.
+
+    Example:
+        >>> tw.tiny(hidden=96, layers=3).hidden
+        96
     """
     return ModelConfig(
         hidden=hidden,

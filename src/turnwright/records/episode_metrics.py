@@ -202,10 +202,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
     Families are dicts; empty ones are left out. `success` is the minimum reward of a successful
     episode. docs/reference/metrics.md documents the metrics.
 
-    Example::
-
-        row = rollout_metrics(trajectories)
-        row["truncated_share"], row["tool_calls"]  # 0.125, {"look_up": 40}
+    Example:
+        >>> async def play(task, model):
+        ...     return float((await model.generate(task.messages)).text == task.answer)
+        >>> tasks = [tw.Task("6 * 7?", answer="42")]
+        >>> row = rollout_metrics(tw.rollout(play, tasks, tw.ScriptedEngine(["42"])))
+        >>> row["truncated_share"], row["failed_share"]
+        (0.0, 0.0)
     """
     episodes = max(len(trajectories), 1)
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
@@ -277,9 +280,9 @@ def top_counts(names: Iterable[str]) -> dict[str, int]:
 def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row under flattened names, without other values.
 
-    Example::
-
-        dict(flatten_row({"stops": {"done": 3}, "phase": "train"}))  # {"stops.done": 3.0}
+    Example:
+        >>> dict(flatten_row({"stops": {"done": 3}, "phase": "train"}))
+        {'stops.done': 3.0}
     """
     for name, value in row.items():
         if isinstance(value, Mapping):
@@ -525,9 +528,10 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22
     (1927), eq. for p0.
 
-    Example::
-
-        wilson(81, 263)  # (0.2553, 0.3662), rounded
+    Example:
+        >>> low, high = wilson(81, 263)
+        >>> round(low, 4), round(high, 4)
+        (0.2553, 0.3662)
     """
     if n < 0 or not 0 <= successes <= max(n, 0):
         raise ValueError(f"successes must be from 0 to n, not {successes} of {n}")

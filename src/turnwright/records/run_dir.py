@@ -43,10 +43,9 @@ def to_json(value: Any) -> bytes:
     environment's info, integers over 64 bits, and values nested too deep or cyclically. NaN becomes
     null; a lone surrogate is escaped.
 
-    Example::
-
-        to_json({"reward": float("nan"), "env": object()})
-        # b'{"reward":null,"env":"<object object at 0x7f...>"}'
+    Example:
+        >>> to_json({"reward": float("nan"), "steps": range(3)})
+        b'{"reward":null,"steps":"range(0, 3)"}'
     """
     try:
         try:
@@ -346,10 +345,12 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     `checks` collects lines with wrong checksums. Raises `TraceError` for a line that is not JSON
     and, without `checks`, for the first wrong checksum.
 
-    Example::
-
-        for row in read_json_lines(run / "metrics.jsonl"):
-            print(row["phase"], row["step"], row.get("reward"))
+    Example:
+        >>> with RunDir("runs/first") as run:
+        ...     run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
+        >>> for row in read_json_lines(Path("runs/first/metrics.jsonl")):
+        ...     print(row["phase"], row["step"], row["reward"])
+        train 1 0.5
     """
     if path.exists() and not path.is_file():
         raise TraceError(f"{path}: not a regular file; restore it from a copy")
@@ -437,11 +438,10 @@ class RunDir:
     `journal.jsonl` is authoritative: one event per line, each turn before the next begins.
     `trajectories.jsonl` and `metrics.jsonl` are for people and tools.
 
-    Example::
-
-        with RunDir("runs/first") as run:
-            run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
-            run.write_json("summary.json", {"steps": 1})
+    Example:
+        >>> with RunDir("runs/first") as run:
+        ...     run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
+        ...     run.write_json("summary.json", {"steps": 1})
     """
 
     def __init__(self, path: str | Path, *, trajectories: bool = True) -> None:

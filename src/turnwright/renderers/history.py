@@ -44,10 +44,13 @@ class HistoryPolicy(Protocol):
     rendered by the template and never trained. A policy must be deterministic: the same
     conversation gives the same messages.
 
-    Example, which keeps the first message and the last four::
+    Example:
+        A policy that keeps the first message and the last four:
 
-        def recent(conversation, replies):
-            return [*conversation[:1], *conversation[1:][-4:]]
+        >>> def recent(conversation, replies):
+        ...     return [*conversation[:1], *conversation[1:][-4:]]
+        >>> recent(["system", 1, 2, 3, 4, 5, 6], replies=[2, 4])
+        ['system', 3, 4, 5, 6]
     """
 
     def __call__(

@@ -66,6 +66,12 @@ def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
 
     Args:
         control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
+
+    Example:
+        >>> renderer = tw.byte_renderer()
+        >>> prompt = renderer.open([tw.Message("user", "Hi")])
+        >>> renderer.decode(prompt.ids)
+        '<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n'
     """
     return copy(_byte_renderer(control_text))  # callers may change its `banned_ids`
 

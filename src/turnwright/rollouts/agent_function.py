@@ -125,14 +125,17 @@ class _Call(NamedTuple):
 class Model:
     """The model of an agent function: samples, records, and enforces the limits.
 
-    Example::
-
-        async def play(task, model):
-            messages = list(task.messages)
-            reply = await model.generate(messages)
-            messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
-            reply = await model.generate(messages)
-            return float(task.answer in reply.text)
+    Example:
+        >>> async def play(task, model):
+        ...     messages = list(task.messages)
+        ...     reply = await model.generate(messages)
+        ...     messages += [reply.message, {"role": "user", "content": "Are you sure?"}]
+        ...     reply = await model.generate(messages)
+        ...     return float(task.answer in reply.text)
+        >>> engine = tw.ScriptedEngine(["41", "Oh. 42"])
+        >>> (trajectory,) = tw.rollout(play, [tw.Task("6 * 7?", answer="42")], engine)
+        >>> trajectory.reward, len(trajectory.turns)
+        (1.0, 2)
     """
 
     def __init__(self, recorder: Recorder, sampling: Sampling, deadline: Deadline) -> None:

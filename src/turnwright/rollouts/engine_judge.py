@@ -20,9 +20,9 @@ class EngineJudge:
 
     Equal questions get equal answers.
 
-    Example::
-
-        polite = tw.judged(tw.EngineJudge(engine), "How polite is the assistant?")
+    Example:
+        >>> engine = tw.ScriptedEngine(lambda messages, rng: "8")
+        >>> polite = tw.judged(tw.EngineJudge(engine), "How polite is the assistant?")
     """
 
     def __init__(

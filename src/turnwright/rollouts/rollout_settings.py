@@ -25,9 +25,10 @@ def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
 class RolloutSettings:
     """Settings of a `Rollout`; the defaults are those of `turnwright.rollout`, which explains them.
 
-    Example::
-
-        Rollout(engine, renderer, RolloutSettings(limits=Limits(turns=4), seed=3))
+    Example:
+        >>> settings = tw.RolloutSettings(limits=tw.Limits(turns=4), seed=3)
+        >>> settings.sampling.temperature
+        1.0
 
     Raises:
         ConfigError: for limits out of range.

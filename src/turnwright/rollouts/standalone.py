@@ -66,14 +66,14 @@ async def arollout(
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
-    Example::
-
-        async def play(task, model):
-            reply = await model.generate(task.messages)
-            return float(task.answer in reply.text)
-
-        tasks = [Task("6 * 7?", answer="42")]
-        (trajectory,) = rollout(play, tasks, ScriptedEngine(["42"]))
+    Example:
+        >>> async def play(task, model):
+        ...     reply = await model.generate(task.messages)
+        ...     return float(task.answer in reply.text)
+        >>> tasks = [tw.Task("6 * 7?", answer="42")]
+        >>> (trajectory,) = tw.rollout(play, tasks, tw.ScriptedEngine(["42"]))
+        >>> trajectory.reward
+        1.0
 
     Args:
         env: an `Env` class, another environment factory, an agent function

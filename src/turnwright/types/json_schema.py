@@ -296,9 +296,9 @@ def read_schema(schema: Any) -> ResolvedSchema:
     Raises `SchemaFault` for a type that does not exist, a reference to nothing, to another document
     or to itself, and a schema that is nested, or refers, too much to be checked.
 
-    Example::
-
-        read_schema({"type": "INT"}).root  # {"type": "integer"}
+    Example:
+        >>> read_schema({"type": "INT"}).root
+        {'type': 'integer'}
     """
     reader = _Reader(schema)
     root = reader.read(schema, "", "", 0)

@@ -87,9 +87,11 @@ Media = ImageRef | VideoRef
 class Image:
     """A raw image; the rollout stores its pixels and keeps a reference.
 
-    Example::
-
-        tw.Step([{"role": "user", "content": [tw.Image(pixels, alt="goal: 2 right"), "Where to?"]}])
+    Example:
+        >>> import numpy as np
+        >>> pixels = np.zeros((32, 48, 3), np.uint8)
+        >>> picture = tw.Image(pixels, alt="goal: 2 right")
+        >>> observation = tw.Step([{"role": "user", "content": [picture, "Where to?"]}])
     """
 
     value: Any

@@ -62,10 +62,12 @@ ContentPart = str | ImageRef | VideoRef | Image | Video
 class Message:
     """One chat message. A dict in OpenAI's format is accepted wherever a message is.
 
-    Example::
-
-        Message("user", "What is 6 * 7?")
-        Message("assistant", tool_calls=(ToolCall("multiply", {"a": 6, "b": 7}),))
+    Example:
+        >>> tw.Message("user", "What is 6 * 7?").to_dict()
+        {'role': 'user', 'content': 'What is 6 * 7?'}
+        >>> call = tw.ToolCall("multiply", {"a": 6, "b": 7})
+        >>> tw.Message("assistant", tool_calls=(call,)).tool_calls[0].arguments["a"]
+        6
     """
 
     role: str
@@ -135,10 +137,11 @@ class Message:
         dict without a role, without content (unless it has tool calls or reasoning), or with
         content under a key that is not read.
 
-        Example::
-
-            Message.of({"role": "system", "content": "Be brief."})
-            Message.of("What is 6 * 7?").role  # "user"
+        Example:
+            >>> tw.Message.of({"role": "system", "content": "Be brief."}).text
+            'Be brief.'
+            >>> tw.Message.of("What is 6 * 7?").role
+            'user'
         """
         if isinstance(value, Message):
             return value
@@ -213,10 +216,12 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
 
     Raises `TypeError` or `ValueError` as `Message.of`.
 
-    Example::
-
-        as_messages("Hi")  # (Message("user", "Hi"),)
-        as_messages([Image(pixels), "What is this?"])  # one message of two parts
+    Example:
+        >>> [message.role for message in as_messages("Hi")]
+        ['user']
+        >>> (message,) = as_messages([tw.Image("data:image/png;base64,"), "What is this?"])
+        >>> len(message.content)
+        2
     """
     if value is None:
         return ()
@@ -344,7 +349,10 @@ def is_media(value: Any) -> bool:
 def join_texts(texts: Sequence[str]) -> str:
     """Join the texts of one message: by a line break where no white space separates two.
 
-    Example: `join_texts(["Look:", "a cat", " and ", "a dog"])` is `"Look:\\na cat and a dog"`.
+    Example:
+        >>> print(join_texts(["Look:", "a cat", " and ", "a dog"]))
+        Look:
+        a cat and a dog
     """
     joined = ""
     for text in texts:

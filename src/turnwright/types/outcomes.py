@@ -76,9 +76,9 @@ class Status(StrEnum):
 class StopReason(StrEnum):
     """Why an episode ended; `reason.sentence` describes it and `reason.status` classifies it.
 
-    Example::
-
-        StopReason("max_turns").status  # Status.TRUNCATED
+    Example:
+        >>> tw.StopReason("max_turns").status
+        <Status.TRUNCATED: 'truncated'>
     """
 
     status: Status

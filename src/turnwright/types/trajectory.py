@@ -33,12 +33,16 @@ from turnwright.types.sampling import SamplingDistribution
 class Task:
     """One immutable row of a dataset: the conversation to start from, and the expected answer.
 
-    Example::
+    Example:
+        >>> task = tw.Task("What is 6 * 7?", answer="42")
+        >>> task.messages[0].role, task.messages[0].text
+        ('user', 'What is 6 * 7?')
+        >>> task == tw.Task("What is 6 * 7?", answer="42")
+        True
 
-        Task("What is 6 * 7?", answer="42")
-
-        system = {"role": "system", "content": "Be brief."}
-        Task([system, {"role": "user", "content": "Hi"}], info={"level": 2})
+        >>> system = {"role": "system", "content": "Be brief."}
+        >>> tw.Task([system, {"role": "user", "content": "Hi"}], info={"level": 2}).info
+        {'level': 2}
     """
 
     messages: tuple[Message, ...] = ()
@@ -151,11 +155,17 @@ class Span:
     A span holds only the ids it adds. It follows its `parent` from path position `start` on. If
     `start` is before the parent's end, the rest of the parent belongs to another branch.
 
-    Example: a prompt of 5 ids, a reply of 3, an observation of 4::
+    Example:
+        A prompt of 5 ids, a reply of 3, and an observation of 4:
 
-        Span(Origin.PROMPT, ids=[...5], parent=-1, start=0)
-        Span(Origin.MODEL, ids=[...3], parent=0, start=5, logprobs=[...3], version=0)
-        Span(Origin.ENV, ids=[...4], parent=1, start=8)
+        >>> prompt = tw.Span(tw.Origin.PROMPT, ids=[10, 11, 12, 13, 14])
+        >>> logprobs = [-0.5, -0.1, -0.2]
+        >>> reply = tw.Span(
+        ...     tw.Origin.MODEL, ids=[20, 21, 22], parent=0, start=5, logprobs=logprobs, version=0
+        ... )
+        >>> observation = tw.Span(tw.Origin.ENV, ids=[30, 31, 32, 33], parent=1, start=8)
+        >>> [span.end for span in (prompt, reply, observation)], reply.mask
+        ([5, 8, 12], [1, 1, 1])
     """
 
     origin: Origin
@@ -235,9 +245,15 @@ class Span:
 class Turn:
     """One reply of the model and the environment's response.
 
-    Example: the turn of the spans in the example of `Span`, whose reply is span 1::
+    Example:
+        The turn of the spans in the example of `Span`, whose reply is span 1:
 
-        Turn("main", prompt=0, context=5, spans=(1,), messages=(question,), reply=answer)
+        >>> question, answer = tw.Message("user", "6 * 7?"), tw.Message("assistant", "42")
+        >>> turn = tw.Turn(
+        ...     "main", prompt=0, context=5, spans=(1,), messages=(question,), reply=answer
+        ... )
+        >>> turn.message.text
+        '42'
     """
 
     agent: str
@@ -341,10 +357,17 @@ class Sample:
     All lists have the length of `ids`. A sampled id shared by several paths has weight 1 only in
     the first of them.
 
-    Example: the row of the spans in the example of `Span`, whose reply alone is trained::
+    Example:
+        One reply of one id per byte, and the id that ends it:
 
-        mask = weights = [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
-        versions = [None] * 5 + [0] * 3 + [None] * 4
+        >>> async def play(task, model):
+        ...     reply = await model.generate(task.messages)
+        ...     return float(reply.text == task.answer)
+        >>> tasks = [tw.Task("6 * 7?", answer="42")]
+        >>> (trajectory,) = tw.rollout(play, tasks, tw.ScriptedEngine(["42"]))
+        >>> (sample,) = trajectory.samples()
+        >>> sum(sample.mask), sample.mask[-4:], sample.weights[-4:], sample.reward
+        (3, [0, 1, 1, 1], [0.0, 1.0, 1.0, 1.0], 1.0)
     """
 
     ids: list[int]
@@ -406,12 +429,20 @@ class Sample:
 class Trajectory:
     """The record of one episode: a forest of spans, its turns, reward and stop reason.
 
-    Example::
+    Example:
+        >>> async def play(task, model):
+        ...     reply = await model.generate(task.messages)
+        ...     return float(reply.text == task.answer)
+        >>> tasks = [tw.Task("6 * 7?", answer="42")]
+        >>> (trajectory,) = tw.rollout(play, tasks, tw.ScriptedEngine(["42"]))
+        >>> trajectory.reward, trajectory.final_text
+        (1.0, '42')
 
-        trajectory.show()  # print the conversation
-        trajectory.prompt_ids(0)  # the ids that the engine received for the first reply
-        for sample in trajectory.samples():  # rows for a trainer of your own
-            assert len(sample.ids) == len(sample.mask) == len(sample.logprobs)
+        The ids that the engine received for the first reply, and the rows for a trainer:
+
+        >>> context = trajectory.prompt_ids(0)
+        >>> [sample.ids[: len(context)] == context for sample in trajectory.samples()]
+        [True]
     """
 
     task: Task
