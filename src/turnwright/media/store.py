@@ -34,6 +34,14 @@ class _WriteLock:
     threads: int = 0
     """Number of threads that hold or await it."""
 
+    def join(self) -> None:
+        """Count a thread more."""
+        self.threads += 1
+
+    def leave(self) -> None:
+        """Count a thread less."""
+        self.threads -= 1
+
 
 class MediaStore:
     """Content-addressed image store.
@@ -269,13 +277,13 @@ class MediaStore:
         """Hold the lock of one image."""
         with self._lock:
             write_lock = self._writing.setdefault(name, _WriteLock())
-            write_lock.threads += 1
+            write_lock.join()
         try:
             with write_lock.lock:
                 yield
         finally:
             with self._lock:
-                write_lock.threads -= 1
+                write_lock.leave()
                 if not write_lock.threads:
                     self._writing.pop(name, None)
 
