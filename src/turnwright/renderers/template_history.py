@@ -390,6 +390,19 @@ def mark_positions(text: str, marks: Sequence[str]) -> tuple[int, int] | None:
     return min(starts), max(starts) + max(map(len, marks))
 
 
+REASONS: Mapping[str, str] = {
+    "thinking_stripped": "The template renders an earlier reply without its reasoning.",
+    "reply_dropped": "The template omits an earlier reply.",
+    "reply_rewritten": "The template renders an earlier reply in other words than sampled, or more "
+    "than once.",
+    "close_swapped": "The template closes an earlier reply by another token than was sampled.",
+    "prefix_changed": "The template opens an earlier reply differently from the prompt that it was "
+    "sampled after.",
+    "preamble_changed": "Template text before or between replies moved or changed (system prompt, "
+    "tools, date).",
+}
+"""Reasons why a prompt in `template` mode does not begin with the ids that the engine has
+processed."""
 _MAX_LEAD = 64
 """Maximum characters of template text between the prompt and a reply's content, in addition to the
 probed ones."""
@@ -891,8 +904,7 @@ class ConversationComposer:
         return ids, starts, media
 
     def _reason(self, keep: int, stubs: Sequence[ReplyPlaceholder], why: Mapping[int, str]) -> str:
-        """Return why a prompt differs from the processed ids from `keep` on; `docs/concepts.md` has
-        the reasons."""
+        """Return why a prompt differs from the processed ids from `keep` on, one of `REASONS`."""
         for stub in stubs:
             reply = stub.reply
             if reply.start < 0 or keep >= reply.start + len(reply.ids):
