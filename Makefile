@@ -37,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,vision,dev]'
-	@$(BIN)/python tests/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
+	@$(BIN)/python tests/kit/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
 	@$(BIN)/python tests/renderers/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
 	@touch $@
 

@@ -69,7 +69,7 @@ def ours(warmed: Path, seed: int, steps: int, out: Path) -> list[dict[str, float
 
 def theirs(warmed: Path, seed: int, steps: int, out: Path) -> list[dict[str, float]]:
     """Train with TRL from the same weights in this process."""
-    import originals
+    from kit import originals
 
     originals.use()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -272,7 +272,7 @@ def main() -> None:
         side, warmed, seed, steps, out = args.child
         print(json.dumps(SIDES[side](Path(warmed), int(seed), int(steps), Path(out))))
         return
-    import originals
+    from kit import originals
 
     if not (originals.folder() / "ready").is_file():
         originals.install(originals.folder())

@@ -179,7 +179,7 @@ def vlm() -> tw.Renderer:
     tests = Path(__file__).parent.parent / "tests"
     if str(tests) not in sys.path:
         sys.path.append(str(tests))
-    from vision_kit import tiny_vlm_directory
+    from kit.vision import tiny_vlm_directory
 
     folder = Path(tempfile.mkdtemp())
     tiny_vlm_directory(folder)

@@ -149,7 +149,7 @@ def text_renderer() -> Any:
     """Return a renderer of ChatML over a tokenizer of transformers in a directory, which
     `args.hf_checkpoint` names."""
     sys.path.insert(0, str(TESTS))
-    from rollout_kit import bpe
+    from kit.rollouts import bpe
     from transformers import PreTrainedTokenizerFast
 
     made = PreTrainedTokenizerFast(
@@ -164,7 +164,7 @@ def text_renderer() -> Any:
 def vision_renderer() -> Any:
     """Return a renderer of a vision-language model of Qwen's kind."""
     sys.path.insert(0, str(TESTS))
-    from vision_kit import tiny_vlm_directory
+    from kit.vision import tiny_vlm_directory
 
     return load_renderer(tiny_vlm_directory(_folder() / "vlm", weights=False))
 

@@ -291,7 +291,7 @@ def picture(width: int = 320, height: int = 240) -> str:
 def vlm() -> Any:
     """Return the renderer of a tiny vision-language model."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from vision_kit import tiny_vlm_directory
+    from kit.vision import tiny_vlm_directory
 
     import turnwright as tw
 

@@ -27,9 +27,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
+from kit.vision import tiny_vlm_directory
 from PIL import Image
 from rollout_loop import Fixed, make_tokenizer, text_of
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.media import MediaStore

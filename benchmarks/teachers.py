@@ -394,7 +394,7 @@ def main() -> None:
     """Choose sizes, print every seed, then the means."""
     if sys.argv[1:2] == ["--play"]:
         play(sys.argv[4:], shuffled=sys.argv[2] == "shuffled")
-    from teacher_kit import largest_gaps
+    from kit.teachers import largest_gaps
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

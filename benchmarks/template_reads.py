@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from corpus import TOOLS
+from kit.corpus import TOOLS
 from template_reference import Refused
 from template_scenarios import QUESTION, VALUE_TOOLS, VALUES, calling
 from template_turns import Fault, Player

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from corpus import SPECIAL, TOOLS
+from kit.corpus import SPECIAL, TOOLS
 from template_scenarios import QUESTION, answers, reply_to
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils

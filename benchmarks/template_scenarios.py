@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from corpus import TOOLS
 from jinja2 import nodes
+from kit.corpus import TOOLS
 
 from turnwright.renderers import ChatTemplate
 from turnwright.types import Message, ToolCall

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from corpus import tokenizer_of
+from kit.corpus import tokenizer_of
 from template_reference import MARK, Reading, Reference, Refused
 from template_scenarios import (
     QUESTION,

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
+from kit.corpus import PACKAGES, TOOLS, distinct, fetch, template_of, templates, tokenizer_of  # noqa: E402
 
 from turnwright.errors import TemplateError  # noqa: E402
 from turnwright.renderers import (  # noqa: E402
@@ -314,8 +314,8 @@ def turns(work: Sequence[tuple[str, str, str]], jobs: int) -> None:
 def every_template(made: int) -> list[tuple[str, str]]:
     """The templates of all packages at hand, our own, and some that are made up to
     keep state across turns."""
-    from stateful_kit import sources
-    from template_kit import OWN_TEMPLATES
+    from kit.stateful import sources
+    from kit.templates import OWN_TEMPLATES
 
     rows = [
         *distinct(more=True),

@@ -37,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from ray_kit import write_server  # noqa: E402
+from kit.ray_cluster import write_server  # noqa: E402
 
 NAMESPACES, ADDRESSES = ("turnwright0", "turnwright1"), ("10.77.0.1", "10.77.0.2")
 PORT, RAY_PORT = 7070, 6379

@@ -223,14 +223,9 @@ def needs_missing(path: Path) -> bool:
         or path.relative_to(TESTS).parts[0] in BESIDE_THE_CORE
     ):
         return True
-    named = set(re.findall(r"^\s*(?:from|import) (\w+)", text, re.MULTILINE))
-    kits = [
-        kit
-        for name in named
-        for kit in (TESTS / f"{name}.py", path.parent / f"{name}.py")
-        if kit.is_file()
-    ]
-    return any(needs_missing(kit) for kit in kits if kit != path)
+    named = set(re.findall(r"^\s*from kit\.(\w+) import", text, re.MULTILINE))
+    named |= set(re.findall(r"^\s*from kit import (\w+)", text, re.MULTILINE))
+    return any(needs_missing(TESTS / "kit" / f"{name}.py") for name in named)
 
 
 def pytest_ignore_collect(collection_path):

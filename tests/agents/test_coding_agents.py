@@ -11,9 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-
-import turnwright as tw
-from tests.agents.agents_kit import (
+from kit.programs import (
     AGENTS,
     END,
     LIMITS,
@@ -24,7 +22,9 @@ from tests.agents.agents_kit import (
     replies,
     run_agent,
 )
-from tests.proxy_kit import RecordingEngine, called
+from kit.proxy import RecordingEngine, called
+
+import turnwright as tw
 from turnwright_serve.proxy import ProxySession, server
 
 pytestmark = [pytest.mark.agents, pytest.mark.timeout(600)]

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.programs import END, MINI, MINI_ENV, STEPS, Outcome, counts, run_program
+from kit.proxy import called
 
 import turnwright as tw
-from tests.agents.agents_kit import END, MINI, MINI_ENV, STEPS, Outcome, counts, run_program
 from tests.agents.real_programs import installed
-from tests.proxy_kit import called
 from turnwright_serve.proxy import anthropic, chat, responses
 from turnwright_serve.proxy.wire import IGNORED, REFUSED
 

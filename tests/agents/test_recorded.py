@@ -8,11 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+from kit.programs import AGENTS, STEPS, TASK, Agent, check, reason_of, replies
+from kit.proxy import RecordingEngine
 
 import turnwright as tw
-from tests.agents.agents_kit import AGENTS, STEPS, TASK, Agent, check, reason_of, replies
 from tests.agents.real_programs import installed
-from tests.proxy_kit import RecordingEngine
 from turnwright.renderers import byte_renderer
 from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.rollouts.runner import Rollout

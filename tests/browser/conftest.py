@@ -7,7 +7,7 @@ import os
 import shutil
 
 import pytest
-from browser_kit import finished, training
+from kit.browser import finished, training
 
 
 def chromium():

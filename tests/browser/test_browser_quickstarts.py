@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from browser_kit import drawn, finished, training, until
+from kit.browser import drawn, finished, training, until
 
 from turnwright_view.web import ViewerServer, self_contained
 

@@ -13,8 +13,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
 
-from browser_kit import drawn, until
-from view_kit import add_policies, write_run
+from kit.browser import drawn, until
+from kit.viewing import add_policies, write_run
 
 from turnwright_view.web import ViewerServer, self_contained
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from mistakes_kit import GOOD, MISTAKES, SMALL
+from kit.mistakes import GOOD, MISTAKES, SMALL
 
 import turnwright as tw
 from turnwright.cli.main import main

@@ -170,13 +170,13 @@ def _anything(name):
 
 def _tokenizer(vision, folder):
     if vision:
+        from kit.vision import tiny_vlm_directory
         from transformers import AutoTokenizer
-        from vision_kit import tiny_vlm_directory
 
         path = tiny_vlm_directory(Path(folder) / "vlm")
         made = AutoTokenizer.from_pretrained(path)
         return made, Processor(made, path)
-    from rollout_kit import bpe
+    from kit.rollouts import bpe
     from transformers import PreTrainedTokenizerFast
 
     from turnwright.renderers import CHATML
@@ -230,7 +230,7 @@ class Processor:
 
 
 def _renderer(vision, folder):
-    from rollout_kit import renderer
+    from kit.rollouts import renderer
 
     from turnwright.renderers import load_renderer
 
@@ -419,7 +419,7 @@ def main(slime: str, miles: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--one":
-        import originals
+        from kit import originals
 
         originals.use()
         print(json.dumps(theirs(EPISODES[sys.argv[2]], sys.argv[3])))

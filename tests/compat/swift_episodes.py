@@ -13,10 +13,10 @@ from types import ModuleType, SimpleNamespace
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
-import originals  # noqa: E402
-from rollout_kit import renderer  # noqa: E402
-from stand_ins_kit import USERS  # noqa: E402
-from vision_kit import tiny_vlm_directory  # noqa: E402
+from kit import originals  # noqa: E402
+from kit.rollouts import renderer  # noqa: E402
+from kit.stand_ins import USERS  # noqa: E402
+from kit.vision import tiny_vlm_directory  # noqa: E402
 
 from turnwright.envs.user_imports import STAND_INS  # noqa: E402
 

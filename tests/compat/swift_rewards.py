@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1])]
 
-import originals  # noqa: E402
+from kit import originals  # noqa: E402
 
 from turnwright.envs.user_imports import STAND_INS, import_foreign  # noqa: E402
 from turnwright_compat.swift.adapter import REWARD_DEFAULTS  # noqa: E402

@@ -2,9 +2,9 @@
 does in an environment."""
 
 import pytest
-from stand_ins_kit import USERS
-from training.train_kit import distance, gradient
-from training.train_model64 import Model64
+from kit.double_precision import Model64
+from kit.stand_ins import USERS
+from kit.training import distance, gradient
 
 import turnwright as tw
 from turnwright.config import TrainConfig

@@ -9,8 +9,8 @@ import runpy
 import shutil
 from pathlib import Path
 
-import originals
 import pytest
+from kit import originals
 from tokenizers import Tokenizer
 
 from turnwright.cli.main import main

@@ -10,14 +10,14 @@ from base64 import b64decode
 import numpy as np
 import pytest
 import torch
-from outbound_kit import Server, check_row, run
+from kit.outbound import Server, check_row, run
+from kit.vision import tiny_vlm_directory
 from PIL import Image
 from test_outbound_skyrl import Client as SkyRLClient
 from test_outbound_skyrl import config as skyrl_config
 from test_outbound_slime import Sample
 from test_outbound_verl import config as verl_config
 from transformers import AutoImageProcessor, AutoTokenizer
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.errors import UsageError

@@ -9,10 +9,10 @@ import typing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import originals
 import pytest
 import typing_extensions
-from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
+from kit import originals
+from kit.outbound import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
 import turnwright as tw

@@ -4,7 +4,7 @@ of its engine client."""
 from types import SimpleNamespace
 
 import pytest
-from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
+from kit.outbound import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
 import turnwright as tw

@@ -13,7 +13,7 @@ from enum import Enum
 from types import ModuleType
 
 import pytest
-from outbound_kit import LIMITS, Calls, Letters, check_row, forks, make_model, run
+from kit.outbound import LIMITS, Calls, Letters, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
 import turnwright as tw

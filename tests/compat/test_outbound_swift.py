@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
+from kit.outbound import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
 import turnwright as tw

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
 
-import originals
 import pytest
-from outbound_kit import LIMITS, Calls, Letters, check_row, make_model, run
+from kit import originals
+from kit.outbound import LIMITS, Calls, Letters, check_row, make_model, run
 
 from turnwright.renderers import load_renderer
 from turnwright_compat.slime.rollout import SlimeEpisodes, make_generate

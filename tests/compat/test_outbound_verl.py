@@ -5,7 +5,7 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from outbound_kit import LIMITS, Letters, Server, check_row, forks, make_model, run
+from kit.outbound import LIMITS, Letters, Server, check_row, forks, make_model, run
 from transformers import AutoTokenizer
 
 import turnwright as tw

@@ -7,9 +7,9 @@ import time
 
 import pytest
 import torch
-from stand_ins_kit import USERS
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 from transformers import AutoModelForCausalLM
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig

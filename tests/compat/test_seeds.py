@@ -14,8 +14,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from history_kit import TEMPLATES
-from rollout_kit import bpe
+from kit.histories import TEMPLATES
+from kit.rollouts import bpe
 from transformers import PreTrainedTokenizerFast
 
 from turnwright.config import load

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from kit.rollouts import bpe, renderer
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 from PIL import Image
-from rollout_kit import bpe, renderer
-from stand_ins_kit import USERS
 from transformers import AutoImageProcessor, AutoTokenizer
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from rollout_kit import bpe, renderer
+from kit.rollouts import bpe, renderer
 from transformers import PreTrainedTokenizerFast
 
 import turnwright as tw

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from rollout_kit import Sampler, check_record, renderer
+from kit.rollouts import Sampler, check_record, renderer
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
-from outbound_kit import make_model
-from stand_ins_kit import USERS
+from kit.outbound import make_model
+from kit.stand_ins import USERS
 
 from turnwright.cli.main import main
 

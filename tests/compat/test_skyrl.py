@@ -3,8 +3,8 @@
 import sqlite3
 
 import pytest
-from stand_ins_kit import USERS
-from vision_kit import tiny_vlm_directory
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

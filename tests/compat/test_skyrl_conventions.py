@@ -7,7 +7,7 @@ import json
 import textwrap
 
 import pytest
-from vision_kit import tiny_vlm_directory
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

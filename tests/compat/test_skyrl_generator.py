@@ -4,8 +4,8 @@ honoured, or named as wrong."""
 from types import SimpleNamespace
 
 import pytest
-from rollout_kit import renderer
-from stand_ins_kit import USERS
+from kit.rollouts import renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.envs.resolve import as_env_spec, load_object

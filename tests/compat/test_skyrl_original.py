@@ -10,13 +10,13 @@ import threading
 import typing
 from types import SimpleNamespace
 
-import originals
 import pytest
 import test_skyrl_conventions as conventions
 import typing_extensions
-from rollout_kit import bpe, renderer
-from stand_ins_kit import USERS
-from vision_kit import tiny_vlm_directory
+from kit import originals
+from kit.rollouts import bpe, renderer
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.envs.resolve import as_env_spec, load_object

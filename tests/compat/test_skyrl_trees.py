@@ -4,7 +4,7 @@ generator's configuration is."""
 import textwrap
 
 import pytest
-from rollout_kit import renderer
+from kit.rollouts import renderer
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

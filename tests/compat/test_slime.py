@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from outbound_kit import make_model
+from kit.outbound import make_model
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 from PIL import Image as Pillow
-from stand_ins_kit import USERS
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config import ModelConfig

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollout_kit import renderer
+from kit.rollouts import renderer
+from kit.vision import tiny_vlm_directory
 from slime_episodes import EPISODES, HERE, picture
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

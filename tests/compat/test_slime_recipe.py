@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from vision_kit import tiny_vlm_directory
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.cli.main import main

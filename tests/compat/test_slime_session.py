@@ -2,7 +2,7 @@
 """Miles' agent functions: an agent that asks the model by a chat API, `run(base_url, prompt, request_kwargs, metadata)`."""
 
 import pytest
-from rollout_kit import renderer
+from kit.rollouts import renderer
 from test_slime_conventions import played
 
 import turnwright as tw

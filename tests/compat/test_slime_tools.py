@@ -2,8 +2,8 @@
 
 import json
 
-from rollout_kit import renderer
-from stand_ins_kit import USERS
+from kit.rollouts import renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

@@ -1,8 +1,8 @@
 """Schedulers, environments and rewards of ms-swift over our engine, with our stand-ins."""
 
 import pytest
-from rollout_kit import renderer
-from stand_ins_kit import USERS
+from kit.rollouts import renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig
@@ -68,8 +68,8 @@ def test_going_back_by_text_keeps_the_sampled_ids_and_does_not_train_the_rest():
 @pytest.mark.parametrize("first", ["zoom", "zoom on"])
 def test_images_of_rows_and_of_steps(tmp_path, first):
     """In a new turn, and where the message with its image before is continued by ids."""
+    from kit.vision import tiny_vlm_directory
     from PIL import Image
-    from vision_kit import tiny_vlm_directory
 
     sees = tw.load_renderer(tiny_vlm_directory(tmp_path / "vlm", "qwen3_vl", weights=False))
     picture = Image.new("RGB", (64, 64), (9, 0, 0))

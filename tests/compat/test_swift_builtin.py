@@ -5,8 +5,8 @@ import asyncio
 import random
 
 import pytest
-from rollout_kit import Sampler, check_record, facts, renderer
-from stand_ins_kit import USERS
+from kit.rollouts import Sampler, check_record, facts, renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

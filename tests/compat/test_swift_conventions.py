@@ -6,8 +6,8 @@ import io
 import textwrap
 
 import pytest
+from kit.vision import tiny_vlm_directory
 from PIL import Image
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

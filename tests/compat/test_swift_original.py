@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import originals
 import pytest
 import swift_episodes
+from kit import originals
 
 pytestmark = pytest.mark.compat
 PLAY = Path(__file__).parent / "swift_episodes.py"

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins_kit import USERS
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

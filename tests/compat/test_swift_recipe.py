@@ -5,7 +5,7 @@ import runpy
 import shutil
 from pathlib import Path
 
-from rollout_kit import renderer
+from kit.rollouts import renderer
 
 import turnwright as tw
 from turnwright.cli.main import main

@@ -1,8 +1,8 @@
 """Loss scales of ms-swift: weights of sampled ids by the parts of their messages."""
 
 import pytest
-from rollout_kit import renderer
-from stand_ins_kit import USERS
+from kit.rollouts import renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

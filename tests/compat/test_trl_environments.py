@@ -5,8 +5,8 @@ import asyncio
 import json
 
 import pytest
-from stand_ins_kit import USERS
-from vision_kit import tiny_vlm_directory
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

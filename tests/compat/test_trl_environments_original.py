@@ -6,10 +6,10 @@ import json
 import os
 from pathlib import Path
 
-import originals
 import pytest
-from rollout_kit import bpe
-from stand_ins_kit import USERS
+from kit import originals
+from kit.rollouts import bpe
+from kit.stand_ins import USERS
 from turnwright.envs.stand_ins.trl import rewards as stand_in
 
 import turnwright as tw

@@ -3,9 +3,9 @@
 import os
 import random
 
-import originals
 import pytest
 import torch
+from kit import originals
 from test_trl import LIMITS, WORDS, Letters
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

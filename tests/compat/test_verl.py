@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollout_kit import renderer
-from stand_ins_kit import USERS
-from vision_kit import tiny_vlm_directory
+from kit.rollouts import renderer
+from kit.stand_ins import USERS
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.envs.foreign import ForeignObject

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from outbound_kit import make_model
-from stand_ins_kit import USERS
+from kit.outbound import make_model
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.config import ModelConfig

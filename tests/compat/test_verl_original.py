@@ -5,10 +5,10 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-import originals
 import pytest
-from rollout_kit import bpe, renderer
-from stand_ins_kit import USERS
+from kit import originals
+from kit.rollouts import bpe, renderer
+from kit.stand_ins import USERS
 
 import turnwright as tw
 from turnwright.envs.resolve import as_env_spec, load_object
@@ -302,7 +302,7 @@ def test_a_video_file_of_a_tool_is_decoded(verl, tmp_path):
     ],
 )
 def test_loops_on_verls_own_base_class_with_a_real_model(verl, use, tmp_path):
-    from outbound_kit import make_model
+    from kit.outbound import make_model
 
     from turnwright.config import ModelConfig
     from turnwright.config.schema import EnvConfig

@@ -6,9 +6,9 @@ from __future__ import annotations
 import tomllib
 
 from blocks import ROOT, blocks
+from kit.programs import AGENTS, MINI, MINI_ENV
 
 import turnwright as tw
-from tests.agents.agents_kit import AGENTS, MINI, MINI_ENV
 from tests.agents.real_programs import NODE_PACKAGES, PACKAGES
 
 PAGE = ROOT / "docs/agents.md"

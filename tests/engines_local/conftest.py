@@ -1,8 +1,6 @@
 """One thread, as the application sets it: the promise of equal bits is made for that."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +9,6 @@ import torch
 from turnwright.engines.local.fused_decoder import make_fused_decoder
 from turnwright.engines.local.mixed_precision import multiplies_bfloat16, use_mixed_products
 
-sys.path.insert(0, str(Path(__file__).parent))
 torch.set_num_threads(1)
 
 

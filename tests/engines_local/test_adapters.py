@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import (
+from kit.local_engines import (
     Matrices,
     bits,
     full_logprobs,

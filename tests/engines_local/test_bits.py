@@ -6,7 +6,7 @@ import asyncio
 import random
 
 import pytest
-from local_kit import KINDS, bits, model, request, run, talk, words
+from kit.local_engines import KINDS, bits, model, request, run, talk, words
 
 from turnwright.engines import Generation, Request
 from turnwright.engines.local import LocalEngine

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import model, request, run, words
+from kit.local_engines import model, request, run, words
 
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.cuda_graphs import DecodeGraphs

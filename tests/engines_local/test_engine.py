@@ -9,7 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import KINDS, VOCABULARY, bits, config, full_logprobs, model, request, run, words
+from kit.local_engines import (
+    KINDS,
+    VOCABULARY,
+    bits,
+    config,
+    full_logprobs,
+    model,
+    request,
+    run,
+    words,
+)
 
 from turnwright.engines import Engine, Generation, Sampling, StopText, SupportsWeightUpdate
 from turnwright.engines.local import LocalEngine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import VOCABULARY, model, request, words
+from kit.local_engines import VOCABULARY, model, request, words
 
 from turnwright.engines import Generation, Sampling, StopText
 from turnwright.engines.local import LocalEngine

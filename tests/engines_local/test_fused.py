@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import KINDS, bits, full_logprobs, model, request, run, words
+from kit.local_engines import KINDS, bits, full_logprobs, model, request, run, words
 from transformers import GraniteConfig, MistralConfig, PretrainedConfig
 
 from turnwright.engines import Generation
@@ -279,7 +279,7 @@ from numba.core.caching import CacheImpl
 if sys.argv[2] == "False":
     CacheImpl._locator_classes = []  # what it comes to where no directory can be written
 sys.path.insert(0, sys.argv[1])
-from local_kit import *
+from kit.local_engines import *
 torch.set_num_threads(1)
 engine = LocalEngine(model())
 assert engine.fused

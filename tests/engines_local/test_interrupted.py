@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interrupt_kit import interrupted, leaky, whole
-from local_kit import bits, full_logprobs, model, request, run, words
-from sight_kit import Gallery
+from kit.interrupts import interrupted, leaky, whole
+from kit.local_engines import bits, full_logprobs, model, request, run, words
+from kit.sight import Gallery
 from transformers import Qwen3MoeConfig
 
 import turnwright as tw

@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import KINDS, bits, full_logprobs, model, request, run, talk, words
-from sight_kit import Gallery
+from kit.local_engines import KINDS, bits, full_logprobs, model, request, run, talk, words
+from kit.sight import Gallery
 from test_adapters import matrices, send, shapes
 from test_sight import TEXTS, engine_of, look
 

@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from local_kit import model, request, run, words
+from kit.local_engines import model, request, run, words
 from transformers import MixtralConfig, Qwen3MoeConfig
 
 from turnwright.engines.local import LocalEngine

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from local_kit import request
+from kit.local_engines import request
 
 from turnwright.engines import Request, Sampling
 from turnwright.engines.local.sampler import Sampler, counter_uniforms, round_up_rows

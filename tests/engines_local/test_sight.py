@@ -8,8 +8,8 @@ import random
 
 import pytest
 import torch
-from local_kit import bits, matrices, merged_in_place, model, request, run
-from sight_kit import Gallery, Shown
+from kit.local_engines import bits, matrices, merged_in_place, model, request, run
+from kit.sight import Gallery, Shown
 
 from turnwright.config import LoraConfig, ModelConfig
 from turnwright.engines import Generation

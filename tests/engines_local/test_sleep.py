@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 import pytest
-from local_kit import model, request, run, words
+from kit.local_engines import model, request, run, words
 
 from turnwright.engines.local import LocalEngine
 from turnwright.errors import EngineError

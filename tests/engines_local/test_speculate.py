@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import KINDS, bits, model, request, run, talk, words
+from kit.local_engines import KINDS, bits, model, request, run, talk, words
 from transformers import MixtralConfig
 
 import turnwright as tw

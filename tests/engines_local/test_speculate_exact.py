@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import model, request, run
+from kit.local_engines import model, request, run
 
 from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine

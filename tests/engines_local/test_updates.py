@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import bits, full_logprobs, model, request, run, words
+from kit.local_engines import bits, full_logprobs, model, request, run, words
 
 from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine, fingerprint

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_kit import model, request, run, talk, words
+from kit.local_engines import model, request, run, talk, words
 
 from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine

@@ -7,8 +7,8 @@ import asyncio
 import random
 
 import pytest
-import real_kit as kit
 import torch
+from kit import real_servers as kit
 
 import turnwright as tw
 from turnwright.config import TrainConfig

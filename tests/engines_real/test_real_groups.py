@@ -9,9 +9,9 @@ import os
 import signal
 
 import pytest
-import real_kit as kit
 import torch
-from long_world import LONG
+from kit import real_servers as kit
+from kit.long_world import LONG
 
 from turnwright.cli.main import main
 from turnwright.engines import Request

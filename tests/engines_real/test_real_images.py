@@ -7,8 +7,8 @@ import asyncio
 
 import numpy as np
 import pytest
-import real_kit as kit
 import torch
+from kit import real_servers as kit
 
 import turnwright as tw
 from turnwright.engines.remote import probe_server

@@ -10,9 +10,9 @@ import time
 from itertools import pairwise
 
 import pytest
-import real_kit as kit
 import torch
-from interrupt_kit import whole
+from kit import real_servers as kit
+from kit.interrupts import whole
 from test_real_servers import CLOSE, PROMPT
 
 from turnwright.engines import Request

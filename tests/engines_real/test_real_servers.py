@@ -7,8 +7,8 @@ import asyncio
 import json
 
 import pytest
-import real_kit as kit
 import torch
+from kit import real_servers as kit
 
 import turnwright as tw
 from turnwright.engines import Request, Sampling, check_generation

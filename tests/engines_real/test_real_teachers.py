@@ -4,9 +4,9 @@ process, text and images."""
 from __future__ import annotations
 
 import pytest
-import real_kit as kit
-from sight_kit import Gallery
-from teacher_kit import CONFIGS, conversation, gap_to, pictured
+from kit import real_servers as kit
+from kit.sight import Gallery
+from kit.teachers import CONFIGS, conversation, gap_to, pictured
 
 from turnwright.errors import ConfigError
 

@@ -9,8 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import real_kit as kit
-from long_world import LONG
+from kit import real_servers as kit
+from kit.long_world import LONG
 
 from turnwright.cli.main import main
 from turnwright.engines.remote.managed import ManagedFleet, how_to_install

@@ -1,11 +1,4 @@
-"""Nobody but these tests imports remote_kit."""
-
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture

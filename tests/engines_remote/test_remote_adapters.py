@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import fingerprint, fleet, question, right, until, weights
 from test_remote_own import fleet as own_fleet
 from test_remote_own import home  # noqa: F401

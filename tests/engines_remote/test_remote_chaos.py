@@ -9,7 +9,7 @@ import time
 from collections import Counter
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import fleet, until, weights
 
 import turnwright as tw

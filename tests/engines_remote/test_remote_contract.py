@@ -9,8 +9,8 @@ import os
 import time
 
 import pytest
-import remote_kit as kit
 import test_remote_liars as liars
+from kit import remote_engines as kit
 
 from turnwright.engines import Engine, Request, Sampling, StopText, check_generation
 from turnwright.engines.remote import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 
 import turnwright as tw
 from turnwright.engines import Request

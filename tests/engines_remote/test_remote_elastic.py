@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import QUICK, described, fleet, many, question, right, until, weights
 
 from turnwright.cli.main import main

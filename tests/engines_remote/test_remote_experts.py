@@ -9,10 +9,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-import remote_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
-from routes_kit import experts
+from kit import remote_engines as kit
+from kit.routes import experts
 
 from turnwright.engines import Request, check_generation
 from turnwright.engines.remote import SglangEngine, VllmEngine

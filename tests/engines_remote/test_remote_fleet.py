@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 
 import turnwright as tw
 from turnwright.engines import Request

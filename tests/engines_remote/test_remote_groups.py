@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from fork_kit import Forked
+from kit.forks import Forked
 from test_remote_fleet import until
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, run
 

@@ -7,9 +7,9 @@ import asyncio
 
 import orjson
 import pytest
-import remote_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import remote_engines as kit
 
 from turnwright.engines import Request
 from turnwright.engines.ids import GrowingIds, ids_json

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import msgpack
 import numpy as np
 import pytest
-import remote_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import remote_engines as kit
 from PIL import Image as Pillow
 
 from turnwright.engines import Request

@@ -8,12 +8,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import remote_kit as kit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import remote_engines as kit
 
 pytest.importorskip("torch")
-from interrupt_kit import interrupt, leaky, on_thread, whole
+from kit.interrupts import interrupt, leaky, on_thread, whole
 from test_remote_fleet import QUICK, question, weights
 from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import described, fingerprint, question, right, until, weights
 
 from turnwright.engines.remote import LlamaCppEngine, SglangEngine, VllmEngine, managed
@@ -30,11 +30,11 @@ model = given.get("--model") or given.get("--model-path") or os.path.dirname(giv
 if os.environ.get("KIT_BROKEN"):
     sys.exit("no such kernel")
 os.environ["KIT_NAME"] = given.get("--served-model-name") or model
-sys.path.insert(0, {str(Path(kit.__file__).parent)!r})
-import remote_kit
+sys.path.insert(0, {str(Path(kit.__file__).parents[1])!r})
+from kit import remote_engines
 llamacpp = os.path.basename(sys.argv[0]) == "llama-server"
 kind = "llamacpp" if llamacpp else "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
-os.execv(sys.executable, [sys.executable, remote_kit.__file__, kind, str(remote_kit.read_weights(model)), given["--port"]])
+os.execv(sys.executable, [sys.executable, remote_engines.__file__, kind, str(remote_engines.read_weights(model)), given["--port"]])
 """  # noqa: E501
 
 

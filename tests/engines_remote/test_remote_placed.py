@@ -7,7 +7,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import QUICK, many, right, until, weights
 from test_remote_tree import SMALL, content, directory, on_host, relays
 

@@ -9,7 +9,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_adapters import CONFIG, GENERATE, LOAD, both, scores
 from test_remote_fleet import fingerprint, fleet, question, right, until, weights
 from test_remote_own import (

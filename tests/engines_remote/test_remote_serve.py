@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from fork_kit import Forked
-from serve_kit import served
+from kit.forks import Forked
+from kit.serving import served
 from test_remote_fleet import until
 
 from turnwright.cli.main import main

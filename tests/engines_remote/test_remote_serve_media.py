@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from fork_kit import Forked
-from interrupt_kit import interrupt, whole
-from sight_kit import Gallery
+from kit.forks import Forked
+from kit.interrupts import interrupt, whole
+from kit.sight import Gallery
 from test_remote_serve import CLIENTS, TEXTS, run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-import remote_kit as kit
+from kit import remote_engines as kit
 from test_remote_fleet import QUICK, fingerprint, question, right, until, weights
 from test_remote_fleet import fleet as fleet_of
 from test_remote_own import fleet as own_fleet

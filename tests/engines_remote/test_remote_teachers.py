@@ -11,9 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from serve_kit import served
-from sight_kit import episode
-from teacher_kit import (
+from kit.serving import served
+from kit.sight import episode
+from kit.teachers import (
     CONFIGS,
     LAWS,
     TEXTS,

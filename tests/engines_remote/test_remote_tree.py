@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import remote_kit as kit
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import remote_engines as kit
 from pydantic import ValidationError
 from test_remote_fleet import QUICK, many, right, weights
 

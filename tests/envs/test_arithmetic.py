@@ -3,9 +3,9 @@
 import math
 
 import pytest
-from cpu_kit import own_cost
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.cpu import own_cost
 
 from turnwright.envs import arithmetic
 

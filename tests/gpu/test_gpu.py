@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_kit import matrices, model, request, run, talk, words
+from kit.local_engines import matrices, model, request, run, talk, words
+from kit.training import distance, random_groups
 from test_adapters import send, shapes
 from test_real_models import make
 from test_routes import WANT, moe, told
 from test_train_tree import learn, small
-from train_kit import distance, random_groups
 from transformers import Qwen3Config
 
 from turnwright.cli.main import main

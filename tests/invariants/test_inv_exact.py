@@ -9,7 +9,7 @@ import random
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, linear, renderer, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, linear, renderer, tasks
 
 import turnwright as tw
 from turnwright.types import FAILED_ATTEMPT

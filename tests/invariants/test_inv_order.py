@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw

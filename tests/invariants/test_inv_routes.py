@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from history_kit import Look
-from history_kit import renderer as speaking
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, renderer, tasks
-from routes_kit import LAYERS, K, Routed, Routing, Speaking, check, experts
+from kit.histories import Look
+from kit.histories import renderer as speaking
+from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
+from kit.routes import LAYERS, K, Routed, Routing, Speaking, check, experts
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw

@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from corpus import TOOLS, distinct, template_of, tokenizer_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rollout_kit import Call, Sampler, Talk, check_record, tasks
+from kit.corpus import TOOLS, distinct, template_of, tokenizer_of
+from kit.rollouts import Call, Sampler, Talk, check_record, tasks
 
 import turnwright as tw
 from turnwright.engines import Generation

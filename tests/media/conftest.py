@@ -1,18 +1,12 @@
-"""The pictures stand beside the tests; the model that sees is a Qwen3-VL of real architecture,
-its weights left out."""
-
-import sys
-from pathlib import Path
+"""The model that sees is a Qwen3-VL of real architecture, its weights left out."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")
 def vlm(tmp_path_factory):
     """The renderer of a model that sees."""
-    from vision_kit import tiny_vlm_directory
+    from kit.vision import tiny_vlm_directory
 
     from turnwright.renderers import load_renderer
 

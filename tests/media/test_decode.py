@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import SVG, bomb, chunk, file_of, noise, png, png16
+from kit.pictures import SVG, bomb, chunk, file_of, noise, png, png16
 from PIL import Image as Pillow
 
 from turnwright.errors import MediaError

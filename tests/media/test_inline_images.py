@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pictures import noise
-from rollout_kit import facts
-from seeing import shown
+from kit.pictures import noise
+from kit.rollouts import facts
+from kit.seeing import shown
 
 import turnwright as tw
 from turnwright.errors import EnvError

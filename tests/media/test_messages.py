@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pictures import noise, png
+from kit.pictures import noise, png
 from PIL import Image as Pillow
 
 import turnwright as tw

@@ -4,9 +4,9 @@ picture is a difference."""
 from __future__ import annotations
 
 import pytest
-from pictures import noise
-from seeing import play, shown
-from world import Fails, Painter
+from kit.picture_world import Fails, Painter
+from kit.pictures import noise
+from kit.seeing import play, shown
 
 import turnwright as tw
 from turnwright.media import MediaStore

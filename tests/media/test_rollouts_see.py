@@ -11,10 +11,10 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pictures import noise, png
-from rollout_kit import facts
-from seeing import check_media, play, shown
-from world import Fails, Painter, Remembers
+from kit.picture_world import Fails, Painter, Remembers
+from kit.pictures import noise, png
+from kit.rollouts import facts
+from kit.seeing import check_media, play, shown
 
 import turnwright as tw
 from turnwright.media import MediaStore

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import file_of, noise, png
+from kit.pictures import file_of, noise, png
 from PIL import Image as Pillow
 
 import turnwright as tw

@@ -7,7 +7,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from pictures import noise
+from kit.pictures import noise
 
 import turnwright as tw
 from turnwright.media import MediaStore

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pictures import noise, png
+from kit.pictures import noise, png
+from kit.seeing import call, play, shown
 from PIL import Image as Pillow
-from seeing import call, play, shown
 
 import turnwright as tw
 from turnwright.envs.tools.results import ResultLimit, read_content, read_result

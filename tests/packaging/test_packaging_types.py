@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from types_kit import check, marked, mypy
+from kit.type_checks import check, marked, mypy
 
 
 def test_mypy_finds_five_mistakes_of_a_user_and_none_in_right_code(tmp_path):

@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from types_kit import check, mypy
+from kit.type_checks import check, mypy
 
 ROOT = Path(__file__).parents[2]
 

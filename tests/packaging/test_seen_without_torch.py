@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE.parent))
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from vision_kit import tiny_vlm_directory  # noqa: E402
+from kit.vision import tiny_vlm_directory  # noqa: E402
 
 
 def test_images_are_rendered_and_processed_without_torch(tmp_path):

@@ -14,10 +14,10 @@ import PIL.Image
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vision_kit import tiny_vlm_directory
+from kit.proxy import TOOL, RecordingEngine, account, called, client, contexts, direct
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
-from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts, direct
 from turnwright.renderers import byte_renderer, load_renderer
 from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings
 from turnwright_serve.proxy.anthropic import FIELDS as MESSAGES_FIELDS

@@ -11,11 +11,11 @@ import httpx2
 import pytest
 
 pytest.importorskip("torch")
-from sight_kit import Gallery
+from kit.proxy import account, contexts
+from kit.sight import Gallery
 from test_dialects import PROGRAMS, ChatProgram
 
 import turnwright as tw
-from tests.proxy_kit import account, contexts
 from turnwright.config import ModelConfig
 from turnwright.engines.local import LocalEngine
 from turnwright.envs.builtin.radar import Radar

@@ -8,10 +8,10 @@ import threading
 from typing import Any
 
 import pytest
+from kit.proxy import RecordingEngine, client, direct, in_order
 
 import turnwright as tw
 from tests.proxy.test_recording import record, script, talk
-from tests.proxy_kit import RecordingEngine, client, direct, in_order
 from turnwright.config import load
 from turnwright.engines import tokens
 from turnwright_serve.commands.record import record_programs

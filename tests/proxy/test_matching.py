@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-import turnwright as tw
-from tests.proxy_kit import (
+from kit.proxy import (
     TOOL,
     RecordingEngine,
     account,
@@ -22,6 +20,8 @@ from tests.proxy_kit import (
     direct,
     in_order,
 )
+
+import turnwright as tw
 from turnwright.renderers import byte_renderer
 from turnwright_serve.proxy import ProxyServer, ProxySession, ProxySettings
 from turnwright_serve.proxy.matching import Exchange

@@ -12,10 +12,10 @@ from uuid import uuid4
 
 import httpx2
 import pytest
+from kit.proxy import RecordingEngine, account, in_order, play
 
 import turnwright as tw
 import turnwright_serve
-from tests.proxy_kit import RecordingEngine, account, in_order, play
 from turnwright.errors import EnvError, UsageError
 from turnwright.records.journal import InterruptedEpisodes
 from turnwright.records.run_dir import read_json_lines

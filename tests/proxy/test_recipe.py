@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.proxy import RecordingEngine
 
 import turnwright as tw
-from tests.proxy_kit import RecordingEngine
 from turnwright.config import EnvConfig
 from turnwright.config.recipe import load
 from turnwright.envs import resolve_env

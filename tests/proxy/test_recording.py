@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.proxy import TOOL, RecordingEngine, account, called, client, contexts
 
 import turnwright as tw
-from tests.proxy_kit import TOOL, RecordingEngine, account, called, client, contexts
 from turnwright.cli.evaluate import run_evaluation
 from turnwright.cli.main import main
 from turnwright.config import load

@@ -10,10 +10,10 @@ import orjson
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.proxy import TOOL
 from test_matching import Conversation, run, user
 
 import turnwright as tw
-from tests.proxy_kit import TOOL
 from turnwright_serve.proxy import ProxySession
 from turnwright_serve.proxy.anthropic import AnthropicMessages
 from turnwright_serve.proxy.chat import ChatCompletions

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.proxy import RecordingEngine, account, play
 from test_programs import ASK, TWO_CALLS, script
 
 import turnwright as tw
-from tests.proxy_kit import RecordingEngine, account, play
 from turnwright.envs.isolation.sandbox import sandbox_problem
 from turnwright.errors import ConfigError, UsageError
 from turnwright_serve.proxy import ProgramResult, program, sandboxed

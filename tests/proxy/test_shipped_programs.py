@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+from kit.proxy import account, contexts
+
 import turnwright as tw
-from tests.proxy_kit import account, contexts
 from turnwright.config import ModelConfig
 from turnwright.config.schema import EnvConfig
 from turnwright.engines.local import LocalEngine

@@ -14,7 +14,7 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, renderer, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, renderer, tasks
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw
@@ -468,7 +468,7 @@ def test_a_directory_that_cannot_be_used_is_told_in_one_line(tmp_path, spoil):
 FULL = """
 import resource, signal, sys
 sys.path[:0] = {path!r}
-from rollout_kit import *
+from kit.rollouts import *
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -5,11 +5,20 @@ from __future__ import annotations
 
 import random
 
-import corpus
 import pytest
-from history_kit import APPEND_ONLY, SAID, TEMPLATES, TOOLS, in_use, of_template, renderer, spelled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit import corpus
+from kit.histories import (
+    APPEND_ONLY,
+    SAID,
+    TEMPLATES,
+    TOOLS,
+    in_use,
+    of_template,
+    renderer,
+    spelled,
+)
 
 import turnwright as tw
 from turnwright.errors import TemplateError

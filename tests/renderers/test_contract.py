@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpus import distinct, template_of, templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import Sampler, Talk, check_record, linear, tasks
+from kit.corpus import distinct, template_of, templates
+from kit.rollouts import Sampler, Talk, check_record, linear, tasks
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import turnwright as tw
@@ -361,7 +361,7 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_templates_are_what_they_are_known_to_be(name):
-    from corpus import tokenizer_of
+    from kit.corpus import tokenizer_of
 
     source = dict(templates()).get(name)
     if source is None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
-import corpus
 import pytest
 from guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of, hold, injections
+from kit import corpus
 from tokenizer_kinds import KINDS, codec
 
 import turnwright as tw

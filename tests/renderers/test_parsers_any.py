@@ -6,9 +6,9 @@ import json
 import re
 
 import pytest
-from cpu_kit import own_cost
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kit.cpu import own_cost
 
 from tests.renderers.test_parsers import GOLDEN, TOOLS
 from turnwright.renderers.parsers import PARSERS, detect_format

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from kit.corpus import distinct, template_of
 
-from tests.corpus import distinct, template_of
 from turnwright.errors import TemplateError
 from turnwright.renderers.parsers import PARSERS, parser_for_template
 from turnwright.renderers.parsers.detect import render_probe_reply, without_call_endings

@@ -4,10 +4,10 @@ conversations, words, late state."""
 from __future__ import annotations
 
 import pytest
-from history_kit import TOOLS, of_template
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stateful_kit import source, sources
+from kit.histories import TOOLS, of_template
+from kit.stateful import source, sources
 
 from turnwright.errors import TemplateError
 from turnwright.renderers import CHATML, ChatTemplate, template_names, template_source

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from rollout_kit import renderer
+from kit.rollouts import renderer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import turnwright as tw

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from kit.corpus import tokenizer_of
 
 import turnwright as tw
-from tests.corpus import tokenizer_of
 from tests.renderers.test_parsers import TOOLS
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer, byte_renderer

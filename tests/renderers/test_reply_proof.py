@@ -8,8 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from kit.corpus import distinct, template_of, tokenizer_of
 
-from tests.corpus import distinct, template_of, tokenizer_of
 from turnwright.cli.check import check_template
 from turnwright.cli.main import main
 from turnwright.errors import TemplateError

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import bpe, facts
+from kit.rollouts import bpe, facts
 
 import turnwright as tw
 from turnwright.config import Limits

@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import pytest
-from rollout_kit import bpe
+from kit.rollouts import bpe
 
 import turnwright as tw
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cpu_kit import own_cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import SandboxedEnvironment
+from kit.cpu import own_cost
 
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatTemplate, template_sandbox

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from corpus import SPECIAL, TOOLS, distinct, template_of, tokenizer_of
+from kit.corpus import SPECIAL, TOOLS, distinct, template_of, tokenizer_of
 
 import turnwright as tw
 from turnwright.config import Limits

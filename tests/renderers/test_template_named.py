@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from rollout_kit import bpe
+from kit.rollouts import bpe
 
 from turnwright.errors import ConfigError, TemplateError
 from turnwright.renderers import (

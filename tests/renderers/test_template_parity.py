@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from corpus import SPECIAL, TOOLS, distinct, template_of
+from kit.corpus import SPECIAL, TOOLS, distinct, template_of
 
 from turnwright.errors import TemplateError
 from turnwright.renderers import ChatTemplate, template_names, template_source

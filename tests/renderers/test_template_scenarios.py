@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from corpus import template_of
-from template_kit import OWN_TEMPLATES
+from kit.corpus import template_of
+from kit.templates import OWN_TEMPLATES
 
 from turnwright.renderers import ChatRenderer
 from turnwright.types import Message

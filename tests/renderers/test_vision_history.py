@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import corpus
-from vision_kit import tiny_vlm_directory
+from kit import corpus
+from kit.vision import tiny_vlm_directory
 
 from turnwright.media import MediaStore
 from turnwright.renderers import Branch, Extend, SampledReply, load_renderer

@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 
+from kit.vision import tiny_vlm_directory  # noqa: E402
 from PIL import Image as Pillow  # noqa: E402
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil  # noqa: E402
-from vision_kit import tiny_vlm_directory  # noqa: E402
 
 from turnwright.errors import MediaError  # noqa: E402
 from turnwright.media import MediaStore, scaled_size  # noqa: E402

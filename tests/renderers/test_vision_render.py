@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from vision_kit import tiny_vlm_directory
+from kit.vision import tiny_vlm_directory
 
 from turnwright.errors import MediaError
 from turnwright.media import MediaStore

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import bpe, renderer
-from training.train_kit import credit_settings
+from kit.rollouts import bpe, renderer
+from kit.training import credit_settings
+from kit.vision import tiny_vlm_directory
 from transformers import AutoModelForCausalLM
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config import ModelConfig, TrainConfig

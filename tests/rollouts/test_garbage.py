@@ -7,7 +7,7 @@ import gc
 import mmap
 import multiprocessing
 
-from rollout_kit import AsyncTalk, Sampler, tasks
+from kit.rollouts import AsyncTalk, Sampler, tasks
 
 import turnwright as tw
 from turnwright.rollouts import garbage

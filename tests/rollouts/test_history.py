@@ -7,12 +7,12 @@ import random
 from collections import Counter
 from dataclasses import replace
 
-import corpus
 import pytest
-from history_kit import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, in_use, renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import check_record, linear, tasks
+from kit import corpus
+from kit.histories import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, in_use, renderer
+from kit.rollouts import check_record, linear, tasks
 
 import turnwright as tw
 from turnwright.config import load

@@ -10,7 +10,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import Sampler, check_record, facts, renderer, tasks
+from kit.rollouts import Sampler, check_record, facts, renderer, tasks
 
 import turnwright as tw
 from turnwright.config import EnvRules

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, renderer, tasks
+from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "invariants"))
 
-from history_kit import Look
-from history_kit import renderer as speaking
-from routes_kit import Speaking
+from kit.histories import Look
+from kit.histories import renderer as speaking
+from kit.routes import Speaking
 from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 from test_inv_routes import Breaks
 from test_rollout_inline import Wild

@@ -9,8 +9,8 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
-from rollout_kit import Sampler
-from training.train_kit import credit_settings
+from kit.rollouts import Sampler
+from kit.training import credit_settings
 
 import turnwright as tw
 from turnwright.config import TrainConfig

@@ -14,7 +14,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwright as tw
 from turnwright.engines import Generation

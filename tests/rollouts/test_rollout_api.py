@@ -9,7 +9,7 @@ import signal
 import threading
 
 import pytest
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwright as tw
 from turnwright.rollouts import group_by_task

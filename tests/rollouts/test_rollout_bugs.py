@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 import pytest
-from rollout_kit import AsyncTalk, Sampler, Talk, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, tasks
 
 import turnwright as tw
 from turnwright.envs.user_code import failure_kind, user_location

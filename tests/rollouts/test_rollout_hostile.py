@@ -9,7 +9,7 @@ import signal
 import threading
 
 import pytest
-from rollout_kit import Sampler, Talk, tasks
+from kit.rollouts import Sampler, Talk, tasks
 
 import turnwright as tw
 from turnwright import errors

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rollout_kit import AsyncTalk, Sampler, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, facts, tasks
 
 import turnwright as tw
 from turnwright.rollouts import episode

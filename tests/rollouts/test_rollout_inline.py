@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.rollouts import Sampler, facts, renderer, tasks
+from kit.strategies import trajectories
+from kit.vision import tiny_vlm_directory
 from PIL import Image as Pillow
-from rollout_kit import Sampler, facts, renderer, tasks
-from strategies import trajectories
-from vision_kit import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.media.images import encode_png

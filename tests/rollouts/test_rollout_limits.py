@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, check_record, renderer, tasks
+from kit.rollouts import AsyncTalk, Sampler, check_record, renderer, tasks
 
 import turnwright as tw
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rollout_kit import Sampler
+from kit.rollouts import Sampler
 
 import turnwright as tw
 from turnwright.envs import take_step

@@ -18,8 +18,8 @@ import types
 from pathlib import Path
 
 import pytest
-from process_kit import children
-from rollout_kit import AsyncTalk, Sampler, Talk, check_record, facts, tasks
+from kit.processes import children
+from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, tasks
 
 import turnwright as tw
 from turnwright.envs.isolation import env_server, fork_server

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwright as tw
 from turnwright.records import read_json_lines, rebuild_trajectories

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import pytest
-from process_kit import children
-from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
+from kit.processes import children
+from kit.rollouts import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwright as tw
 from turnwright.envs.isolation import fork_server

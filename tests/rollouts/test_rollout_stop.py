@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import Sampler, Talk, check_record, renderer, tasks
+from kit.rollouts import Sampler, Talk, check_record, renderer, tasks
 
 import turnwright as tw
 from turnwright.config import load

@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import trajectories
+from kit.strategies import trajectories
 
 import turnwright as tw
 from turnwright.types import Status, as_messages

@@ -11,7 +11,7 @@ import threading
 import time
 
 import pytest
-from rollout_kit import AsyncTalk, Sampler, Talk, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, tasks
 
 import turnwright as tw
 from turnwright.rollouts import Rollout, make_episode_specs

@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_kit import AsyncTalk, Sampler, Talk, facts, tasks
+from kit.rollouts import AsyncTalk, Sampler, Talk, facts, tasks
 
 import turnwright as tw
 from turnwright.rollouts import Rollout, make_episode_specs

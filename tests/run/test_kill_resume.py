@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fork_kit import Forked
+from kit.forks import Forked
 
 from turnwright.cli.main import main
 

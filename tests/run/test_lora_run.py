@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from long_world import LONG
+from kit.long_world import LONG
 
 from turnwright.cli.main import main
 

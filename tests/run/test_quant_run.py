@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from long_world import LONG
+from kit.long_world import LONG
 from test_kill_resume import ROOT, benchmark
 from test_lora_run import RECIPE, rows
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fork_kit import run_ranks
-from long_world import LONG
+from kit.forks import run_ranks
+from kit.long_world import LONG
 from test_lora_run import RECIPE
 
 from turnwright.cli.main import main

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from long_world import LONG
+from kit.long_world import LONG
 from test_real_models import make, rows
 
 from turnwright.cli.main import main

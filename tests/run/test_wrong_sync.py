@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from long_world import LONG
+from kit.long_world import LONG
 from test_lora_run import RECIPE, rows
 
 from turnwright.cli.main import main

@@ -1,5 +1,5 @@
 import pytest
-from scale_kit import finished, processes, start, write_recipe
+from kit.workers import finished, processes, start, write_recipe
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
-from scale_kit import write_recipe
+from kit.workers import write_recipe
 
 import turnwright as tw
 from turnwright.config import load

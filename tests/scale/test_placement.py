@@ -9,8 +9,8 @@ import json
 import sys
 
 import pytest
-from fork_kit import run_ranks
-from scale_kit import write_recipe
+from kit.forks import run_ranks
+from kit.workers import write_recipe
 
 import turnwright as tw
 from turnwright.cli.main import main

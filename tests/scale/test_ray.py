@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from process_kit import children
-from scale_kit import events, final_weights, finished, processes, start, wait_for, write_recipe
+from kit.processes import children
+from kit.workers import events, final_weights, finished, processes, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.ray
 WORDS = ("--scale.ray", "local", "--scale.ray-workers", "2", "--scale.ray-cpus", "0.5")

@@ -8,9 +8,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from process_kit import children
-from ray_kit import TOKEN, with_text, write_server
-from scale_kit import (
+from kit.processes import children
+from kit.ray_cluster import TOKEN, with_text, write_server
+from kit.workers import (
     events,
     final_weights,
     finished,

@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from ray_kit import TOKEN, VARIABLES, ray_nodes, write_server
-from scale_kit import events, final_weights, finished, processes, start, wait_for, write_recipe
+from kit.ray_cluster import TOKEN, VARIABLES, ray_nodes, write_server
+from kit.workers import events, final_weights, finished, processes, start, wait_for, write_recipe
 
 pytestmark = pytest.mark.ray
 WORDS = ("--model.heads", "1", "--model.kv-heads", "1")

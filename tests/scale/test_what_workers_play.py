@@ -8,8 +8,8 @@ import json
 from dataclasses import asdict
 
 import pytest
+from kit.workers import events, final_weights, finished, free_port, processes, start, write_recipe
 from scale.test_faulty_workers import end, run_with_workers, sampled, worker
-from scale_kit import events, final_weights, finished, free_port, processes, start, write_recipe
 
 from turnwright.config import EnvConfig, RetryRules, load
 from turnwright.rollouts import EpisodeSpec

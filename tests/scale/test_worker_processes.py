@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from scale_kit import (
+from kit.workers import (
     events,
     final_weights,
     finished,

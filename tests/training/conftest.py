@@ -1,14 +1,8 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from train_kit import example_texts
+from kit.training import example_texts
 
 from turnwright.config import ModelConfig
 from turnwright.training.model import models

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 import torch
+from kit.training import M, P, chain, random_groups
 from torch import nn
-from train_kit import M, P, chain, random_groups
 
 from turnwright.config import LoraConfig, QuantConfig, TrainConfig
 from turnwright.config.names import ALGORITHMS

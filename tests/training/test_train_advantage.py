@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import groups, trajectories
-from train_kit import E, M, P, chain
+from kit.strategies import groups, trajectories
+from kit.training import E, M, P, chain
 
 from turnwright.errors import RewardError
 from turnwright.training import TRAINED, trainable_tokens

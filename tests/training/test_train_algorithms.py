@@ -6,9 +6,9 @@ import random
 
 import pytest
 import torch
+from kit.double_precision import Model64
+from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
 from test_train_loss import disturbed
-from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
-from train_model64 import Model64
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import ALGORITHMS

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit import E, M, P, chain
+from kit.training import E, M, P, chain
 
 from turnwright.config import ModelConfig, RunConfig, TeacherConfig, TrainConfig
 from turnwright.errors import ConfigError, TurnwrightError

@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import groups, trajectories
-from train_kit import E, M, P, chain, random_groups
+from kit.strategies import groups, trajectories
+from kit.training import E, M, P, chain, random_groups
 
 from turnwright.training import TRAINED, Credit, LossDenominator, make_batch, trainable_tokens
 from turnwright.training.advantages import advantages

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from kit.vision import tiny_vlm_directory
 from safetensors.torch import load_file, save_file
-from vision_kit import tiny_vlm_directory
 
 from turnwright.cli.main import main
 from turnwright.errors import ModelError

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from kit.double_precision import Model64
+from kit.training import branched, distance, gradient, random_groups
 from test_train_trainer import fingerprint, with_logprobs
-from train_kit import branched, distance, gradient, random_groups
-from train_model64 import Model64
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, SyncError

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import groups
-from train_kit import E, M, P, branched, chain, gradient
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.strategies import groups
+from kit.training import E, M, P, branched, chain, gradient
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError

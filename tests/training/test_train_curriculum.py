@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from train_kit import M, P, chain
+from kit.training import M, P, chain
 
 from turnwright.config import load
 from turnwright.config.names import SAMPLERS

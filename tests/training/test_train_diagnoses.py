@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from kit.training import random_groups
 from test_train_trainer import ANY, with_logprobs
-from train_kit import random_groups
 
 import turnwright as tw
 from turnwright.config import TrainConfig

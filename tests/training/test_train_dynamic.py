@@ -4,8 +4,8 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from train_kit import M, P, chain, credit_settings
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import M, P, chain, credit_settings
 
 from turnwright.config import TrainConfig
 from turnwright.engines.policy_engine import AgentPolicies

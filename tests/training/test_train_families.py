@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from train_kit import branched, random_groups
+from kit.training import branched, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.training import LossDenominator, Trainer, make_batch

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import groups, trajectories
-from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.strategies import groups, trajectories
+from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.training import Trainer

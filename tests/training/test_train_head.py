@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.training import distance, gradient, random_groups
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_kit import distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling

@@ -8,8 +8,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from train_kit import branched, distance, gradient
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import branched, distance, gradient
 
 import turnwright as tw
 from turnwright.config import EnvConfig, ModelConfig, TrainConfig

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rollout_kit import Call, Sampler, renderer
+from kit.double_precision import Model64
+from kit.rollouts import Call, Sampler, renderer
 from test_train_gradient import STILL, check_probe, learn
-from train_model64 import Model64
 
 import turnwright as tw
 from turnwright.config import TrainConfig

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.double_precision import Model64
+from kit.training import M, P, chain, credit_settings, gradient, random_groups
 from test_train_masks import played
-from train_kit import M, P, chain, credit_settings, gradient, random_groups
-from train_model64 import Model64
 
 import turnwright as tw
 from turnwright.config import RolloutConfig, RunConfig, TrainConfig

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.double_precision import Model64
+from kit.training import E, M, P, branched, chain, random_groups
 from test_train_trainer import fingerprint, with_logprobs
-from train_kit import E, M, P, branched, chain, random_groups
-from train_model64 import Model64
 
 import turnwright as tw
 from turnwright.config import TrainConfig

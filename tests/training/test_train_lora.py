@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
+from kit.training import distance, gradient, random_groups
 from test_train_trainer import fingerprint, with_logprobs
-from train_kit import distance, gradient, random_groups
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.engines.local import LocalEngine

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit import random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling

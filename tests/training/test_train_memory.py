@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from train_kit import distance, gradient, random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import distance, gradient, random_groups
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.engines import Request

@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sight_kit import Gallery, episode
-from train_kit import E, M, P, chain, distance, example_texts, gradient, random_groups
+from kit.sight import Gallery, episode
+from kit.training import E, M, P, chain, distance, example_texts, gradient, random_groups
+from kit.trees import STILL, families
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
-from tree_kit import STILL, families
 
 from turnwright.config import LoraConfig, ModelConfig, TrainConfig
 from turnwright.engines import Request, Sampling

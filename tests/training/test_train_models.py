@@ -12,10 +12,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from fork_kit import run_ranks
+from kit.forks import run_ranks
+from kit.training import example_texts
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from train_kit import example_texts
 from transformers import PreTrainedModel
 from transformers.utils.chat_template_utils import _compile_jinja_template
 

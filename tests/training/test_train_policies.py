@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_kit import E, M, P, gradient
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import E, M, P, gradient
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Generation, PolicyEngine, Request

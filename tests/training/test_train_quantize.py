@@ -417,7 +417,7 @@ def test_a_packed_directory_loads_as_the_grid_to_the_bit(tmp_path, tiny_director
     ids=["int4", "fp8"],
 )
 def test_a_resumed_trainer_goes_on_with_the_same_bits(tmp_path, tiny_dir, quant):
-    from train_kit import random_groups
+    from kit.training import random_groups
 
     from turnwright.config import TrainConfig
     from turnwright.training import Checkpoints, Trainer
@@ -546,7 +546,7 @@ def test_a_fault_of_the_last_layer_is_found_although_rounding_changes_more(facto
 
 @pytest.mark.parametrize("name", QUANTS)
 def test_an_engine_with_the_quantized_weights_of_before_is_found_at_every_update(name):
-    from train_kit import random_groups
+    from kit.training import random_groups
 
     from turnwright.config import TrainConfig
     from turnwright.engines.local import LocalEngine

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import ranks_worker
 import torch
-from fork_kit import rank_environments, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.forks import rank_environments, run_ranks
 from ranks_worker import CASES, HALF, IDS, LONE, NONE, STEPS, steps_of
 
 from turnwright.config import TrainConfig

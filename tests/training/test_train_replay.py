@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from train_kit import distance, gradient
+from kit.training import distance, gradient
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,

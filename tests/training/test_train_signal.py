@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.training import distance, gradient, random_groups
 from test_train_trainer import ANY, fingerprint
 from torch import nn
-from train_kit import distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.training import Ranks, Trainer

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from train_kit import M, P, chain, credit_settings
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import M, P, chain, credit_settings
 
 import turnwright as tw
 from turnwright.config import TrainConfig

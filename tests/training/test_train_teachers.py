@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import groups
-from teacher_kit import of_trainer
-from train_kit import E, M, P, branched, chain, distance, gradient, random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.strategies import groups
+from kit.teachers import of_trainer
+from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TeacherConfig, TrainConfig
 from turnwright.errors import ConfigError, UsageError

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from kit.training import branched, random_groups
 from test_train_trainer import ANY, with_logprobs
-from train_kit import branched, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.training import Trainer

@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
-from fork_kit import run_ranks
-from train_kit import M, P, chain, gradient, random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.forks import run_ranks
+from kit.training import M, P, chain, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling

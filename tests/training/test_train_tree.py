@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from train_kit import M, P, branched, chain, distance, gradient, random_groups
-from train_model64 import Model64
+from kit.double_precision import Model64
+from kit.training import M, P, branched, chain, distance, gradient, random_groups
+from kit.trees import STILL, Tree64, ancestors, families, laid
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
-from tree_kit import STILL, Tree64, ancestors, families, laid
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.errors import ConfigError, TurnwrightError

@@ -5,9 +5,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from sight_kit import Gallery, episode
-from train_kit import distance, example_texts, gradient
-from tree_kit import STILL
+from kit.sight import Gallery, episode
+from kit.training import distance, example_texts, gradient
+from kit.trees import STILL
 
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.training import LossDenominator, Trainer, build_prefix_tree

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sight_kit import Gallery, episode
-from train_kit import distance, example_texts, gradient
+from kit.sight import Gallery, episode
+from kit.training import distance, example_texts, gradient
 
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.engines.local import fingerprint

@@ -8,8 +8,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from sight_kit import Gallery, episode
-from vision_kit import tiny_vlm_directory
+from kit.sight import Gallery, episode
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig

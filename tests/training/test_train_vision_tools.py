@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from vision_kit import tiny_vlm_directory
+from kit.vision import tiny_vlm_directory
 
 import turnwright as tw
 from turnwright.config import Limits, ModelConfig, TrainConfig

@@ -8,7 +8,7 @@ import re
 import time
 
 import pytest
-from cpu_kit import own_cost
+from kit.cpu import own_cost
 from rich.console import Console
 
 from turnwright.display.progress import (

@@ -21,8 +21,8 @@ from urllib.parse import urlencode
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kit.viewing import add_policies, trajectory, write_run
 from rich.console import Console
-from view_kit import add_policies, trajectory, write_run
 
 import turnwright as tw
 from turnwright.cli.main import main

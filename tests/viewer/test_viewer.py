@@ -14,7 +14,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from view_kit import add_policies
+from kit.viewing import add_policies
 
 from turnwright.cli.main import main
 from turnwright_view.report import render_report

@@ -2,4 +2,4 @@
 
 from pathlib import Path
 
-USERS = Path(__file__).parent / "compat/users"
+USERS = Path(__file__).parents[1] / "compat/users"

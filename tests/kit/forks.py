@@ -28,7 +28,7 @@ from typing import IO, Any
 MAIN = "turnwright.cli.main"
 CONTEXT = multiprocessing.get_context("forkserver")
 multiprocessing.util.get_temp_dir()  # before a test's own folder becomes the one of temporary files
-CONTEXT.set_forkserver_preload([MAIN, "fork_kit", "fork_preload"])
+CONTEXT.set_forkserver_preload([MAIN, "kit.forks", "kit.fork_preload"])
 
 
 def run_command(

@@ -7,11 +7,11 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-import gguf_kit
 import pytest
 import torch
 
 import turnwright as tw
+from kit import gguf_files
 from turnwright.config import Limits, ModelConfig, TrainConfig
 from turnwright.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwright.engines.remote.fleet_settings import WeightDelivery
@@ -145,4 +145,4 @@ def wait_for(running: ServerProcess, seconds: float = 900.0) -> None:
 
 
 def llama_file(model: Model) -> Path:
-    return gguf_kit.write(model.source, model.root / "tiny.gguf")
+    return gguf_files.write(model.source, model.root / "tiny.gguf")

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from serve_kit import served
-from sight_kit import Gallery, episode
-
+from kit.serving import served
+from kit.sight import Gallery, episode
 from turnwright.config import ModelConfig, TeacherConfig, TrainConfig
 from turnwright.engines import Sampling
 from turnwright.training import Trainer, create_tiny_model, load_model_and_renderer

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fork_kit import Forked
+from kit.forks import Forked
 
 ENVIRONMENT = '''\
 """Three turns with rewards of any reply; every step takes a moment, so that a kill meets turns."""

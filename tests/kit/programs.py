@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import turnwright as tw
+from kit.proxy import RecordingEngine, account, called, contexts
 from tests.agents.real_programs import installed
-from tests.proxy_kit import RecordingEngine, account, called, contexts
 from turnwright_serve.proxy import ProgramResult, program
 
 TASK = "Add the numbers of numbers.txt and write the sum to total.txt."

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
-from train_kit import E, M, P
-from train_model64 import Block, Body, Model64, _norm
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kit.double_precision import Block, Body, Model64, _norm
+from kit.training import E, M, P
 from turnwright.training import build_prefix_tree
 from turnwright.training.forward.prefix_tree import SortedRows
 from turnwright.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory

@@ -7,11 +7,11 @@ import random
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
-import corpus
-from rollout_kit import Sampler, bpe, unigram
 from tokenizers import AddedToken, Tokenizer
 
 import turnwright as tw
+from kit import corpus
+from kit.rollouts import Sampler, bpe, unigram
 from turnwright.errors import TemplateError
 from turnwright.renderers import CHATML, ChatRenderer, ChatTemplate, HFTokenizer
 

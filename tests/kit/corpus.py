@@ -31,7 +31,7 @@ from turnwright.renderers.template import sample_conversations
 
 CACHE = Path(
     os.environ.get("TURNWRIGHT_TEMPLATES")
-    or Path(__file__).resolve().parents[1] / ".cache" / "templates"
+    or Path(__file__).resolve().parents[2] / ".cache" / "templates"
 )
 _WHEEL = ["--only-binary", ":all:"]
 PACKAGES = {"trl": _WHEEL, "llama-cpp-python": ["--no-binary", "llama-cpp-python"]}

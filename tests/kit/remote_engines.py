@@ -133,7 +133,7 @@ STATE: State
 
 
 def experts(ids):
-    """Six numbers for each id that depend on all ids up to it; the same as routes_kit.experts."""
+    """Six numbers for each id that depend on all ids up to it; the same as `kit.routes.experts`."""
     rows, so_far = [], 0
     for token in ids:
         so_far = zlib.crc32(array("q", [token]).tobytes(), so_far)

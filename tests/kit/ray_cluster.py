@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from process_kit import children
-from scale_kit import free_port, wait_for
+from kit.processes import children
+from kit.workers import free_port, wait_for
 
 SERVER = f"""\
 #!{sys.executable}

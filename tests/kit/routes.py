@@ -8,10 +8,10 @@ import zlib
 from array import array
 
 import numpy as np
-from history_kit import Speaker
-from rollout_kit import Sampler
 
 import turnwright as tw
+from kit.histories import Speaker
+from kit.rollouts import Sampler
 from turnwright.engines import Generation
 from turnwright.types import ExpertRoutes, SpanRoutes
 

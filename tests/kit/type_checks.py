@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CODE = Path(__file__).parent / "users_code"
+CODE = Path(__file__).parents[1] / "packaging/users_code"
 
 
 def marked() -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Imported by the process that `fork_kit` forks others from: what commands import, compile or
+"""Imported by the process that `forks` forks others from: what commands import, compile or
 build at their first use.
 
 That took each of them more CPU than a small run.
@@ -29,7 +29,7 @@ for name in (
 ):
     with contextlib.suppress(ImportError):  # of an extra
         import_module(name)
-load(Path(__file__).parents[1] / "recipes" / "quickstart.toml")  # builds the schema of recipes
+load(Path(__file__).parents[2] / "recipes" / "quickstart.toml")  # builds the schema of recipes
 # Compiles the patterns of every architecture.
 conversion_mapping.get_checkpoint_conversion_mapping("qwen3")
 gc.freeze()  # a collection would copy the pages of what is here

@@ -1,6 +1,0 @@
-"""Nobody but these tests imports real_kit."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
