@@ -37,8 +37,8 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv 2>/dev/null || $(PYTHON) -m venv --clear --without-pip .venv
 	@pip="$(BIN)/python -m pip"; $$pip --version >/dev/null 2>&1 || pip="$(PYTHON) -m pip --python $(BIN)/python"; \
 	$$pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[train,vision,dev]'
-	@$(BIN)/python tests/kit/corpus.py trl # a megabyte of chat templates for the tests, which do without when there is no network
-	@$(BIN)/python tests/renderers/real_tokenizers.py # 7 megabytes, of which tests read two real tokenizers; likewise
+	@PYTHONPATH=tests $(BIN)/python -m kit.corpus trl # a megabyte of chat templates for the tests, which do without when there is no network
+	@PYTHONPATH=tests $(BIN)/python -m kit.real_tokenizers # 7 megabytes, of which tests read two real tokenizers; likewise
 	@touch $@
 
 # A run never overwrites another: runs/quickstart, then runs/quickstart-2, ...
@@ -71,7 +71,7 @@ test-engines: $(READY) $(SMOLLM2)
 
 test-compat: $(READY)
 	@home="$${TURNWRIGHT_COMPAT:-$$HOME/.cache/turnwright/compat}"; \
-	[ -e "$$home/ready" ] || $(BIN)/python tests/compat/originals.py "$$home" || exit 1
+	[ -e "$$home/ready" ] || PYTHONPATH=tests $(BIN)/python -m kit.originals "$$home" || exit 1
 	@$(BIN)/python -m pytest -m compat --timeout 3600 -n0 $(ARGS) tests/compat
 
 # A namespace of its own, where the programs reach this machine and nothing else.

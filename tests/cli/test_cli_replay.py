@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 
@@ -40,7 +41,7 @@ def run(tmp_path_factory):
         for section, keys in SMALL.items()
         for key, value in keys.items()
     ]
-    assert main(["train", str(RECIPE), "--out", str(path), "--display", "none", *words]) == 0
+    train(RECIPE, path, *words)
     return path
 
 

@@ -8,6 +8,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 
@@ -32,19 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a recipe and the run that it made."""
     folder = tmp_path_factory.mktemp("full")
     (folder / "recipe.toml").write_text(RECIPE)
-    assert (
-        main(
-            [
-                "train",
-                str(folder / "recipe.toml"),
-                "--out",
-                str(folder / "run"),
-                "--display",
-                "none",
-            ]
-        )
-        == 0
-    )
+    train(folder / "recipe.toml", folder / "run")
     return folder
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.files import open_file, read_json
@@ -54,7 +55,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert main(["train", "recipe.toml", "--out", "run", "--display", "none"]) == 0
+        train("recipe.toml", "run")
     finally:
         os.chdir(before)
     return folder

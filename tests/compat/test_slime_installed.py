@@ -6,7 +6,7 @@ import sys
 import textwrap
 
 import pytest
-from test_slime_conventions import HEAD, played
+from kit.slime import HEAD, played
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

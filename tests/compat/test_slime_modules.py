@@ -2,7 +2,7 @@
 """Modules of slime, Miles and SGLang that user code imports where they are not installed."""
 
 import pytest
-from test_slime_conventions import played
+from kit.slime import played
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

@@ -2,7 +2,7 @@
 """User code of slime and Miles that brings its own HTTP client: the rollout servers have a real address."""
 
 import pytest
-from test_slime_conventions import played
+from kit.slime import played
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

@@ -3,7 +3,7 @@
 
 import pytest
 from kit.rollouts import renderer
-from test_slime_conventions import played
+from kit.slime import played
 
 import turnwright as tw
 from turnwright.config.schema import EnvConfig

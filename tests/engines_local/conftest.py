@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.sight import TEXTS, Gallery
 
+from turnwright.config import ModelConfig
 from turnwright.engines.local.fused_decoder import make_fused_decoder
 from turnwright.engines.local.mixed_precision import multiplies_bfloat16, use_mixed_products
+from turnwright.training.model import models
 
 torch.set_num_threads(1)
 
@@ -45,3 +48,14 @@ def use_way(patch: pytest.MonkeyPatch, way: str) -> None:
         return None if "modules" in way else make_fused_decoder(module, context, cache, tower)
 
     patch.setattr("turnwright.engines.local.model.make_fused_decoder", make)
+
+
+@pytest.fixture(scope="module", params=["fused", "modules"])
+def gallery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
+    """A tiny Qwen3-VL of sizes that the fused forward pass takes, and one of others."""
+    sizes = ModelConfig(
+        hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64
+    )
+    return Gallery(
+        models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model")
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.adapters import send, shapes
 from kit.local_engines import (
     Matrices,
     bits,
@@ -21,23 +22,12 @@ from kit.local_engines import (
     words,
 )
 
-from turnwright.config import LoraConfig
 from turnwright.engines import Generation, Request
-from turnwright.engines.local import AdapterEngine, LocalEngine, fingerprint
+from turnwright.engines.local import LocalEngine, fingerprint
 from turnwright.engines.local.adapters import AdapterShape
 from turnwright.errors import BackendContractError, EngineError, SyncError
-from turnwright.training.model.lora import shape_of
 
 pytestmark = pytest.mark.usefixtures("both_ways")
-SHAPES = ("all", "q_proj v_proj down_proj")
-"""Targets of the adapters; the second has fewer."""
-
-
-def shapes(module: Any) -> list[AdapterShape]:
-    return [
-        shape_of(module, LoraConfig(rank=4 + n, targets=tuple(some.split())))
-        for n, some in enumerate(SHAPES)
-    ]
 
 
 def logprobs_of(
@@ -53,14 +43,6 @@ def made(**options: Any) -> tuple[LocalEngine, Any, list[AdapterShape], list[Mat
     given = shapes(module)
     weights = [matrices(module, shape, number) for number, shape in enumerate(given)]
     return LocalEngine(module, adapters=given, **options), module, given, weights
-
-
-async def send(engine: LocalEngine, given: list[Matrices], version: int = 1) -> list[AdapterEngine]:
-    """The engines of the model alone and of each adapter, after an update of each."""
-    policies = [engine.adapter(number) for number in range(len(given) + 1)]
-    for policy, weights in zip(policies[1:], given, strict=True):
-        assert await policy.update(iter(weights), version) == fingerprint(weights)
-    return policies
 
 
 def test_each_policy_has_the_logprobs_of_its_own_merged_model() -> None:

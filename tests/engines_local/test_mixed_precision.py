@@ -14,10 +14,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.local_engines import KINDS, bits, full_logprobs, model, request, run, talk, words
-from kit.sight import Gallery
-from test_adapters import matrices, send, shapes
-from test_sight import TEXTS, engine_of, look
+from kit.adapters import send, shapes
+from kit.local_engines import KINDS, bits, full_logprobs, matrices, model, request, run, talk, words
+from kit.sight import TEXTS, Gallery, engine_of, look
 
 from turnwright.config import ModelConfig
 from turnwright.engines import Generation

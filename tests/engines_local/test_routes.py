@@ -8,8 +8,9 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from kit.expert_models import WANT, moe, told
 from kit.local_engines import model, request, run, words
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig
 
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.model import find_routers
@@ -17,18 +18,6 @@ from turnwright.engines.local.model import find_routers
 pytestmark = pytest.mark.filterwarnings(
     "ignore:local engine. on this machine the last bits:UserWarning"
 )
-
-SIZES = {
-    "num_hidden_layers": 3,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "norm_topk_prob": True,
-}
-WANT = {"extras": frozenset(["routes"])}
-
-
-def moe(**changes):
-    return model(Qwen3MoeConfig, **({"num_experts": 8, **SIZES} | changes))
 
 
 def chosen(module, ids):
@@ -43,11 +32,6 @@ def chosen(module, ids):
     for hook in hooks:
         hook.remove()
     return torch.stack(kept, 1).numpy()
-
-
-def told(generation):
-    start, routes = generation.extras["routes"]
-    return start, np.asarray(routes)
 
 
 def test_routers_are_found_by_what_they_give():

@@ -9,77 +9,17 @@ import random
 import pytest
 import torch
 from kit.local_engines import bits, matrices, merged_in_place, model, request, run
-from kit.sight import Gallery, Shown
+from kit.sight import Gallery, Shown, ask, engine_of, look
 
-from turnwright.config import LoraConfig, ModelConfig
+from turnwright.config import LoraConfig
 from turnwright.engines import Generation
 from turnwright.engines.local import LocalEngine
 from turnwright.engines.local.model import EngineModel
 from turnwright.errors import BackendContractError, EngineError
 from turnwright.media import MediaStore
 from turnwright.renderers.vision import PixelCache
-from turnwright.training.model import models
 from turnwright.training.model.lora import shape_of
 from turnwright.types import ImageRef, MediaPlacement
-
-TEXTS = [
-    f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>"
-    for n in range(40)
-]
-
-
-@pytest.fixture(scope="module", params=["fused", "modules"])
-def gallery(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Gallery:
-    """A tiny Qwen3-VL of sizes that the fused forward pass takes, and one of others."""
-    sizes = ModelConfig(
-        hidden=64 if request.param == "fused" else 32, heads=4, vision=True, image_side=64
-    )
-    return Gallery(
-        models.create_tiny_model(sizes, TEXTS, tmp_path_factory.mktemp("sees") / "model")
-    )
-
-
-def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
-    engine = LocalEngine(gallery.module, context=512, **options)
-    engine.add_pixel_source(gallery.pixels)
-    return engine
-
-
-async def ask(
-    engine: LocalEngine, shown: Shown, session: str = "s", **changes: object
-) -> Generation:
-    values = {"media": tuple(shown.placed), "banned_ids": shown.vision.placeholder_ids} | changes
-    return await engine.generate(request(shown.ids, session, **values))
-
-
-async def look(
-    engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4, group: str = ""
-) -> list[Generation]:
-    """One conversation, determined by its seed, in which most observations are images."""
-    chance = random.Random(seed)
-    shown = gallery.shown().say(gallery.some(chance.randint(2, 9), 5 if group else seed))
-    heard = []
-    for turn in range(turns):
-        what = chance.randrange(4) if turn or not group else 0
-        if what == 3:
-            shown.show(gallery.clip(chance.randrange(8), 2))
-        elif what:
-            shown.show(gallery.image(chance.randrange(8), 32, 32 * what))
-        shown.say(gallery.some(chance.randint(1, 9), seed + turn))
-        answer = await ask(
-            engine,
-            shown,
-            f"look-{seed}",
-            group=group,
-            call=turn,
-            seed=seed * 100 + turn,
-            max_tokens=5,
-        )
-        heard.append(answer)
-        shown.say(answer.ids)
-        await asyncio.sleep(0)
-    engine.release(f"look-{seed}")
-    return heard
 
 
 def test_drafts_behind_images_change_no_bit(gallery: Gallery) -> None:

@@ -11,7 +11,6 @@ import signal
 import pytest
 import torch
 from kit import real_servers as kit
-from kit.long_world import LONG
 
 from turnwright.cli.main import main
 from turnwright.engines import Request
@@ -190,26 +189,7 @@ def test_a_run_takes_turns_with_a_server_that_dies_asleep(kind, way, tmp_path, m
             os.kill(fleet.started[0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(ManagedFleet, "sleep", noted)
-    (tmp_path / "long.py").write_text(LONG)
-    words = [
-        "train",
-        "--env.use",
-        f"{tmp_path / 'long.py'}:Long",
-        "--limits.turns",
-        "2",
-        "--limits.turn-tokens",
-        "4",
-    ]
-    words += [
-        "--limits.on-turn-length",
-        "continue",
-        "--model.heads",
-        "2",
-        "--model.kv-heads",
-        "2",
-        "--display",
-        "none",
-    ]
+    words = kit.train_long_world(tmp_path)
     words += [
         "--engine.kind",
         kind,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit import real_servers as kit
 from kit.interrupts import whole
-from test_real_servers import CLOSE, PROMPT
+from kit.real_servers import CLOSE, PROMPT
 
 from turnwright.engines import Request
 from turnwright.engines.remote import Fleet

@@ -11,7 +11,6 @@ import signal
 import pytest
 import torch
 from kit import real_servers as kit
-from kit.long_world import LONG
 
 from turnwright.cli.main import main
 from turnwright.config import QuantConfig
@@ -105,26 +104,7 @@ def test_vllm_takes_packed_int4_weights_twice_and_again_after_it_was_killed(home
 
 
 def test_a_run_trains_through_a_vllm_of_packed_int4_weights(home, tmp_path, capsys):
-    (tmp_path / "long.py").write_text(LONG)
-    words = [
-        "train",
-        "--env.use",
-        f"{tmp_path / 'long.py'}:Long",
-        "--limits.turns",
-        "2",
-        "--limits.turn-tokens",
-        "4",
-    ]
-    words += [
-        "--limits.on-turn-length",
-        "continue",
-        "--model.heads",
-        "2",
-        "--model.kv-heads",
-        "2",
-        "--display",
-        "none",
-    ]
+    words = kit.train_long_world(tmp_path)
     words += [
         "--train.lr",
         "1e-2",

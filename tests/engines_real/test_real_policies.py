@@ -13,7 +13,7 @@ import pytest
 import torch
 from kit import real_servers as kit
 from kit.interrupts import whole
-from test_real_servers import CLOSE, adapter, play, well
+from kit.real_servers import CLOSE, adapter, play, well
 
 from turnwright.cli.main import main
 from turnwright.config import EngineConfig, Limits, LoraConfig, RunConfig, TrainConfig

@@ -4,23 +4,19 @@ CPU: `make test-engines`."""
 from __future__ import annotations
 
 import asyncio
-import json
 
 import pytest
 import torch
 from kit import real_servers as kit
+from kit.real_servers import CLOSE, PROMPT, adapter, play, well
 
-import turnwright as tw
 from turnwright.engines import Request, Sampling, check_generation
 from turnwright.engines.local import fingerprint
 from turnwright.engines.remote import Fleet, probe_server
 from turnwright.errors import SyncError
-from turnwright.rollouts import arollout
 from turnwright.training import unique_weights
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(3600)]
-CLOSE = 1e-3
-PROMPT = list(range(10, 42))
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
@@ -37,20 +33,6 @@ def llama(tmp_path_factory):
     model = kit.Model(tmp_path_factory.mktemp("llama"))
     with kit.server("llamacpp", kit.llama_file(model), model.root) as server:
         yield model, server
-
-
-def play(engine, model, tasks=8, **options):
-    made = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(tasks)]
-    return arollout(
-        kit.Talk, made, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, **options
-    )
-
-
-def well(trajectories):
-    assert [str(t.stop) for t in trajectories] == ["done"] * len(trajectories), [
-        t.error for t in trajectories
-    ]
-    assert all(len(t.turns) == 4 for t in trajectories)
 
 
 def test_what_it_can_do_is_found(running):
@@ -273,41 +255,3 @@ def test_an_adapter_answers_and_its_versions_are_told_apart(kind, tmp_path):
             other = model.forward(ids, len(PROMPT), module=adapters[2 - version][1])
             assert max(abs(p - w) for p, w in zip(generation.logprobs, other, strict=True)) > CLOSE
             assert generation.version == version
-
-
-def adapter(model, directory, seed):
-    """A LoRA adapter as peft writes it, and the model with it merged."""
-    import copy
-
-    from safetensors.torch import save_file
-
-    torch.manual_seed(seed)
-    merged, rows, rank, alpha = copy.deepcopy(model.module), {}, 4, 8
-    for name, module in merged.named_modules():
-        if name.endswith(("q_proj", "v_proj", "down_proj")):
-            a, b = (
-                torch.randn(rank, module.in_features) * 0.1,
-                torch.randn(module.out_features, rank) * 0.1,
-            )
-            (
-                rows[f"base_model.model.{name}.lora_A.weight"],
-                rows[f"base_model.model.{name}.lora_B.weight"],
-            ) = a, b
-            with torch.no_grad():
-                module.weight += alpha / rank * b @ a
-    directory.mkdir()
-    save_file(rows, directory / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-    }
-    config |= {
-        "target_modules": ["q_proj", "v_proj", "down_proj"],
-        "base_model_name_or_path": str(model.source),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory, merged

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kit import real_servers as kit
-from kit.long_world import LONG
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.engines.remote.managed import ManagedFleet, how_to_install
@@ -28,23 +28,7 @@ HELD_OUT = ("--eval.tasks", "1024")
 
 def trained(run, *words):
     """The quickstart at that size: its summary, and the largest |dlogp| of its steps."""
-    assert (
-        main(
-            [
-                "train",
-                str(RECIPE),
-                "--out",
-                str(run),
-                "--display",
-                "none",
-                *words,
-                *SIZE,
-                *SAME_START,
-                *HELD_OUT,
-            ]
-        )
-        == 0
-    )
+    train(RECIPE, run, *words, *SIZE, *SAME_START, *HELD_OUT)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (looked,) = [row["step"] for row in rows if row["phase"] == "gate"]
     assert looked == 500
@@ -103,27 +87,7 @@ def test_a_lora_goes_out_alone_and_comes_back_to_a_server_that_died(
         return await update(fleet, weights, version)
 
     monkeypatch.setattr(ManagedFleet, "update", killed_once)
-    (tmp_path / "long.py").write_text(LONG)
-    run = tmp_path / "run"
-    words = [
-        "train",
-        "--env.use",
-        f"{tmp_path / 'long.py'}:Long",
-        "--limits.turns",
-        "2",
-        "--limits.turn-tokens",
-        "4",
-    ]
-    words += [
-        "--limits.on-turn-length",
-        "continue",
-        "--model.heads",
-        "2",
-        "--model.kv-heads",
-        "2",
-        "--display",
-        "none",
-    ]
+    words, run = kit.train_long_world(tmp_path), tmp_path / "run"
     words += ["--lora.rank", "4", "--train.lr", "1e-2", "--engine.update", "lora"]
     words += ["--engine.kind", kind, "--engine.install-dir", str(kit.PLACE)]
     words += [

@@ -10,16 +10,25 @@ import signal
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import fingerprint, fleet, question, right, until, weights
-from test_remote_own import fleet as own_fleet
-from test_remote_own import home  # noqa: F401
+from kit.fleets import (
+    CONFIG,
+    GENERATE,
+    LOAD,
+    both,
+    fingerprint,
+    fleet,
+    question,
+    right,
+    scores,
+    until,
+    weights,
+)
+from kit.own_servers import fleet as own_fleet
 
 from turnwright.engines.remote import managed
 from turnwright.engines.remote.server_adapters import NAME
 from turnwright.engines.remote.weight_files import AdapterDirectories
 from turnwright.errors import SyncError, UsageError
-
-CONFIG = {"peft_type": "LORA", "r": 4}
 
 
 @pytest.fixture
@@ -28,15 +37,7 @@ def directories(tmp_path):
     return AdapterDirectories(tmp_path / "directories", lambda: CONFIG, fingerprint=fingerprint)
 
 
-def scores(seed):
-    """What a trainer with these weights says of ids."""
-    return lambda ids: kit.State("vllm", seed).scores(ids)
-
-
-GENERATE = {"vllm": "/inference/v1/generate", "sglang": "/generate"}
-LOAD = {"vllm": "/v1/load_lora_adapter", "sglang": "/load_lora_adapter"}
 RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
-both = pytest.mark.parametrize("kind", ["vllm", "sglang"])
 
 
 @both
@@ -170,7 +171,7 @@ def test_a_server_that_was_started_anew_is_given_the_adapter_before_it_is_asked(
 
 @both
 def test_servers_of_a_run_start_with_the_model_and_come_back_with_the_adapter(
-    home,  # noqa: F811
+    home,
     directories,
     kind,
 ):

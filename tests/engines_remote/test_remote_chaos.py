@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import fleet, until, weights
+from kit.fleets import fleet, until, weights
 
 import turnwright as tw
 from turnwright.config import Limits

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import QUICK, described, fleet, many, question, right, until, weights
+from kit.fleets import QUICK, described, fleet, many, question, right, until, weights
 
 from turnwright.cli.main import main
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine

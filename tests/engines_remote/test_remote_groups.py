@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from kit.fleets import until
 from kit.forks import Forked
-from test_remote_fleet import until
-from test_remote_serve import CLIENTS, PROMPT, TEXTS, run
+from kit.serving import CLIENTS, PROMPT, TEXTS, run
 
 from turnwright.cli.main import main
 from turnwright.config import ModelConfig

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kit import remote_engines as kit
 
 pytest.importorskip("torch")
+from kit.fleets import QUICK, question, weights
 from kit.interrupts import interrupt, leaky, on_thread, whole
-from test_remote_fleet import QUICK, question, weights
-from test_remote_serve import CLIENTS, PROMPT, TEXTS, beginning, directory, run  # noqa: F401
+from kit.serving import CLIENTS, PROMPT, beginning, run
 
 from turnwright.engines import Generation, Request, StopText
 from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
@@ -66,7 +66,7 @@ async def compare(generate, app, cuts):
 
 
 @pytest.mark.parametrize(("kind", "options"), WAYS)
-def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind, options):  # noqa: F811
+def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind, options):
     cuts: set[int] = set()
 
     async def work(client, app, url):
@@ -80,7 +80,7 @@ def test_interrupted_replies_of_a_server_have_the_bits_of_others(directory, kind
 
 
 @pytest.mark.parametrize(("kind", "options"), WAYS)
-def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):  # noqa: F811
+def test_held_replies_go_on_with_the_bits_of_others(directory, kind, options):
     """Each pause comes over the socket while the engine computes the step after
     which it holds the reply."""
     cuts: set[int] = set()
@@ -122,7 +122,7 @@ def test_parts_of_a_reply_join_with_the_weights_of_each_id():
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind):  # noqa: F811
+def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind):
     async def work(client, app, url):
         begun = beginning(app)
         asked = asyncio.create_task(
@@ -142,7 +142,7 @@ def test_a_pause_that_ends_replies_ends_those_that_another_holds(directory, kind
 
 @pytest.mark.parametrize("kind", CLIENTS)
 def test_a_call_on_its_way_waits_out_the_update_and_costs_it_nothing(
-    directory,  # noqa: F811
+    directory,
     kind,
     tmp_path,
     monkeypatch,
@@ -247,7 +247,7 @@ def test_each_mode_pauses_and_drops_caches_as_it_says(directories, kind, mode):
             assert salts >= ({None} if drops else {"turnwright-3", "turnwright-4"})
 
 
-def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):  # noqa: F811
+def test_a_server_without_what_a_mode_needs_is_refused_by_name(directory):
     def refused(client, words):
         with pytest.raises(ConfigError, match=words):
             kit.run(client.open())
@@ -384,7 +384,7 @@ def test_keep_needs_the_weights_of_each_id():
 # Only its client names the session, by which `turnwright serve` finds a cache.
 @pytest.mark.parametrize("kind", ["sglang"])
 def test_a_server_whose_cache_outlives_its_weights_is_seen_by_its_logprobs(
-    directory,  # noqa: F811
+    directory,
     kind,
     tmp_path,
 ):

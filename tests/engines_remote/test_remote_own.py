@@ -14,65 +14,12 @@ from pathlib import Path
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import described, fingerprint, question, right, until, weights
+from kit.fleets import fingerprint, question, right, until, weights
+from kit.own_servers import alive, fleet
 
-from turnwright.engines.remote import LlamaCppEngine, SglangEngine, VllmEngine, managed
-from turnwright.engines.remote.managed import ManagedFleet, ServerProcess
-from turnwright.engines.remote.weight_files import ModelDirectories
+from turnwright.engines.remote import LlamaCppEngine, managed
+from turnwright.engines.remote.managed import ServerProcess
 from turnwright.errors import EngineError, SyncError, UsageError
-
-CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine, "llamacpp": LlamaCppEngine}
-PYTHON = f"""\
-#!{sys.executable}
-import os, sys
-given = dict(zip(sys.argv[1:], sys.argv[2:]))
-model = given.get("--model") or given.get("--model-path") or os.path.dirname(given["-m"])
-if os.environ.get("KIT_BROKEN"):
-    sys.exit("no such kernel")
-os.environ["KIT_NAME"] = given.get("--served-model-name") or model
-sys.path.insert(0, {str(Path(kit.__file__).parents[1])!r})
-from kit import remote_engines
-llamacpp = os.path.basename(sys.argv[0]) == "llama-server"
-kind = "llamacpp" if llamacpp else "vllm" if "vllm.entrypoints.openai.api_server" in sys.argv else "sglang"
-os.execv(sys.executable, [sys.executable, remote_engines.__file__, kind, str(remote_engines.read_weights(model)), given["--port"]])
-"""  # noqa: E501
-
-
-@pytest.fixture
-def home(tmp_path):
-    for kind in ("vllm", "sglang"):
-        python = tmp_path / "home" / kind / "bin" / "python"
-        python.parent.mkdir(parents=True)
-        python.write_text(PYTHON)
-        python.chmod(0o755)
-    server = tmp_path / "home" / "llamacpp" / "bin" / "llama-server"
-    server.parent.mkdir(parents=True)
-    server.write_text(PYTHON)
-    server.chmod(0o755)
-    return tmp_path / "home"
-
-
-def fleet(home, *kinds, started=None, **options):
-    pytest.importorskip("safetensors.torch")
-    (home / "source").mkdir(exist_ok=True)
-    (home / "source" / "config.json").write_text("{}")
-    directories = ModelDirectories(home / "directories", home / "source", fingerprint=fingerprint)
-    logs = home / "logs"
-    started = started or [
-        ServerProcess(kind, home, logs / f"{i}.log", context=256, gpu=False)
-        for i, kind in enumerate(kinds)
-    ]
-    engines = [CLIENTS[server.kind](server.url, context=256) for server in started]
-    options = {"start_s": 30.0, "directories": directories, "patience_s": 30.0} | options
-    return ManagedFleet(engines, started, **described(**options))
-
-
-def alive(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def test_signals_that_the_starting_thread_blocks_reach_a_server(home):
@@ -197,9 +144,10 @@ def test_an_environment_that_is_not_there_is_told_with_the_command_that_makes_it
 def test_a_run_that_is_killed_leaves_no_server(home):
     code = textwrap.dedent(f"""
         import asyncio, sys
-        sys.path[:0] = [{str(Path(__file__).parent)!r}]
+        sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
         from pathlib import Path
-        from test_remote_own import fleet, weights
+        from kit.fleets import weights
+        from kit.own_servers import fleet
         async def work():
             engine = fleet(Path({str(home)!r}), "sglang")
             await engine.update(weights(3), 3)

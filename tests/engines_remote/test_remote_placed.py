@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import QUICK, many, right, until, weights
-from test_remote_tree import SMALL, content, directory, on_host, relays
+from kit.fleets import QUICK, many, right, until, weights
+from kit.weight_trees import SMALL, content, directory, on_host, relays
 
 from turnwright.engines.remote.engine_list import EngineList
 from turnwright.engines.remote.fleet_settings import ListedServers, WeightDelivery

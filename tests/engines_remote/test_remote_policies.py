@@ -10,13 +10,21 @@ from dataclasses import replace
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_adapters import CONFIG, GENERATE, LOAD, both, scores
-from test_remote_fleet import fingerprint, fleet, question, right, until, weights
-from test_remote_own import (
-    alive,
-    home,  # noqa: F401
+from kit.fleets import (
+    CONFIG,
+    GENERATE,
+    LOAD,
+    both,
+    fingerprint,
+    fleet,
+    question,
+    right,
+    scores,
+    until,
+    weights,
 )
-from test_remote_own import fleet as own_fleet
+from kit.own_servers import alive
+from kit.own_servers import fleet as own_fleet
 
 from turnwright.engines.remote import managed
 from turnwright.engines.remote.weight_files import AdapterDirectories
@@ -213,7 +221,7 @@ def test_each_policy_finds_out_that_a_server_was_started_anew(root, kind):
 
 @both
 def test_servers_of_a_run_are_started_once_for_all_policies_and_end_with_their_owner(
-    home,  # noqa: F811
+    home,
     root,
     kind,
 ):

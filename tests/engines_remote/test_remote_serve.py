@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+from kit.fleets import until
 from kit.forks import Forked
-from kit.serving import served
-from test_remote_fleet import until
+from kit.serving import CLIENTS, PROMPT, TEXTS, beginning, run
 
 from turnwright.cli.main import main
 from turnwright.config import ModelConfig
 from turnwright.engines import Request, Sampling, StopText, check_generation, tokens
-from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine, probe_server
+from turnwright.engines.remote import Fleet, probe_server
 from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.remote_engine import EngineLoad
 from turnwright.engines.remote.weight_files import ModelDirectories
@@ -27,53 +27,6 @@ from turnwright.errors import ConfigError, EngineError, SyncError
 from turnwright.training import create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
 from turnwright_serve.serve import serve
-
-TEXTS = [
-    f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)
-]
-PROMPT = list(range(10, 30))
-CLIENTS = {"vllm": VllmEngine, "sglang": SglangEngine}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return create_tiny_model(
-        ModelConfig(hidden=32, layers=1), TEXTS, tmp_path_factory.mktemp("served") / "model", seed=3
-    )
-
-
-def run(directory, kind, work, token="", speculate=0, context=200, **options):
-    """Do work(client, app, url) beside a server."""
-
-    async def all_of_it():
-        async with served(directory, kind, context=context, token=token, speculate=speculate) as (
-            app,
-            url,
-        ):
-            client = CLIENTS[kind](url, **options)
-            try:
-                async with asyncio.timeout(100):
-                    return await work(client, app, url)
-            finally:
-                await client.close()
-
-    return asyncio.run(all_of_it())
-
-
-def beginning(app, count=1):
-    """An event that is set as the next replies begin, together: a poll could find that
-    they are over already."""
-    begun, generate, coming = asyncio.Event(), app.engine.generate, []
-
-    async def noted(request):
-        coming.append(request)
-        if len(coming) == count:
-            begun.set()
-        await begun.wait()
-        return await generate(request)
-
-    app.engine.generate = noted
-    return begun
 
 
 def access(url):

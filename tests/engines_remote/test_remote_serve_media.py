@@ -19,8 +19,8 @@ pytest.importorskip("torch")
 import torch
 from kit.forks import Forked
 from kit.interrupts import interrupt, whole
+from kit.serving import CLIENTS, TEXTS, run
 from kit.sight import Gallery
-from test_remote_serve import CLIENTS, TEXTS, run
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import turnwright as tw

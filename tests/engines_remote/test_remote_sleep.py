@@ -10,10 +10,9 @@ import signal
 
 import pytest
 from kit import remote_engines as kit
-from test_remote_fleet import QUICK, fingerprint, question, right, until, weights
-from test_remote_fleet import fleet as fleet_of
-from test_remote_own import fleet as own_fleet
-from test_remote_own import home  # noqa: F401
+from kit.fleets import QUICK, fingerprint, question, right, until, weights
+from kit.fleets import fleet as fleet_of
+from kit.own_servers import fleet as own_fleet
 
 from turnwright.engines.remote import ChatEngine, Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwright.engines.remote.sglang import ASLEEP
@@ -214,7 +213,7 @@ def test_a_server_that_a_killed_trainer_left_asleep_is_woken_by_the_next(kind, d
 
 
 def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_that_wake_the_others(
-    home,  # noqa: F811
+    home,
 ):
     async def work():
         engine = own_fleet(home, "vllm", "sglang")
@@ -244,7 +243,7 @@ def test_servers_of_a_run_that_die_asleep_are_started_again_with_the_weights_tha
     assert all(right(generation, 4) for generation in found)
 
 
-def test_a_check_that_was_under_way_starts_no_server_beside_the_trainer(home):  # noqa: F811
+def test_a_check_that_was_under_way_starts_no_server_beside_the_trainer(home):
     async def work():
         engine = own_fleet(home, "vllm")
         await engine.update(weights(3), 3)
@@ -274,7 +273,7 @@ def test_a_check_that_was_under_way_starts_no_server_beside_the_trainer(home):  
     assert right(found, 4)
 
 
-def test_new_weights_wait_for_a_server_that_was_started_again_and_does_not_answer_yet(home):  # noqa: F811
+def test_new_weights_wait_for_a_server_that_was_started_again_and_does_not_answer_yet(home):
     async def work():
         engine = own_fleet(home, "vllm")
         await engine.update(weights(3), 3)

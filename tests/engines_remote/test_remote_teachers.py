@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from kit.serving import served
+from kit.serving import CLIENTS, run, served
 from kit.sight import episode
 from kit.teachers import (
     CONFIGS,
@@ -27,7 +27,6 @@ from kit.teachers import (
     seeing_model,
     text_model,
 )
-from test_remote_serve import CLIENTS, run
 
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.engines.scoring import ScoreRequest

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import remote_engines as kit
+from kit.fleets import QUICK, many, right, weights
+from kit.weight_trees import SMALL, content, directory, on_host, relays
 from pydantic import ValidationError
-from test_remote_fleet import QUICK, many, right, weights
 
-from turnwright.engines.remote import Fleet, SglangEngine, VllmEngine
+from turnwright.engines.remote import Fleet, VllmEngine
 from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.http import HttpClient
 from turnwright.engines.remote.weight_files import AdapterDirectories
@@ -29,26 +30,6 @@ from turnwright_serve.server import Endpoint, JsonHttpServer
 from turnwright_serve.sharing import Manifest, WeightRelay, WeightTree
 from turnwright_serve.sharing.difference import apply_difference, encode_difference
 from turnwright_serve.sharing.tree import parents
-
-SMALL = 1000
-
-
-def directory(path, seed, size=9 * SMALL + 17, changed=None):
-    """A directory whose files are bytes of a seed, but one chunk of them."""
-    import random
-
-    path.mkdir()
-    data = bytearray(random.Random(seed).randbytes(size))
-    if changed is not None:
-        data[changed * SMALL] ^= 1
-    (path / "model.safetensors").write_bytes(data)
-    (path / "config.json").write_text("{}")
-    (path / "empty.txt").write_text("")
-    return path
-
-
-def content(path):
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 @given(st.integers(1, 300))
@@ -79,21 +60,6 @@ def test_a_manifest_names_plain_files_and_as_many_chunks_as_they_have(tmp_path):
     assert Manifest.model_validate(
         given | {"files": [given["files"][0] | {"size": 5 * SMALL}]}
     ).fault()
-
-
-async def relays(tmp_path, count, work):
-    """Run work(relays, urls) beside relays that serve each other."""
-    made = [WeightRelay(tmp_path / f"node-{number}") for number in range(count)]
-    servers = [JsonHttpServer(relay.routes(), host="127.0.0.1", port=0) for relay in made]
-    try:
-        for server in servers:
-            await server.start()
-        return await work(made, [server.url for server in servers])
-    finally:
-        for server in servers:
-            await server.close()
-        for relay in made:
-            await relay.close()
 
 
 def test_chunks_go_from_peer_to_peer_while_they_arrive_and_unchanged_ones_are_not_sent(tmp_path):
@@ -281,14 +247,6 @@ class Relay:
         self.process.kill()
         self.process.wait()
         self.process.stdout.close()
-
-
-def on_host(server, host):
-    """The client of a server of the kit as if it ran on another host:
-    127.0.0.0/8 is all this machine."""
-    engine = {"vllm": VllmEngine, "sglang": SglangEngine}[server.kind](server.url)
-    engine.url = server.url.replace("127.0.0.1", host)
-    return engine
 
 
 @pytest.mark.parametrize("kind", ["model", "adapter"])

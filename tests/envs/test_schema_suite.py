@@ -7,13 +7,12 @@ accepted, and what it says is invalid is refused, apart from what is named here.
 
 import json
 import os
-import subprocess
-import sys
 import tarfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from kit.packages import download
 
 from turnwright.envs.tools.tool_schema import InvalidArguments, ToolSchemaError, tool_signature
 
@@ -44,18 +43,8 @@ def suite() -> Path:
     found = list(CACHE.glob("jsonschema-*/json/tests"))
     if not found:
         CACHE.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ]
-        command += ["--no-binary", ":all:", "--dest", str(CACHE), "jsonschema==4.26.0"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, f"the suite could not be fetched: {done.stderr[-300:]}"
+        fault = download("jsonschema==4.26.0", CACHE, "--no-binary", ":all:")
+        assert not fault, f"the suite could not be fetched: {fault}"
         (archive,) = CACHE.glob("*.tar.gz")
         with tarfile.open(archive) as source:
             source.extractall(CACHE, filter="data")

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.adapters import send, shapes
+from kit.architectures import make
+from kit.expert_models import WANT, moe, told
 from kit.local_engines import matrices, model, request, run, talk, words
 from kit.training import distance, random_groups
-from test_adapters import send, shapes
-from test_real_models import make
-from test_routes import WANT, moe, told
-from test_train_tree import learn, small
+from kit.trees import learn, small
 from transformers import Qwen3Config
 
 from turnwright.cli.main import main

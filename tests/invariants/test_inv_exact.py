@@ -4,11 +4,11 @@ record holds, id for id."""
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from kit.play_functions import best_of_two, edited, planner_and_worker, verbatim
 from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, linear, renderer, tasks
 
 import turnwright as tw
@@ -69,73 +69,6 @@ def test_a_reply_that_encodes_otherwise_is_kept_as_sampled():
     (trajectory,) = tw.rollout(Two, tasks(1), tw.ScriptedEngine([reply] * 8), renderer=text)
     path = trajectory.path(len(trajectory.spans) - 1)
     assert "-".join(map(str, path)).count("-".join(map(str, reply))) == 8
-
-
-async def best_of_two(task, model):
-    """Two replies to each prompt at the same time; the conversation goes on with one of them."""
-    rng = random.Random(task.id)
-    messages = [{"role": "user", "content": "Begin."}]
-    for _ in range(rng.randint(1, 4)):
-        both = await asyncio.gather(model.generate(messages), model.generate(messages))
-        messages = [
-            *messages,
-            rng.choice(both).message,
-            {"role": "user", "content": rng.choice("ab")},
-        ]
-    return 1.0
-
-
-async def planner_and_worker(task, model):
-    """A planner asks workers side by side, each for several turns, and goes
-    on with what they say."""
-    rng = random.Random(task.id)
-    plan = [{"role": "system", "content": "Plan."}, {"role": "user", "content": task.id}]
-
-    async def work(number):
-        messages = [{"role": "user", "content": f"Part {number}."}]
-        for _ in range(rng.randint(1, 3)):
-            reply = await model.generate(messages, agent="worker")
-            messages = [*messages, reply.message, {"role": "user", "content": "More."}]
-        return reply.text
-
-    for _ in range(2):
-        reply = await model.generate(plan, agent="planner")
-        results = await asyncio.gather(*[work(number) for number in range(2)])
-        plan = [*plan, reply.message, *[{"role": "user", "content": text} for text in results]]
-    return 0.5
-
-
-async def edited(task, model):
-    """Rewrites its own history now and then: a reply's text, an early message, or
-    all of it by a summary."""
-    rng = random.Random(task.id)
-    messages = [{"role": "user", "content": "Begin."}]
-    for _ in range(6):
-        reply = await model.generate(messages, max_tokens=rng.choice((None, 3)))
-        messages = [*messages, reply.message, {"role": "user", "content": rng.choice("abc")}]
-        edit = rng.randrange(5)
-        if edit == 0:
-            messages[1] = {"role": "assistant", "content": "rewritten"}
-        elif edit == 1:
-            messages[0] = {"role": "user", "content": "Begin again."}
-        elif edit == 2:
-            messages = [{"role": "user", "content": "Summary."}]
-
-
-async def verbatim(task, model):
-    """Speaks ids: random ones, grown, cut back, and branched."""
-    rng = random.Random(task.id)
-    ids = [rng.randrange(200) for _ in range(5)]
-    for _ in range(6):
-        before = list(ids)
-        reply = await model.generate(ids)
-        assert ids == before, "the caller's own list grew"
-        ids = [*before, *reply.ids, *[rng.randrange(200) for _ in range(3)]]
-        if rng.random() < 0.4:
-            ids = ids[: rng.randint(1, len(ids))]
-        if rng.random() < 0.2:
-            ids[rng.randrange(len(ids))] = 7
-    return 0.0
 
 
 PLAYS = (best_of_two, planner_and_worker, edited, verbatim)

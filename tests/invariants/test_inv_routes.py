@@ -3,7 +3,6 @@ aborts and failed attempts."""
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.histories import Look
 from kit.histories import renderer as speaking
+from kit.play_functions import best_of_two, edited, planner_and_worker, verbatim
 from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
 from kit.routes import LAYERS, K, Routed, Routing, Speaking, check, experts
-from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw
 from turnwright.errors import BackendContractError, UsageError
@@ -25,29 +24,11 @@ from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import ExpertRoutes, SpanRoutes
 
 sys.path.append(str(Path(__file__).parents[1] / "rollouts"))
-from test_history import forgets
-from test_rollout_inline import Wild
+from kit.inline_worlds import Wild
+from kit.play_functions import Breaks, forgets
 
 FEW = settings(max_examples=15, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)
-
-
-class Breaks(AsyncTalk):
-    """Fails now and then, and says something else when it is played again, so that the
-    attempt is begun anew."""
-
-    made = 0
-
-    async def reset(self, task, *, seed=None):
-        Breaks.made += 1
-        self.mine = Breaks.made
-        return await super().reset(task, seed=seed)
-
-    async def step(self, action):
-        if random.Random(self.mine).random() < 0.5 and self.left == 5:
-            raise OSError("gone")
-        step = await super().step(action)
-        return step._replace(observation=f"{self.mine}")
 
 
 @FEW

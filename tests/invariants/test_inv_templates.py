@@ -39,7 +39,7 @@ clean = st.text(
 @cache
 def renderer_of(name):
     if name == "none":
-        pytest.skip("no templates at hand: run python tests/corpus.py")
+        pytest.skip("no templates at hand: run PYTHONPATH=tests python -m kit.corpus")
     template = template_of(name, dict(distinct())[name])
     codec = HFTokenizer(tokenizer_of(template))
     try:

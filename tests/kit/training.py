@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 
 import torch
 from torch import nn
 
-from turnwright.config import TrainConfig
-from turnwright.training import resolve_settings
+from turnwright.config import (
+    EvalConfig,
+    Limits,
+    ModelConfig,
+    ResolvedConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from turnwright.config.dump import to_json_dict
+from turnwright.envs import as_env_spec
+from turnwright.records import NullListener, RunDir
+from turnwright.training import TrainingRun, resolve_settings
 from turnwright.training.advantages import CreditSettings
 from turnwright.training.baselines import RunningBaselines
+from turnwright.training.self_checks import LengthRewardEnv
 from turnwright.types import EpisodeKey, Group, Origin, Span, StopReason, Task, Trajectory
 
 WORDS = ["amber", "birch", "cedar", "dune", "ember", "fjord", "grove", "heath", "islet", "jade"]
@@ -109,3 +122,60 @@ def gradient(model: nn.Module) -> torch.Tensor:
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """The L2 norm of the difference, relative to that of `b`."""
     return float((a - b).norm() / b.norm())
+
+
+ANY = {"max_mismatch": 1e9}
+
+
+def fingerprint(model):
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(
+            name.encode()
+            + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()
+
+
+def with_logprobs(model, made, temperature=1.0, banned=()):
+    """The groups as an engine with the same weights would have sampled them."""
+    for g in made:
+        for t in g.trajectories:
+            for index, span in enumerate(t.spans):
+                if span.sampled:
+                    ids = t.path(index)
+                    with torch.no_grad():
+                        logits = model(
+                            input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]
+                        ).logits[0]
+                    logits[:, list(banned)] = -torch.inf
+                    logp = torch.log_softmax(logits / temperature, -1)
+                    span.logprobs = [
+                        float(logp[place - 1, ids[place]]) for place in range(span.start, span.end)
+                    ]
+    return made
+
+
+def played(out, *, min_p=0.0, **train):
+    config = RunConfig(
+        out=str(out),
+        model=ModelConfig(hidden=32, layers=1),
+        rollout=RolloutConfig(
+            groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p
+        ),
+        limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
+        train=TrainConfig(
+            **{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05}
+            | train
+        ),
+        eval=EvalConfig(tasks=0, greedy=False),
+    )
+    tasks = [
+        Task(f"Say something long about {thing}.", id=thing)
+        for thing in ("rivers", "trees", "towns", "tea")
+    ]
+    run = RunDir(out)
+    run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
+    return TrainingRun(
+        config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()
+    ), run

@@ -7,12 +7,16 @@ from types import SimpleNamespace
 
 import torch
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kit.double_precision import Block, Body, Model64, _norm
-from kit.training import E, M, P
-from turnwright.training import build_prefix_tree
-from turnwright.training.forward.prefix_tree import SortedRows
+from kit.training import E, M, P, gradient
+from turnwright.config import TrainConfig
+from turnwright.training import Trainer, build_prefix_tree
+from turnwright.training.forward.prefix_tree import (
+    SortedRows,
+)
 from turnwright.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
 
 STILL = {
@@ -125,3 +129,30 @@ class Tree64(Model64):
         for block in self.model.blocks:
             block.__class__ = NamedBlock
             block.config = config
+
+
+def learn(model, made, **more):
+    """One step that leaves the weights as they are: its figures, and the gradient
+    that it left on them."""
+    figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10).metrics
+    return figures, gradient(model)
+
+
+def small(**more):
+    sizes = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **sizes,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+        **more,
+    )
+    return Qwen3ForCausalLM(config).eval()

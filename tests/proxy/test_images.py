@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("torch")
 from kit.proxy import account, contexts
+from kit.proxy_programs import PROGRAMS, ChatProgram
 from kit.sight import Gallery
-from test_dialects import PROGRAMS, ChatProgram
 
 import turnwright as tw
 from turnwright.config import ModelConfig

@@ -13,6 +13,7 @@ from uuid import uuid4
 import httpx2
 import pytest
 from kit.proxy import RecordingEngine, account, in_order, play
+from kit.proxy_programs import ASK, TWO_CALLS, script
 
 import turnwright as tw
 import turnwright_serve
@@ -26,27 +27,6 @@ from turnwright.rollouts.standalone import make_episode_specs
 from turnwright_serve.proxy import ProgramResult, program
 from turnwright_serve.proxy.programs import ProgramEndpoint, fill, kill_marked, write_files
 
-ASK = """
-import json, os, sys, urllib.request
-def ask(messages):
-    body = json.dumps({"model": "m", "messages": messages}).encode()
-    head = {"content-type": "application/json"}
-    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, head)
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
-        return json.load(answer)["choices"][0]["message"]
-messages = [{"role": "user", "content": sys.argv[1]}]
-"""  # noqa: E501
-TWO_CALLS = (
-    ASK
-    + """
-for number in range(2):
-    messages.append(ask(messages))
-    messages.append({"role": "user", "content": "next"})
-print(open("in/data.txt").read(), messages[1]["content"], os.getcwd() == os.path.realpath(os.getcwd()))
-open("made.txt", "w").write("made")
-print("words", file=sys.stderr)
-"""  # noqa: E501
-)
 FOREVER = (
     ASK
     + """
@@ -59,12 +39,6 @@ while True:
         time.sleep(0.1)
 """
 )
-
-
-def script(source: str) -> list[str]:
-    """Return the command of a Python program; `{` is doubled nowhere, since only
-    known names are replaced."""
-    return ["{python}", "-c", source, "{task}"]
 
 
 def test_a_process_is_played_and_scored_by_what_it_left() -> None:

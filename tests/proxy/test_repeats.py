@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kit.proxy import TOOL
-from test_matching import Conversation, run, user
+from kit.proxy_conversations import Conversation, run, user
 
 import turnwright as tw
 from turnwright_serve.proxy import ProxySession

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kit.proxy import RecordingEngine, account, play
-from test_programs import ASK, TWO_CALLS, script
+from kit.proxy_programs import ASK, TWO_CALLS, script
 
 import turnwright as tw
 from turnwright.envs.isolation.sandbox import sandbox_problem

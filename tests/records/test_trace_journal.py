@@ -14,8 +14,8 @@ import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.play_functions import best_of_two, edited, planner_and_worker, verbatim
 from kit.rollouts import AsyncTalk, Sampler, Talk, check_record, facts, renderer, tasks
-from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw
 from turnwright.cli.main import main

@@ -12,8 +12,8 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.play_functions import best_of_two, edited, planner_and_worker, verbatim
 from kit.rollouts import AsyncTalk, Sampler, Talk, facts, tasks
-from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
 
 import turnwright as tw
 from turnwright.config import EnvRules

@@ -225,7 +225,7 @@ def test_what_is_composed_is_the_full_render_where_replies_are_canonical(name, s
 
 
 @pytest.mark.skipif(
-    not FOUND, reason="no templates are cached: python tests/corpus.py fetches them"
+    not FOUND, reason="no templates are cached: PYTHONPATH=tests python -m kit.corpus fetches them"
 )
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())

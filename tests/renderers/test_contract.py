@@ -307,7 +307,7 @@ def test_templates_in_use_are_appended_to(record_property):
     from templates import examine
 
     if not templates():
-        pytest.skip("no templates at hand: run python tests/corpus.py")
+        pytest.skip("no templates at hand: run PYTHONPATH=tests python -m kit.corpus")
     rows = [examine(name, source) for name, source in distinct()]
     record_property("templates", len(rows))
     print(f"{len(rows)} templates")
@@ -365,7 +365,7 @@ def test_known_templates_are_what_they_are_known_to_be(name):
 
     source = dict(templates()).get(name)
     if source is None:
-        pytest.skip("not at hand: run python tests/corpus.py")
+        pytest.skip("not at hand: run PYTHONPATH=tests python -m kit.corpus")
     template = template_of(name, source)
     codec = HFTokenizer(tokenizer_of(template))
     contract = ChatRenderer(

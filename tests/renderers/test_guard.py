@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of, hold, injections
 from kit import corpus
-from tokenizer_kinds import KINDS, codec
+from kit.guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of, hold, injections
+from kit.tokenizer_kinds import KINDS, codec
 
 import turnwright as tw
 from turnwright.errors import ControlTextError, TemplateError, UsageError
@@ -221,7 +221,7 @@ def test_real_templates_keep_control_to_themselves(kind):
         row for number, row in enumerate(corpus.distinct()) if number % 3 != REAL_KINDS.index(kind)
     ]
     if not rows:
-        pytest.skip("no templates at hand: python tests/corpus.py fetches them")
+        pytest.skip("no templates at hand: PYTHONPATH=tests python -m kit.corpus fetches them")
     held = refused = 0
     for number, (name, source) in enumerate(rows):
         template = corpus.template_of(name, source)

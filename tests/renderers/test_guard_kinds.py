@@ -4,10 +4,10 @@ and ids read as text."""
 from __future__ import annotations
 
 import pytest
-from guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizer_kinds import KINDS, REAL, SINGLE_WORDS, codec, tokenizer
+from kit.guard_suite import FORMS, HARMLESS, MARKERS, chatml, control_of
+from kit.tokenizer_kinds import KINDS, REAL, SINGLE_WORDS, codec, tokenizer
 from tokenizers import (
     AddedToken,
     Tokenizer,

@@ -18,7 +18,7 @@ from turnwright.types import ToolCall
 
 CORPUS = distinct()
 needs_corpus = pytest.mark.skipif(
-    not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them"
+    not CORPUS, reason="0 templates at hand; `PYTHONPATH=tests python -m kit.corpus` fetches them"
 )
 
 

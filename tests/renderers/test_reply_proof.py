@@ -328,7 +328,9 @@ LOST = {
 written after a stop."""
 
 
-@pytest.mark.skipif(not CORPUS, reason="0 templates at hand; `python tests/corpus.py` fetches them")
+@pytest.mark.skipif(
+    not CORPUS, reason="0 templates at hand; `PYTHONPATH=tests python -m kit.corpus` fetches them"
+)
 def test_what_an_engine_returns_is_read_or_check_says_so(capsys):
     count = 0
     for full, source in CORPUS:

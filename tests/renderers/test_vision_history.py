@@ -170,7 +170,9 @@ def test_templates_in_use_place_images_in_prompts_appends_and_results(
 ):
     template = corpus.CACHE / "trl" / f"{name}.jinja"
     if not template.is_file():
-        pytest.skip("the templates in use are not here; tests/corpus.py fetches them")
+        pytest.skip(
+            "the templates in use are not here; PYTHONPATH=tests python -m kit.corpus fetches them"
+        )
     renderer = load_renderer(
         tiny_vlm_directory(tmp_path, family, weights=False), template=str(template)
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import corpus
 from kit.histories import APPEND_ONLY, TEMPLATES, Chat, Look, Speaker, in_use, renderer
+from kit.play_functions import forgets
 from kit.rollouts import check_record, linear, tasks
 
 import turnwright as tw
@@ -34,23 +34,6 @@ REASONS = frozenset(
 )
 """What `docs/concepts.md` says of templates that render earlier turns differently."""
 SPEAKS = ("chatml", "folds", "strips_on_user", "strips_always", "prefilled", "swaps", "headers")
-
-
-def forgets(conversation, replies):
-    """Drops, edits and makes up messages, by what was said alone."""
-    rng = random.Random(len(conversation))
-    shown = list(conversation[:1])
-    for number, message in enumerate(conversation[1:-1], 1):
-        kind = rng.randrange(5)
-        if kind == 0 and number in replies:
-            shown.append(
-                replace(message, content="I said something.", tool_calls=(), reasoning=None)
-            )
-        elif kind == 1:
-            shown.append(tw.Message("user", "[left out]"))
-        else:
-            shown.append(message)
-    return [*shown, conversation[-1]]
 
 
 HISTORIES = ("append", "template", "drop_reasoning:1", "keep_images:0", forgets)
@@ -141,7 +124,8 @@ def test_an_append_only_template_never_branches_however_a_reply_is_spelled(name,
 
 
 @pytest.mark.skipif(
-    not corpus.distinct(), reason="no templates are cached: python tests/corpus.py fetches them"
+    not corpus.distinct(),
+    reason="no templates are cached: PYTHONPATH=tests python -m kit.corpus fetches them",
 )
 @settings(max_examples=50, deadline=None)
 @given(

@@ -22,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "invariants"))
 
 from kit.histories import Look
 from kit.histories import renderer as speaking
+from kit.inline_worlds import Wild
+from kit.play_functions import Breaks, best_of_two, edited, planner_and_worker, verbatim
 from kit.routes import Speaking
-from test_inv_exact import best_of_two, edited, planner_and_worker, verbatim
-from test_inv_routes import Breaks
-from test_rollout_inline import Wild
 
 import turnwright as tw
 from turnwright.engines import Generation

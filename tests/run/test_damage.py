@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
@@ -43,19 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that ended; its copies are damaged and gone on with from a step before its end."""
     folder = tmp_path_factory.mktemp("damage")
     (folder / "recipe.toml").write_text(RECIPE)
-    assert (
-        main(
-            [
-                "train",
-                str(folder / "recipe.toml"),
-                "--out",
-                str(folder / "run"),
-                "--display",
-                "none",
-            ]
-        )
-        == 0
-    )
+    train(folder / "recipe.toml", folder / "run")
     return folder / "run"
 
 

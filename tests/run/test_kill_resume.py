@@ -2,66 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from kit.forks import Forked
+from kit.runs import SMALL, benchmark, train
 
 from turnwright.cli.main import main
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = """\
-[model]
-hidden = 32
-[[env]]
-use = "hop"
-[limits]
-turns = 3
-turn_tokens = 6
-[rollout]
-groups = 2
-group_size = 2
-[warmup]
-demos = 20
-steps = 2
-batch = 4
-gate_success = 0.0
-gate_every = 1
-gate_tasks = 4
-[train]
-steps = 2
-[eval]
-tasks = 4
-"""
-
-
-def benchmark(*, fresh: bool = False) -> ModuleType:
-    """Import `benchmarks/kill_resume.py`; its processes are forked unless each is to be
-    a `fresh` interpreter."""
-    spec = importlib.util.spec_from_file_location(
-        "kill_resume", ROOT / "benchmarks" / "kill_resume.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["kill_resume"] = module
-    spec.loader.exec_module(module)
-    module.finish = finish
-    if not fresh:
-        module.start = lambda words, **outputs: Forked(words, env=module.environment(), **outputs)
-    return module
-
-
-def finish(words: Sequence[str]) -> None:
-    """Run a command that is not killed in this process, which has imported what
-    each other one has to."""
-    assert main(list(words[words.index("train") :])) == 0
 
 
 def check(tmp_path: Path, kills: int, steps: int, *, fresh: bool = False) -> None:
@@ -260,7 +208,7 @@ def test_killed_before_it_began(
     assert "restart it with" in said
     assert said.count("\n") == 1
     (out / "model").mkdir()  # of another size, perhaps
-    assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
+    train(recipe, out)
     assert (out / "summary.json").exists()
     assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 2
     assert "--resume" in capsys.readouterr().err
@@ -271,7 +219,7 @@ def test_killed_while_the_model_was_made(
 ) -> None:
     """config.json is there and the model half written: it is made anew."""
     out, other = tmp_path / "run", tmp_path / "other"
-    assert main(["train", str(recipe), "--out", str(other), "--display", "none"]) == 0
+    train(recipe, other)
     (out / ".model.writing").mkdir(parents=True)
     (out / ".model.writing" / "config.json").write_text("{")
     (out / "config.json").write_text((other / "config.json").read_text())

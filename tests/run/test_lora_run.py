@@ -8,34 +8,11 @@ from typing import Any
 
 import pytest
 from kit.long_world import LONG
+from kit.runs import RECIPE, rows, train
 
 from turnwright.cli.main import main
 
 pytest.importorskip("peft")
-
-RECIPE = """\
-[model]
-hidden = 32
-[[env]]
-use = "long.py:Long"
-[limits]
-turns = 2
-turn_tokens = 4
-on_turn_length = "continue"
-[rollout]
-groups = 4
-group_size = 4
-[train]
-steps = 3
-lr = 1e-2
-kl = 0.01
-[lora]
-rank = 4
-[checkpoint]
-every = 1
-[eval]
-tasks = 4
-"""
 
 
 @pytest.fixture
@@ -46,19 +23,11 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def rows(out: Path, phase: str) -> list[dict[str, Any]]:
-    return [
-        row
-        for row in map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
-        if row["phase"] == phase
-    ]
-
-
 def test_a_run_with_adapters_goes_on_and_its_checkpoint_is_a_model(
     tmp_path: Path, recipe: Path, capsys: Any
 ) -> None:
     out, other = tmp_path / "run", tmp_path / "other"
-    assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
+    train(recipe, out)
     assert [row["step"] for row in rows(out, "train")] == [1, 2, 3]
     assert max(row["mismatch_max"] for row in rows(out, "train")) < 1e-4
     last = out / "checkpoints" / "step-00003"

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kit.long_world import LONG
-from test_kill_resume import ROOT, benchmark
-from test_lora_run import RECIPE, rows
+from kit.runs import RECIPE, ROOT, benchmark, rows, train
 
 from turnwright.cli.main import main
 from turnwright.engines.local import LocalEngine
@@ -50,10 +49,7 @@ def test_what_plays_a_checkpoint_without_a_trainer_plays_the_grid(
     from turnwright_serve.serve import make_service
 
     out = tmp_path / "run"
-    assert (
-        main(["train", str(recipe), "--out", str(out), "--display", "none", "--model.dtype", dtype])
-        == 0
-    )
+    train(recipe, out, "--model.dtype", dtype)
     assert all(row["codes_changed"] > 0 for row in rows(out, "train") if row["optimizer_steps"])
     checkpoint = out / "checkpoints" / "step-00003"
     model, quant = load(checkpoint, dtype=getattr(torch, dtype))[0], quant_of(checkpoint)
@@ -95,10 +91,7 @@ def test_a_served_checkpoint_plays_the_grid_and_stays_on_it_with_the_weights_of_
     from turnwright_serve.server import JsonHttpServer
 
     out, prompt = tmp_path / "run", list(range(10, 30))
-    assert (
-        main(["train", str(recipe), "--out", str(out), "--display", "none", "--train.lr", "2e-2"])
-        == 0
-    )
+    train(recipe, out, "--train.lr", "2e-2")
     first, *_, last = sorted((out / "checkpoints").glob("step-*"))
     quant = quant_of(last)
 
@@ -192,7 +185,7 @@ def test_a_vision_language_model_is_quantized_in_its_text_model(tmp_path: Path, 
         plain.replace("hidden = 32", "vision = true\nheads = 4")
         + f"[eval]\ntasks = 4\n[quant]\n{KINDS[kind]}"
     )
-    assert main(["train", str(recipe), "--out", str(out), "--display", "none"]) == 0
+    train(recipe, out)
     trained = [row for row in rows(out, "train") if row["optimizer_steps"]]
     assert trained
     assert all(row["codes_changed"] > 0 for row in trained)

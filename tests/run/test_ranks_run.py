@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from kit.forks import run_ranks
 from kit.long_world import LONG
-from test_lora_run import RECIPE
+from kit.runs import RECIPE
 
 from turnwright.cli.main import main
 

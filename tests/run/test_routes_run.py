@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit.architectures import make
 from kit.long_world import LONG
-from test_real_models import make, rows
+from test_real_models import rows
 
 from turnwright.cli.main import main
 

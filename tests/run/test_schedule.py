@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_kill_resume import SMALL, benchmark
+from kit.runs import SMALL, benchmark, train
 
 from turnwright.cli.main import main
 
@@ -76,9 +76,7 @@ def test_asynchronous_at_staleness_0_is_the_synchronous_run(tmp_path: Path) -> N
     plain.write_text(SMALL.replace("steps = 2\n[eval]", "steps = 4\n[eval]"))
     stream.write_text(plain.read_text() + '[schedule]\nmode = "async"\nstaleness = 0\n')
     for file in (plain, stream):
-        assert (
-            main(["train", str(file), "--out", str(tmp_path / file.stem), "--display", "none"]) == 0
-        )
+        train(file, tmp_path / file.stem)
     one, other = tmp_path / "plain", tmp_path / "stream"
     assert bench.trained(one) == bench.trained(other)
     assert bench.weights(one) == bench.weights(other)

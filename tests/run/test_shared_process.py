@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.training.run import TrainingRun
@@ -111,19 +112,7 @@ def begins(monkeypatch, tmp_path):
 def peace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("peace")
     write(folder, "pass")
-    assert (
-        main(
-            [
-                "train",
-                str(folder / "recipe.toml"),
-                "--out",
-                str(folder / "run"),
-                "--display",
-                "none",
-            ]
-        )
-        == 0
-    )
+    train(folder / "recipe.toml", folder / "run")
     return folder / "run"
 
 
@@ -135,7 +124,7 @@ def files(run: Path) -> set[str]:
 def test_a_change_of_the_process_changes_no_run(what, peace, begins, tmp_path, monkeypatch):
     write(tmp_path, HARMLESS[what])
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "recipe.toml", "--out", "runs/here", "--display", "none"]) == 0
+    train("recipe.toml", "runs/here")
 
     assert Path.cwd() == tmp_path
     run = tmp_path / "runs" / "here"
@@ -166,19 +155,7 @@ def test_a_change_of_torch_s_settings_is_named_once(begins, tmp_path, capsys):
 
 def test_an_interrupt_that_code_raises_is_of_its_episode(begins, tmp_path):
     write(tmp_path, ONCE + "raise KeyboardInterrupt")
-    assert (
-        main(
-            [
-                "train",
-                str(tmp_path / "recipe.toml"),
-                "--out",
-                str(tmp_path / "run"),
-                "--display",
-                "none",
-            ]
-        )
-        == 0
-    )
+    train(tmp_path / "recipe.toml", tmp_path / "run")
     failed = [
         json.loads(line)["error"] for line in (tmp_path / "run" / "trajectories.jsonl").open()
     ]

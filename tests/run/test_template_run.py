@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.renderers import load_renderer, template_source
@@ -47,12 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "mine.jinja").write_text(template_source("qwen3_with_thinking"))
     (folder / "small.toml").write_text(SMALL)
-    assert (
-        main(
-            ["train", str(folder / "small.toml"), "--out", str(folder / "out"), "--display", "none"]
-        )
-        == 0
-    )
+    train(folder / "small.toml", folder / "out")
     return folder
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.long_world import LONG
-from test_lora_run import RECIPE, rows
+from kit.runs import RECIPE, rows
 
 from turnwright.cli.main import main
 from turnwright.engines.local import LocalEngine, fingerprint

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import sys
 
-from kit.training import random_groups
-from test_train_trainer import with_logprobs
+from kit.training import random_groups, with_logprobs
 
 from turnwright.config import TrainConfig
 from turnwright.training import Trainer

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 from kit.double_precision import Model64
+from kit.gradients import disturbed
 from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
-from test_train_loss import disturbed
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import ALGORITHMS

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kit.training import random_groups
-from test_train_trainer import fingerprint
+from kit.training import fingerprint, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.errors import TraceError

@@ -5,6 +5,7 @@ import asyncio
 import json
 
 import pytest
+from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.config import Limits
@@ -176,19 +177,7 @@ def test_a_run_learns_what_the_dataset_says(tmp_path, capsys):
     ]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    assert (
-        main(
-            [
-                "train",
-                str(tmp_path / "recipe.toml"),
-                "--out",
-                str(tmp_path / "run"),
-                "--display",
-                "none",
-            ]
-        )
-        == 0
-    )
+    train(tmp_path / "recipe.toml", tmp_path / "run")
     metrics = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 from kit.double_precision import Model64
-from kit.training import branched, distance, gradient, random_groups
-from test_train_trainer import fingerprint, with_logprobs
+from kit.training import branched, distance, fingerprint, gradient, random_groups, with_logprobs
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, SyncError

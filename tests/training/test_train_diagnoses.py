@@ -4,8 +4,7 @@ import json
 
 import pytest
 import torch
-from kit.training import random_groups
-from test_train_trainer import ANY, with_logprobs
+from kit.training import ANY, random_groups, with_logprobs
 
 import turnwright as tw
 from turnwright.config import TrainConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from kit.double_precision import Model64
+from kit.gradients import STILL, check_probe, learn
 from kit.rollouts import Call, Sampler, renderer
-from test_train_gradient import STILL, check_probe, learn
 
 import turnwright as tw
 from turnwright.config import TrainConfig
@@ -24,7 +24,7 @@ from turnwright.training import Trainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
 
-from test_rollout_inline import STOPS, Wild, check
+from kit.inline_worlds import STOPS, Wild, check
 
 LIMITS = tw.Limits(turns=8, turn_tokens=12, on_turn_length="continue", context=500)
 

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit.double_precision import Model64
-from kit.training import M, P, chain, credit_settings, gradient, random_groups
-from test_train_masks import played
+from kit.training import M, P, chain, credit_settings, gradient, played, random_groups
 
 import turnwright as tw
 from turnwright.config import RolloutConfig, RunConfig, TrainConfig

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.training import E, M, P, branched, chain, random_groups
-from test_train_trainer import fingerprint, with_logprobs
+from kit.training import E, M, P, branched, chain, fingerprint, random_groups, with_logprobs
 
 import turnwright as tw
 from turnwright.config import TrainConfig

@@ -7,8 +7,7 @@ import json
 
 import pytest
 import torch
-from kit.training import distance, gradient, random_groups
-from test_train_trainer import fingerprint, with_logprobs
+from kit.training import distance, fingerprint, gradient, random_groups, with_logprobs
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.engines.local import LocalEngine

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
+from kit.gradients import disturbed
 from kit.training import random_groups
 
 from turnwright.config import TrainConfig
@@ -58,15 +59,6 @@ def slow_loss(model, old_model, reference, made, config, temperature, banned):
         else:
             total += own / config.fixed_length / len(counted)
     return total
-
-
-def disturbed(model, size, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        parameter.data += size * torch.randn(
-            parameter.shape, generator=generator, dtype=torch.float64
-        )
-    return model
 
 
 @pytest.mark.parametrize("aggregation", ["token", "trajectory", "fixed"])

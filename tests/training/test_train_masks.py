@@ -8,28 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.training import gradient, random_groups
+from kit.training import gradient, played, random_groups
 
 from turnwright.config import (
-    EvalConfig,
-    Limits,
-    ModelConfig,
-    ResolvedConfig,
-    RolloutConfig,
-    RunConfig,
     TrainConfig,
 )
-from turnwright.config.dump import to_json_dict
 from turnwright.engines import Sampling
 from turnwright.engines.distribution import truncate
-from turnwright.envs import as_env_spec
 from turnwright.errors import SyncError
-from turnwright.records import NullListener, RunDir
 from turnwright.rollouts import run_sync
-from turnwright.training import LogitDistribution, Trainer, TrainingRun
+from turnwright.training import LogitDistribution, Trainer
 from turnwright.training.forward.support import SamplingSupport
-from turnwright.training.self_checks import LengthRewardEnv
-from turnwright.types import Task
 
 CUTS = [(0.8, 0), (1.0, 5), (0.95, 8), (1e-9, 0)]
 
@@ -99,31 +88,6 @@ def test_a_step_does_not_depend_on_its_passes(config):
         assert int((~shut).sum(1).max()) <= 21
     assert (slopes[0] - slopes[1]).norm() <= 1e-9 * slopes[1].norm()
     assert figures[0]["loss"] == pytest.approx(figures[1]["loss"], rel=1e-9)
-
-
-def played(out, *, min_p=0.0, **train):
-    config = RunConfig(
-        out=str(out),
-        model=ModelConfig(hidden=32, layers=1),
-        rollout=RolloutConfig(
-            groups=4, group_size=4, sanity="off", temperature=0.8, top_p=0.8, top_k=40, min_p=min_p
-        ),
-        limits=Limits(turns=2, turn_tokens=8, on_turn_length="continue"),
-        train=TrainConfig(
-            **{"steps": 2, "schedule": "constant", "epochs": 2, "minibatches": 2, "kl": 0.05}
-            | train
-        ),
-        eval=EvalConfig(tasks=0, greedy=False),
-    )
-    tasks = [
-        Task(f"Say something long about {thing}.", id=thing)
-        for thing in ("rivers", "trees", "towns", "tea")
-    ]
-    run = RunDir(out)
-    run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
-    return TrainingRun(
-        config, [as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)], run, NullListener()
-    ), run
 
 
 @pytest.mark.parametrize("min_p", [0.0, 0.3])

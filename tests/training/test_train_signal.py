@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.training import distance, gradient, random_groups
-from test_train_trainer import ANY, fingerprint
+from kit.training import ANY, distance, fingerprint, gradient, random_groups
 from torch import nn
 
 from turnwright.config import TrainConfig

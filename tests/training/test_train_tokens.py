@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from kit.training import branched, random_groups
-from test_train_trainer import ANY, with_logprobs
+from kit.training import ANY, branched, random_groups, with_logprobs
 
 from turnwright.config import TrainConfig
 from turnwright.training import Trainer

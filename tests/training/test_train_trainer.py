@@ -1,13 +1,12 @@
 """The trainer's steps: ratio, mismatch, determinism, precision, phases, and that it learns."""
 
-import hashlib
 import math
 
 import pytest
 import torch
 from kit.double_precision import Model64
 from kit.forks import run_ranks
-from kit.training import M, P, chain, gradient, random_groups
+from kit.training import ANY, M, P, chain, fingerprint, gradient, random_groups, with_logprobs
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Sampling
@@ -24,38 +23,6 @@ from turnwright.training.model import models
 from turnwright.training.model.weight_export import cast
 from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import Group, Task
-
-ANY = {"max_mismatch": 1e9}
-
-
-def fingerprint(model):
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(
-            name.encode()
-            + parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        )
-    return digest.hexdigest()
-
-
-def with_logprobs(model, made, temperature=1.0, banned=()):
-    """The groups as an engine with the same weights would have sampled them."""
-    for g in made:
-        for t in g.trajectories:
-            for index, span in enumerate(t.spans):
-                if span.sampled:
-                    ids = t.path(index)
-                    with torch.no_grad():
-                        logits = model(
-                            input_ids=torch.tensor([ids]), position_ids=torch.arange(len(ids))[None]
-                        ).logits[0]
-                    logits[:, list(banned)] = -torch.inf
-                    logp = torch.log_softmax(logits / temperature, -1)
-                    span.logprobs = [
-                        float(logp[place - 1, ids[place]]) for place in range(span.start, span.end)
-                    ]
-    return made
-
 
 # Ratio and mismatch.
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
 from kit.training import M, P, branched, chain, distance, gradient, random_groups
-from kit.trees import STILL, Tree64, ancestors, families, laid
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from kit.trees import STILL, Tree64, ancestors, families, laid, learn, small
+from transformers import MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.errors import ConfigError, TurnwrightError
@@ -33,33 +33,6 @@ from turnwright.training.forward.prefix_tree import (
 from turnwright.types import Group, Task
 
 ROWS = st.lists(st.lists(st.integers(-2, 2), min_size=1, max_size=12), min_size=1, max_size=8)
-
-
-def learn(model, made, **more):
-    """One step that leaves the weights as they are: its figures, and the gradient
-    that it left on them."""
-    figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10).metrics
-    return figures, gradient(model)
-
-
-def small(**more):
-    sizes = {
-        "vocab_size": 50,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        **sizes,
-        num_key_value_heads=2,
-        head_dim=8,
-        initializer_range=0.2,
-        max_position_embeddings=256,
-        **more,
-    )
-    return Qwen3ForCausalLM(config).eval()
 
 
 # The trie.

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from real_tokenizers import sentencepiece, tekken
 from tokenizers import (
     AddedToken,
     Regex,
@@ -22,6 +21,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as RustTokenizer
 
+from kit.real_tokenizers import sentencepiece, tekken
 from turnwright.renderers import MARKUP, SPECIAL, ByteTokenizer, HFTokenizer
 from turnwright.renderers.tokenizer import Tokenizer
 

@@ -1,28 +1,18 @@
 """Injections: what a world may say to be taken for control, and how a
 renderer is held against them.
 
-`python tests/renderers/guard_suite.py` prints the table of tokenizers.
+`PYTHONPATH=tests python -m kit.guard_suite` prints the table of tokenizers.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-if __name__ == "__main__":
-    sys.path[:0] = [
-        str(Path(__file__).parents[1]),
-        str(Path(__file__).parent),
-        str(Path(__file__).parents[2]),
-    ]
-
-from tokenizer_kinds import KINDS, SINGLE_WORDS, codec
-
+from kit.tokenizer_kinds import KINDS, SINGLE_WORDS, codec
 from turnwright.renderers import CHATML, MARKUP, SPECIAL, ChatRenderer, ChatTemplate
 from turnwright.types import Message
 

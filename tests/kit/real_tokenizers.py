@@ -1,9 +1,9 @@
 """Real tokenizers out of mistral-common's wheel: a SentencePiece model and Tekken, as
 tokenizers of the tokenizers library.
 
-`python tests/renderers/real_tokenizers.py` fetches the wheel into `.cache/wheels`; only its data is
-read. An installed mistral-common does as well. It is no dependency of the tests, because it asks
-for an older numpy than they run with.
+`PYTHONPATH=tests python -m kit.real_tokenizers` fetches the wheel into `.cache/wheels`; only its
+data is read. An installed mistral-common does as well. It is no dependency of the tests, because it
+asks for an older numpy than they run with.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import base64
 import json
 import os
 import struct
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+from kit.packages import download
 
 PACKAGE = "mistral-common==1.13.1"
 CACHE = Path(
@@ -31,21 +31,8 @@ TEKKEN = "tekken_240718.json"
 
 def fetch() -> None:
     """Download the wheel from the package index; says so where it cannot be had."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-deps",
-    ]
-    done = subprocess.run([*command, "--dest", str(CACHE), PACKAGE], capture_output=True, text=True)
-    print(
-        f"{PACKAGE} was not fetched: {(done.stderr or done.stdout).strip()[-300:]}"
-        if done.returncode
-        else f"{PACKAGE} fetched"
-    )
+    fault = download(PACKAGE, CACHE)
+    print(f"{PACKAGE} was not fetched: {fault}" if fault else f"{PACKAGE} fetched")
 
 
 def _data(name: str) -> bytes | None:
@@ -73,7 +60,7 @@ class Real:
         kept = CACHE / "-".join([self._name, *args, "tokenizer.json"])
         if not kept.is_file():
             data = _data(self._name)
-            assert data is not None, f"{self._name}: run python tests/renderers/real_tokenizers.py"
+            assert data is not None, f"{self._name} is not here; `make setup` fetches it"
             CACHE.mkdir(parents=True, exist_ok=True)
             draft = kept.with_suffix(f".{os.getpid()}")
             draft.write_text(self._make(data, *args), encoding="utf-8")
