@@ -77,7 +77,7 @@ def beginning(app, count=1):
 
 
 def access(url):
-    return {"authorization": f"Bearer {tokens.found(url)}"}
+    return {"authorization": f"Bearer {tokens.lookup(url)}"}
 
 
 def forward(directory, ids, start, temperature=1.0, banned=()):

@@ -179,7 +179,7 @@ class HttpClient:
         try:
             return await self._ask_once(method, path, content, seconds, headers, pieces)
         except EngineError as error:
-            token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
+            token = tokens.lookup(self.url) if error.status == 401 and self._key_env is None else ""
             if not token or token == sent:
                 raise
             self._token = token
