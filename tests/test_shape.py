@@ -141,6 +141,7 @@ RECORDS = {
     # places and passes of the local engine
     "slot",
     "batch",
+    "fused",
     "part",
     "runs[-1]",
     "media",

@@ -73,8 +73,10 @@ class ScriptedEngine:
                     "a ScriptedEngine with text needs a renderer: pass renderer= or use it "
                     "through a rollout"
                 )
-            reply = self.renderer.encode_reply(reply)
-        ids = list(reply[: request.max_tokens])
+            ids: Sequence[int] = self.renderer.encode_reply(reply)
+        else:
+            ids = reply
+        ids = list(ids[: request.max_tokens])
         if not ids:
             raise EngineError(
                 f"the script's reply {request.call} is empty; a model samples at least one id"

@@ -230,13 +230,14 @@ class LocalEngine:
     def _is_batch_invariant(self) -> bool:
         """Return whether results are independent of batching, by a check of this model here."""
         try:
-            return calibrate_batch_invariance(self._model)
+            invariant: bool = calibrate_batch_invariance(self._model)
         except (AttributeError, KeyError, TypeError) as error:
             kind = type(self._model.module).__name__
             raise EngineError(
                 f"{kind} does not use transformers' attention interface as required: {error!r}; "
                 "use a server"
             ) from error
+        return invariant
 
     @property
     def fused(self) -> bool:

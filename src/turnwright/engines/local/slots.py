@@ -86,19 +86,19 @@ class SlotTable:
 
         # The session's idle slot with the longest prefix of this context.
         session_slots = self._sessions.get(session, ())
-        own = None
+        own_slot = None
         own_prefix = -1
         for slot in session_slots:
             if slot.call is None:
                 prefix = common_prefix(slot.seq, ids, min(slot.valid, limit))
                 if prefix > own_prefix:
-                    own = slot
+                    own_slot = slot
                     own_prefix = prefix
 
         # Mostly the context extends this slot. Then only siblings that go on as this call does
         # are of use, and a few ids show which.
         siblings = list(self._groups.get(group, ()))
-        if own is not None and own_prefix > 0 and own_prefix in (own.valid, limit):
+        if own_slot is not None and own_prefix > 0 and own_prefix in (own_slot.valid, limit):
             end = own_prefix + WORTH_WAITING
             if end > limit:
                 siblings = []
@@ -106,18 +106,18 @@ class SlotTable:
                 next_ids = ids[own_prefix:end]
                 siblings = [slot for slot in siblings if slot.seq[own_prefix:end] == next_ids]
             if not siblings:
-                return self._take(Placement(own, own_prefix), ids, session, group)
+                return self._take(Placement(own_slot, own_prefix), ids, session, group)
 
         # Another slot may have a longer prefix, or be computing one that is worth waiting for.
         donor, donated, promised = self._donor(ids, limit, [*session_slots, *siblings])
         if promised >= max(donated, own_prefix) + WORTH_WAITING:
             return None
-        target = self._target(own, own_prefix)
+        target = self._target(own_slot, own_prefix)
         if target is None:
             return None
 
-        in_place = max(own_prefix, 0) if target is own else 0
-        if donor is not None and donated > 0 and (target is not own or donated > own_prefix):
+        in_place = max(own_prefix, 0) if target is own_slot else 0
+        if donor is not None and donated > 0 and (target is not own_slot or donated > own_prefix):
             source = None if donor is target else donor
             placement = Placement(target, donated, source, in_place)
         else:
@@ -181,11 +181,11 @@ class SlotTable:
                 promised = max(promised, prefix)
         return donor, donated, promised
 
-    def _target(self, own: Slot | None, own_prefix: int) -> Slot | None:
+    def _target(self, own_slot: Slot | None, own_prefix: int) -> Slot | None:
         """Return the slot that a call gets; None when every idle one waits for its session."""
         # A session whose context was rewritten keeps the old one while there are free slots.
-        if own is not None and (2 * own_prefix >= own.valid or not self._free):
-            return own
+        if own_slot is not None and (2 * own_prefix >= own_slot.valid or not self._free):
+            return own_slot
         if self._free:
             lowest = (self._free & -self._free).bit_length() - 1
             return self.slots[lowest]
