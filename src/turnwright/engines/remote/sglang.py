@@ -119,17 +119,14 @@ class SglangEngine(LoraServerEngine):
 
         with parsing("the load", self.display_name):
             rows = page["loads"] if isinstance(page, dict) else page
-            running = 0
-            waiting = 0
-            caches: list[float] = []
-            for row in rows:
-                waiting += row["num_waiting_reqs"]
-                # The older field counts waiting requests too.
-                older = row.get("num_reqs", 0) - row["num_waiting_reqs"]
-                running += row.get("num_running_reqs", older)
-                if "token_usage" in row:
-                    caches.append(float(row["token_usage"]))
-            return EngineLoad(int(running), int(waiting), max(caches, default=None))
+            waiting = [row["num_waiting_reqs"] for row in rows]
+            # The older field counts waiting requests too.
+            running = [
+                row.get("num_running_reqs", row.get("num_reqs", 0) - row["num_waiting_reqs"])
+                for row in rows
+            ]
+            caches = [float(row["token_usage"]) for row in rows if "token_usage" in row]
+            return EngineLoad(int(sum(running)), int(sum(waiting)), max(caches, default=None))
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
         # The distribution and the end of the reply.
