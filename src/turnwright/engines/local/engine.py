@@ -1,8 +1,8 @@
 """LocalEngine: samples from a Hugging Face model in this process.
 
-`LocalEngine.generate` checks a request, hands it to a thread and waits for the reply. The thread
-(`Worker`) repeats `Scheduler.step`, which computes one step of all calls together; read on there.
-The engine also passes on what changes between steps: new weights, sleep, the end of calls.
+`LocalEngine.generate` checks a request, hands it to its `Worker` and waits for the reply. The
+worker repeats `Scheduler.step`, which computes one step of all calls together; read on there. The
+engine also passes on what changes between steps: new weights, sleep, the end of calls.
 `AdapterEngine` is one of several policies that share the model.
 
 How a batch is computed is not here (`EngineModel.forward`), nor how an id is drawn (`Sampler`) or
@@ -127,6 +127,11 @@ class LocalEngine:
     do not depend on other calls, their order or the cache, nor on interruptions: a reply that
     another call continues (`Request.reply_position`) is the one without an interruption. This is
     verified at the start (`exact`) and claimed only on CPUs in float32.
+
+    Example::
+
+        engine = LocalEngine.load("path/to/model", context=4096)
+        trajectories = tw.rollout(env, tasks, engine=engine)
 
     Args:
         model: transformers module that uses the attention interface (Llama, Qwen, Mistral ...), or
