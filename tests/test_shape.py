@@ -141,6 +141,7 @@ RECORDS = {
     # places and passes of the local engine
     "slot",
     "batch",
+    "fused",
     "part",
     "runs[-1]",
     "media",
@@ -178,9 +179,9 @@ OTHERS = {
     ("turnwright/envs/thread_alarm.py", "timer.daemon"): "threading",
     (
         "turnwright/engines/local/slots.py",
-        "one.index",
+        "first.index",
     ): "two slots change places, in the class that has them",
-    ("turnwright/engines/local/slots.py", "other.index"): "likewise",
+    ("turnwright/engines/local/slots.py", "second.index"): "likewise",
     (
         "turnwright/engines/remote/fleet.py",
         "engine.patient",

@@ -73,8 +73,8 @@ def test_replies_are_those_without_graphs(monkeypatch: pytest.MonkeyPatch, kept:
     found = run(engine, work)
     assert graphs.usable
     assert sum(graph.replays for graph in made) > 60
-    assert {rows for rows, _ in graphs._made} <= {16, 32, 64}
-    assert len(graphs._made) <= kept
+    assert {rows for rows, _ in graphs._graphs} <= {16, 32, 64}
+    assert len(graphs._graphs) <= kept
     plain = run(engine_without(monkeypatch), work)
     assert [ids for ids, _ in found] == [ids for ids, _ in plain]
     gaps = [

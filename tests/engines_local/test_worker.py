@@ -43,7 +43,7 @@ def computed_by(engine: LocalEngine, short: Iterable[bool]) -> list[str]:
         names.append(threading.current_thread().name)
         return forward(*args)
 
-    worker._count = count  # type: ignore[method-assign]
+    worker._add_to_mean = count  # type: ignore[method-assign]
     engine._scheduler.model.forward = named  # type: ignore[method-assign]
     return names
 

@@ -30,7 +30,7 @@ from turnwright_serve.serve import serve
 
 
 def access(url):
-    return {"authorization": f"Bearer {tokens.found(url)}"}
+    return {"authorization": f"Bearer {tokens.lookup(url)}"}
 
 
 def forward(directory, ids, start, temperature=1.0, banned=()):

@@ -200,7 +200,7 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
 
     async def work(client, app, url):
         told = []
-        access = {"authorization": f"Bearer {tokens.found(url)}"}
+        access = {"authorization": f"Bearer {tokens.lookup(url)}"}
         async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access) as http:
             for body, reason in (
                 (asked([20, pad], "/etc/hostname"), "an image"),
@@ -224,7 +224,7 @@ def test_pictures_that_do_not_fit_are_refused(vlm, moe):
     assert fine == 200
 
     async def blind(client, app, url):
-        access = {"authorization": f"Bearer {tokens.found(url)}"}
+        access = {"authorization": f"Bearer {tokens.lookup(url)}"}
         async with httpx2.AsyncClient(trust_env=False, verify=False, headers=access) as http:
             answer = await http.post(f"{url}/generate", json=asked([20], picture))
             return answer.status_code, answer.json()["error"]

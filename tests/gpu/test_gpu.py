@@ -100,7 +100,7 @@ def test_recorded_passes_follow_new_weights_and_a_cache_that_grew() -> None:
     assert graphs is not None
     recorded = run(engine, work)
     assert graphs.usable
-    assert len(graphs._made) > 1
+    assert len(graphs._graphs) > 1
     engine = LocalEngine(model(), device=DEVICE)
     engine._model.graphs = None
     plain = run(engine, work)

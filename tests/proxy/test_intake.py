@@ -178,7 +178,7 @@ def test_a_recorder_needs_its_key_and_tells_sessions_apart_by_what_follows_it() 
                     assert response.status_code == 401, (path, headers)
                 assert (await http.get("/s/one/v1/models", headers=headers)).status_code == 401
             assert await head_only(url, f"/s/one{CHAT}") == 401
-            assert tokens.found(url) == "key"
+            assert tokens.lookup(url) == "key"
             for key in ("key-a", "key-b"):
                 await talk(url, headers={"x-api-key": key})
             await talk(url, "/s/one", headers={"authorization": "Bearer key"})

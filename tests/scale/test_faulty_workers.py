@@ -194,7 +194,7 @@ async def post(link, body, more=0):
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     heads = {
         "host": parts.netloc,
-        "authorization": f"Bearer {tokens.found(link.url)}",
+        "authorization": f"Bearer {tokens.lookup(link.url)}",
         "content-type": "application/json",
     }
     heads |= link._id | {"content-length": str(len(body) + more)}

@@ -1,8 +1,7 @@
-"""Sampling distribution from logits: one definition for the engine, this
-trainer and other trainers.
+"""Sampling distribution from logits: one definition for the engine, this trainer and others.
 
-Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and imports
-none of these libraries.
+Works on NumPy, PyTorch, JAX and CuPy arrays through the array API standard, and imports none of
+these libraries.
 """
 
 from __future__ import annotations
@@ -43,20 +42,28 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
             "token_logprobs: logits must be [n, vocabulary] and ids [n], not "
             f"{tuple(logits.shape)} and {tuple(ids.shape)}; logits[:-1] belong to ids[1:]"
         )
+
     scores = masked_scores(logits, Sampling(sampling.temperature), sampling.banned_ids)
     if sampling.temperature > 0 and not sampling.is_unmodified:
-        own = xp.arange(scores.shape[-1], device=scores.device)[None, :] == ids[:, None]
-        scores = xp.where(own, scores, truncate(scores, sampling))
+        vocabulary = xp.arange(scores.shape[-1], device=scores.device)
+        is_sampled = vocabulary[None, :] == ids[:, None]
+        scores = xp.where(is_sampled, scores, truncate(scores, sampling))
+
+    # log softmax of the sampled ids; subtracting the maximum keeps exp from overflowing.
     peak = xp.max(scores, axis=-1, keepdims=True)
     total = xp.log(xp.sum(xp.exp(scores - peak), axis=-1, keepdims=True))
     return (xp.take_along_axis(scores, ids[:, None], axis=-1) - peak - total)[:, 0]
 
 
 def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = frozenset()) -> Any:
-    """Compute [n, vocabulary] scores whose softmax is the sampling distribution: at least float32,
-    -inf outside the support."""
+    """Compute scores whose softmax is the sampling distribution.
+
+    Logits and scores are [n, vocabulary]; scores have at least float32, and minus infinity outside
+    the support.
+    """
     xp = _namespace(logits)
     scores = xp.astype(logits, xp.result_type(logits.dtype, xp.float32), copy=False)
+
     if banned:
         scores = scores + _penalty(xp, banned, scores.shape[-1], scores.dtype, logits.device)
     if sampling.temperature <= 0:
@@ -67,12 +74,14 @@ def masked_scores(logits: Any, sampling: Sampling, banned: frozenset[int] = froz
 
 
 def truncate(scores: Any, sampling: Sampling) -> Any:
-    """Set all scores under the bound of min_p, then all but the top_k, then all but the nucleus of
-    top_p, to minus infinity.
+    """Set the scores of all ids outside min_p, top_k and top_p to minus infinity.
 
-    The nucleus is the smallest set of ids whose probabilities reach top_p; ties are broken by id.
+    The three apply in this order. The nucleus of top_p is the smallest set of ids whose
+    probabilities reach top_p; ties are broken by id.
     """
     xp = _namespace(scores)
+
+    # Which ranks stay, from the highest score down.
     ranked = xp.sort(scores, axis=-1, descending=True)
     rank = xp.arange(scores.shape[-1], device=scores.device)
     keep = xp.ones(scores.shape, dtype=xp.bool, device=scores.device)
@@ -85,12 +94,14 @@ def truncate(scores: Any, sampling: Sampling) -> Any:
         weights = weights / xp.sum(weights, axis=-1, keepdims=True)
         before = xp.cumulative_sum(weights, axis=-1) - weights
         keep = keep & ((before < sampling.top_p) | (rank == 0))  # one id always stays
-    last = xp.min(xp.where(keep, ranked, xp.inf), axis=-1, keepdims=True)
-    ties = scores == last
-    room = xp.sum(xp.astype(keep & (ranked == last), xp.int64), axis=-1, keepdims=True)
-    inside = (scores > last) | (
-        ties & (xp.cumulative_sum(xp.astype(ties, xp.int64), axis=-1) <= room)
-    )
+
+    # Which ids have these ranks: all above the lowest score kept, and of those that have exactly
+    # this score as many as ranks were kept, the lowest ids first.
+    lowest = xp.min(xp.where(keep, ranked, xp.inf), axis=-1, keepdims=True)
+    is_tie = scores == lowest
+    ties_kept = xp.sum(xp.astype(keep & (ranked == lowest), xp.int64), axis=-1, keepdims=True)
+    tie_number = xp.cumulative_sum(xp.astype(is_tie, xp.int64), axis=-1)
+    inside = (scores > lowest) | (is_tie & (tie_number <= ties_kept))
     return xp.where(inside, scores, -xp.inf)
 
 

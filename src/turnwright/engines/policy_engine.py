@@ -1,4 +1,13 @@
-"""Several policies as one engine: each agent's calls go to the engine of its policy."""
+"""Several policies as one engine: each agent's calls go to the engine of its policy.
+
+`AgentPolicies` says which policy plays an agent. `PolicyEngine` has an engine for each policy and
+passes every call on. `PastVersions` is the engine of one fixed policy, an opponent: it plays
+earlier versions of a trained policy and loads each when an episode first needs it.
+
+How policies share the weights of one model, with a LoRA adapter each, is not here
+(`LocalEngine.adapter`), nor is how they are trained (`Policy` in `training/policies.py`). Read on
+in `Engine`, the contract that these engines keep and that they demand of the engines they hold.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +36,36 @@ class AgentPolicies:
     """The policy of each agent, by name or pattern."""
 
     def __init__(self, agents: Mapping[str, Sequence[str]]) -> None:
-        """Take the agents of each policy, as names or patterns (`solver-*`); an agent's first
-        fitting policy plays it."""
+        """Take the agents of each policy, as names or patterns (`solver-*`).
+
+        The first policy that fits an agent plays it.
+        """
         self.agents = {policy: tuple(patterns) for policy, patterns in agents.items()}
-        self._known: dict[str, str] = {}
+        self._policy_of: dict[str, str] = {}
+        """Policy of each agent that has called."""
 
     def of(self, agent: str) -> str:
         """Return the policy of an agent; raise `UsageError` if none plays it."""
-        if agent not in self._known:
-            fits = (
-                name
-                for name, patterns in self.agents.items()
-                if any(fnmatchcase(agent, one) for one in patterns)
-            )
-            found = next(fits, None)
-            if found is None:
-                have = "; ".join(
-                    f"{name}: {', '.join(patterns)}" for name, patterns in self.agents.items()
-                )
-                raise UsageError(
-                    f"no policy plays the agent {agent!r:.80}; the policies and their agents are "
-                    f"{have}"
-                )
-            self._known[agent] = found
-        return self._known[agent]
+        if agent not in self._policy_of:
+            self._policy_of[agent] = self._first_fitting(agent)
+        return self._policy_of[agent]
+
+    def _first_fitting(self, agent: str) -> str:
+        for policy, patterns in self.agents.items():
+            if any(fnmatchcase(agent, pattern) for pattern in patterns):
+                return policy
+
+        listed = [f"{policy}: {', '.join(patterns)}" for policy, patterns in self.agents.items()]
+        raise UsageError(
+            f"no policy plays the agent {agent!r:.80}; the policies and their agents are "
+            f"{'; '.join(listed)}"
+        )
 
 
 class PolicyEngine:
-    """Several policies as one engine. Each has an engine of its own, so neither
-    caches nor weights are shared.
+    """Several policies as one engine.
+
+    Each policy has an engine of its own, so neither caches nor weights are shared.
 
     Example::
 
@@ -80,24 +90,27 @@ class PolicyEngine:
         Raises:
             UsageError: for no engine, or a policy without one.
         """
+        if not engines:
+            raise UsageError("PolicyEngine: it needs an engine")
         agents = agents or {}
-        if not engines or (unknown := sorted({*agents, *fixed} - engines.keys())):
-            raise UsageError(
-                "PolicyEngine: "
-                f"{f'no engine for policy {unknown[0]!r}' if engines else 'it needs an engine'}"
-            )
+        unknown = sorted({*agents, *fixed} - engines.keys())
+        if unknown:
+            raise UsageError(f"PolicyEngine: no engine for policy {unknown[0]!r}")
+
         self.engines = dict(engines)
         self.policies = AgentPolicies({name: agents.get(name, (name,)) for name in engines})
         self.fixed = frozenset(fixed)
 
     async def generate(self, request: Request) -> Generation:
-        """Sample one reply with the policy of `request.agent`; raises as its engine, and
-        `UsageError` if it has none."""
-        name = self.policies.of(request.agent)
-        engine = self.engines[name]
-        return await (
-            _play_fixed(engine, request) if name in self.fixed else engine.generate(request)
-        )
+        """Sample one reply with the policy of `request.agent`.
+
+        Raises as the policy's engine, and `UsageError` if no policy plays the agent.
+        """
+        policy = self.policies.of(request.agent)
+        engine = self.engines[policy]
+        if policy in self.fixed:
+            return await _play_fixed(engine, request)
+        return await engine.generate(request)
 
     def release(self, session: str) -> None:
         """End a session with every policy."""
@@ -110,31 +123,27 @@ class PolicyEngine:
 
     async def sleep(self) -> None:
         """Release the memory of those engines that can."""
-        await asyncio.gather(
-            *(
-                engine.sleep()
-                for engine in self.engines.values()
-                if isinstance(engine, SupportsSleep)
-            )
-        )
+        able = [engine for engine in self.engines.values() if isinstance(engine, SupportsSleep)]
+        await asyncio.gather(*(engine.sleep() for engine in able))
 
     @property
     def context(self) -> int | None:
         """Smallest maximum number of ids of context plus reply; None while none is known."""
-        limits = [
-            engine.context
-            for engine in self.engines.values()
-            if isinstance(engine, HasContextLimit)
-        ]
-        return min((limit for limit in limits if limit is not None), default=None)
+        limits: list[int] = []
+        for engine in self.engines.values():
+            limit = engine.context if isinstance(engine, HasContextLimit) else None
+            if limit is not None:
+                limits.append(limit)
+        return min(limits, default=None)
 
     @property
     def renderer(self) -> Any:
         """Renderer of the first engine that has one."""
-        found = (
-            engine.renderer for engine in self.engines.values() if isinstance(engine, HasRenderer)
-        )
-        return next((renderer for renderer in found if renderer is not None), None)
+        for engine in self.engines.values():
+            renderer = engine.renderer if isinstance(engine, HasRenderer) else None
+            if renderer is not None:
+                return renderer
+        return None
 
     def set_renderer(self, renderer: Any) -> None:
         """Pass the renderer to every engine that takes one."""
@@ -155,8 +164,10 @@ async def _play_fixed(engine: Engine, request: Request) -> Generation:
 
 
 class PastVersions:
-    """Earlier versions of a policy as opponents: the episodes of a task play against one of the
-    last ones, drawn by seed, step and task."""
+    """Earlier versions of a policy as opponents.
+
+    The episodes of a task play against one of the last versions, drawn by seed, step and task.
+    """
 
     context = None
     """Its engines have the limit of the policy that they are versions of."""
@@ -173,20 +184,28 @@ class PastVersions:
     ) -> None:
         """
         Args:
-            current: engine of the policy itself, which plays until `begin`.
             load: returns the engine of the version of a step; called in a thread, at
                 most once while it is used.
+            current: engine of the policy itself, which plays until `begin`.
             every: steps between versions, from step 0 on.
             keep: number of versions to draw from.
             lag: steps that a version may be missing, since episodes of a step can
                 begin that much before it.
             seed: of the draws.
         """
-        self._load, self._current, self._began = load, current, False
-        self.every, self.keep, self._lag, self._seed = every, keep, lag, seed
+        self.every = every
+        self.keep = keep
+        self._load = load
+        self._current = current
+        self._lag = lag
+        self._seed = seed
+        self._began = False
         self._engines: dict[int, asyncio.Future[Engine]] = {}
+        """Engine of each step's version, which may still be loading."""
         self._calls: Counter[int] = Counter()
-        self._sources: list[Callable[[Engine], None]] = []
+        """Number of calls in flight of each step's version; an engine with none may be closed."""
+        self._equipment: list[Callable[[Engine], None]] = []
+        """What every engine is given once loaded: renderer and pixel sources."""
 
     def begin(self) -> None:
         """Play versions from here on."""
@@ -195,16 +214,18 @@ class PastVersions:
     def steps(self, step: int) -> range:
         """Return the steps of the versions that episodes of a step are drawn from."""
         last = max(0, step - self._lag) // self.every
-        return range(max(0, last - self.keep + 1) * self.every, last * self.every + 1, self.every)
+        first = max(0, last - self.keep + 1)
+        return range(first * self.every, last * self.every + 1, self.every)
 
     def oldest(self, step: int) -> int:
-        """Return the step of the oldest version that a run needs which resumes at a step: groups of
-        `lag` steps before it may be unfinished."""
+        """Return the step of the oldest version that a run needs which resumes at a step.
+
+        Groups of `lag` steps before it may be unfinished.
+        """
         return self.steps(step - self._lag).start
 
     def step_of(self, group: str) -> int:
-        """Return the step of the version that the episodes of a group
-        (`Request.group`) play against."""
+        """Return the step of the version that a group's episodes (`Request.group`) play against."""
         steps = self.steps(int(group.split("/", 2)[1]))
         return steps[derive_seed(self._seed, "past", group) % len(steps)]
 
@@ -220,22 +241,23 @@ class PastVersions:
             self._calls[step] -= 1
 
     async def _engine(self, step: int) -> Engine:
+        """Return the engine of a step's version, which all calls that need it load together."""
         future = self._engines.get(step)
-        if (
-            future is None
-            or future.cancelled()
-            or (future.done() and future.exception() is not None)
-        ):
-            future = self._engines[step] = asyncio.ensure_future(self._loaded(step))
+        if future is None or _has_failed(future):
+            future = asyncio.ensure_future(self._load_version(step))
+            self._engines[step] = future
+        # A cancelled call must not cancel the loading that others wait for.
         return await asyncio.shield(future)
 
-    async def _loaded(self, step: int) -> Engine:
+    async def _load_version(self, step: int) -> Engine:
+        # Make room: close the oldest engines that no call uses.
         idle = [old for old in self._open() if not self._calls[old]]
         for old in sorted(idle)[: max(0, len(self._engines) - self.keep)]:
             await self._engines.pop(old).result().close()
+
         engine = await asyncio.to_thread(self._load, step)
-        for give in self._sources:
-            give(engine)
+        for equip in self._equipment:
+            equip(engine)
         return engine
 
     def release(self, session: str) -> None:
@@ -250,24 +272,29 @@ class PastVersions:
 
     def _open(self) -> dict[int, Engine]:
         """Return the engines of the versions that are loaded, by step."""
-        done = {
-            step: future
-            for step, future in self._engines.items()
-            if future.done() and not future.cancelled()
-        }
-        return {
-            step: future.result() for step, future in done.items() if future.exception() is None
-        }
+        engines: dict[int, Engine] = {}
+        for step, future in self._engines.items():
+            if future.done() and not _has_failed(future):
+                engines[step] = future.result()
+        return engines
 
     def set_renderer(self, renderer: Any) -> None:
         """Pass the renderer to every version."""
-        self._give(lambda engine: give_renderer(engine, renderer))
+        self._equip(lambda engine: give_renderer(engine, renderer))
 
     def add_pixel_source(self, pixels: Any) -> None:
         """Pass the source of pixel values to every version."""
-        self._give(lambda engine: add_pixel_source(engine, pixels))
+        self._equip(lambda engine: add_pixel_source(engine, pixels))
 
-    def _give(self, give: Callable[[Engine], None]) -> None:
-        self._sources.append(give)
+    def _equip(self, equip: Callable[[Engine], None]) -> None:
+        """Give something to every loaded engine, and to those that are loaded later."""
+        self._equipment.append(equip)
         for engine in self._open().values():
-            give(engine)
+            equip(engine)
+
+
+def _has_failed(future: asyncio.Future[Engine]) -> bool:
+    """Return whether loading ended without an engine."""
+    if not future.done():
+        return False
+    return future.cancelled() or future.exception() is not None

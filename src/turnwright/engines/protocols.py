@@ -1,4 +1,15 @@
-"""Engine protocol and its optional capabilities; response checks; stop texts."""
+"""The contract of engines: requests, replies, and what an engine may be able to do besides.
+
+An `Engine` takes a `Request` (the complete context as ids, limits, a seed) and returns a
+`Generation`: the ids it sampled, one logprob for each, why the reply ended, and the policy version
+that sampled it. `check_generation` holds a reply to this contract. What only some engines can do
+(report a context limit, take new weights, release memory) is a protocol each, which callers test
+with `isinstance`. `StopText` finds the texts that end a reply in its ids.
+
+How ids are sampled is not here, nor are retries and weight transfer. Read on in `ScriptedEngine`,
+the smallest engine; in `LocalEngine.generate` and `RemoteEngine.generate`, which sample; and in
+`ReplySampler.sample`, which calls them all.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +24,10 @@ from turnwright.errors import BackendContractError, UsageError
 from turnwright.types import ROUTES, ExpertRoutes, MediaPlacement, Message, Sampling, Tools
 
 Decode = Callable[[Sequence[int]], str]
+Finish = Literal["stop", "length", "abort"]
+MissingLogprobs = Literal["error", "mask", "recompute"]
+InFlight = Literal["recompute", "salt", "keep"]
+_UNMODIFIED = Sampling()
 
 
 class StopText:
@@ -50,17 +65,22 @@ class StopText:
                 )
         self._decode = decode
         self._before: tuple[int, ...] = ()
+        """Ids of the same reply that earlier calls sampled."""
         self._max_bytes = max(len(text.encode("utf-8", "replace")) for text in self.texts)
+
         # A printable ASCII character always decodes from its own byte; other characters
         # depend on neighboring ids.
-        last = {text[-1] for text in self.texts}
-        self._last = last if all("!" <= char <= "~" for char in last) else None
+        last_chars = {text[-1] for text in self.texts}
+        is_ascii = all("!" <= char <= "~" for char in last_chars)
+        self._last = last_chars if is_ascii else None
         self._may_end: dict[int, bool] = {}
         """Whether a text may end in an id, judging by its last character."""
 
     def continued_after(self, ids: Sequence[int]) -> StopText:
-        """Return a detector for ids that continue these, for an aborted reply that
-        another call continues."""
+        """Return a detector for ids that continue these.
+
+        It serves an aborted reply that another call continues.
+        """
         other = copy(self)
         other._before = (*self._before, *ids)
         return other
@@ -71,26 +91,32 @@ class StopText:
 
     def first_completion(self, ids: Sequence[int]) -> int:
         """Return how many ids complete the first text; 0 when none is complete."""
-        return next((count for count in range(1, len(ids) + 1) if self._ends(ids, count)), 0)
+        for count in range(1, len(ids) + 1):
+            if self._ends(ids, count):
+                return count
+        return 0
 
     def _ends(self, ids: Sequence[int], count: int) -> bool:
-        last = ids[count - 1]
+        """Return whether id `count - 1` completes a text."""
+        # Most ids do not hold the last character of a text; each is decoded once to know.
+        last_id = ids[count - 1]
         if self._last is not None:
-            if last not in self._may_end:
-                decoded = self._decode([last])
-                self._may_end[last] = any(char in decoded for char in self._last)
-            if not self._may_end[last]:
+            if last_id not in self._may_end:
+                decoded = self._decode([last_id])
+                self._may_end[last_id] = any(char in decoded for char in self._last)
+            if not self._may_end[last_id]:
                 return False
+
+        # Decode as many ids as the longest text has bytes, and one more on each side.
         window = self._max_bytes + 2
         while True:
             missing = window - count
-            tail = [
-                *(self._before[-missing:] if missing > 0 else ()),
-                *ids[max(0, count - window) : count],
-            ]
+            earlier = self._before[-missing:] if missing > 0 else ()
+            tail = [*earlier, *ids[max(0, count - window) : count]]
             decoded = self._decode(tail)
             if any(text in decoded for text in self.texts):
                 return True
+
             # Ids that decode to nothing on their own let a text start further
             # back than one id per byte.
             if len(tail) < window or len(self._decode(tail[1:-1])) >= self._max_bytes:
@@ -98,21 +124,14 @@ class StopText:
             window *= 2
 
     def cut(self, text: str) -> str:
-        """Truncate a text after the first complete stop text; return all of
-        it when there is none."""
+        """Truncate a text after the first complete stop text; return all of it if there is none."""
         ends = [text.index(stop) + len(stop) for stop in self.texts if stop in text]
         return text[: min(ends)] if ends else text
 
 
-Finish = Literal["stop", "length", "abort"]
-_UNMODIFIED = Sampling()
-MissingLogprobs = Literal["error", "mask", "recompute"]
-InFlight = Literal["recompute", "salt", "keep"]
-
-
 @dataclass(slots=True)
 class Request:
-    """One call to an engine."""
+    """One call to an engine: the context, the limits of the reply, and where its draws start."""
 
     ids: Sequence[int]
     """Complete context, verbatim.
@@ -138,8 +157,8 @@ class Request:
     sampling: Sampling = _UNMODIFIED
     agent: str = "main"
     media: Sequence[MediaPlacement] = ()
-    """Complete image and video blocks among `ids`, in order; must stay unmodified
-    until the call returns."""
+    """Complete image and video blocks among `ids`, in order; must stay unmodified until the call
+    returns."""
     messages: Sequence[Message] = ()
     """Messages that `ids` render, for scripts and evaluation chat endpoints; engines that
     sample read `ids` only."""
@@ -148,8 +167,8 @@ class Request:
     extras: frozenset[str] = frozenset()
     """Requested extras by name (`routes`); logprobs are always returned."""
     routes_from: int = 0
-    """First position whose experts are requested when `extras` has `routes`; the caller
-    has the earlier ones."""
+    """First position whose experts are requested when `extras` has `routes`; the caller has the
+    earlier ones."""
     deadline: float | None = None
     """Event loop time by which a response is needed."""
     min_version: int = 0
@@ -165,14 +184,18 @@ class Request:
 
     def continued(self, part: Generation) -> Request:
         """Return the request that continues this one's reply after its first ids."""
-        start, experts = part.extras.get(ROUTES, (self.routes_from, ()))
+        stop_text = None
+        if self.stop_text is not None:
+            stop_text = self.stop_text.continued_after(part.ids)
+        # The caller has the experts that the part came with.
+        routes_start, routes = part.extras.get(ROUTES, (self.routes_from, ()))
         return replace(
             self,
             ids=[*self.ids, *part.ids],
             max_tokens=self.max_tokens - len(part.ids),
-            stop_text=self.stop_text and self.stop_text.continued_after(part.ids),
+            stop_text=stop_text,
             reply_position=self.reply_position + len(part.ids),
-            routes_from=start + len(experts),
+            routes_from=routes_start + len(routes),
         )
 
 
@@ -200,8 +223,9 @@ class Generation:
     """Handling of ids whose logprob is None: a contract error; untrained and counted; or trained
     against the trainer's own forward pass and counted."""
     drafted: int = 0
-    """Ids drafted for this reply by speculative decoding; `accepted` of them were sampled."""
+    """Ids drafted for this reply by speculative decoding."""
     accepted: int = 0
+    """Number of those that were sampled."""
     later_versions: Sequence[tuple[int, int]] = ()
     """Weights that changed during the call: (index of the first id, policy version) of each later
     run of ids, in order."""
@@ -213,21 +237,21 @@ class Generation:
     `Request.min_version`."""
 
     def joined(self, later: Generation) -> Generation:
-        """Return this part of a reply together with what the engine sampled for the rest
-        (`Request.continued`)."""
+        """Return this part of a reply together with what the engine sampled for the rest.
+
+        The rest is that of the request `Request.continued`.
+        """
         extras = {**self.extras, **later.extras}
         if ROUTES in self.extras and ROUTES in later.extras:
-            (first, begun), (start, rest) = (
-                (at, ExpertRoutes.of(some)) for at, some in (self.extras[ROUTES], extras[ROUTES])
-            )
-            extras[ROUTES] = first, begun.concat(rest.slice(first + len(begun) - start, len(rest)))
+            extras[ROUTES] = _joined_routes(self.extras[ROUTES], later.extras[ROUTES])
+
+        # Runs of ids of one version each, as (index of the first id, version).
         count = len(self.ids)
         runs = [(0, self.version), *self.later_versions] if count else []
-        runs += [
-            (count, later.version),
-            *((count + at, version) for at, version in later.later_versions),
-        ]
-        changes = [run for before, run in pairwise(runs) if run[1] != before[1]]
+        runs.append((count, later.version))
+        runs += [(count + start, version) for start, version in later.later_versions]
+        changes = [run for previous, run in pairwise(runs) if run[1] != previous[1]]
+
         return replace(
             later,
             ids=[*self.ids, *later.ids],
@@ -239,6 +263,14 @@ class Generation:
             accepted=self.accepted + later.accepted,
             later_versions=changes,
         )
+
+
+def _joined_routes(part: tuple[int, Any], later: tuple[int, Any]) -> tuple[int, ExpertRoutes]:
+    """Return the experts of two parts of a reply, which may overlap, and their first position."""
+    part_start, part_routes = part[0], ExpertRoutes.of(part[1])
+    later_start, later_routes = later[0], ExpertRoutes.of(later[1])
+    overlap = part_start + len(part_routes) - later_start
+    return part_start, part_routes.concat(later_routes.slice(overlap, len(later_routes)))
 
 
 @runtime_checkable
@@ -304,8 +336,10 @@ class AcceptsPixelSource(Protocol):
     """Engine of a vision model."""
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Add a source of pixel values for `Request.media`; called once per rollout
-        with a vision renderer."""
+        """Add a source of pixel values for `Request.media`.
+
+        Called once per rollout with a vision renderer.
+        """
 
 
 def add_pixel_source(engine: Engine, pixels: Any) -> None:
@@ -361,7 +395,9 @@ class SupportsWeightUpdate(Engine, Protocol):
         """Policy version of the weights."""
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted.
+        """Replace the weights, which come by Hugging Face name.
+
+        Calls in flight first end as aborted.
 
         Returns:
             Fingerprint of the weights as received, which the trainer compares with its own.
@@ -372,8 +408,11 @@ class SupportsWeightUpdate(Engine, Protocol):
 
 
 def check_generation(generation: Generation, request: Request, name: str) -> None:
-    """Raise `BackendContractError`, which starts with the engine's name, when a generation violates
-    the contract of engines."""
+    """Check that a generation keeps the contract of engines.
+
+    Raises:
+        BackendContractError: when it does not; its text starts with `name`, the engine's name.
+    """
     fault = _find_fault(generation, request)
     if fault:
         raise BackendContractError(f"{name} {fault}")
@@ -381,59 +420,68 @@ def check_generation(generation: Generation, request: Request, name: str) -> Non
 
 def _find_fault(generation: Generation, request: Request) -> str:
     """Return the violation, or an empty string."""
-    ids, logprobs, finish = generation.ids, generation.logprobs, generation.finish
+    ids = generation.ids
+    logprobs = generation.logprobs
+    finish = generation.finish
     if finish not in ("stop", "length", "abort"):
         return f"returned the finish reason {finish!r}; expected stop, length or abort"
     if generation.version is None or (
         generation.version < request.min_version and not generation.fixed
     ):
         return f"sampled with policy {generation.version}, older than {request.min_version}"
+
+    # As many logprobs as ids, and no more ids than requested.
     if logprobs is None or len(ids) != len(logprobs):
-        return f"returned {'no' if logprobs is None else len(logprobs)} logprobs for {len(ids)} ids"
+        returned = "no" if logprobs is None else len(logprobs)
+        return f"returned {returned} logprobs for {len(ids)} ids"
     if len(ids) > request.max_tokens:
         return f"returned {len(ids)} ids; at most {request.max_tokens} were requested"
-    if ROUTES in generation.extras and (fault := _check_routes(generation, request)):
-        return fault
+    if ROUTES in generation.extras:
+        fault = _routes_fault(generation, request)
+        if fault:
+            return fault
     if not ids:
         return "" if finish == "abort" else f"returned no ids with the finish reason {finish!r}"
-    stopped, what = ids[-1] in request.stop_ids, "stop id"
-    if request.stop_text is not None and (count := request.stop_text.first_completion(ids)):
-        if count < len(ids):
-            return (
-                f"sampled {len(ids) - count} ids after a stop text of "
-                f"{list(request.stop_text.texts)}"
-            )
-        stopped, what = True, what if stopped else "stop text's end"
+
+    # The reply ends where it was to stop, and nowhere else.
+    ends_in_stop_id = ids[-1] in request.stop_ids
+    ends_in_stop_text = False
+    if request.stop_text is not None:
+        count = request.stop_text.first_completion(ids)
+        if 0 < count < len(ids):
+            texts = list(request.stop_text.texts)
+            return f"sampled {len(ids) - count} ids after a stop text of {texts}"
+        ends_in_stop_text = count > 0
+    stopped = ends_in_stop_id or ends_in_stop_text
     if stopped is not (finish == "stop"):
-        return (
-            f"returned the finish reason {finish!r} after id {ids[-1]}, which is "
-            f"{'a' if stopped else 'no'} {what}"
-        )
-    return _check_numbers(
-        ids,
-        logprobs
-        if generation.missing_logprobs == "error"
-        else [p for p in logprobs if p is not None],
-    )
+        only_text = ends_in_stop_text and not ends_in_stop_id
+        article = "a" if stopped else "no"
+        end = "stop text's end" if only_text else "stop id"
+        return f"returned the finish reason {finish!r} after id {ids[-1]}, which is {article} {end}"
+
+    if generation.missing_logprobs != "error":
+        logprobs = [logprob for logprob in logprobs if logprob is not None]
+    return _numbers_fault(ids, logprobs)
 
 
-def _check_routes(generation: Generation, request: Request) -> str:
-    start, given = generation.extras[ROUTES]
+def _routes_fault(generation: Generation, request: Request) -> str:
+    start, routes = generation.extras[ROUTES]
     try:
-        count = len(ExpertRoutes.of(given))
+        count = len(ExpertRoutes.of(routes))
     except ValueError as error:
         return f"returned unreadable routes: {error}"
-    last = len(request.ids) + len(generation.ids)
-    if not 0 <= start <= request.routes_from or start + count > last:
-        wanted = f"{request.routes_from} on, of {last} ids"
+
+    total = len(request.ids) + len(generation.ids)
+    if not 0 <= start <= request.routes_from or start + count > total:
         return (
-            f"returned routes of positions {start} to {start + count}; those from {wanted} "
-            "were requested"
+            f"returned routes of positions {start} to {start + count}; those from "
+            f"{request.routes_from} on, of {total} ids were requested"
         )
     return ""
 
 
-def _check_numbers(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
+def _numbers_fault(ids: Sequence[int], logprobs: Sequence[float | None]) -> str:
+    # Sum and minimum are computed in C, and fail for a value that is not a number.
     try:
         if not isfinite(sum(logprobs)):  # type: ignore[arg-type]
             return "returned a logprob that is not finite"

@@ -1,5 +1,8 @@
-"""ScriptedEngine: predefined replies, for tests of environments and loops
-and for demonstrations."""
+"""ScriptedEngine: predefined replies, for tests of environments and loops and for demonstrations.
+
+The smallest engine: `generate` shows what the contract of `protocols.py` asks of a reply, without
+a model. It has no weights to update and no cache.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ class ScriptedEngine:
     """Returns scripted replies in place of a model's.
 
     A sequence gives each episode its replies in order; a request beyond them is an `EngineError`. A
-    function `(messages, rng) -> reply` gets the messages and a generator seeded by the request. A
-    reply is text, encoded by the renderer with the end of the turn, or ids, used as they are. Every
-    logprob is 0.0: the script leaves no choice.
+    function `(messages, rng) -> reply` gets the messages and a generator seeded by the request.
+
+    A reply is text, encoded by the renderer with the end of the turn, or ids, used as they are.
+    Every logprob is 0.0: the script leaves no choice.
 
     Example::
 
@@ -44,37 +48,47 @@ class ScriptedEngine:
         self.renderer = renderer
 
     async def generate(self, request: Request) -> Generation:
-        """Return the next reply of the request's episode, truncated at its token
-        limit and after a stop text.
+        """Return the next reply of the request's episode.
+
+        It is truncated at the request's token limit and after a stop text.
 
         Raises:
-            EngineError: when the script has no further reply, or text has no renderer.
+            EngineError: when the script has no further reply, a reply is empty, or text has no
+                renderer.
         """
+        reply: Reply
         if callable(self._replies):
-            ids = self._replies(request.messages, Random(request.seed))
+            reply = self._replies(request.messages, Random(request.seed))
         elif request.call < len(self._replies):
-            ids = self._replies[request.call]
+            reply = self._replies[request.call]
         else:
             raise EngineError(
                 f"the script has {len(self._replies)} replies and the episode asks for reply "
                 f"{request.call + 1}: end the episode earlier or write more replies"
             )
-        if isinstance(ids, str):
+
+        if isinstance(reply, str):
             if self.renderer is None:
                 raise EngineError(
                     "a ScriptedEngine with text needs a renderer: pass renderer= or use it "
                     "through a rollout"
                 )
-            ids = self.renderer.encode_reply(ids)
+            ids: Sequence[int] = self.renderer.encode_reply(reply)
+        else:
+            ids = reply
         ids = list(ids[: request.max_tokens])
         if not ids:
             raise EngineError(
                 f"the script's reply {request.call} is empty; a model samples at least one id"
             )
-        stopped = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
-        if stopped:  # a script may continue where a model would have stopped
-            ids = ids[:stopped]
-        finish: Finish = "stop" if stopped or ids[-1] in request.stop_ids else "length"
+
+        # A script may continue where a model would have stopped.
+        stop_count = 0
+        if request.stop_text is not None:
+            stop_count = request.stop_text.first_completion(ids)
+        if stop_count:
+            ids = ids[:stop_count]
+        finish: Finish = "stop" if stop_count or ids[-1] in request.stop_ids else "length"
         return Generation(ids, [0.0] * len(ids), finish, self.version)
 
     def release(self, session: str) -> None:

@@ -1,4 +1,7 @@
-"""Tokens of local servers, stored where only their user can read them, for that user's clients."""
+"""Tokens of local servers: stored where only their user can read them, for that user's clients.
+
+Here a token is the secret that a server asks of its clients, not an id of a text.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,11 @@ def publish(port: int, token: str) -> None:
     path = path_of(port)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # The file is made with its final mode and then renamed: nobody can open it in between.
         draft = path.with_name(f".{port}-{os.getpid()}")
         draft.unlink(missing_ok=True)
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
             file.write(token)
         draft.replace(path)
     except OSError as error:
@@ -39,23 +44,23 @@ def publish(port: int, token: str) -> None:
 
 def withdraw(port: int, token: str) -> None:
     """Delete the token file of an ending server, unless it holds another server's token by now."""
+    path = path_of(port)
     with suppress(OSError):
-        if path_of(port).read_text() == token:
-            path_of(port).unlink()
+        if path.read_text() == token:
+            path.unlink()
 
 
-def found(url: str) -> str:
+def lookup(url: str) -> str:
     """Return the token of a server at a local URL; empty when this user wrote none."""
     parts = urlsplit(url)
     if parts.hostname not in LOOPBACK or parts.port is None:
         return ""
     try:
         with path_of(parts.port).open() as file:
-            facts = os.fstat(file.fileno())
-            return (
-                file.read(1000).strip()
-                if facts.st_uid == os.getuid() and not facts.st_mode & 0o077
-                else ""
-            )
+            status = os.fstat(file.fileno())
+            others_have_access = status.st_mode & 0o077
+            if status.st_uid != os.getuid() or others_have_access:
+                return ""
+            return file.read(1000).strip()
     except (OSError, ValueError):
         return ""

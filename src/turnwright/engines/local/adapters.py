@@ -42,20 +42,25 @@ class LowRankLinear:
 
         B is random, too, until `RowAdapters.reset`.
         """
-        ends, ranks = [0], sum(shape.rank for _, shape in shapes)
-        for _, shape in shapes:
-            ends.append(ends[-1] + shape.rank)
-        self.columns = {number: slice(*ends[i : i + 2]) for i, (number, _) in enumerate(shapes)}
-        self.owners = tuple(number for number, shape in shapes for _ in range(shape.rank))
+        self.columns: dict[int, slice] = {}
+        """Columns of each adapter among all ranks."""
+        owners: list[int] = []
+        scales: list[float] = []
+        for number, shape in shapes:
+            self.columns[number] = slice(len(owners), len(owners) + shape.rank)
+            owners += [number] * shape.rank
+            scales += [shape.scale] * shape.rank
+        self.owners = tuple(owners)
+        """Adapter of each column."""
+
+        ranks = len(owners)
         device = linear.weight.device
-        draw = torch.Generator().manual_seed(0)
-        self.a = (
-            torch.randn(ranks, linear.in_features, generator=draw) / linear.in_features**0.5
-        ).to(device)
-        self.b = (torch.randn(linear.out_features, ranks, generator=draw) / ranks).to(device)
-        self.scales = torch.tensor(
-            [shape.scale for _, shape in shapes for _ in range(shape.rank)], device=device
-        )
+        generator = torch.Generator().manual_seed(0)
+        a = torch.randn(ranks, linear.in_features, generator=generator) / linear.in_features**0.5
+        self.a = a.to(device)
+        b = torch.randn(linear.out_features, ranks, generator=generator) / ranks
+        self.b = b.to(device)
+        self.scales = torch.tensor(scales, device=device)
 
     def change(self, inputs: Tensor, own: Tensor) -> Tensor:
         """Return what the adapters add for inputs [..., in], in float32.
@@ -73,31 +78,42 @@ class RowAdapters:
     def __init__(
         self, module: nn.Module, decoder: nn.Module, shapes: Sequence[AdapterShape]
     ) -> None:
-        """Raises `EngineError` for a layer that is no linear layer of the model's text decoder,
-        whose inputs are the rows."""
-        modules, of_rows = dict(module.named_modules()), set(decoder.modules())
+        """Take a model, its text decoder and the shapes of the adapters.
+
+        Raises `EngineError` for a layer that is no linear layer of the decoder, whose inputs are
+        the rows.
+        """
+        modules = dict(module.named_modules())
+        decoder_modules = set(decoder.modules())
         names = list(dict.fromkeys(name for shape in shapes for name in shape.layers))
         for name in names:
-            if not isinstance(modules.get(name), nn.Linear) or modules[name] not in of_rows:
+            is_linear = isinstance(modules.get(name), nn.Linear)
+            if not is_linear or modules[name] not in decoder_modules:
                 raise EngineError(
                     f"adapter: the decoder of {type(module).__name__} has no linear layer {name!r}"
                 )
+
         self.count = len(shapes)
         self.layers: dict[nn.Module, LowRankLinear] = {}
         self._by_name: dict[str, LowRankLinear] = {}
         for name in names:
-            having = [
-                (number, shape) for number, shape in enumerate(shapes, 1) if name in shape.layers
-            ]
-            self._by_name[name] = self.layers[modules[name]] = LowRankLinear(modules[name], having)
-        self._owners = {
-            one.owners: torch.tensor(one.owners, device=one.a.device)
-            for one in self._by_name.values()
-        }
+            numbered = enumerate(shapes, 1)
+            layer_shapes = [(number, shape) for number, shape in numbered if name in shape.layers]
+            layer = LowRankLinear(modules[name], layer_shapes)
+            self._by_name[name] = layer
+            self.layers[modules[name]] = layer
+
+        # Layers with equal columns share a mask.
+        self._owners: dict[tuple[int, ...], Tensor] = {}
+        for layer in self._by_name.values():
+            self._owners[layer.owners] = torch.tensor(layer.owners, device=layer.a.device)
         self._masks: dict[tuple[int, ...], Tensor] = {}
+        """[rows, all ranks] of the running pass: which columns are a row's own."""
         self._of_slot: list[int] = []
         self._on_device = torch.zeros(0, dtype=torch.long)
+        """Copy of `_of_slot` on the device."""
         self._stale = True
+        """Whether that copy lags behind."""
 
     def hook(self) -> None:
         """Let the layers of the module add their adapters' output."""
@@ -105,16 +121,17 @@ class RowAdapters:
 
             def add(
                 module: nn.Module,
-                given: tuple[Tensor, ...],
+                arguments: tuple[Tensor, ...],
                 output: Tensor,
                 layer: LowRankLinear = layer,
             ) -> Tensor:
-                own = self._masks[layer.owners]
-                if given[0].shape[-2] != len(own):
+                inputs = arguments[0]
+                own_columns = self._masks[layer.owners]
+                if inputs.shape[-2] != len(own_columns):
                     raise EngineError(
-                        f"adapter: {module} gets {given[0].shape[-2]} of {len(own)} rows"
+                        f"adapter: {module} gets {inputs.shape[-2]} of {len(own_columns)} rows"
                     )
-                return (output + layer.change(given[0], own)).to(output.dtype)
+                return (output + layer.change(inputs, own_columns)).to(output.dtype)
 
             module.register_forward_hook(add)
 
@@ -128,17 +145,18 @@ class RowAdapters:
         """Return the adapter of a slot's rows."""
         return self._of_slot[slot] if slot < len(self._of_slot) else 0
 
-    def swap(self, one: int, other: int) -> None:
+    def swap(self, first: int, second: int) -> None:
         """Exchange the adapters of two slots."""
-        first, second = self.of(one), self.of(other)
-        self.assign(one, second)
-        self.assign(other, first)
+        adapter_of_first = self.of(first)
+        self.assign(first, self.of(second))
+        self.assign(second, adapter_of_first)
 
     def prepare(self, slots: int, device: torch.device) -> None:
-        """Bring the adapters of `slots` slots to the device; before each pass,
-        outside of a recorded one."""
+        """Bring the adapters of `slots` slots to the device, before each pass and outside of a
+        recorded one."""
         if len(self._on_device) < slots:
-            self._on_device, self._stale = torch.zeros(slots, dtype=torch.long, device=device), True
+            self._on_device = torch.zeros(slots, dtype=torch.long, device=device)
+            self._stale = True
         if self._stale:
             count = min(len(self._of_slot), len(self._on_device))
             self._on_device[:count] = torch.tensor(self._of_slot[:count], dtype=torch.long)
@@ -147,7 +165,7 @@ class RowAdapters:
     def begin(self, slots: Tensor) -> None:
         """Mark the columns of each row of a pass, given the slots [rows]."""
         numbers = self._on_device[slots][:, None]
-        self._masks = {owners: numbers == row for owners, row in self._owners.items()}
+        self._masks = {owners: numbers == columns for owners, columns in self._owners.items()}
 
     def add(self, module: nn.Module, inputs: Tensor, output: Tensor) -> None:
         """Add the adapters of a layer, if it has some, to its output [rows, out] in place."""
@@ -156,8 +174,8 @@ class RowAdapters:
             output.add_(layer.change(inputs, self._masks[layer.owners]))
 
     def reset(self) -> None:
-        """Set every B to zero, so that no adapter has an effect, and take the
-        adapters from all slots."""
+        """Set every B to zero, so that no adapter has an effect, and take the adapters from all
+        slots."""
         for layer in self._by_name.values():
             layer.b.zero_()
         self._of_slot.clear()
@@ -166,9 +184,11 @@ class RowAdapters:
     def check(
         self, number: int, weights: Iterable[tuple[str, Any]]
     ) -> list[tuple[str, Tensor, Tensor]]:
-        """Return (name, tensor, place) of each matrix of an adapter in peft's layout; raise
-        `SyncError` unless they are all of its matrices, in their shapes and finite."""
-        found: dict[str, tuple[str, Tensor, Tensor]] = {}
+        """Return (name, tensor, place) of each matrix of an adapter in peft's layout.
+
+        Raises `SyncError` unless they are all of its matrices, in their shapes and finite.
+        """
+        checked: dict[str, tuple[str, Tensor, Tensor]] = {}
         for name, tensor in weights:
             match = _NAME.fullmatch(name)
             layer = self._by_name.get(match["layer"]) if match else None
@@ -179,7 +199,7 @@ class RowAdapters:
                 )
             place = layer.a[columns] if match["half"] == "A" else layer.b[:, columns]
             key = f"{match['layer']}.{match['half']}"
-            if key in found:
+            if key in checked:
                 raise SyncError(f"weight {name!r} was given twice; send each name once")
             if tensor.shape != place.shape:
                 raise SyncError(
@@ -188,27 +208,29 @@ class RowAdapters:
                 )
             if not bool(torch.isfinite(tensor).all()):
                 raise SyncError(f"weight {name!r} is not finite: check the last training updates")
-            found[key] = name, tensor, place
-        wanted = {
-            f"{name}.{half}"
-            for name, layer in self._by_name.items()
-            if number in layer.columns
-            for half in "AB"
-        }
-        if missing := sorted(wanted - found.keys()):
+            checked[key] = (name, tensor, place)
+
+        needed: set[str] = set()
+        for name, low_rank in self._by_name.items():
+            if number in low_rank.columns:
+                needed |= {f"{name}.A", f"{name}.B"}
+        missing = sorted(needed - checked.keys())
+        if missing:
             raise SyncError(
                 f"{len(missing)} matrices of the adapter are missing, first {missing[0]!r}; send "
                 "all of them"
             )
-        return list(found.values())
+        return list(checked.values())
 
 
 def copy_adapter(checked: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Copy checked matrices to their places; return the fingerprint of the copies
-    where the types match."""
-    rows = []
+    """Copy checked matrices to their places.
+
+    Return the fingerprint of the copies where the types match.
+    """
+    copies: list[tuple[str, Tensor]] = []
     with torch.no_grad():
         for name, tensor, place in checked:
             place.copy_(tensor)
-            rows.append((name, place if place.dtype == tensor.dtype else tensor))
-    return fingerprint(rows)
+            copies.append((name, place if place.dtype == tensor.dtype else tensor))
+    return fingerprint(copies)

@@ -1,5 +1,9 @@
 """Attention over cache slots; attention in the vision tower.
 
+`attend` is registered with transformers, whose layers call it; an `AttentionPlan` says which rows
+attend to which slot. `run_attention` is the tower's. The fused pass does not come here: its
+attention is the kernel `attend` of `numba_kernels.py`.
+
 In a step of the engine, rows are at different positions of different slots. A row is one token.
 Each row attends alone, whether it decodes or belongs to a prompt, with the query heads of a key
 head as its queries. So the arithmetic of a position is always the same, and its bits depend
@@ -65,32 +69,42 @@ MOST_KEYS = 1 << 16
 
 def batch_prompts(runs: Sequence[AttentionRun], device: torch.device) -> list[PromptBatch]:
     """Return batches of the runs of prompts, whose rows are at most half padding."""
+    prompts = [run for run in runs if run.slot is not None]
+    prompts.sort(key=lambda run: (run.length, run.count))
+
     batches: list[list[AttentionRun]] = []
-    count = keys = 0
-    for run in sorted(
-        (run for run in runs if run.slot is not None), key=lambda run: (run.length, run.count)
-    ):
+    rows = 0
+    keys = 0
+    for run in prompts:
         batch = batches[-1] if batches else []
-        padded = (len(batch) + 1) * run.count
+        # Runs come in order of their counts, so that each pads the others to its own.
+        padded_rows = (len(batch) + 1) * run.count
         if (
             not batch
             or batch[0].length != run.length
-            or padded > 2 * (count + run.count)
+            or padded_rows > 2 * (rows + run.count)
             or keys + run.length > MOST_KEYS
         ):
-            batches.append(batch := [])
-            count = keys = 0
+            batch = []
+            batches.append(batch)
+            rows = 0
+            keys = 0
         batch.append(run)
-        count, keys = count + run.count, keys + run.length
-    made = []
-    for batch in batches:
-        at = [[run.first + min(n, run.count - 1) for n in range(batch[-1].count)] for run in batch]
-        rows, slots = (
-            torch.tensor(at, device=device),
-            torch.tensor([run.slot for run in batch], device=device),
-        )
-        made.append(PromptBatch(rows, slots, batch[0].length))
-    return made
+        rows += run.count
+        keys += run.length
+    return [_prompt_batch(batch, device) for batch in batches]
+
+
+def _prompt_batch(runs: Sequence[AttentionRun], device: torch.device) -> PromptBatch:
+    """Return runs of one length, the last with the most rows, as a batch."""
+    most_rows = runs[-1].count
+    indices: list[list[int]] = []
+    for run in runs:
+        last = run.count - 1
+        indices.append([run.first + min(number, last) for number in range(most_rows)])
+    rows = torch.tensor(indices, device=device)
+    slots = torch.tensor([run.slot for run in runs], device=device)
+    return PromptBatch(rows, slots, runs[0].length)
 
 
 @dataclass(slots=True)
@@ -111,6 +125,7 @@ class AttentionPlan:
     batches: list[PromptBatch] = field(init=False)
     """Runs of prompts that attend together."""
     row_indices: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Results of `rows_of_keys`, `mask` and `fully_masked`, which the layers share."""
     masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )
@@ -122,13 +137,14 @@ class AttentionPlan:
             self.runs = [run for run in self.runs if run.slot is None]
 
     def rows_of_keys(self, heads: int) -> torch.Tensor:
-        """[rows * heads] storage indices of each row's keys, over single-head rows;
-        computed once per step."""
+        """[rows * heads] storage indices of each row's keys, over single-head rows.
+
+        They are computed once per step.
+        """
         if heads not in self.row_indices:
-            each = torch.arange(heads, device=self.slots.device)
-            row_indices = (
-                self.slots[:, None] * heads + each
-            ) * self.cache.capacity + self.positions[:, None]
+            head_numbers = torch.arange(heads, device=self.slots.device)
+            slot_heads = self.slots[:, None] * heads + head_numbers
+            row_indices = slot_heads * self.cache.capacity + self.positions[:, None]
             self.row_indices[heads] = row_indices.reshape(-1)
         return self.row_indices[heads]
 
@@ -136,38 +152,45 @@ class AttentionPlan:
         self, window: int | None, dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Additive masks [count, 1, 1, length] of the runs and [runs, 1, rows, length] of the
-        batches, computed once per step and window size."""
-        found = self.masks.get(window)
-        if found is None:
-            longest = max(
-                [*(run.length for run in self.runs), *(batch.length for batch in self.batches), 0]
-            )
-            keys = torch.arange(longest, device=self.positions.device)
-            positions = self.positions[:, None]
-            hidden = keys > positions
-            if window is not None:
-                hidden |= keys <= positions - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(
-                hidden, -torch.inf
-            )[:, None, None]
-            of_runs = [
-                mask[run.first : run.first + run.count, ..., : run.length] for run in self.runs
-            ]
-            of_batches = [mask[batch.rows, 0, 0, : batch.length][:, None] for batch in self.batches]
-            found = self.masks[window] = of_runs, of_batches
-        return found
+        batches.
+
+        They are computed once per step and window size.
+        """
+        masks = self.masks.get(window)
+        if masks is not None:
+            return masks
+
+        # Which keys a row does not see: later ones, and those before its window.
+        lengths = [run.length for run in self.runs] + [batch.length for batch in self.batches]
+        keys = torch.arange(max(lengths, default=0), device=self.positions.device)
+        positions = self.positions[:, None]
+        hidden = keys > positions
+        if window is not None:
+            hidden |= keys <= positions - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+        mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+
+        run_masks: list[torch.Tensor] = []
+        for run in self.runs:
+            run_masks.append(mask[run.first : run.first + run.count, ..., : run.length])
+        batch_masks = [mask[batch.rows, 0, 0, : batch.length][:, None] for batch in self.batches]
+        masks = (run_masks, batch_masks)
+        self.masks[window] = masks
+        return masks
 
     def fully_masked(self, window: int | None, chunk: int, count: int) -> torch.Tensor:
-        """[count, rows] whether a row attends to no key of a chunk, computed once per
-        step and window size."""
-        found = self.fully_masked_chunks.get(window)
-        if found is None:
+        """[count, rows] whether a row attends to no key of a chunk.
+
+        It is computed once per step and window size.
+        """
+        masked = self.fully_masked_chunks.get(window)
+        if masked is None:
             starts = torch.arange(0, count * chunk, chunk, device=self.positions.device)[:, None]
-            found = starts > self.positions
+            masked = starts > self.positions
             if window is not None:
-                found |= starts + chunk <= self.positions - window + 1
-            self.fully_masked_chunks[window] = found
-        return found
+                masked |= starts + chunk <= self.positions - window + 1
+            self.fully_masked_chunks[window] = masked
+        return masked
 
 
 def attend(
@@ -198,31 +221,39 @@ def attend(
                 f"{type(module).__name__} uses '{name}', which the local engine does not support; "
                 "use a server"
             )
-    plan, rows, kv = turnwright_plan, query.shape[2], key.shape[1]
+    plan = turnwright_plan
+    rows = query.shape[2]
+    kv = key.shape[1]
+    key_size = key.shape[3]
+    value_size = value.shape[3]
     plan.touched += 1
+
+    # Store the rows' own keys and values.
     keys, values = plan.cache.layer(int(module.layer_idx), key, value)
     rows_of_keys = plan.rows_of_keys(kv)
-    keys.view(-1, key.shape[3]).index_copy_(
-        0, rows_of_keys, key[0].transpose(0, 1).reshape(-1, key.shape[3])
-    )
-    values.view(-1, value.shape[3]).index_copy_(
-        0, rows_of_keys, value[0].transpose(0, 1).reshape(-1, value.shape[3])
-    )
+    new_keys = key[0].transpose(0, 1).reshape(-1, key_size)
+    keys.view(-1, key_size).index_copy_(0, rows_of_keys, new_keys)
+    new_values = value[0].transpose(0, 1).reshape(-1, value_size)
+    values.view(-1, value_size).index_copy_(0, rows_of_keys, new_values)
+
+    # Each row by itself, with the query heads of a key head as its queries.
     folded = query[0].transpose(0, 1).reshape(rows, kv, -1, query.shape[3])
-    masks, batch_masks = plan.mask(sliding_window, query.dtype)
+    run_masks, batch_masks = plan.mask(sliding_window, query.dtype)
     if plan.chunk is not None and any(run.length > plan.chunk for run in plan.runs):
-        out = _in_chunks(plan, sliding_window, folded, keys, values, masks, scaling)
-        return out.view(1, rows, -1, value.shape[3]), None
-    out = query.new_zeros(rows, kv, folded.shape[2], value.shape[3])
-    for run, mask in zip(plan.runs, masks, strict=True):
-        rows_slice = slice(run.first, run.first + run.count)
-        their = _keys_of(run, keys, 0, run.length), _keys_of(run, values, 0, run.length)
-        out[rows_slice] = F.scaled_dot_product_attention(
-            folded[rows_slice], *their, attn_mask=mask, scale=scaling
+        out = _in_chunks(plan, sliding_window, folded, keys, values, run_masks, scaling)
+        return out.view(1, rows, -1, value_size), None
+
+    out = query.new_zeros(rows, kv, folded.shape[2], value_size)
+    for run, mask in zip(plan.runs, run_masks, strict=True):
+        run_rows = slice(run.first, run.first + run.count)
+        run_keys = _keys_of(run, keys, 0, run.length)
+        run_values = _keys_of(run, values, 0, run.length)
+        out[run_rows] = F.scaled_dot_product_attention(
+            folded[run_rows], run_keys, run_values, attn_mask=mask, scale=scaling
         )
     for batch, mask in zip(plan.batches, batch_masks, strict=True):
         _attend_together(batch, folded, keys, values, mask, scaling, out)
-    return out.view(1, rows, -1, value.shape[3]), None
+    return out.view(1, rows, -1, value_size), None
 
 
 def _keys_of(run: AttentionRun, store: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -247,27 +278,34 @@ def _in_chunks(
     a chunk's size it does not. A chunk after a row's last key has the weight exp(-inf) = 0 and
     leaves the row's bits unchanged.
     """
-    assert plan.chunk is not None
-    (rows, kv, shared, _), chunk = query.shape, plan.chunk
+    chunk = plan.chunk
+    assert chunk is not None
+    rows, kv, shared, _ = query.shape
     count = -(-max(run.length for run in plan.runs) // chunk)
+
+    # Attention over each chunk, and the log of the sum of its weights.
     outs = torch.zeros(
         (count, rows, kv, shared, values.shape[3]), dtype=torch.float32, device=query.device
     )
-    sums = torch.zeros((count, rows, kv, shared), dtype=torch.float32, device=query.device)
+    log_sums = torch.zeros((count, rows, kv, shared), dtype=torch.float32, device=query.device)
     for run, mask in zip(plan.runs, masks, strict=True):
-        rows_slice = slice(run.first, run.first + run.count)
+        run_rows = slice(run.first, run.first + run.count)
         for number, start in enumerate(range(0, run.length, chunk)):
             end = min(start + chunk, run.length)
-            outs[number, rows_slice], sums[number, rows_slice] = FLASH(
-                query[rows_slice],
+            outs[number, run_rows], log_sums[number, run_rows] = FLASH(
+                query[run_rows],
                 _keys_of(run, keys, start, end),
                 _keys_of(run, values, start, end),
                 attn_mask=mask[..., start:end],
                 scale=scaling,
             )
-    sums.masked_fill_(plan.fully_masked(window, chunk, count)[:, :, None, None], -torch.inf)
-    weights = (sums - sums.amax(0)).exp_()
-    total, norm = outs[0] * weights[0, ..., None], weights[0].clone()
+    fully_masked = plan.fully_masked(window, chunk, count)
+    log_sums.masked_fill_(fully_masked[:, :, None, None], -torch.inf)
+
+    # Their weighted mean, in order of the chunks.
+    weights = (log_sums - log_sums.amax(0)).exp_()
+    total = outs[0] * weights[0, ..., None]
+    norm = weights[0].clone()
     for number in range(1, count):
         total.addcmul_(outs[number], weights[number, ..., None])
         norm += weights[number]
@@ -288,14 +326,14 @@ def _attend_together(
     runs, most = batch.rows.shape
     kv, shared, size = query.shape[1:]
     q = query[batch.rows].permute(0, 2, 3, 1, 4).reshape(runs, kv, shared * most, size)
-    k, v = (store[batch.slots, :, : batch.length] for store in (keys, values))
+    k = keys[batch.slots, :, : batch.length]
+    v = values[batch.slots, :, : batch.length]
     mask = mask[:, :, None].expand(runs, 1, shared, most, -1).reshape(runs, 1, shared * most, -1)
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-    out.index_copy_(
-        0,
-        batch.rows.view(-1),
-        found.view(runs, kv, shared, most, -1).permute(0, 3, 1, 2, 4).flatten(0, 1),
-    )
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+
+    # Back to one row after the other; repeated rows have equal results.
+    by_row = mixed.view(runs, kv, shared, most, -1).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    out.index_copy_(0, batch.rows.view(-1), by_row)
 
 
 AttentionInterface.register(ATTENTION_NAME, attend)
@@ -317,31 +355,39 @@ def run_attention(
 ) -> tuple[Tensor, None]:
     """Attend within runs, as an attention function of transformers.
 
-    From [1, heads, patches, size] to [1, patches, heads, size]; `cu_seq_lens_q` has the start
-    of each run, and the end.
+    From [1, heads, patches, size] to [1, patches, heads, size]; `cu_seq_lens_q` has the start of
+    each run, and the end.
     """
     assert cu_seq_lens_q is not None
     edges = cu_seq_lens_q.tolist()
     sizes = [end - start for start, end in pairwise(edges)]
+
+    # Runs of one size attend in one call.
     if len(set(sizes)) == 1:
         shape = (len(sizes), sizes[0])
-        q, k, v = (run[0].unflatten(1, shape).transpose(0, 1) for run in (query, key, value))
+        q, k, v = (tensor[0].unflatten(1, shape).transpose(0, 1) for tensor in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
         return out.transpose(1, 2).flatten(0, 1)[None], None
-    runs = zip(*(run.split(sizes, dim=2) for run in (query, key, value)), strict=True)
-    outs = [
-        F.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2) for q, k, v in runs
-    ]
+
+    outs: list[Tensor] = []
+    parts = zip(*(tensor.split(sizes, dim=2) for tensor in (query, key, value)), strict=True)
+    for q, k, v in parts:
+        out = F.scaled_dot_product_attention(q, k, v, scale=scaling)
+        outs.append(out.transpose(1, 2))
     return torch.cat(outs, dim=1), None
 
 
 def use_run_attention(module: nn.Module) -> None:
-    """Use `run_attention` in a module's towers whose attention takes runs and is
-    transformers' default."""
-    for run in module.modules():
-        config = getattr(run, "config", None)
-        takes = "cu_seqlens" in inspect.signature(run.forward).parameters and hasattr(run, "qkv")
-        if takes and getattr(config, "_attn_implementation", None) == "sdpa":
+    """Use `run_attention` in a module's towers whose attention takes runs and is transformers'
+    default."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        takes_runs = "cu_seqlens" in inspect.signature(part.forward).parameters
+        if (
+            takes_runs
+            and hasattr(part, "qkv")
+            and getattr(config, "_attn_implementation", None) == "sdpa"
+        ):
             config._attn_implementation = RUNS_NAME  # type: ignore[union-attr]
 
 

@@ -1,5 +1,5 @@
-"""Passes in which every row decodes, as CUDA graphs: Python launches such a pass more slowly
-than a GPU computes it."""
+"""Passes in which every row decodes, as CUDA graphs: Python launches such a pass more slowly than a
+GPU computes it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from turnwright.engines.local.sampler import ROWS, padded_rows, round_up_rows
 
 _log = logging.getLogger(__name__)
 LENGTHS = (256, 1024)
-"""Attended keys are rounded up to multiples of the first up to the second, from
-there on of the second."""
+"""Attended keys are rounded up to multiples of the first up to the second, from there on of the
+second."""
 Pass = Callable[[Tensor, AttentionPlan, Tensor], Tensor]
-"""From a batch [3, rows] of ids, positions and slots, its attention and the
-rows wanted to logits."""
+"""From a batch [3, rows] of ids, positions and slots, its attention and the rows wanted to
+logits."""
 MOST_GRAPHS = 32
-"""Graphs that are kept, each with the memory of its pass; then the one
-recorded first is dropped."""
+"""Graphs that are kept, each with the memory of its pass; then the one recorded first is
+dropped."""
 _RECORDING = threading.Lock()
 """Engines of one process record one at a time."""
 
@@ -49,9 +49,12 @@ class DecodeGraphs:
     """
 
     def __init__(self, cache: KVCache, device: torch.device) -> None:
-        self._cache, self._device = cache, device
-        self._made: dict[tuple[int, int], Recorded] = {}
+        self._cache = cache
+        self._device = device
+        self._graphs: dict[tuple[int, int], Recorded] = {}
+        """Graphs by their numbers of rows and keys, in the order of recording."""
         self._storage = -1
+        """Number of the cache's storage that they write to."""
         self.usable = True
         """False once recording failed: the model's pass cannot be recorded."""
 
@@ -70,37 +73,41 @@ class DecodeGraphs:
         None if it cannot be recorded.
         """
         if self._storage != self._cache.storage:  # the graphs would write where the cache was
-            self._made.clear()
+            self._graphs.clear()
             self._storage = self._cache.storage
+
+        # Find a graph for these numbers of rows and keys, rounded up, or record it.
         rows = max(ROWS, 1 << (len(tokens) - 1).bit_length())
-        step = LENGTHS[length > LENGTHS[1]]
+        step = LENGTHS[1] if length > LENGTHS[1] else LENGTHS[0]
         length = min(-(-length // step) * step, self._cache.capacity)
         batch = padded_rows(tokens, positions, slots, rows, self._cache.scratch)
-        found = self._made.get((rows, length))
-        if found is None:
-            found = self._record(compute, batch, length)
-            if found is None:
+        recorded = self._graphs.get((rows, length))
+        if recorded is None:
+            recorded = self._record(compute, batch, length)
+            if recorded is None:
                 return None
-            if len(self._made) >= MOST_GRAPHS:
-                self._made.pop(next(iter(self._made)))
-            self._made[rows, length] = found
-        found.batch.copy_(batch)
-        found.graph.replay()
+            if len(self._graphs) >= MOST_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[rows, length] = recorded
+
+        # Replay it on this batch.
+        recorded.batch.copy_(batch)
+        recorded.graph.replay()
         if keep == list(range(len(keep))):
-            return found.logits
-        wanted = [*keep, *[0] * (round_up_rows(len(keep)) - len(keep))]
-        return found.logits.index_select(0, torch.tensor(wanted, device=self._device))
+            return recorded.logits
+        padding = [0] * (round_up_rows(len(keep)) - len(keep))
+        wanted = torch.tensor([*keep, *padding], device=self._device)
+        return recorded.logits.index_select(0, wanted)
 
     def _record(self, compute: Pass, batch: Tensor, length: int) -> Recorded | None:
-        given = batch.to(self._device)
-        wanted = torch.arange(given.shape[1], device=self._device)
+        device_batch = batch.to(self._device)
+        wanted = torch.arange(device_batch.shape[1], device=self._device)
 
         def run() -> Tensor:
-            count = min(given.shape[1], self._cache.slots + 1)
-            plan = AttentionPlan(
-                self._cache, given[1], given[2], [AttentionRun(0, count, length)], None
-            )
-            return compute(given, plan, wanted)
+            count = min(device_batch.shape[1], self._cache.slots + 1)
+            attention = [AttentionRun(0, count, length)]
+            plan = AttentionPlan(self._cache, device_batch[1], device_batch[2], attention, None)
+            return compute(device_batch, plan, wanted)
 
         try:
             graph, logits = record(run, self._device)
@@ -112,18 +119,22 @@ class DecodeGraphs:
                 reason,
             )
             return None
-        return Recorded(graph, given, wanted, logits)
+        return Recorded(graph, device_batch, wanted, logits)
 
 
 def record(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Record what a function computes, without other threads' work; return the graph, and the
-    result that replays overwrite."""
+    """Record what a function computes, without other threads' work.
+
+    Return the graph, and the result that replays overwrite.
+    """
     with _RECORDING:
+        # A first run lets libraries allocate their workspaces outside of the graph.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # libraries allocate their workspaces outside of the graph
+        with torch.cuda.stream(stream):
             run()
         torch.cuda.current_stream(device).wait_stream(stream)
+
         graph = torch.cuda.CUDAGraph()
         # The trainer may allocate on its thread meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -1,4 +1,13 @@
-"""LocalEngine: samples from a Hugging Face model in this process."""
+"""LocalEngine: samples from a Hugging Face model in this process.
+
+`LocalEngine.generate` checks a request, hands it to its `Worker` and waits for the reply. The
+worker repeats `Scheduler.step`, which computes one step of all calls together; read on there. The
+engine also passes on what changes between steps: new weights, sleep, the end of calls.
+`AdapterEngine` is one of several policies that share the model.
+
+How a batch is computed is not here (`EngineModel.forward`), nor how an id is drawn (`Sampler`) or
+which context finds which cached keys (`SlotTable.place`).
+"""
 
 from __future__ import annotations
 
@@ -39,11 +48,19 @@ def ids_of(request: Request) -> tuple[list[int], str]:
     """Return the context ids as ints, and what is wrong with them."""
     try:
         ids = list(request.ids)
+        # Nearly always ints already, which this tells without a Python call for each id.
         if set(map(type, ids)) != {int}:
-            ids = [index(one) for one in ids if not isinstance(one, bool) or _reject_bool(one)]
+            ids = [_id_of(value) for value in ids]
     except (TypeError, OverflowError) as error:
         return [], f"the context contains a value that is not an id: {error}"
     return ids, ""
+
+
+def _id_of(value: Any) -> int:
+    """Return an integer of any library as an int; a bool is none."""
+    if isinstance(value, bool):
+        raise TypeError(f"{value!r}")
+    return index(value)
 
 
 def fault_of(request: Request, vocabulary: int) -> str:
@@ -58,6 +75,7 @@ def fault_of(request: Request, vocabulary: int) -> str:
         return f"routes_from must be a position, not {request.routes_from!r:.80}"
     if request.stop_text is not None and not isinstance(request.stop_text, StopText):
         return f"stop_text must be a StopText, not {request.stop_text!r:.80}"
+
     temperature = request.sampling.temperature
     if not is_finite_number(temperature) or (
         temperature != 0 and not MIN_TEMPERATURE <= temperature <= 1 / MIN_TEMPERATURE
@@ -66,8 +84,10 @@ def fault_of(request: Request, vocabulary: int) -> str:
             f"the temperature must be 0 or from {MIN_TEMPERATURE:g} to {1 / MIN_TEMPERATURE:g}, "
             f"not {temperature!r:.80}"
         )
-    if fault := request.sampling.fault():
+    fault = request.sampling.fault()
+    if fault:
         return fault
+
     if not request.banned_ids:
         return ""
     if not isinstance(request.banned_ids, frozenset):
@@ -79,19 +99,16 @@ def fault_of(request: Request, vocabulary: int) -> str:
 # model's rows.
 @lru_cache(maxsize=64)
 def _banned_fault(banned: frozenset[int], vocabulary: int) -> str:
-    if any(type(one) is not int for one in banned):
+    if any(type(id_) is not int for id_ in banned):
         return "banned_ids must be a frozenset of ids"
-    low, high = min(banned), max(banned)
+    low = min(banned)
+    high = max(banned)
     if low < 0 or high >= vocabulary:
-        return (
-            f"banned_ids: id {low if low < 0 else high} is not in the vocabulary of "
-            f"{vocabulary} ids"
-        )
-    return "banned_ids: every id of the vocabulary is banned" if len(banned) == vocabulary else ""
-
-
-def _reject_bool(one: Any) -> bool:
-    raise TypeError(f"{one!r}")
+        unknown = low if low < 0 else high
+        return f"banned_ids: id {unknown} is not in the vocabulary of {vocabulary} ids"
+    if len(banned) == vocabulary:
+        return "banned_ids: every id of the vocabulary is banned"
+    return ""
 
 
 MAX_SLOTS = 1024
@@ -110,6 +127,11 @@ class LocalEngine:
     do not depend on other calls, their order or the cache, nor on interruptions: a reply that
     another call continues (`Request.reply_position`) is the one without an interruption. This is
     verified at the start (`exact`) and claimed only on CPUs in float32.
+
+    Example::
+
+        engine = LocalEngine.load("path/to/model", context=4096)
+        trajectories = tw.rollout(env, tasks, engine=engine)
 
     Args:
         model: transformers module that uses the attention interface (Llama, Qwen, Mistral ...), or
@@ -151,6 +173,7 @@ class LocalEngine:
         adapters: Sequence[AdapterShape] = (),
     ) -> None:
         self.renderer = renderer
+        # A module has its configuration; a configuration comes in place of a module.
         config = getattr(model, "config", model).get_text_config()
         self.context = context if context is not None else int(config.max_position_embeddings)
         if self.context < 2 or (slots is not None and slots < 1):
@@ -161,17 +184,11 @@ class LocalEngine:
             raise EngineError(
                 f"speculate must be a number of ids to draft, 0 for none; not {speculate}"
             )
+
         self._model = EngineModel(model, self.context, device, dtype, adapters)
-        try:
-            self.exact = calibrate_batch_invariance(self._model)
-        except (AttributeError, KeyError, TypeError) as error:
-            kind = type(self._model.module).__name__
-            raise EngineError(
-                f"{kind} does not use transformers' attention interface as required: {error!r}; "
-                "use a server"
-            ) from error
-        """Whether the start-up check found results independent of batching; False
-        where this is not claimed."""
+        self.exact = self._is_batch_invariant()
+        """Whether the start-up check found results independent of batching; False where this is
+        not claimed."""
         if self._model.adapters is not None:
             self._model.adapters.reset()  # they were random for the check
         if self._model.on_cpu and not self.exact:
@@ -181,6 +198,7 @@ class LocalEngine:
                 "of a boundary); try torch.set_num_threads(1), float32",
                 stacklevel=2,
             )
+
         self.slots = slots if slots is not None else _default_slots(self._model, cache_gib)
         self._scheduler = Scheduler(
             self._model, sampler or Sampler(), self.slots, speculate, version
@@ -188,6 +206,7 @@ class LocalEngine:
         self._worker = Worker(self._scheduler, SHORT_STEP_S if self._model.on_cpu else 0.0)
         self.asleep = False
         """Whether its memory is released; calls are refused until `wake` or `update`."""
+
         # An engine that is garbage-collected without `close` must not leave its
         # thread and weights alive.
         self._finalizer = weakref.finalize(self, self._worker.stop)
@@ -213,6 +232,18 @@ class LocalEngine:
             ) from error
         return cls(model, **options)
 
+    def _is_batch_invariant(self) -> bool:
+        """Return whether results are independent of batching, by a check of this model here."""
+        try:
+            invariant: bool = calibrate_batch_invariance(self._model)
+        except (AttributeError, KeyError, TypeError) as error:
+            kind = type(self._model.module).__name__
+            raise EngineError(
+                f"{kind} does not use transformers' attention interface as required: {error!r}; "
+                "use a server"
+            ) from error
+        return invariant
+
     @property
     def fused(self) -> bool:
         """Whether the fused forward pass is used instead of transformers' modules."""
@@ -234,8 +265,10 @@ class LocalEngine:
         return self._model.weight_bytes
 
     def cache_bytes_of(self, sequences: int | None, length: int) -> int:
-        """Return the bytes that the cache grows to with this many sequences of `length` ids;
-        None counts all slots."""
+        """Return the bytes that the cache grows to with this many sequences of `length` ids.
+
+        `sequences` None counts all slots.
+        """
         slots = self.slots if sequences is None else min(sequences, self.slots)
         return self._model.cache_bytes_of(slots, min(length, self.context))
 
@@ -250,8 +283,10 @@ class LocalEngine:
         return self._scheduler.versions[0]
 
     def adapter(self, number: int) -> AdapterEngine:
-        """Return the engine of a policy that shares this model: with adapter `number` from 1,
-        or without one for 0."""
+        """Return the engine of a policy that shares this model.
+
+        Adapters are numbered from 1; number 0 is the model without one.
+        """
         return AdapterEngine(self, number)
 
     @property
@@ -271,8 +306,10 @@ class LocalEngine:
 
     @property
     def records_experts(self) -> bool:
-        """Whether replies can hold the experts of each id: a mixture of experts whose layers
-        have one number of them."""
+        """Whether replies can hold the experts of each id.
+
+        They can for a mixture of experts whose layers have one number of them.
+        """
         return bool(self._model.recording)
 
     def add_pixel_source(self, pixels: Any) -> None:
@@ -289,8 +326,8 @@ class LocalEngine:
     async def generate(self, request: Request) -> Generation:
         """Sample one reply.
 
-        `max_tokens` is clipped to the rest of the context. Cancelling the call frees
-        its slot at the next step.
+        `max_tokens` is clipped to the rest of the context. Cancelling the call frees its slot at
+        the next step.
 
         Raises:
             BackendContractError: for an invalid request: missing or unknown ids, images that the
@@ -304,17 +341,18 @@ class LocalEngine:
         prompt = self._check_request(request, self._scheduler.versions[adapter])
         limit = min(request.max_tokens, self.context - len(prompt))
         keys, view = self._context_media(request, prompt)
-        call = ActiveCall(
-            request, prompt, limit, asyncio.get_running_loop().create_future(), keys, view, adapter
-        )
+        future = asyncio.get_running_loop().create_future()
+        call = ActiveCall(request, prompt, limit, future, keys, view, adapter)
+
         self._worker.post(partial(self._scheduler.submit, call))
         try:
-            result: Generation = await call.future
+            generation: Generation = await future
         except asyncio.CancelledError:
+            # An engine that has stopped has no call left to cancel.
             with contextlib.suppress(EngineError):
                 self._worker.post(partial(self._scheduler.cancel, call))
             raise
-        return result
+        return generation
 
     def check(self) -> None:
         """Check that the engine works.
@@ -346,12 +384,11 @@ class LocalEngine:
             self._worker.post(lambda: self._worker.deliver(self._scheduler.abort(adapter)))
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Replace the weights, given by Hugging Face name; calls in flight first end as aborted,
-        and the cache is cleared.
+        """Replace the weights, which come by Hugging Face name.
 
-        All weights are checked before the first is copied: on an error, engine, calls and
-        cache are unchanged. The weights are iterated over where the engine computes, twice
-        unless they are an iterator.
+        Calls in flight first end as aborted, and the cache is cleared. All weights are checked
+        before the first is copied: on an error, engine, calls and cache are unchanged. The weights
+        are iterated over where the engine computes, twice unless they are an iterator.
 
         Returns:
             `fingerprint` of the weights as received.
@@ -365,11 +402,10 @@ class LocalEngine:
         )
 
     async def sleep(self) -> None:
-        """Release memory for other users of the device, until `wake` or `update`; calls in
-        flight first end as aborted.
+        """Release memory for other users of the device, until `wake` or `update`.
 
-        The key-value cache and image features are dropped; weights on a GPU move to host memory.
-        Later samples have the same bits as without sleep.
+        Calls in flight first end as aborted. The key-value cache and image features are dropped;
+        weights on a GPU move to host memory. Later samples have the same bits as without sleep.
 
         Raises:
             EngineError: the engine failed or is closed.
@@ -383,10 +419,10 @@ class LocalEngine:
         await asyncio.wrap_future(self._worker.ask(self._wake))
 
     async def drop_cache(self) -> None:
-        """Release the memory of keys, values and image features unless calls are in flight; the
-        next call computes them anew.
+        """Release the memory of keys, values and image features unless calls are in flight.
 
-        Later samples have the same bits. Raises `EngineError` when the engine failed or is closed.
+        The next call computes them anew, and later samples have the same bits. Raises
+        `EngineError` when the engine failed or is closed.
         """
         await asyncio.wrap_future(self._worker.ask(self._drop_cache))
 
@@ -411,11 +447,11 @@ class LocalEngine:
             self.asleep = False
 
     def _update_weights(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        given = check_weights(self._model.module, weights)
+        checked = check_weights(self._model.module, weights)
         self._wake()
         self._worker.deliver(self._scheduler.abort())
         self._scheduler.clear_cache()
-        digest = self._model.copy_weights(given)
+        digest = self._model.copy_weights(checked)
         self._scheduler.versions[0] = version
         return digest
 
@@ -437,31 +473,36 @@ class LocalEngine:
         return await asyncio.wrap_future(self._worker.ask(work))
 
     def _check_request(self, request: Request, version: int) -> list[int]:
-        ids, wrong_ids = ids_of(request)
+        """Return the ids of the context; raise unless the request can be computed."""
+        ids, ids_fault = ids_of(request)
         where = f"session {request.session!r:.80}, call {request.call}"
         if self.asleep:
             raise EngineError(f"{where}: the local engine is asleep; call wake or update first")
-        if wrong_ids or not ids:
-            raise BackendContractError(
-                f"{where}: {wrong_ids or 'no ids; a request needs the complete context'}"
-            )
-        if fault := fault_of(request, self._model.vocabulary):
+        if ids_fault:
+            raise BackendContractError(f"{where}: {ids_fault}")
+        if not ids:
+            raise BackendContractError(f"{where}: no ids; a request needs the complete context")
+        fault = fault_of(request, self._model.vocabulary)
+        if fault:
             raise BackendContractError(f"{where}: {fault}")
-        sampled = request.reply_position
-        if type(sampled) is not int or not 0 <= sampled < len(ids):
+
+        position = request.reply_position
+        if type(position) is not int or not 0 <= position < len(ids):
             raise BackendContractError(
                 f"{where}: reply_position must be below the {len(ids)} ids of the context, not "
-                f"{sampled!r:.80}"
+                f"{position!r:.80}"
             )
         if len(ids) + 1 > self.context:
             raise BackendContractError(
                 f"{where}: {len(ids)} ids fill the context of {self.context}"
             )
-        low, high = min(ids), max(ids)
+
+        low = min(ids)
+        high = max(ids)
         if low < 0 or high >= self._model.vocabulary:
-            wrong = low if low < 0 else high
+            unknown = low if low < 0 else high
             raise BackendContractError(
-                f"{where}: id {wrong} is not in the vocabulary of {self._model.vocabulary} ids"
+                f"{where}: id {unknown} is not in the vocabulary of {self._model.vocabulary} ids"
             )
         if request.min_version > version:
             raise BackendContractError(
@@ -474,7 +515,8 @@ class LocalEngine:
         self, request: Request, ids: list[int]
     ) -> tuple[list[int], ContextMedia | None]:
         """Return the cache keys of a context, and its media."""
-        where, media = f"session {request.session!r}, call {request.call}", request.media
+        where = f"session {request.session!r}, call {request.call}"
+        media = request.media
         seen = self._scheduler.seen
         if seen is None or not (seen.has_pixel_source or media):
             if media:
@@ -482,11 +524,13 @@ class LocalEngine:
                     f"{where}: {len(media)} images or videos, but {self._model.blind}"
                 )
             return ids, None
+
         if media and media[-1].end > len(ids):
             raise BackendContractError(
                 f"{where}: an image is at {media[-1].start} to {media[-1].end} of {len(ids)} ids"
             )
         keys = ids_with_media_keys(ids, media) if media else ids
+        # A media key replaces each placeholder of an image, so those that are left have none.
         if not seen.vision.pad_ids.isdisjoint(keys):
             strays = sum(key in seen.vision.pad_ids for key in keys)
             raise BackendContractError(
@@ -496,12 +540,11 @@ class LocalEngine:
 
 
 class AdapterEngine:
-    """Policy that shares the model of a local engine with others, and differs
-    from them by a LoRA adapter.
+    """Policy that shares the model of a local engine with others, and has its own LoRA adapter.
 
-    Its calls are computed in the passes of the others. They have caches and a version of
-    their own, so that an update touches only this policy. Sleeping, waking and closing
-    concern the shared engine.
+    Its calls are computed in the passes of the others. They have caches and a version of their
+    own, so that an update touches only this policy. Sleeping, waking and closing concern the
+    shared engine.
     """
 
     def __init__(self, shared: LocalEngine, number: int) -> None:
@@ -509,7 +552,8 @@ class AdapterEngine:
             raise EngineError(
                 f"adapter {number}: the engine has {len(shared._scheduler.versions) - 1}, from 1"
             )
-        self.shared, self.number = shared, number
+        self.shared = shared
+        self.number = number
 
     @property
     def context(self) -> int:
@@ -551,9 +595,10 @@ class AdapterEngine:
         self.shared._abort(self.number)
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Replace the adapter's matrices, given by peft's names: this policy's calls in flight
-        first end as aborted, and its cache is cleared. All are checked before the first is copied.
-        Wakes the shared engine.
+        """Replace the adapter's matrices, which come by peft's names.
+
+        This policy's calls in flight first end as aborted, and its cache is cleared. All matrices
+        are checked before the first is copied. Wakes the shared engine.
 
         Returns:
             `fingerprint` of the matrices as received.
@@ -587,9 +632,11 @@ def _default_slots(model: EngineModel, cache_gib: float) -> int:
     each = model.cache.bytes_per_position * (model.context + 1)
     slots = int(min(MAX_SLOTS, max(1, cache_gib * 2**30 // each)))
     if slots < 8:
-        text = (
+        _log.warning(
             "local engine: %g GiB of cache hold %d sequences of %d positions; reduce context "
-            "or increase cache_gib"
+            "or increase cache_gib",
+            cache_gib,
+            slots,
+            model.context,
         )
-        _log.warning(text, cache_gib, slots, model.context)
     return slots

@@ -41,7 +41,8 @@ class FewRows:
         from turnwright.engines.local import numba_kernels
 
         self._kernel: Any = numba_kernels.multiply_few
-        self._packed, self._weights = packed, packed_numbers(packed)
+        self._packed = packed
+        self._weights = packed_numbers(packed)
         self._out, self._inner = shape
         self._part = part
 
@@ -49,21 +50,24 @@ class FewRows:
         """Return the products of rows [N, in] in bfloat16, [N, out] in bfloat16."""
         outputs = inputs.new_empty(len(inputs), self._out)
         rows = inputs.contiguous().view(torch.int16).numpy().reshape(-1)
-        into = outputs.view(torch.int16).numpy().reshape(-1)
-        self._kernel(rows, len(inputs), self._inner, self._weights, self._out, self._part, into)
+        flat_outputs = outputs.view(torch.int16).numpy().reshape(-1)
+        self._kernel(
+            rows, len(inputs), self._inner, self._weights, self._out, self._part, flat_outputs
+        )
         return outputs
 
 
 def packed_numbers(packed: Tensor) -> np.ndarray:
     """View the memory of a packed matrix as bits of bfloat16; it is valid as long as the matrix."""
-    address, size = torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
+    address = torch.ops.mkldnn.data_ptr(packed)
+    size = torch.ops.mkldnn._nbytes(packed)
     numbers = ctypes.cast(address, ctypes.POINTER(ctypes.c_int16))
     return np.ctypeslib.as_array(numbers, (size // 2,))
 
 
 def find_order(packed: Tensor, inputs: Tensor, outputs: Tensor) -> int:
-    """Return the `part` with which the kernel repeats the library's products to
-    the bit; 0 if none does.
+    """Return the `part` with which the kernel repeats the library's products to the bit; 0 if none
+    does.
 
     Args:
         packed: a packed matrix.
@@ -79,13 +83,13 @@ def find_order(packed: Tensor, inputs: Tensor, outputs: Tensor) -> int:
     if inner % PANEL or out % PANEL or not _is_readable(packed, 2 * inner * out):
         return 0
 
-    some = slice(None, None, max(1, len(inputs) // MOST))
+    # Try the sizes of 1, 2, ... equal parts on some of the rows.
+    some_rows = slice(None, None, max(1, len(inputs) // MOST))
     blocks = inner // PANEL
-    for part in sorted(
-        {-(-blocks // parts) * PANEL for parts in range(1, blocks + 1)}, reverse=True
-    ):
+    part_sizes = {-(-blocks // parts) * PANEL for parts in range(1, blocks + 1)}
+    for part in sorted(part_sizes, reverse=True):
         few = FewRows(packed, (out, inner), part)
-        if torch.equal(few.product(inputs[some]), outputs[some]):
+        if torch.equal(few.product(inputs[some_rows]), outputs[some_rows]):
             return part
     return 0
 

@@ -1,9 +1,13 @@
-"""Fused forward pass of a decoder: matrix products by torch, everything between
-them by `numba_kernels`.
+"""Fused forward pass of a decoder: matrix products by torch, everything between them by
+`numba_kernels`.
 
 It supports decoders built like Llama, Qwen2 and Qwen3, also inside vision-language models, on a
 CPU, in float32 or with products in bfloat16 (`mixed_precision`). Models are recognized by
 structure, not by name, and only after the pass reproduced the module's logits.
+
+`FusedDecoder.forward` is the pass and `FusedDecoder._layer` a layer of it; `make_fused_decoder`
+decides whether a model gets one. A model that does not runs in transformers' modules
+(`EngineModel.forward`). Training has a pass of its own with the same kernels (`MixedDecoder`).
 """
 
 from __future__ import annotations
@@ -37,10 +41,11 @@ PROBE_LENGTH = 48
 """Number of ids for comparing the pass with the module: more than one block of keys."""
 TOLERANCE = 1e-4
 """Maximum difference of a logit, relative to the largest logit if that is above 1."""
-ROUNDED_TOLERANCE, ROUNDED_ROWS = 0.25, 3
-"""Maximum mean difference of logits with rounded inputs, relative to what rounding changes, and
-number of rows of ids of which one must be within it. In 1 of 150 random models a row exceeded it; a
-product without rounding has over 0.44."""
+ROUNDED_TOLERANCE = 0.25
+"""Maximum mean difference of logits with rounded inputs, relative to what rounding changes. In 1 of
+150 random models a row exceeded it; a product without rounding has over 0.44."""
+ROUNDED_ROWS = 3
+"""Number of rows of ids of which one must be within that."""
 MIXED_TOLERANCE = 0.25
 """Maximum mean difference of logits with products in bfloat16, relative to their mean size. In 90
 random models rounding alone gave 0.005 to 0.039, and matrices in the wrong place 1.0 to 1.5."""
@@ -73,6 +78,21 @@ class FusedLayer:
         return rows if self.grid is None else self.grid.round_inputs(rows)
 
 
+@dataclass(frozen=True, slots=True)
+class RowPlaces:
+    """Where the rows of a pass belong, as the kernels read it."""
+
+    numbers: np.ndarray
+    """[rows] 0, 1, ..., padding included."""
+    angles: np.ndarray
+    """Index of each row's rotary angle."""
+    positions: np.ndarray
+    slots: np.ndarray
+    sources: np.ndarray
+    """For each slot, the one that holds its shared positions; `shared` is their number."""
+    shared: np.ndarray
+
+
 def multiply(rows: torch.Tensor, matrix: torch.Tensor | PackedMatrix, out: torch.Tensor) -> None:
     """Write the products of rows [N, in] with a matrix [out, in] to `out` [N, out]."""
     if isinstance(matrix, PackedMatrix):
@@ -87,14 +107,17 @@ HEAD: Place = (-1, "head")
 
 
 class WeightPacking:
-    """Packs weights as they come, those of a product once its last one is there: there is never
-    a second copy of all."""
+    """Packs weights as they come, those of a product once its last one is there.
+
+    So there is never a second copy of all.
+    """
 
     def __init__(
         self, places: Mapping[Place, tuple[str, ...]], pack: Callable[[Place, PackedMatrix], None]
     ) -> None:
         """`places` are the names of the weights that each product joins."""
-        self._places, self._pack = places, pack
+        self._places = places
+        self._pack = pack
         self._place_of = {name: place for place, names in places.items() for name in names}
         self._waiting: dict[str, torch.Tensor] = {}
 
@@ -103,15 +126,15 @@ class WeightPacking:
         self._waiting[name] = weight
         place = self._place_of[name]
         names = self._places[place]
-        if all(one in self._waiting for one in names):
-            self._pack(
-                place, PackedMatrix(round_weights(*(self._waiting.pop(one) for one in names)))
-            )
+        if all(name in self._waiting for name in names):
+            weights = [self._waiting.pop(name) for name in names]
+            self._pack(place, PackedMatrix(round_weights(*weights)))
 
 
 class FusedDecoder:
-    """Decoder that shares a module's weights: the module's weights become views of the joined ones,
-    so updates apply to both.
+    """Decoder that shares a module's weights.
+
+    The module's weights become views of the joined ones, so updates apply to both.
 
     Args:
         module: a causal model for which `is_supported` is true.
@@ -125,43 +148,46 @@ class FusedDecoder:
         self.kernels: Any = numba_kernels
         self.cache = cache
         cache.kernels = numba_kernels
+
         body = module.model if tower is None else tower.text
         attention = body.layers[0].self_attn
         self.uses_mrope = tower is not None and tower.uses_mrope
         self.size: int = attention.head_dim
         self.heads = attention.q_proj.out_features // self.size
         self.kv = attention.k_proj.out_features // self.size
+
         self.table: torch.Tensor = body.embed_tokens.weight
         self.head: torch.Tensor | PackedMatrix = module.lm_head.weight
         self.rotary = body.rotary_emb
-        self.last, self.last_eps = flat_view(body.norm.weight), float(body.norm.variance_epsilon)
+        self.last = flat_view(body.norm.weight)
+        self.last_eps = float(body.norm.variance_epsilon)
         self.layers = [_layer(layer) for layer in body.layers]
-        self.cos = self.sin = np.zeros(0, dtype=np.float32)
+        self.cos = np.zeros(0, dtype=np.float32)
+        self.sin = np.zeros(0, dtype=np.float32)
         self._angles = 0
         """Number of positions of `cos` and `sin`; 0 where they are per row."""
         self._buffers: dict[tuple[str, int, bool], dict[int, tuple[torch.Tensor, np.ndarray]]] = {}
         self._adapters: RowAdapters | None = None
+
+        # What `pack` needs.
         self._modules = [projections_of(layer) for layer in body.layers]
-        self._names = {
-            layer: f"{name}.weight"
-            for name, layer in module.named_modules()
-            if isinstance(layer, Linear)
-        }
+        self._names: dict[Any, str] = {}
+        for name, linear in module.named_modules():
+            if isinstance(linear, Linear):
+                self._names[linear] = f"{name}.weight"
         self._tied = module.lm_head.weight is body.embed_tokens.weight
         self._output: Linear = module.lm_head
         self.packed_names: frozenset[str] = frozenset()
-        """Weights of which only a packed copy is kept, by name; all of them
-        come with each update."""
+        """Weights of which only a packed copy is kept, by name; all of them come with each
+        update."""
 
     @property
     def packed_bytes(self) -> int:
         """Bytes of packed weights."""
-        matrices = [
-            m for layer in self.layers for m in (layer.qkv, layer.output, layer.both, layer.down)
-        ]
-        return sum(
-            matrix.nbytes for matrix in [*matrices, self.head] if isinstance(matrix, PackedMatrix)
-        )
+        matrices = [self.head]
+        for layer in self.layers:
+            matrices += [layer.qkv, layer.output, layer.both, layer.down]
+        return sum(matrix.nbytes for matrix in matrices if isinstance(matrix, PackedMatrix))
 
     def set_adapters(self, adapters: RowAdapters) -> None:
         """Add adapters of the module's layers to the products of each pass."""
@@ -178,53 +204,61 @@ class FusedDecoder:
     ) -> torch.Tensor:
         """Run one pass over rows of one token each; rows of one slot must be in position order.
 
-        Return the logits of the rows `keep`, [padded number of them, vocabulary], which
-        the next pass overwrites.
+        Return the logits of the rows `keep`, [padded number of them, vocabulary], which the next
+        pass overwrites.
         """
         if not keep:
             keep = [0]
-        count, hidden = self._rows(len(tokens)), self.table.shape[1]
-        stream, flat = self._buffer("stream", count, hidden)
-        index = torch.tensor(tokens + [0] * (count - len(tokens)))
-        torch.index_select(self.table, 0, index, out=stream)
-        visible = media if media is not None and media.feature_rows else None
-        if visible is not None:
-            media_rows, features = (
-                torch.tensor(visible.feature_rows),
-                ImageFeatures.join(visible.features),
-            )
+
+        # Embeddings of the ids, or features of images in their place.
+        count = self._rows(len(tokens))
+        padding = count - len(tokens)
+        hidden = self.table.shape[1]
+        stream, flat_stream = self._buffer("stream", count, hidden)
+        torch.index_select(self.table, 0, torch.tensor(tokens + [0] * padding), out=stream)
+        deep: Sequence[torch.Tensor] = ()
+        if media is not None and media.feature_rows:
+            media_rows = torch.tensor(media.feature_rows)
+            features = ImageFeatures.join(media.features)
             stream.index_copy_(0, media_rows, features.rows)
+            deep = features.deep
+
         if self._adapters is not None:
-            self._adapters.begin(torch.tensor(slots + [self.cache.scratch] * (count - len(slots))))
-        position = np.array(positions)
-        where = (
+            self._adapters.begin(torch.tensor(slots + [self.cache.scratch] * padding))
+        row_positions = np.array(positions)
+        places = RowPlaces(
             np.arange(count),
-            self._rotate(position, media),
-            position,
+            self._rotate(row_positions, media),
+            row_positions,
             np.array(slots),
             self.cache.sources,
             self.cache.shared,
         )
-        deep = features.deep if visible is not None else ()
+
         # What is added to the output of a product is added in float32.
         half = bool(self.packed_names) and self._adapters is None and not deep
         change = np.zeros(0, dtype=np.int16 if half else np.float32)
         for number, layer in enumerate(self.layers):
-            change = self._layer(number, layer, flat, change, where, half)
+            change = self._layer(number, layer, flat_stream, change, places, half)
             if number < len(deep):
-                torch.from_numpy(change).view(count, hidden).index_add_(0, media_rows, deep[number])
+                change_rows = torch.from_numpy(change).view(count, hidden)
+                change_rows.index_add_(0, media_rows, deep[number])
+
+        # Logits of the rows to keep.
         kept = self._rows(len(keep))
         normed, flat_normed = self._buffer("kept", kept, hidden, half)
         self.kernels.add_and_norm(
-            flat, change, np.array(keep), self.last, self.last_eps, flat_normed
+            flat_stream, change, np.array(keep), self.last, self.last_eps, flat_normed
         )
         logits, _ = self._buffer("logits", round_up_rows(kept), self.head.shape[0])
         multiply(normed, self.head, logits[:kept])
         return logits
 
     def _rows(self, count: int) -> int:
-        """Return how many rows are computed for so many: those of adapters and of other weights
-        than packed ones are padded."""
+        """Return how many rows are computed for so many.
+
+        Those of adapters and of other weights than packed ones are padded.
+        """
         packed_only = bool(self.packed_names) and self._adapters is None
         return count if packed_only else round_up_rows(count)
 
@@ -234,17 +268,18 @@ class FusedDecoder:
         layer: FusedLayer,
         stream: np.ndarray,
         change: np.ndarray,
-        where: Sequence[np.ndarray],
+        places: RowPlaces,
         half: bool,
     ) -> np.ndarray:
         """Add the attention output to the stream; return the MLP output, which the next layer adds.
 
-        `where` has the number, rotary angle, position and slot of each row, and source and shared
-        positions of each slot. With `half`, what only products read or write is in bfloat16; their
-        inputs and outputs are rounded to it anyway.
+        With `half`, what only products read or write is in bfloat16; their inputs and outputs are
+        rounded to it anyway.
         """
-        call, rows = self.kernels, where[0]
-        count, hidden = len(rows), self.table.shape[1]
+        call = self.kernels
+        rows = places.numbers
+        count = len(rows)
+        hidden = self.table.shape[1]
 
         # Attention.
         normed, flat_normed = self._buffer("normed", count, hidden, half)
@@ -252,13 +287,33 @@ class FusedDecoder:
         qkv, flat_qkv = self._buffer("qkv", count, layer.qkv.shape[0])
         multiply(layer.inputs(normed), layer.qkv, qkv)
         self._adapt(number, "qkv", normed, qkv)
+
         mixed, flat_mixed = self._buffer("mixed", count, self.heads * self.size)
         _, scores = self._buffer("scores", self.heads // self.kv, self.cache.capacity)
-        norms = layer.bias, layer.q_norm, layer.k_norm, layer.head_eps
-        angles = self.cos, self.sin, *where[1:]
-        sizes = self.cache.capacity, self.heads, self.kv, self.size
-        stores = self.cache.blocks(number, self.kv, self.size)
-        call.attend(flat_qkv, *norms, *angles, *stores, *sizes, layer.scale, scores, flat_mixed)
+        keys, values = self.cache.blocks(number, self.kv, self.size)
+        call.attend(
+            flat_qkv,
+            layer.bias,
+            layer.q_norm,
+            layer.k_norm,
+            layer.head_eps,
+            self.cos,
+            self.sin,
+            places.angles,
+            places.positions,
+            places.slots,
+            places.sources,
+            places.shared,
+            keys,
+            values,
+            self.cache.capacity,
+            self.heads,
+            self.kv,
+            self.size,
+            layer.scale,
+            scores,
+            flat_mixed,
+        )
         added, flat_added = self._buffer("added", count, hidden, half)
         multiply(layer.inputs(mixed), layer.output, added)
         self._adapt(number, "output", mixed, added)
@@ -281,29 +336,27 @@ class FusedDecoder:
         The module then holds the packed weights no more, only their names and shapes.
         """
         packing = self.packing()
-        modules = [
-            module
-            for projections in self._modules
-            for product in projections.values()
-            for module in product
-        ]
-        modules += [] if self._tied else [self._output]
+        modules: list[Linear] = []
+        for projections in self._modules:
+            for product_modules in projections.values():
+                modules += product_modules
+        if not self._tied:
+            modules.append(self._output)
+
         for module in modules:
             packing.add(self._names[module], module.weight)
-            module.weight = Parameter(
-                module.weight.new_zeros(()).expand(module.weight.shape), requires_grad=False
-            )
+            placeholder = module.weight.new_zeros(()).expand(module.weight.shape)
+            module.weight = Parameter(placeholder, requires_grad=False)
         self.packed_names = frozenset(self._names[module] for module in modules)
         self.pack_tied_head()
         self.cache.half = True
 
     def packing(self) -> WeightPacking:
         """Return what packs new weights, those of `packed_names`."""
-        places: dict[Place, tuple[str, ...]] = {
-            (number, product): tuple(self._names[module] for module in modules)
-            for number, projections in enumerate(self._modules)
-            for product, modules in projections.items()
-        }
+        places: dict[Place, tuple[str, ...]] = {}
+        for number, projections in enumerate(self._modules):
+            for product, modules in projections.items():
+                places[number, product] = tuple(self._names[module] for module in modules)
         if not self._tied:
             places[HEAD] = (self._names[self._output],)
         return WeightPacking(places, self._set_packed)
@@ -322,48 +375,55 @@ class FusedDecoder:
 
     def _adapt(self, number: int, product: str, inputs: torch.Tensor, output: torch.Tensor) -> None:
         """Add the adapters of a layer to one of its four products, each module's to its columns."""
-        if self._adapters is not None:
-            end = 0
-            for module in self._modules[number][product]:
-                start, end = end, end + module.out_features
-                self._adapters.add(module, inputs, output[:, start:end])
+        if self._adapters is None:
+            return
+        start = 0
+        for module in self._modules[number][product]:
+            end = start + module.out_features
+            self._adapters.add(module, inputs, output[:, start:end])
+            start = end
 
     def _buffer(
         self, name: str, rows: int, size: int, half: bool = False
     ) -> tuple[torch.Tensor, np.ndarray]:
-        """Return a reusable buffer for an intermediate result, as a tensor and as a flat
-        array in the same memory."""
+        """Return a reusable buffer for an intermediate result, as a tensor and as a flat array in
+        the same memory."""
         views = self._buffers.setdefault((name, size, half), {})
-        found = views.get(rows)
-        if found is None:
+        view = views.get(rows)
+        if view is None:
+            # Fewer rows than of the largest buffer so far are the first of its.
             largest = max(views, default=0)
             if rows > largest:
                 views.clear()
-            dtype = torch.bfloat16 if half else torch.float32
-            tensor = (
-                torch.zeros(rows, size, dtype=dtype) if rows > largest else views[largest][0][:rows]
-            )
-            found = views[rows] = tensor, flat_view(tensor)
-        return found
+                dtype = torch.bfloat16 if half else torch.float32
+                tensor = torch.zeros(rows, size, dtype=dtype)
+            else:
+                tensor = views[largest][0][:rows]
+            view = (tensor, flat_view(tensor))
+            views[rows] = view
+        return view
 
-    def _rotate(self, position: np.ndarray, media: RowMedia | None) -> np.ndarray:
-        """Compute rotary angles, once for the cache's positions or for rows with media; return
-        each row's index in them."""
+    def _rotate(self, positions: np.ndarray, media: RowMedia | None) -> np.ndarray:
+        """Compute rotary angles, once for the cache's positions or for rows with media.
+
+        Return each row's index in them.
+        """
+        count = len(positions)
         if self.uses_mrope and media is not None:
-            at = torch.zeros(3, 1, round_up_rows(len(position)), dtype=torch.long)
-            at[:, 0, : len(position)] = torch.tensor(media.rotary_positions)
-            cos, sin = self.rotary(self.table, at)
-            self.cos, self.sin, self._angles = (
-                flat_view(cos.contiguous()),
-                flat_view(sin.contiguous()),
-                0,
-            )
-            return np.arange(len(position))
+            axes = torch.zeros(3, 1, round_up_rows(count), dtype=torch.long)
+            axes[:, 0, :count] = torch.tensor(media.rotary_positions)
+            cos, sin = self.rotary(self.table, axes)
+            self.cos = flat_view(cos.contiguous())
+            self.sin = flat_view(sin.contiguous())
+            self._angles = 0
+            return np.arange(count)
+
         if self._angles < self.cache.capacity:
             self._angles = self.cache.capacity
             cos, sin = self.rotary(self.table, torch.arange(self._angles)[None])
-            self.cos, self.sin = flat_view(cos.contiguous()), flat_view(sin.contiguous())
-        return position
+            self.cos = flat_view(cos.contiguous())
+            self.sin = flat_view(sin.contiguous())
+        return positions
 
 
 def make_fused_decoder(
@@ -376,7 +436,7 @@ def make_fused_decoder(
     if not is_supported(module, tower):
         return None
     try:
-        made = FusedDecoder(module, cache, tower)
+        fused = FusedDecoder(module, cache, tower)
     except ImportError:
         _log.info(
             "local engine: numba is not installed, so the model runs in transformers' modules, "
@@ -390,26 +450,31 @@ def make_fused_decoder(
             error,
         )
         return None
+
     with plain_products(module):  # rounding would hide what differs
-        matches = matches_module(module, made, min(PROBE_LENGTH, context), tower)
+        matches = matches_module(module, fused, min(PROBE_LENGTH, context), tower)
     if matches and is_mixed(module):
-        matches = _packed_agrees(made, min(PROBE_LENGTH, context), tower)
+        matches = _packed_agrees(fused, min(PROBE_LENGTH, context), tower)
     if matches:
-        return made
-    cache.kernels, cache.half = None, False
+        return fused
+    cache.kernels = None
+    cache.half = False
     return None
 
 
-def _packed_agrees(made: FusedDecoder, count: int, tower: SplitVLM | None) -> bool:
-    """Let a pass multiply in bfloat16; return whether its logits are those of
-    before but for rounding."""
-    before = _pass_logits(made, *_random_ids(made, count, tower))
-    made.pack()
-    after = _pass_logits(made, *_random_ids(made, count, tower))
-    sound = before.isfinite().all(1) & after.isfinite().all(1)
-    return bool(sound.any()) and _mean_gap(after, before) <= MIXED_TOLERANCE * float(
-        before[sound].abs().mean()
-    )
+def _packed_agrees(fused: FusedDecoder, count: int, tower: SplitVLM | None) -> bool:
+    """Let a pass multiply in bfloat16; return whether its logits are those in float32 but for
+    rounding."""
+    ids, media = _random_ids(fused, count, tower)
+    plain = _pass_logits(fused, ids, media)
+    fused.pack()
+    packed = _pass_logits(fused, ids, media)
+
+    sound = plain.isfinite().all(1) & packed.isfinite().all(1)
+    if not sound.any():
+        return False
+    mean_size = float(plain[sound].abs().mean())
+    return _mean_gap(packed, plain) <= MIXED_TOLERANCE * mean_size
 
 
 def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
@@ -419,58 +484,72 @@ def is_supported(module: Any, tower: SplitVLM | None = None) -> bool:
     """
     try:
         body = module.model if tower is None else tower.text
-        layers, names = body.layers, {"embed_tokens.weight", "norm.weight"}
-        for number, layer in enumerate(layers):
-            names |= {f"layers.{number}.{name}" for name in _names(layer)}
-        # The rest of a vision-language model belongs to its tower; `SplitVLM` checks that decoder
-        # and head are all else.
-        joined = tower is not None or _weights(module) == {
-            "lm_head.weight",
-            *(f"model.{name}" for name in names),
-        }
-        attention = [layer.self_attn for layer in layers]
-        size, queries, keys = (
-            attention[0].head_dim,
-            attention[0].q_proj.out_features,
-            attention[0].k_proj.out_features,
-        )
-        widths = [
-            size,
-            body.embed_tokens.embedding_dim,
-            *(layer.mlp.down_proj.in_features for layer in layers),
-        ]
-        config = module.config.get_text_config()
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        # No effect on small logits.
-        capped = [
-            getattr(config, f"{where}_logit_softcapping", None) for where in ("attn", "final")
-        ]
         return (
-            joined
-            and _weights(body) == names
-            and set(module.lm_head.state_dict()) == {"weight"}
+            _has_only_known_weights(module, body, is_whole=tower is None)
             and all(
-                p.dtype == torch.float32 and p.device.type == "cpu" for p in module.parameters()
+                parameter.dtype == torch.float32 and parameter.device.type == "cpu"
+                for parameter in module.parameters()
             )
-            and not any(width % 16 for width in widths)
-            and queries % keys == 0
-            and all(
-                len(
-                    {input_grid(module) for module in layer.modules() if isinstance(module, Linear)}
-                )
-                == 1
-                for layer in layers
-            )
-            and all(
-                (a.head_dim, a.q_proj.out_features, a.k_proj.out_features) == (size, queries, keys)
-                for a in attention
-            )
-            and all(getattr(a, "sliding_window", None) is None for a in attention)
-            and rope not in ("dynamic", "longrope")
-            and capped == [None, None]
+            and _has_supported_sizes(body)
+            and all(_has_one_grid(layer) for layer in body.layers)
+            and _has_plain_attention(module, body)
         )
     except (AttributeError, IndexError, TypeError):
         return False
+
+
+def _has_only_known_weights(module: Any, body: Any, *, is_whole: bool) -> bool:
+    """Return whether a decoder has the weights that the pass reads, and no others.
+
+    The rest of a vision-language model, which is not whole, belongs to its tower; `SplitVLM` checks
+    that decoder and head are all else.
+    """
+    names = {"embed_tokens.weight", "norm.weight"}
+    for number, layer in enumerate(body.layers):
+        names |= {f"layers.{number}.{name}" for name in _weights_of_layer(layer)}
+    if is_whole:
+        whole = {"lm_head.weight", *(f"model.{name}" for name in names)}
+        if _weights(module) != whole:
+            return False
+    return _weights(body) == names and set(module.lm_head.state_dict()) == {"weight"}
+
+
+def _has_supported_sizes(body: Any) -> bool:
+    """Return whether widths fill the kernels' vectors, and all layers have the same heads."""
+    first = body.layers[0].self_attn
+    sizes = (first.head_dim, first.q_proj.out_features, first.k_proj.out_features)
+    for layer in body.layers:
+        attention = layer.self_attn
+        if sizes != (
+            attention.head_dim,
+            attention.q_proj.out_features,
+            attention.k_proj.out_features,
+        ):
+            return False
+
+    head_size, queries, keys = sizes
+    mlp_widths = [layer.mlp.down_proj.in_features for layer in body.layers]
+    widths = [head_size, body.embed_tokens.embedding_dim, *mlp_widths]
+    return queries % keys == 0 and not any(width % 16 for width in widths)
+
+
+def _has_one_grid(layer: Any) -> bool:
+    """Return whether a layer rounds the inputs of all its products alike, or of none."""
+    linears = [module for module in layer.modules() if isinstance(module, Linear)]
+    return len({input_grid(linear) for linear in linears}) == 1
+
+
+def _has_plain_attention(module: Any, body: Any) -> bool:
+    """Return whether no setting changes attention in a way that small inputs do not show."""
+    config = module.config.get_text_config()
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope in ("dynamic", "longrope"):
+        return False
+    # Caps have no effect on small logits.
+    for part in ("attn", "final"):
+        if getattr(config, f"{part}_logit_softcapping", None) is not None:
+            return False
+    return all(getattr(layer.self_attn, "sliding_window", None) is None for layer in body.layers)
 
 
 def _weights(module: Any) -> set[str]:
@@ -480,31 +559,19 @@ def _weights(module: Any) -> set[str]:
     }
 
 
-def _names(layer: Any) -> set[str]:
-    attention = [f"self_attn.{letter}_proj.weight" for letter in "qkvo"]
-    biases = (
-        [f"self_attn.{letter}_proj.bias" for letter in "qkv"]
-        if layer.self_attn.q_proj.bias is not None
-        else []
-    )
-    norms = (
-        ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-        if hasattr(layer.self_attn, "q_norm")
-        else []
-    )
-    mlp = [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    return {
-        "input_layernorm.weight",
-        "post_attention_layernorm.weight",
-        *attention,
-        *biases,
-        *norms,
-        *mlp,
-    }
+def _weights_of_layer(layer: Any) -> set[str]:
+    names = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    names |= {f"self_attn.{letter}_proj.weight" for letter in "qkvo"}
+    names |= {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    if layer.self_attn.q_proj.bias is not None:
+        names |= {f"self_attn.{letter}_proj.bias" for letter in "qkv"}
+    if hasattr(layer.self_attn, "q_norm"):
+        names |= {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    return names
 
 
 def matches_module(
-    module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None = None
+    module: Any, fused: FusedDecoder, count: int, tower: SplitVLM | None = None
 ) -> bool:
     """Compare the pass with the module on random ids.
 
@@ -513,25 +580,30 @@ def matches_module(
     difference must be a fraction of what rounding changes, for one of a few rows of ids: a product
     without rounding differs by more than `ROUNDED_TOLERANCE` in all of them.
     """
-    if all(layer.grid is None for layer in made.layers):
-        return _agree(*_both_logits(module, made, count, tower))
-    rounded, layers = [layer for layer in module.modules() if input_grid(layer)], made.layers
-    with_rounding = [_both_logits(module, made, count, tower, seed) for seed in range(ROUNDED_ROWS)]
-    made.layers = [replace(layer, grid=None) for layer in layers]
-    for layer in rounded:
-        layer.__class__ = Linear
+    layers = fused.layers
+    if all(layer.grid is None for layer in layers):
+        expected, logits = _both_logits(module, fused, count, tower)
+        return _agree(expected, logits)
+
+    # Logits of the module and of the pass, for a few rows of ids, with rounding and without.
+    seeds = range(ROUNDED_ROWS)
+    rounding_modules = [layer for layer in module.modules() if input_grid(layer)]
+    rounded = [_both_logits(module, fused, count, tower, seed) for seed in seeds]
+    fused.layers = [replace(layer, grid=None) for layer in layers]
+    for linear in rounding_modules:
+        linear.__class__ = Linear
     try:
-        plain = [_both_logits(module, made, count, tower, seed) for seed in range(ROUNDED_ROWS)]
+        plain = [_both_logits(module, fused, count, tower, seed) for seed in seeds]
     finally:
-        made.layers = layers
-        for layer in rounded:
-            layer.__class__ = RoundedInputLinear
-    pairs = zip(with_rounding, plain, strict=True)
-    rounds = any(
-        _mean_gap(got, one) <= ROUNDED_TOLERANCE * _mean_gap(before, one)
-        for (one, got), (before, _) in pairs
-    )
-    return rounds and all(_agree(*both) for both in plain)
+        fused.layers = layers
+        for linear in rounding_modules:
+            linear.__class__ = RoundedInputLinear
+
+    for (expected, logits), (expected_plain, _) in zip(rounded, plain, strict=True):
+        effect = _mean_gap(expected_plain, expected)
+        if _mean_gap(logits, expected) <= ROUNDED_TOLERANCE * effect:
+            return all(_agree(expected, logits) for expected, logits in plain)
+    return False
 
 
 def _mean_gap(logits: torch.Tensor, expected: torch.Tensor) -> float:
@@ -540,95 +612,93 @@ def _mean_gap(logits: torch.Tensor, expected: torch.Tensor) -> float:
     return float((logits - expected)[sound].abs().mean())
 
 
-def _agree(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Compare logits; rows without a distribution are skipped, and at least
-    one row must have one."""
+def _agree(expected: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Compare logits; rows without a distribution are skipped, and at least one row must have
+    one."""
     sound = expected.isfinite().all(1)
-    if not sound.any() or expected.shape != got.shape:
+    if not sound.any() or expected.shape != logits.shape:
         return False
     largest = max(1.0, float(expected[sound].abs().max()))
-    return bool((got[sound] - expected[sound]).abs().max() <= TOLERANCE * largest)
+    return bool((logits[sound] - expected[sound]).abs().max() <= TOLERANCE * largest)
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def _both_logits(
-    module: Any, made: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
+    module: Any, fused: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits of the module and of the pass on random ids, fed in
-    pieces of different lengths.
+    """Return the logits of the module and of the pass on random ids.
 
-    A vision-language model also gets random features, at positions that differ
-    in time, height and width.
+    A vision-language model also gets random features, at positions that differ in time, height
+    and width.
     """
-    ids, media = _random_ids(made, count, tower, seed)
+    ids, media = _random_ids(fused, count, tower, seed)
     if tower is None or media is None:
         expected = module(ids[None], use_cache=False).logits[0]
     else:
-        rotary = (
-            torch.tensor(media.rotary_positions)[:, None]
-            if tower.uses_mrope
-            else torch.arange(count)[None]
-        )
-        hidden = tower.decode(
-            ids[None], rotary, torch.tensor(media.feature_rows), media.features[0]
-        )
+        if tower.uses_mrope:
+            rotary = torch.tensor(media.rotary_positions)[:, None]
+        else:
+            rotary = torch.arange(count)[None]
+        places = torch.tensor(media.feature_rows)
+        hidden = tower.decode(ids[None], rotary, places, media.features[0])
         expected = tower.head(hidden)[0]
-    return expected, _pass_logits(made, ids, media)
+    return expected, _pass_logits(fused, ids, media)
 
 
 def _random_ids(
-    made: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
+    fused: FusedDecoder, count: int, tower: SplitVLM | None, seed: int = 0
 ) -> tuple[torch.Tensor, RowMedia | None]:
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(made.table.shape[0], (count,), generator=generator)
-    return ids, None if tower is None else _random_media(tower, made, count, generator)
+    ids = torch.randint(fused.table.shape[0], (count,), generator=generator)
+    return ids, None if tower is None else _random_media(tower, fused, count, generator)
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
-def _pass_logits(made: FusedDecoder, ids: torch.Tensor, media: RowMedia | None) -> torch.Tensor:
+def _pass_logits(fused: FusedDecoder, ids: torch.Tensor, media: RowMedia | None) -> torch.Tensor:
     """Return the logits of the pass on ids, fed in pieces of different lengths."""
     count = len(ids)
-    made.cache.resize(2, -(-count // made.cache.unit) * made.cache.unit)
-    cuts, logits = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count}), []
+    fused.cache.resize(2, -(-count // fused.cache.unit) * fused.cache.unit)
+    cuts = sorted({0, 2 * count // 3, 2 * count // 3 + 1, count - 1, count})
+    logits = []
     for start, end in pairwise(cuts):
+        piece_media = None if media is None else _media_between(media, start, end)
+        positions = list(range(start, end))
         rows = list(range(end - start))
-        part = None
-        if media is not None:
-            inside = [
-                number
-                for number, position in enumerate(media.feature_rows)
-                if start <= position < end
-            ]
-            features = [media.features[0].take(torch.tensor(inside))] if inside else []
-            time, high, wide = (row[start:end] for row in media.rotary_positions)
-            part = RowMedia(
-                (time, high, wide),
-                [media.feature_rows[number] - start for number in inside],
-                features,
-            )
-        piece = made.forward(
-            ids[start:end].tolist(), list(range(start, end)), [1] * len(rows), rows, part
-        )
+        slots = [1] * len(rows)
+        piece = fused.forward(ids[start:end].tolist(), positions, slots, rows, piece_media)
         logits.append(piece[: len(rows)].clone())
-    made.cache.clear()
+    fused.cache.clear()
     return torch.cat(logits)
 
 
+def _media_between(media: RowMedia, start: int, end: int) -> RowMedia:
+    """Return the media of the rows from `start` to `end`, as those of a pass of its own."""
+    time, height, width = (axis[start:end] for axis in media.rotary_positions)
+    inside: list[int] = []
+    rows: list[int] = []
+    for number, row in enumerate(media.feature_rows):
+        if start <= row < end:
+            inside.append(number)
+            rows.append(row - start)
+    features = [media.features[0].take(torch.tensor(inside))] if inside else []
+    return RowMedia((time, height, width), rows, features)
+
+
 def _random_media(
-    tower: SplitVLM, made: FusedDecoder, count: int, generator: torch.Generator
+    tower: SplitVLM, fused: FusedDecoder, count: int, generator: torch.Generator
 ) -> RowMedia:
     places = list(range(count // 6, count // 3)) + list(range(count // 2, count // 2 + 2))
-    width = made.table.shape[1]
+    width = fused.table.shape[1]
 
-    def rows() -> torch.Tensor:
-        return torch.randn(len(places), width, generator=generator) * made.table.std()
+    def random_rows() -> torch.Tensor:
+        return torch.randn(len(places), width, generator=generator) * fused.table.std()
 
     rotary = torch.randint(0, 3, (3, count), generator=generator).cumsum(1)
-    deep = tuple(rows() for _ in range(min(2, len(made.layers)))) if tower.deep else ()
+    deep_count = min(2, len(fused.layers)) if tower.deep else 0
+    deep = tuple(random_rows() for _ in range(deep_count))
+    features = ImageFeatures(random_rows(), deep)
     return RowMedia(
-        (rotary[0].tolist(), rotary[1].tolist(), rotary[2].tolist()),
-        places,
-        [ImageFeatures(rows(), deep)],
+        (rotary[0].tolist(), rotary[1].tolist(), rotary[2].tolist()), places, [features]
     )
 
 
@@ -636,19 +706,18 @@ def _random_media(
 def _join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate parameters, which become views of the result."""
     joined = torch.cat(tuple(parameters))
-    for parameter, part in zip(
-        parameters, joined.split([len(parameter) for parameter in parameters]), strict=True
-    ):
+    parts = joined.split([len(parameter) for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
         parameter.data = part
     return joined
 
 
 def projections_of(layer: Any) -> dict[str, tuple[Linear, ...]]:
     """Return the modules of each product of a layer, in the order of their columns."""
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv = attention.q_proj, attention.k_proj, attention.v_proj
+    attention = layer.self_attn
+    mlp = layer.mlp
     return {
-        "qkv": qkv,
+        "qkv": (attention.q_proj, attention.k_proj, attention.v_proj),
         "output": (attention.o_proj,),
         "both": (mlp.gate_proj, mlp.up_proj),
         "down": (mlp.down_proj,),
@@ -657,15 +726,22 @@ def projections_of(layer: Any) -> dict[str, tuple[Linear, ...]]:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _layer(layer: Any) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     nothing = np.zeros(0, dtype=np.float32)
-    bias, q_norm, k_norm, head_eps = nothing, nothing, nothing, 0.0
+
+    bias = nothing
     if attention.q_proj.bias is not None:
         bias = flat_view(_join([module.bias for module in projections]))
+    q_norm = nothing
+    k_norm = nothing
+    head_eps = 0.0
     if hasattr(attention, "q_norm"):
-        q_norm, k_norm = flat_view(attention.q_norm.weight), flat_view(attention.k_norm.weight)
+        q_norm = flat_view(attention.q_norm.weight)
+        k_norm = flat_view(attention.k_norm.weight)
         head_eps = float(attention.q_norm.variance_epsilon)
+
     return FusedLayer(
         qkv=_join([module.weight for module in projections]),
         bias=bias,
@@ -686,5 +762,7 @@ def _layer(layer: Any) -> FusedLayer:
 def flat_view(tensor: torch.Tensor) -> np.ndarray:
     """View a tensor as a flat numpy array in the same memory, of int16 for bfloat16."""
     flat = tensor.detach().view(-1)
-    array: np.ndarray = (flat.view(torch.int16) if flat.dtype == torch.bfloat16 else flat).numpy()
+    if flat.dtype == torch.bfloat16:
+        flat = flat.view(torch.int16)
+    array: np.ndarray = flat.numpy()
     return array

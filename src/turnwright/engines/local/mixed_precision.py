@@ -1,5 +1,5 @@
-"""Matrix products in bfloat16 on CPUs; everything between them, and the weights
-of training, in float32.
+"""Matrix products in bfloat16 on CPUs; everything between them, and the weights of training, in
+float32.
 
 Processors with AMX or AVX512-BF16 multiply bfloat16 several times as fast as float32. In mixed
 precision the inputs and the weights of a linear layer are rounded to bfloat16, and so is its
@@ -35,8 +35,8 @@ TILE = 64
 MOST_ROWS = 256
 """Rows of a product at most, a multiple of `TILE`; larger products gain little more."""
 OFF = "TURNWRIGHT_NO_BFLOAT16"
-"""Environment variable that makes a processor one without products in bfloat16, for
-tests and comparisons."""
+"""Environment variable that makes a processor one without products in bfloat16, for tests and
+comparisons."""
 
 
 @lru_cache(maxsize=1)
@@ -46,8 +46,8 @@ def _has_bfloat16_units() -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Return whether this processor multiplies bfloat16 faster than float32,
-    and this torch lets it."""
+    """Return whether this processor multiplies bfloat16 faster than float32, and this torch lets
+    it."""
     return not os.environ.get(OFF) and _has_bfloat16_units()
 
 
@@ -65,12 +65,15 @@ class PackedMatrix:
         """Bytes of the weights, without padding."""
         threads = torch.get_num_threads()
         order = order_of(*self.shape, threads)
-        self._rows, self._few_rows = order.rows, few_rows_at_most(threads)
+        self._rows = order.rows
+        self._few_rows = few_rows_at_most(threads)
         self._few = FewRows(self._packed, self.shape, order.part) if order.part else None
 
     def product(self, inputs: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16, or write them
-        to `out` of any type."""
+        """Return the products of rows [N, in] with the matrix, [N, out] bfloat16.
+
+        With `out`, of any type, they are written to it.
+        """
         inputs = inputs.bfloat16()
         if len(inputs) <= self._rows:
             if self._few is not None and len(inputs) <= self._few_rows:
@@ -90,18 +93,21 @@ class PackedMatrix:
         return out
 
     def _multiply(self, inputs: Tensor) -> Tensor:
+        """Multiply whole tiles."""
         missing = -len(inputs) % TILE
         if not missing:
             return _linear(inputs, self._packed)
-        return _linear(pad(inputs, (0, 0, 0, missing)), self._packed)[: len(inputs)]
+        padded = pad(inputs, (0, 0, 0, missing))
+        return _linear(padded, self._packed)[: len(inputs)]
 
 
 def round_weights(*parts: Tensor) -> Tensor:
     """Round float32 matrices to bfloat16, joined by their rows."""
     if len(parts) == 1:
         return parts[0].detach().bfloat16().contiguous()
-    rounded = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=torch.bfloat16)
-    for place, part in zip(rounded.split([len(part) for part in parts]), parts, strict=True):
+    lengths = [len(part) for part in parts]
+    rounded = torch.empty(sum(lengths), parts[0].shape[1], dtype=torch.bfloat16)
+    for place, part in zip(rounded.split(lengths), parts, strict=True):
         place.copy_(part.detach())
     return rounded
 
@@ -119,8 +125,8 @@ def times_inputs(slope: Tensor, inputs: Tensor) -> Tensor:
 
 
 def pad_rows(rows: Tensor) -> Tensor:
-    """Fill up rows with zeros to one of few numbers of them, at most an eighth
-    more or the end of a tile.
+    """Fill up rows with zeros to one of few numbers of them, at most an eighth more or the end of a
+    tile.
 
     A library keeps code for each size that it multiplied, up to 1,024 of them: for one layer of
     width 576, a product and its transpose took 2.4 MB for each number of rows, up to 1.2 GB.
@@ -153,35 +159,33 @@ def order_of(out: int, inner: int, threads: int) -> Order:
     `threads` is part of the key: a library divides a product among threads. The sums of the probe
     nearly cancel, so another order shows in the rounded result.
     """
-    draw = torch.Generator().manual_seed(out * 1_000_003 + inner)
+    generator = torch.Generator().manual_seed(out * 1_000_003 + inner)
     half = inner // 2
-    inputs, weight = (
-        torch.randn(MOST_ROWS, inner, generator=draw),
-        torch.randn(out, inner, generator=draw),
-    )
+    inputs = torch.randn(MOST_ROWS, inner, generator=generator)
+    weight = torch.randn(out, inner, generator=generator)
     inputs[:, half : 2 * half] = inputs[:, :half].flip(1)
     weight[:, half : 2 * half] = -weight[:, :half].flip(1) + 1e-3 * weight[:, half : 2 * half]
-    rounded, packed = (
-        inputs.bfloat16(),
-        torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE),
-    )
+    rounded = inputs.bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), TILE)
     in_tiles = torch.cat([_linear(tile, packed) for tile in rounded.split(TILE)])
 
-    most = TILE
-    while most < MOST_ROWS and torch.equal(
-        _linear(rounded[: most + TILE], packed), in_tiles[: most + TILE]
-    ):
-        most += TILE
-    return Order(most, find_order(packed, rounded[:TILE], in_tiles[:TILE]))
+    # One more tile at a time, while the bits are those of single tiles.
+    rows = TILE
+    while rows < MOST_ROWS:
+        more = rows + TILE
+        if not torch.equal(_linear(rounded[:more], packed), in_tiles[:more]):
+            break
+        rows = more
+    return Order(rows, find_order(packed, rounded[:TILE], in_tiles[:TILE]))
 
 
 class MixedLinear(nn.Linear):  # type: ignore[misc]
-    """Linear layer that multiplies in bfloat16; inputs, outputs, weights and
-    gradients are float32."""
+    """Linear layer that multiplies in bfloat16; inputs, outputs, weights and gradients are
+    float32."""
 
     packed: PackedMatrix | None = None
-    """Copy of the weights that an engine multiplies with, from `pack`; None
-    packs them at each use."""
+    """Copy of the weights that an engine multiplies with, from `pack`; None packs them at each
+    use."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute the layer."""
@@ -193,9 +197,13 @@ class MixedLinear(nn.Linear):  # type: ignore[misc]
         return outputs.view(*inputs.shape[:-1], -1)
 
     def pack(self, rounded: Tensor | None = None) -> None:
-        """Keep a packed copy of the weights as they are now; `rounded` are those of
-        `round_weights`, if they are there."""
-        self.packed = PackedMatrix(round_weights(self.weight) if rounded is None else rounded)
+        """Keep a packed copy of the weights as they are now.
+
+        `rounded` is what `round_weights` returned for them, if the caller has it.
+        """
+        if rounded is None:
+            rounded = round_weights(self.weight)
+        self.packed = PackedMatrix(rounded)
 
 
 class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
@@ -210,10 +218,15 @@ class _MixedProduct(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         inputs, weight = ctx.saved_tensors
-        to_rows, _, to_weight = ctx.needs_input_grad
+        needs_rows, _, needs_weight = ctx.needs_input_grad
         slope = slopes[0].bfloat16()
-        rows_slope = times_weight(slope, round_weights(weight)).float() if to_rows else None
-        return rows_slope, None, times_inputs(slope, inputs).float() if to_weight else None
+        rows_slope = None
+        if needs_rows:
+            rows_slope = times_weight(slope, round_weights(weight)).float()
+        weight_slope = None
+        if needs_weight:
+            weight_slope = times_inputs(slope, inputs).float()
+        return rows_slope, None, weight_slope
 
 
 def is_mixed(module: nn.Module) -> bool:
@@ -222,9 +235,12 @@ def is_mixed(module: nn.Module) -> bool:
 
 
 def use_mixed_products(decoder: nn.Module, head: nn.Module | None) -> None:
-    """Make the linear layers of a decoder and an output head multiply in bfloat16, in
-    place, by a change of class."""
-    for layer in [*decoder.modules(), *([] if head is None else [head])]:
+    """Make the linear layers of a decoder and an output head multiply in bfloat16, in place, by a
+    change of class."""
+    layers = list(decoder.modules())
+    if head is not None:
+        layers.append(head)
+    for layer in layers:
         if type(layer) is nn.Linear:
             layer.__class__ = MixedLinear
 
@@ -244,8 +260,10 @@ def plain_products(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def packed_once(layer: nn.Module, rounded: Tensor | None = None) -> Iterator[None]:
-    """Pack a layer's weights once for all uses in this context, in which they do not change;
-    nothing for another layer."""
+    """Pack a layer's weights once for all uses in this context, in which they do not change.
+
+    Layers that do not multiply in bfloat16, or are packed already, stay as they are.
+    """
     if not isinstance(layer, MixedLinear) or layer.packed is not None:
         yield
         return

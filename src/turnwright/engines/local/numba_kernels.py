@@ -6,8 +6,14 @@ nearest, ties to even, when they are written. All arithmetic is in float32.
 No sum is reassociated. Every row follows one order of operations that depends only on its own
 length. So its bits are the same in any batch, in decoding and in a prompt.
 
+The file has three parts: operations on vectors of `WIDTH` floats, which numba lacks; kernels of
+the forward pass, the largest of which is `attend`; and kernels of the gradients, whose names end in
+`_slope`. Products with matrices are not here but torch's, except `multiply_few`. Read on in
+`FusedDecoder._layer`, which calls the kernels of a layer in their order.
+
 All kernels are in this file because numba's disk cache is invalidated only by changes to a
-function's own file. Vector sizes are multiples of `WIDTH`; addresses count floats.
+function's own file. Arrays are flat. Vector sizes are multiples of `WIDTH`; addresses count floats,
+and their names end in `_at`.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import contextlib
 import platform
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -29,8 +35,12 @@ WIDTH = 16
 """Floats of one vector value; a processor with smaller registers takes several for it."""
 BLOCK = 32
 """Keys stored together, dimension by dimension, so that scores of adjacent keys form one vector."""
-_FLOAT, _INT, _BITS, _HALF = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(16)
-_VECTOR, _BIT_VECTOR = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_BITS, WIDTH)
+_FLOAT = ir.FloatType()
+_INT = ir.IntType(64)
+_BITS = ir.IntType(32)
+_HALF = ir.IntType(16)
+_VECTOR = ir.VectorType(_FLOAT, WIDTH)
+_BIT_VECTOR = ir.VectorType(_BITS, WIDTH)
 _HALF_VECTOR = ir.VectorType(_HALF, WIDTH)
 
 
@@ -48,27 +58,28 @@ _vector = _Vector(name="turnwright_vector")
 
 
 def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector) -> Any:
-    """Define an operation for kernels; `arguments` has one letter each: (a)rray,
-    (i)nteger, (f)loat, (v)ector."""
-    kinds = {"i": types.int64, "f": types.float32, "v": _vector}
+    """Define an operation for kernels.
+
+    `arguments` has one letter for each: (a)rray, (i)nteger, (f)loat, (v)ector. `build` emits the
+    code from a builder and the arguments, of an array the address of its data.
+    """
+    type_of_letter = {"i": types.int64, "f": types.float32, "v": _vector}
 
     def code(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointers = [
-            context.make_array(kind)(context, builder, value).data
-            if isinstance(kind, types.Array)
-            else value
-            for kind, value in zip(signature.args, values, strict=True)
-        ]
-        return build(builder, *pointers)
+        operands = []
+        for type_, value in zip(signature.args, values, strict=True):
+            if isinstance(type_, types.Array):
+                value = context.make_array(type_)(context, builder, value).data
+            operands.append(value)
+        return build(builder, *operands)
 
-    def typed(given: tuple[Any, ...]) -> Any:
-        return result(
-            *(
-                kind if letter == "a" else kinds[letter]
-                for letter, kind in zip(arguments, given, strict=True)
-            )
-        ), code
+    def typed(argument_types: tuple[Any, ...]) -> Any:
+        accepted = []
+        for letter, type_ in zip(arguments, argument_types, strict=True):
+            accepted.append(type_ if letter == "a" else type_of_letter[letter])
+        return result(*accepted), code
 
+    # numba reads the number of arguments from the signature.
     forms = {
         1: lambda typing, a: typed((a,)),
         2: lambda typing, a, b: typed((a, b)),
@@ -77,8 +88,17 @@ def _operation(arguments: str, build: Callable[..., Any], result: Any = _vector)
     return intrinsic(forms[len(arguments)])
 
 
-def _at(builder: Any, data: Any, index: Any, kind: Any) -> Any:
-    return builder.bitcast(builder.gep(data, [index]), kind.as_pointer())
+def _address(builder: Any, data: Any, index: Any, type_: Any) -> Any:
+    """Return the address of a number of an array, as one of a value of another type."""
+    return builder.bitcast(builder.gep(data, [index]), type_.as_pointer())
+
+
+def _all_floats(value: float) -> Any:
+    return ir.Constant(_VECTOR, [float(np.float32(value))] * WIDTH)
+
+
+def _all_bits(number: int) -> Any:
+    return ir.Constant(_BIT_VECTOR, [number] * WIDTH)
 
 
 def _is_half(data: Any) -> bool:
@@ -87,29 +107,26 @@ def _is_half(data: Any) -> bool:
 
 def _load(builder: Any, data: Any, index: Any) -> Any:
     if not _is_half(data):
-        return builder.load(_at(builder, data, index, _VECTOR), align=4)
-    upper = builder.zext(
-        builder.load(_at(builder, data, index, _HALF_VECTOR), align=2), _BIT_VECTOR
-    )
-    return builder.bitcast(builder.shl(upper, ir.Constant(_BIT_VECTOR, [16] * WIDTH)), _VECTOR)
+        return builder.load(_address(builder, data, index, _VECTOR), align=4)
+    # bfloat16 is the upper half of a float32.
+    halves = builder.load(_address(builder, data, index, _HALF_VECTOR), align=2)
+    bits = builder.shl(builder.zext(halves, _BIT_VECTOR), _all_bits(16))
+    return builder.bitcast(bits, _VECTOR)
 
 
 def _store(builder: Any, data: Any, index: Any, value: Any) -> Any:
     if _is_half(data):
-        upper = _rounded(builder, value, lambda number: ir.Constant(_BIT_VECTOR, [number] * WIDTH))
-        builder.store(
-            builder.trunc(upper, _HALF_VECTOR), _at(builder, data, index, _HALF_VECTOR), align=2
-        )
+        halves = builder.trunc(_rounded(builder, value, _all_bits), _HALF_VECTOR)
+        builder.store(halves, _address(builder, data, index, _HALF_VECTOR), align=2)
     else:
-        builder.store(value, _at(builder, data, index, _VECTOR), align=4)
+        builder.store(value, _address(builder, data, index, _VECTOR), align=4)
     return ir.Constant(_INT, 0)
 
 
 def _put(builder: Any, data: Any, index: Any, value: Any) -> Any:
     if _is_half(data):
-        value = builder.trunc(
-            _rounded(builder, value, lambda number: ir.Constant(_BITS, number)), _HALF
-        )
+        bits = _rounded(builder, value, lambda number: ir.Constant(_BITS, number))
+        value = builder.trunc(bits, _HALF)
     builder.store(value, builder.gep(data, [index]))
     return ir.Constant(_INT, 0)
 
@@ -117,27 +134,30 @@ def _put(builder: Any, data: Any, index: Any, value: Any) -> Any:
 def _rounded(builder: Any, value: Any, constant: Callable[[int], Any]) -> Any:
     """Return the upper halves of floats rounded to them, in the lower halves; NaN stays NaN."""
     bits = builder.bitcast(value, constant(0).type)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    nearest = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
-    return builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC0), nearest)
+    # Half a unit less one carries into the upper half when the lower one is above half a unit; the
+    # last bit of the upper half makes ties even.
+    last_bit = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    carried = builder.add(builder.add(bits, constant(0x7FFF)), last_bit)
+    nearest = builder.lshr(carried, constant(16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, constant(0x7FC0), nearest)
 
 
 def _half_of_pairs(builder: Any, data: Any, index: Any, *, second: bool) -> Any:
     """Widen the first or the second of each of `WIDTH` pairs of bfloat16."""
-    pairs = builder.load(_at(builder, data, index, _BIT_VECTOR), align=2)
+    pairs = builder.load(_address(builder, data, index, _BIT_VECTOR), align=2)
     if second:
-        bits = builder.and_(pairs, ir.Constant(_BIT_VECTOR, [0xFFFF0000] * WIDTH))
+        bits = builder.and_(pairs, _all_bits(0xFFFF0000))
     else:
-        bits = builder.shl(pairs, ir.Constant(_BIT_VECTOR, [16] * WIDTH))
+        bits = builder.shl(pairs, _all_bits(16))
     return builder.bitcast(bits, _VECTOR)
 
 
 def _repeat(builder: Any, data: Any, index: Any) -> Any:
     value = builder.load(builder.gep(data, [index]))
     if _is_half(data):
-        value = builder.bitcast(
-            builder.shl(builder.zext(value, _BITS), ir.Constant(_BITS, 16)), _FLOAT
-        )
+        bits = builder.shl(builder.zext(value, _BITS), ir.Constant(_BITS, 16))
+        value = builder.bitcast(bits, _FLOAT)
     return _spread(builder, value)
 
 
@@ -145,50 +165,45 @@ def _swap_control(builder: Any, after: Any) -> Any:
     """Exchange the register; on other processors there is none, and nothing is done."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return after
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte])
-    place = cgutils.alloca_once(builder, _BITS)
+    byte_pointer = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte_pointer])
+    memory = cgutils.alloca_once(builder, _BITS)
 
     def call(name: str) -> None:
-        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{name}")
-        builder.call(function, [builder.bitcast(place, byte)])
+        name = f"llvm.x86.sse.{name}"
+        function = cgutils.get_or_insert_function(builder.module, signature, name)
+        builder.call(function, [builder.bitcast(memory, byte_pointer)])
 
     call("stmxcsr")
-    before = builder.load(place)
-    builder.store(builder.trunc(after, _BITS), place)
+    before = builder.load(memory)
+    builder.store(builder.trunc(after, _BITS), memory)
     call("ldmxcsr")
     return builder.zext(before, _INT)
 
 
 def _spread(builder: Any, value: Any) -> Any:
-    single = builder.insert_element(
-        ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(_BITS, 0)
-    )
-    return builder.shuffle_vector(
-        single, ir.Constant(_VECTOR, ir.Undefined), ir.Constant(_BIT_VECTOR, [0] * WIDTH)
-    )
+    undefined = ir.Constant(_VECTOR, ir.Undefined)
+    single = builder.insert_element(undefined, value, ir.Constant(_BITS, 0))
+    return builder.shuffle_vector(single, undefined, _all_bits(0))
 
 
 def _fetch(builder: Any, data: Any, index: Any) -> Any:
     """Prefetch a cache line; an address past the end is harmless."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _BITS, _BITS, _BITS])
-    call = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    where = builder.bitcast(builder.gep(data, [index]), byte)
+    byte_pointer = ir.IntType(8).as_pointer()
+    signature = ir.FunctionType(ir.VoidType(), [byte_pointer, _BITS, _BITS, _BITS])
+    function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
+    address = builder.bitcast(builder.gep(data, [index]), byte_pointer)
     # The flags: to read, into the second cache, data.
-    builder.call(call, [where, *(ir.Constant(_BITS, flag) for flag in (0, 1, 1))])
+    flags = [ir.Constant(_BITS, flag) for flag in (0, 1, 1)]
+    builder.call(function, [address, *flags])
     return ir.Constant(_INT, 0)
 
 
-def _all(value: float) -> Any:
-    return ir.Constant(_VECTOR, [float(np.float32(value))] * WIDTH)
-
-
 def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{WIDTH}f32"), [a, b, c]
-    )
+    signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    name = f"llvm.fmuladd.v{WIDTH}f32"
+    function = cgutils.get_or_insert_function(builder.module, signature, name)
+    return builder.call(function, [a, b, c])
 
 
 def _greater(builder: Any, a: Any, b: Any) -> Any:
@@ -203,7 +218,8 @@ def _folded(join: Callable[..., Any]) -> Callable[..., Any]:
         while half:
             order = [*range(half, 2 * half), *range(WIDTH - half)]
             moved = builder.shuffle_vector(value, value, ir.Constant(_BIT_VECTOR, order))
-            value, half = join(builder, value, moved), half // 2
+            value = join(builder, value, moved)
+            half //= 2
         return builder.extract_element(value, ir.Constant(_BITS, 0))
 
     return build
@@ -215,22 +231,27 @@ def _exp(builder: Any, x: Any) -> Any:
     x = n ln 2 + r with |r| <= ln(2) / 2. n comes from adding a number so large that the sum has no
     fraction bits; then Taylor's polynomial of degree 7, with a relative error below 1e-8.
     """
-    x = builder.select(builder.fcmp_ordered("<", x, _all(-88.0)), _all(-88.0), x)
-    x = builder.select(builder.fcmp_ordered(">", x, _all(88.0)), _all(88.0), x)
-    large = _all(12582912.0)  # 1.5 * 2**23
-    shifted = _fused(builder, x, _all(1.4426950408889634), large)
-    count = builder.fsub(shifted, large)
-    # ln 2 in two parts, the first exact in few bits.
-    rest = _fused(builder, count, _all(-0.693359375), x)
-    rest = _fused(builder, count, _all(2.12194440e-4), rest)
-    value = _all(1 / 5040)
-    for factor in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
-        value = _fused(builder, value, rest, _all(factor))
-    raised = builder.add(
-        builder.bitcast(shifted, _BIT_VECTOR), ir.Constant(_BIT_VECTOR, [127] * WIDTH)
-    )
-    scale = builder.shl(raised, ir.Constant(_BIT_VECTOR, [23] * WIDTH))
-    return builder.fmul(value, builder.bitcast(scale, _VECTOR))
+    low = _all_floats(-88.0)
+    high = _all_floats(88.0)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+
+    # n, and in the lowest bits of `shifted` n as an integer.
+    large = _all_floats(12582912.0)  # 1.5 * 2**23
+    shifted = _fused(builder, x, _all_floats(1.4426950408889634), large)
+    n = builder.fsub(shifted, large)
+
+    # r, with ln 2 in two parts, the first exact in few bits.
+    r = _fused(builder, n, _all_floats(-0.693359375), x)
+    r = _fused(builder, n, _all_floats(2.12194440e-4), r)
+
+    # The polynomial by Horner's rule, times 2**n: n goes into the exponent's bits.
+    polynomial = _all_floats(1 / 5040)
+    for coefficient in (1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0):
+        polynomial = _fused(builder, polynomial, r, _all_floats(coefficient))
+    exponent = builder.add(builder.bitcast(shifted, _BIT_VECTOR), _all_bits(127))
+    power = builder.shl(exponent, _all_bits(23))
+    return builder.fmul(polynomial, builder.bitcast(power, _VECTOR))
 
 
 load = _operation("ai", _load)
@@ -259,9 +280,12 @@ horizontal_max = _operation("v", _folded(_greater), types.float32)
 
 
 def _kernel(*forms: str) -> Callable[[Any], Any]:
-    """Compile the forms of a kernel, or load them from numba's cache; argument letters as above,
-    (n) for an int64 array and (h) for one of bfloat16."""
-    kinds = {
+    """Compile the forms of a kernel, or load them from numba's cache.
+
+    A form has one letter for each argument, as in `_operation`, but (a) for an array of float32,
+    (n) for one of int64 and (h) for one of bfloat16.
+    """
+    type_of_letter = {
         "a": types.float32[::1],
         "h": types.int16[::1],
         "n": types.int64[::1],
@@ -271,12 +295,13 @@ def _kernel(*forms: str) -> Callable[[Any], Any]:
 
     def compiled(function: Any) -> Any:
         kernel = numba.njit(nogil=True, error_model="numpy", _nrt=False)(function)
-        # Where there is no directory to keep it in, it is compiled by every process,
-        # which takes some seconds.
+        # Where there is no directory to keep it in, it is compiled by every process, which takes
+        # some seconds.
         with contextlib.suppress(RuntimeError):
             kernel.enable_caching()
         for letters in forms:
-            kernel.compile(types.void(*(kinds[letter] for letter in letters)))
+            argument_types = [type_of_letter[letter] for letter in letters]
+            kernel.compile(types.void(*argument_types))
         kernel.disable_compile()
         return kernel
 
@@ -289,78 +314,93 @@ _inner = numba.njit(inline="never", error_model="numpy", _nrt=False)
 
 
 @_inner
-def _norm(x, at, size, weight, eps, out, to):  # type: ignore[no-untyped-def]
+def _norm(x, x_at, size, weight, eps, out, out_at):  # type: ignore[no-untyped-def]
     """RMSNorm (Zhang and Sennrich, 2019) of one vector: x / rms(x) * weight."""
     squares = broadcast(np.float32(0))
     for i in range(0, size, WIDTH):
-        value = load(x, at + i)
+        value = load(x, x_at + i)
         squares = fused(value, value, squares)
     mean = horizontal_sum(squares) / np.float32(size)
+
     factor = broadcast(np.float32(1) / np.float32(np.sqrt(mean + eps)))
     for i in range(0, size, WIDTH):
-        store(out, to + i, multiply(load(weight, i), multiply(load(x, at + i), factor)))
+        scaled = multiply(load(x, x_at + i), factor)
+        store(out, out_at + i, multiply(load(weight, i), scaled))
 
 
 @_kernel("aanafa", "ahnafh")
 def add_and_norm(hidden, change, rows, weight, eps, out):  # type: ignore[no-untyped-def]
-    """Add `change` to rows of the residual stream, if not empty, and write their norms
-    to `out` consecutively."""
+    """Add `change` to rows of the residual stream, if not empty, and write their norms to `out`
+    consecutively."""
     size = weight.size
-    for to in range(rows.size):
-        at = rows[to] * size
+    for number in range(rows.size):
+        row_at = rows[number] * size
         if change.size:
-            for i in range(at, at + size, WIDTH):
+            for i in range(row_at, row_at + size, WIDTH):
                 store(hidden, i, add(load(hidden, i), load(change, i)))
-        _norm(hidden, at, size, weight, eps, out, to * size)
+        _norm(hidden, row_at, size, weight, eps, out, number * size)
 
 
 @_kernel("aiia", "hiih")
 def swiglu(both, rows, size, out):  # type: ignore[no-untyped-def]
-    """SwiGLU (Shazeer, 2020) on rows of `size` gates and `size` values: gate *
-    sigmoid(gate) * value."""
-    one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
+    """SwiGLU (Shazeer, 2020): gate * sigmoid(gate) * value.
+
+    Rows of `both` have `size` gates, then `size` values.
+    """
+    one = broadcast(np.float32(1))
+    zero = broadcast(np.float32(0))
     for row in range(rows):
         for i in range(0, size, WIDTH):
-            left = load(both, 2 * row * size + i)
-            soft = divide(left, add(one, exp(subtract(zero, left))))
-            store(out, row * size + i, multiply(soft, load(both, (2 * row + 1) * size + i)))
+            gate = load(both, 2 * row * size + i)
+            activated = divide(gate, add(one, exp(subtract(zero, gate))))
+            value = load(both, (2 * row + 1) * size + i)
+            store(out, row * size + i, multiply(activated, value))
 
 
 FLUSHING = 0x9FC0
 """Control register with which numbers below float32's normal range count as zero; it rounds to
 nearest and raises nothing."""
 PANEL = 32
-"""Outputs that a packed matrix stores together, and inputs that one instruction of
-a matrix unit sums up."""
+"""Outputs that a packed matrix stores together, and inputs that one instruction of a matrix unit
+sums up."""
 AHEAD = 4096
-"""How many numbers before their use weights are fetched; 30 layers took 89 ms
-with it and 138 without."""
+"""How many numbers before their use weights are fetched; 30 layers took 89 ms with it and 138
+without."""
 
 
 @_inner
-def _multiply_panel(inputs, row_at, inner, part, packed, panel_at, ahead, out, to):  # type: ignore[no-untyped-def]
+def _multiply_panel(inputs, row_at, inner, part, packed, panel_at, ahead, out, out_at):  # type: ignore[no-untyped-def]
     """Multiply one row with the weights of 32 outputs, and fetch weights for later if `ahead`."""
     zero = broadcast(np.float32(0))
-    left, right = zero, zero
+    left = zero
+    right = zero
     for start in range(0, inner, part):
-        left_part, right_part = zero, zero
+        left_part = zero
+        right_part = zero
         for block in range(start, min(start + part, inner), PANEL):
-            a, b, c, d = zero, zero, zero, zero
+            # The first 16 outputs and the others, even and odd inputs apart.
+            left_even = zero
+            left_odd = zero
+            right_even = zero
+            right_odd = zero
             for i in range(block, block + PANEL, 2):
-                even, odd = repeat(inputs, row_at + i), repeat(inputs, row_at + i + 1)
-                at = panel_at + i * PANEL
+                even = repeat(inputs, row_at + i)
+                odd = repeat(inputs, row_at + i + 1)
+                pairs_at = panel_at + i * PANEL
                 if ahead:
-                    prefetch(packed, at + AHEAD)
-                    prefetch(packed, at + AHEAD + PANEL)
-                a, b = fused(even, evens(packed, at), a), fused(odd, odds(packed, at), b)
-                c, d = (
-                    fused(even, evens(packed, at + PANEL), c),
-                    fused(odd, odds(packed, at + PANEL), d),
-                )
-            left_part, right_part = add(left_part, add(a, b)), add(right_part, add(c, d))
-        left, right = add(left, left_part), add(right, right_part)
-    store(out, to, left)
-    store(out, to + WIDTH, right)
+                    prefetch(packed, pairs_at + AHEAD)
+                    prefetch(packed, pairs_at + AHEAD + PANEL)
+                left_even = fused(even, evens(packed, pairs_at), left_even)
+                left_odd = fused(odd, odds(packed, pairs_at), left_odd)
+                right_even = fused(even, evens(packed, pairs_at + PANEL), right_even)
+                right_odd = fused(odd, odds(packed, pairs_at + PANEL), right_odd)
+
+            left_part = add(left_part, add(left_even, left_odd))
+            right_part = add(right_part, add(right_even, right_odd))
+        left = add(left, left_part)
+        right = add(right, right_part)
+    store(out, out_at, left)
+    store(out, out_at + WIDTH, right)
 
 
 @_kernel("hiihiih")
@@ -372,161 +412,155 @@ def multiply_few(inputs, rows, inner, packed, outs, part, out):  # type: ignore[
     multiplications, and adds the sum of both to the result. `part` inputs are summed up before they
     are added to those before them. `inner`, `outs` and `part` are multiples of 32.
     """
-    before = swap_control(FLUSHING)
+    control = swap_control(FLUSHING)
     for panel in range(0, outs, PANEL):
+        panel_at = panel * inner
         for row in range(rows):
-            to = row * outs + panel
-            _multiply_panel(
-                inputs, row * inner, inner, part, packed, panel * inner, row == 0, out, to
-            )
-    swap_control(before)
+            ahead = row == 0
+            out_at = row * outs + panel
+            _multiply_panel(inputs, row * inner, inner, part, packed, panel_at, ahead, out, out_at)
+    swap_control(control)
 
 
 @_inner
-def _turned(x, at, size, norm, eps, bias, bias_at, cos, sin, turn):  # type: ignore[no-untyped-def]
-    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a
-    projection, in place."""
+def _turned(x, x_at, size, norm, eps, bias, bias_at, cos, sin, angle_at):  # type: ignore[no-untyped-def]
+    """Apply bias, optional norm and rotary embedding (Su et al., 2021) to a projection, in
+    place."""
     if bias.size:
         for i in range(0, size, WIDTH):
-            store(x, at + i, add(load(x, at + i), load(bias, bias_at + i)))
+            store(x, x_at + i, add(load(x, x_at + i), load(bias, bias_at + i)))
     if norm.size:
-        _norm(x, at, size, norm, eps, x, at)
+        _norm(x, x_at, size, norm, eps, x, x_at)
+
     half = size // 2
     for i in range(half):
-        left, right = x[at + i], x[at + half + i]
-        x[at + i] = left * cos[turn + i] - right * sin[turn + i]
-        x[at + half + i] = right * cos[turn + half + i] + left * sin[turn + half + i]
+        left = x[x_at + i]
+        right = x[x_at + half + i]
+        x[x_at + i] = left * cos[angle_at + i] - right * sin[angle_at + i]
+        x[x_at + half + i] = right * cos[angle_at + half + i] + left * sin[angle_at + half + i]
 
 
 @_inner
-def _columns(x, at, size, store, origin, place):  # type: ignore[no-untyped-def]
+def _columns(x, x_at, size, store, head_at, place):  # type: ignore[no-untyped-def]
     """Write a vector as a column of its block, as keys are stored."""
-    column = origin + place // BLOCK * BLOCK * size + place % BLOCK
+    column = head_at + place // BLOCK * BLOCK * size + place % BLOCK
     for i in range(size):
-        put(store, column + i * BLOCK, x[at + i])
+        put(store, column + i * BLOCK, x[x_at + i])
 
 
 @_inner
-def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, origin, place):  # type: ignore[no-untyped-def]
+def _keep(x, k_at, v_at, size, bias, bias_at, keys, values, head_at, place):  # type: ignore[no-untyped-def]
     """Write a key (a column of its block) and a value with its bias to the cache."""
-    _columns(x, k_at, size, keys, origin, place)
+    _columns(x, k_at, size, keys, head_at, place)
     for i in range(0, size, WIDTH):
         value = load(x, v_at + i)
         if bias.size:
             value = add(value, load(bias, bias_at + i))
-        store(values, origin + place * size + i, value)
+        store(values, head_at + place * size + i, value)
+
+
+class KeySpan(NamedTuple):
+    """Keys or values that a row attends to: `length` of them, the first `shared` at `shared_at`,
+    the others at `own_at` as if all were there."""
+
+    shared_at: int
+    shared: int
+    own_at: int
+    length: int
+
+
+class Block(NamedTuple):
+    """Some of the values that a row attends to: those from `first` to `last`, counted from `at`."""
+
+    at: int
+    first: int
+    last: int
 
 
 @_inner
-def _scores(  # type: ignore[no-untyped-def]
-    query,
-    q_at,
-    group,
-    size,
-    keys,
-    common,
-    shared,
-    origin,
-    count,
-    scale,
-    scores,
-    reach,
-    values,
-    ahead,
-):
-    """Softmax weights of `count` keys for each query head of a group."""
-    _dots(
-        query,
-        q_at,
-        group,
-        size,
-        keys,
-        common,
-        shared,
-        origin,
-        count,
-        scale,
-        scores,
-        reach,
-        values,
-        ahead,
-    )
-    end = (count + BLOCK - 1) // BLOCK * BLOCK
+def _scores(query, q_at, group, size, keys, span, scale, scores, reach, values, ahead):  # type: ignore[no-untyped-def]
+    """Softmax weights of the keys of a span for each query head of a group."""
+    _dots(query, q_at, group, size, keys, span, scale, scores, reach, values, ahead)
+    end = (span.length + BLOCK - 1) // BLOCK * BLOCK
     for head in range(group):
-        _softmax(scores, head * reach, count, end)
+        _softmax(scores, head * reach, span.length, end)
 
 
 @_inner
-def _dots(  # type: ignore[no-untyped-def]
-    query,
-    q_at,
-    group,
-    size,
-    keys,
-    common,
-    shared,
-    origin,
-    count,
-    scale,
-    scores,
-    reach,
-    values,
-    ahead,
-):
-    """Scaled products of each query head of a group with `count` keys, heads in pairs, and the
-    last of an odd number alone.
+def _dots(query, q_at, group, size, keys, span, scale, scores, reach, values, ahead):  # type: ignore[no-untyped-def]
+    """Scaled products of each query head of a group with the keys of a span.
 
-    The first `shared` keys are at `common`, the others at `origin`. With `ahead`, prefetch
-    the values of these keys.
+    Heads are computed in pairs, and the last of an odd number alone. The scores of a head are
+    `reach` floats after those of the one before. With `ahead`, prefetch the values of these keys.
     """
-    zero, factor = broadcast(np.float32(0)), broadcast(scale)
-    end = (count + BLOCK - 1) // BLOCK * BLOCK
-    for first in range(0, end, BLOCK):
+    zero = broadcast(np.float32(0))
+    factor = broadcast(scale)
+    end = (span.length + BLOCK - 1) // BLOCK * BLOCK
+    for block in range(0, end, BLOCK):
+        block_at = (span.shared_at if block < span.shared else span.own_at) + block * size
         for head in range(0, group, 2):
-            pair = head + 1 < group
-            mine, theirs = q_at + head * size, q_at + (head + 1) * size
-            a, b, c, d = zero, zero, zero, zero
-            e, f, g, h = zero, zero, zero, zero
+            is_pair = head + 1 < group
+            first_q = q_at + head * size
+            second_q = first_q + size
+
+            # The first 16 keys of the block and the others, for the first head and the second one.
+            # Even and odd dimensions apart: eight sums, none of which waits for another.
+            first_left_even = zero
+            first_left_odd = zero
+            first_right_even = zero
+            first_right_odd = zero
+            second_left_even = zero
+            second_left_odd = zero
+            second_right_even = zero
+            second_right_odd = zero
             for i in range(0, size, 2):
-                # Even and odd dimensions apart: eight sums, none of which waits for another.
-                at = (common if first < shared else origin) + first * size + i * BLOCK
+                keys_at = block_at + i * BLOCK
                 if ahead and head == 0:
                     for line in range(0, 2 * BLOCK, WIDTH):
-                        prefetch(values, at + line)
-                one, two = load(keys, at), load(keys, at + WIDTH)
-                three, four = load(keys, at + BLOCK), load(keys, at + BLOCK + WIDTH)
-                x, y = repeat(query, mine + i), repeat(query, mine + i + 1)
-                a, b, e, f = (
-                    fused(x, one, a),
-                    fused(x, two, b),
-                    fused(y, three, e),
-                    fused(y, four, f),
-                )
-                if pair:
-                    x, y = repeat(query, theirs + i), repeat(query, theirs + i + 1)
-                    c, d, g, h = (
-                        fused(x, one, c),
-                        fused(x, two, d),
-                        fused(y, three, g),
-                        fused(y, four, h),
-                    )
-            store(scores, head * reach + first, multiply(add(a, e), factor))
-            store(scores, head * reach + first + WIDTH, multiply(add(b, f), factor))
-            if pair:
-                store(scores, (head + 1) * reach + first, multiply(add(c, g), factor))
-                store(scores, (head + 1) * reach + first + WIDTH, multiply(add(d, h), factor))
+                        prefetch(values, keys_at + line)
+
+                left_even = load(keys, keys_at)
+                right_even = load(keys, keys_at + WIDTH)
+                left_odd = load(keys, keys_at + BLOCK)
+                right_odd = load(keys, keys_at + BLOCK + WIDTH)
+                even = repeat(query, first_q + i)
+                odd = repeat(query, first_q + i + 1)
+                first_left_even = fused(even, left_even, first_left_even)
+                first_right_even = fused(even, right_even, first_right_even)
+                first_left_odd = fused(odd, left_odd, first_left_odd)
+                first_right_odd = fused(odd, right_odd, first_right_odd)
+                if is_pair:
+                    even = repeat(query, second_q + i)
+                    odd = repeat(query, second_q + i + 1)
+                    second_left_even = fused(even, left_even, second_left_even)
+                    second_right_even = fused(even, right_even, second_right_even)
+                    second_left_odd = fused(odd, left_odd, second_left_odd)
+                    second_right_odd = fused(odd, right_odd, second_right_odd)
+
+            scores_at = head * reach + block
+            left = add(first_left_even, first_left_odd)
+            right = add(first_right_even, first_right_odd)
+            store(scores, scores_at, multiply(left, factor))
+            store(scores, scores_at + WIDTH, multiply(right, factor))
+            if is_pair:
+                left = add(second_left_even, second_left_odd)
+                right = add(second_right_even, second_right_odd)
+                store(scores, scores_at + reach, multiply(left, factor))
+                store(scores, scores_at + reach + WIDTH, multiply(right, factor))
 
 
 @_inner
 def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
     """Softmax of `count` scores from `start` on, in place; up to `end` the weights are 0."""
-    zero = broadcast(np.float32(0))
     for i in range(start + count, start + end):
         scores[i] = -np.inf
+
     peaks = load(scores, start)
     for i in range(start + WIDTH, start + end, WIDTH):
         peaks = greater_than(peaks, load(scores, i))
-    peak, sums = broadcast(horizontal_max(peaks)), zero
+    peak = broadcast(horizontal_max(peaks))
+
+    sums = broadcast(np.float32(0))
     for i in range(start, start + end, WIDTH):
         weight = exp(subtract(load(scores, i), peak))
         store(scores, i, weight)
@@ -537,112 +571,117 @@ def _softmax(scores, start, count, end):  # type: ignore[no-untyped-def]
 
 
 @_inner
-def _mixture(  # type: ignore[no-untyped-def]
-    scores, reach, group, size, values, common, shared, origin, count, out, to, keys, ahead
-):
-    """Weighted sum of `count` values for each query head of a group, the first `shared` at
-    `common`, the others at `origin`.
+def _mixture(scores, reach, group, size, values, span, out, out_at, keys, ahead):  # type: ignore[no-untyped-def]
+    """Sum of the values of a span, weighted by the scores of each query head of a group.
 
     Two heads and two vectors of a value are added up at once where there are as many. Unless
     `ahead` is 0, prefetch the keys at that offset from the others, which are used next.
     """
-    for i in range(to, to + group * size, WIDTH):
+    for i in range(out_at, out_at + group * size, WIDTH):
         store(out, i, broadcast(np.float32(0)))
-    for first in range(0, count, BLOCK):
-        last = min(first + BLOCK, count)
-        base = common if first < shared else origin
+
+    for first in range(0, span.length, BLOCK):
+        last = min(first + BLOCK, span.length)
+        is_shared = first < span.shared
+        block = Block(span.shared_at if is_shared else span.own_at, first, last)
         for head in range(0, group, 2):
-            fetched = ahead if head == 0 and first >= shared else 0
+            fetched = ahead if head == 0 and not is_shared else 0
             paired = size // (2 * WIDTH) * 2 * WIDTH if head + 1 < group else 0
             for part in range(0, paired, 2 * WIDTH):
                 _mix_four(
-                    scores,
-                    reach,
-                    head,
-                    size,
-                    values,
-                    base,
-                    first,
-                    last,
-                    out,
-                    to,
-                    part,
-                    keys,
-                    fetched,
+                    scores, reach, head, size, values, block, out, out_at, part, keys, fetched
                 )
-            for one in range(head, min(head + 2, group)):
+            for single in range(head, min(head + 2, group)):
                 for part in range(paired, size, WIDTH):
                     _mix_one(
-                        scores,
-                        reach,
-                        one,
-                        size,
-                        values,
-                        base,
-                        first,
-                        last,
-                        out,
-                        to,
-                        part,
-                        keys,
-                        fetched,
+                        scores, reach, single, size, values, block, out, out_at, part, keys, fetched
                     )
 
 
 @_inner
-def _mix_four(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
-    """Add the values from `first` to `last` to two vectors, from `part` on, of a
-    head and of the next one."""
+def _mix_four(scores, reach, head, size, values, block, out, out_at, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values of a block to four vectors: two from `part` on of a head, and two of the next.
+
+    Even and odd keys are added up apart: eight sums, none of which waits for another.
+    """
+    first_scores = head * reach
+    second_scores = first_scores + reach
+    first_out = out_at + head * size + part
+    second_out = first_out + size
+
+    first_left_even = load(out, first_out)
+    first_right_even = load(out, first_out + WIDTH)
+    second_left_even = load(out, second_out)
+    second_right_even = load(out, second_out + WIDTH)
     zero = broadcast(np.float32(0))
-    mine, theirs, rest, next_head = to + head * size, to + (head + 1) * size, part + WIDTH, head + 1
-    a, b, c, d = (
-        load(out, mine + part),
-        load(out, mine + rest),
-        load(out, theirs + part),
-        load(out, theirs + rest),
-    )
-    e, f, g, h = zero, zero, zero, zero
-    for key in range(first, last - 1, 2):  # even and odd keys apart
-        at, left, right = base + key * size, head * reach + key, next_head * reach + key
+    first_left_odd = zero
+    first_right_odd = zero
+    second_left_odd = zero
+    second_right_odd = zero
+    for key in range(block.first, block.last - 1, 2):
+        even_at = block.at + key * size + part
+        odd_at = even_at + size
         if ahead != 0:
             for line in range(0, 2 * WIDTH, WIDTH):
-                prefetch(keys, at + ahead + part + line)
-                prefetch(keys, at + ahead + part + line + size)
-        one, two = load(values, at + part), load(values, at + rest)
-        x, y = repeat(scores, left), repeat(scores, right)
-        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-        one, two = load(values, at + size + part), load(values, at + size + rest)
-        x, y = repeat(scores, left + 1), repeat(scores, right + 1)
-        e, f, g, h = fused(x, one, e), fused(x, two, f), fused(y, one, g), fused(y, two, h)
-    if (last - first) % 2:
-        at = base + (last - 1) * size
-        one, two = load(values, at + part), load(values, at + rest)
-        x, y = repeat(scores, head * reach + last - 1), repeat(scores, next_head * reach + last - 1)
-        a, b, c, d = fused(x, one, a), fused(x, two, b), fused(y, one, c), fused(y, two, d)
-    store(out, mine + part, add(a, e))
-    store(out, mine + rest, add(b, f))
-    store(out, theirs + part, add(c, g))
-    store(out, theirs + rest, add(d, h))
+                prefetch(keys, even_at + ahead + line)
+                prefetch(keys, odd_at + ahead + line)
+
+        left = load(values, even_at)
+        right = load(values, even_at + WIDTH)
+        first_weight = repeat(scores, first_scores + key)
+        second_weight = repeat(scores, second_scores + key)
+        first_left_even = fused(first_weight, left, first_left_even)
+        first_right_even = fused(first_weight, right, first_right_even)
+        second_left_even = fused(second_weight, left, second_left_even)
+        second_right_even = fused(second_weight, right, second_right_even)
+
+        left = load(values, odd_at)
+        right = load(values, odd_at + WIDTH)
+        first_weight = repeat(scores, first_scores + key + 1)
+        second_weight = repeat(scores, second_scores + key + 1)
+        first_left_odd = fused(first_weight, left, first_left_odd)
+        first_right_odd = fused(first_weight, right, first_right_odd)
+        second_left_odd = fused(second_weight, left, second_left_odd)
+        second_right_odd = fused(second_weight, right, second_right_odd)
+
+    # The last of an odd number of keys, which is an even one.
+    if (block.last - block.first) % 2:
+        key = block.last - 1
+        even_at = block.at + key * size + part
+        left = load(values, even_at)
+        right = load(values, even_at + WIDTH)
+        first_weight = repeat(scores, first_scores + key)
+        second_weight = repeat(scores, second_scores + key)
+        first_left_even = fused(first_weight, left, first_left_even)
+        first_right_even = fused(first_weight, right, first_right_even)
+        second_left_even = fused(second_weight, left, second_left_even)
+        second_right_even = fused(second_weight, right, second_right_even)
+
+    store(out, first_out, add(first_left_even, first_left_odd))
+    store(out, first_out + WIDTH, add(first_right_even, first_right_odd))
+    store(out, second_out, add(second_left_even, second_left_odd))
+    store(out, second_out + WIDTH, add(second_right_even, second_right_odd))
 
 
 @_inner
-def _mix_one(scores, reach, head, size, values, base, first, last, out, to, part, keys, ahead):  # type: ignore[no-untyped-def]
-    """Add the values from `first` to `last` to one vector of a head, in the
-    order of `_mix_four`."""
-    mine, weight = to + head * size + part, head * reach
-    a, e = load(out, mine), broadcast(np.float32(0))
-    for key in range(first, last - 1, 2):
-        at = base + key * size + part
+def _mix_one(scores, reach, head, size, values, block, out, out_at, part, keys, ahead):  # type: ignore[no-untyped-def]
+    """Add the values of a block to one vector of a head, in the order of `_mix_four`."""
+    head_scores = head * reach
+    head_out = out_at + head * size + part
+    even = load(out, head_out)
+    odd = broadcast(np.float32(0))
+    for key in range(block.first, block.last - 1, 2):
+        value_at = block.at + key * size + part
         if ahead != 0:
-            prefetch(keys, at + ahead)
-            prefetch(keys, at + ahead + size)
-        a = fused(repeat(scores, weight + key), load(values, at), a)
-        e = fused(repeat(scores, weight + key + 1), load(values, at + size), e)
-    if (last - first) % 2:
-        a = fused(
-            repeat(scores, weight + last - 1), load(values, base + (last - 1) * size + part), a
-        )
-    store(out, mine, add(a, e))
+            prefetch(keys, value_at + ahead)
+            prefetch(keys, value_at + ahead + size)
+        even = fused(repeat(scores, head_scores + key), load(values, value_at), even)
+        odd = fused(repeat(scores, head_scores + key + 1), load(values, value_at + size), odd)
+    if (block.last - block.first) % 2:
+        key = block.last - 1
+        value_at = block.at + key * size + part
+        even = fused(repeat(scores, head_scores + key), load(values, value_at), even)
+    store(out, head_out, add(even, odd))
 
 
 @_kernel("aaaafaannnnnaaiiiifaa", "aaaafaannnnnhhiiiifaa")
@@ -690,92 +729,73 @@ def attend(  # type: ignore[no-untyped-def]
         scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
-    group, reach = heads // kv, capacity
+    group = heads // kv
+    head_floats = capacity * size
     for row in range(places.size):
-        slot, count, at = slots[row], places[row] + 1, row * (heads + 2 * kv) * size
-        turn = turns[row] * size
-        follower = slots[min(row + 1, places.size - 1)]
-        new = row == 0 or slots[row - 1] != slot
+        slot = slots[row]
+        place = places[row]
+        row_at = row * (heads + 2 * kv) * size
+        angle_at = turns[row] * size
+        next_slot = slots[min(row + 1, places.size - 1)]
+        # Rows of one slot follow each other, and only the first fetches values ahead.
+        is_first = row == 0 or slots[row - 1] != slot
+
         for head in range(heads):
-            _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
+            q_at = row_at + head * size
+            _turned(qkv, q_at, size, q_norm, eps, bias, head * size, cos, sin, angle_at)
+
         for head in range(kv):
-            mine = (heads + head) * size
-            _turned(qkv, at + mine, size, k_norm, eps, bias, mine, cos, sin, turn)
-            origin = (slot * kv + head) * capacity * size
-            _keep(
-                qkv,
-                at + mine,
-                at + mine + kv * size,
-                size,
-                bias,
-                mine + kv * size,
-                keys,
-                values,
-                origin,
-                places[row],
-            )
+            # The row's own key and value.
+            k_column = (heads + head) * size
+            v_column = k_column + kv * size
+            k_at = row_at + k_column
+            v_at = row_at + v_column
+            head_at = (slot * kv + head) * head_floats
+            _turned(qkv, k_at, size, k_norm, eps, bias, k_column, cos, sin, angle_at)
+            _keep(qkv, k_at, v_at, size, bias, v_column, keys, values, head_at, place)
+
+            # What is used next are the keys of the next head, or of the next slot.
             ahead = 0  # keys of the same slot are cached already
-            if follower != slot:
-                ahead = (
-                    capacity * size if head + 1 < kv else follower * kv * capacity * size - origin
-                )
-            q_at, to = at + head * group * size, (row * heads + head * group) * size
-            common, first = (sources[slot] * kv + head) * capacity * size, shared[slot]
-            _scores(
-                qkv,
-                q_at,
-                group,
-                size,
-                keys,
-                common,
-                first,
-                origin,
-                count,
-                scale,
-                scores,
-                reach,
-                values,
-                new,
-            )
-            _mixture(
-                scores,
-                reach,
-                group,
-                size,
-                values,
-                common,
-                first,
-                origin,
-                count,
-                out,
-                to,
-                keys,
-                ahead,
-            )
+            if next_slot != slot:
+                if head + 1 < kv:
+                    ahead = head_floats
+                else:
+                    ahead = next_slot * kv * head_floats - head_at
+
+            q_at = row_at + head * group * size
+            out_at = (row * heads + head * group) * size
+            shared_at = (sources[slot] * kv + head) * head_floats
+            span = KeySpan(shared_at, shared[slot], head_at, place + 1)
+            _scores(qkv, q_at, group, size, keys, span, scale, scores, capacity, values, is_first)
+            _mixture(scores, capacity, group, size, values, span, out, out_at, keys, ahead)
 
 
 @_kernel("aaaafaaniii")
 def rotate(  # type: ignore[no-untyped-def]
     qkv, bias, q_norm, k_norm, eps, cos, sin, turns, heads, kv, size
 ):
-    """Add the biases of rows and rotate their query and key heads, in place
-    and as `attend` does."""
+    """Add the biases of rows and rotate their query and key heads, in place and as `attend`
+    does."""
     for row in range(turns.size):
-        at, turn = row * (heads + 2 * kv) * size, turns[row] * size
-        for i in range((heads + kv) * size, (heads + 2 * kv) * size if bias.size else 0, WIDTH):
-            store(qkv, at + i, add(load(qkv, at + i), load(bias, i)))
+        row_at = row * (heads + 2 * kv) * size
+        angle_at = turns[row] * size
+        if bias.size:
+            for i in range((heads + kv) * size, (heads + 2 * kv) * size, WIDTH):
+                store(qkv, row_at + i, add(load(qkv, row_at + i), load(bias, i)))
         for head in range(heads):
-            _turned(qkv, at + head * size, size, q_norm, eps, bias, head * size, cos, sin, turn)
+            column = head * size
+            _turned(qkv, row_at + column, size, q_norm, eps, bias, column, cos, sin, angle_at)
         for head in range(heads, heads + kv):
-            _turned(qkv, at + head * size, size, k_norm, eps, bias, head * size, cos, sin, turn)
+            column = head * size
+            _turned(qkv, row_at + column, size, k_norm, eps, bias, column, cos, sin, angle_at)
 
 
 @_kernel("annnhhiiiifaa")
 def attend_paths(  # type: ignore[no-untyped-def]
     qkv, paths, starts, owners, keys, values, capacity, heads, kv, size, scale, scores, out
 ):
-    """Attend from rotated rows of training, each to the rows on its path, with
-    the arithmetic of `attend`.
+    """Attend from rotated rows of training, each to the rows on its path, with the arithmetic of
+    `attend`.
 
     Args:
         qkv: projections per row, from `rotate`.
@@ -789,107 +809,89 @@ def attend_paths(  # type: ignore[no-untyped-def]
         scores: buffer of capacity * heads / kv floats.
         out: [rows, heads, size].
     """
-    group, width, no_bias = heads // kv, (heads + 2 * kv) * size, scores[:0]
+    group = heads // kv
+    width = (heads + 2 * kv) * size
+    no_bias = scores[:0]
     for slot in range(owners.size):
-        length = starts[slot + 1] - starts[slot]
+        start = starts[slot]
+        length = starts[slot + 1] - start
         for place in range(length):
-            at = paths[starts[slot] + place] * width
+            row_at = paths[start + place] * width
             for head in range(kv):
-                k_at, origin = at + (heads + head) * size, (slot * kv + head) * capacity * size
-                _keep(qkv, k_at, k_at + kv * size, size, no_bias, 0, keys, values, origin, place)
+                k_at = row_at + (heads + head) * size
+                v_at = k_at + kv * size
+                head_at = (slot * kv + head) * capacity * size
+                _keep(qkv, k_at, v_at, size, no_bias, 0, keys, values, head_at, place)
+
         for place in range(length - owners[slot], length):
-            row = paths[starts[slot] + place]
+            row = paths[start + place]
             for head in range(kv):
-                origin = (slot * kv + head) * capacity * size
-                q_at, to, count = (
-                    row * width + head * group * size,
-                    (row * heads + head * group) * size,
-                    place + 1,
-                )
-                _scores(
-                    qkv,
-                    q_at,
-                    group,
-                    size,
-                    keys,
-                    origin,
-                    0,
-                    origin,
-                    count,
-                    scale,
-                    scores,
-                    capacity,
-                    values,
-                    False,
-                )
-                _mixture(
-                    scores,
-                    capacity,
-                    group,
-                    size,
-                    values,
-                    origin,
-                    0,
-                    origin,
-                    count,
-                    out,
-                    to,
-                    keys,
-                    0,
-                )
+                head_at = (slot * kv + head) * capacity * size
+                q_at = row * width + head * group * size
+                out_at = (row * heads + head * group) * size
+                span = KeySpan(head_at, 0, head_at, place + 1)
+                _scores(qkv, q_at, group, size, keys, span, scale, scores, capacity, values, False)
+                _mixture(scores, capacity, group, size, values, span, out, out_at, keys, 0)
 
 
 @_inner
 def _score_slopes(weights, slopes, start, end, scale):  # type: ignore[no-untyped-def]
-    """Replace the gradients of softmax weights from `start` on by those of the products of
-    queries and keys, in place."""
+    """Replace the gradients of softmax weights from `start` on by those of the products of queries
+    and keys, in place."""
     total = broadcast(np.float32(0))
     for i in range(start, start + end, WIDTH):
         total = fused(load(weights, i), load(slopes, i), total)
-    mean, factor = broadcast(horizontal_sum(total)), broadcast(scale)
+    mean = broadcast(horizontal_sum(total))
+
+    factor = broadcast(scale)
     for i in range(start, start + end, WIDTH):
         change = multiply(load(weights, i), subtract(load(slopes, i), mean))
         store(slopes, i, multiply(change, factor))
 
 
 @_inner
-def _gather(rows, paths, start, length, width, column, size, into, to):  # type: ignore[no-untyped-def]
-    """Copy a vector of each row of a path to `into` from `to` on, `WIDTH` numbers of all
-    rows after the other."""
+def _gather(rows, paths, start, length, width, column, size, into, into_at):  # type: ignore[no-untyped-def]
+    """Copy a vector of each row of a path to `into`, `WIDTH` numbers of all rows after the
+    other."""
     for part in range(0, size, WIDTH):
         for place in range(length):
-            store(
-                into,
-                to + (part * length + place * WIDTH),
-                load(rows, paths[start + place] * width + column + part),
-            )
+            value = load(rows, paths[start + place] * width + column + part)
+            store(into, into_at + part * length + place * WIDTH, value)
 
 
 @_inner
-def _scatter(rows, paths, start, length, width, column, size, given, origin):  # type: ignore[no-untyped-def]
+def _scatter(rows, paths, start, length, width, column, size, gathered, gathered_at):  # type: ignore[no-untyped-def]
     """Copy back what `_gather` copied."""
     for part in range(0, size, WIDTH):
         for place in range(length):
-            value = load(given, origin + (part * length + place * WIDTH))
+            value = load(gathered, gathered_at + part * length + place * WIDTH)
             store(rows, paths[start + place] * width + column + part, value)
 
 
 @_inner
 def _query_slopes(  # type: ignore[no-untyped-def]
-    qkv, q_at, slope, s_at, size, length, count, weights, slopes, first, gathered, qkv_slope
+    qkv, q_at, slope, slope_at, size, length, count, weights, slopes, first, gathered, qkv_slope
 ):
-    """Add the gradients of one query, and of the `count` keys and values that it attends to,
-    which are in `gathered`."""
-    to_k, to_v = length * size, 2 * length * size
+    """Add the gradients of one query, and of the `count` keys and values that it attends to.
+
+    `gathered` has the keys of the path, then the gradients of its keys and of its values.
+    """
+    k_slopes = length * size
+    v_slopes = 2 * length * size
     for part in range(0, size, WIDTH):
-        q, g, back = load(qkv, q_at + part), load(slope, s_at + part), load(qkv_slope, q_at + part)
+        query = load(qkv, q_at + part)
+        out_slope = load(slope, slope_at + part)
+        q_slope = load(qkv_slope, q_at + part)
         for key in range(count):
-            at = part * length + key * WIDTH
-            change, share = repeat(slopes, first + key), repeat(weights, first + key)
-            back = fused(change, load(gathered, at), back)
-            store(gathered, to_k + at, fused(change, q, load(gathered, to_k + at)))
-            store(gathered, to_v + at, fused(share, g, load(gathered, to_v + at)))
-        store(qkv_slope, q_at + part, back)
+            key_at = part * length + key * WIDTH
+            k_slope_at = k_slopes + key_at
+            v_slope_at = v_slopes + key_at
+            score_slope = repeat(slopes, first + key)
+            weight = repeat(weights, first + key)
+            q_slope = fused(score_slope, load(gathered, key_at), q_slope)
+            store(gathered, k_slope_at, fused(score_slope, query, load(gathered, k_slope_at)))
+            store(gathered, v_slope_at, fused(weight, out_slope, load(gathered, v_slope_at)))
+        store(qkv_slope, q_at + part, q_slope)
 
 
 @_kernel("annnhhiiiifaaaaa")
@@ -911,11 +913,10 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
     slope,
     qkv_slope,
 ):
-    """Add the gradients of rotated rows, from that of what `attend_paths` wrote; its
-    other arguments are the same.
+    """Add the gradients of rotated rows, from that of what `attend_paths` wrote.
 
-    With p the softmax weights of a row: dv_j = p_j do, dp_j = v_j do, ds_j = p_j (dp_j - sum_i p_i
-    dp_i) scale, dq = sum_j ds_j k_j and dk_j = ds_j q.
+    Its other arguments are the same. With p the softmax weights of a row: dv_j = p_j do,
+    dp_j = v_j do, ds_j = p_j (dp_j - sum_i p_i dp_i) scale, dq = sum_j ds_j k_j and dk_j = ds_j q.
 
     Args:
         weights, slopes: two buffers as `scores`.
@@ -924,70 +925,50 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
         slope: [rows, heads, size], gradient of the output.
         qkv_slope: like `qkv`.
     """
-    group, width, one = heads // kv, (heads + 2 * kv) * size, np.float32(1)
+    group = heads // kv
+    width = (heads + 2 * kv) * size
+    one = np.float32(1)
     for slot in range(owners.size):
-        start, length = starts[slot], starts[slot + 1] - starts[slot]
+        start = starts[slot]
+        length = starts[slot + 1] - start
+        k_slopes = length * size
+        v_slopes = 2 * length * size
         for head in range(kv):
-            origin, k_column, v_column = (
-                (slot * kv + head) * capacity * size,
-                (heads + head) * size,
-                (heads + kv + head) * size,
-            )
+            # Keys and values of the path, both as columns; and keys and gradients to add to.
+            head_at = (slot * kv + head) * capacity * size
+            k_column = (heads + head) * size
+            v_column = (heads + kv + head) * size
             for place in range(length):
-                at = paths[start + place] * width
-                _columns(qkv, at + k_column, size, keys, origin, place)
-                _columns(qkv, at + v_column, size, values, origin, place)
-            to_k, to_v = length * size, 2 * length * size
+                row_at = paths[start + place] * width
+                _columns(qkv, row_at + k_column, size, keys, head_at, place)
+                _columns(qkv, row_at + v_column, size, values, head_at, place)
             _gather(qkv, paths, start, length, width, k_column, size, gathered, 0)
-            _gather(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
-            _gather(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
+            _gather(qkv_slope, paths, start, length, width, k_column, size, gathered, k_slopes)
+            _gather(qkv_slope, paths, start, length, width, v_column, size, gathered, v_slopes)
 
             for place in range(length - owners[slot], length):
-                row, count = paths[start + place], place + 1
-                q_at, at = row * width + head * group * size, (row * heads + head * group) * size
+                # Softmax weights again, and their gradients: the products of `slope` and values.
+                row = paths[start + place]
+                count = place + 1
                 end = (count + BLOCK - 1) // BLOCK * BLOCK
-                _scores(
-                    qkv,
-                    q_at,
-                    group,
-                    size,
-                    keys,
-                    origin,
-                    0,
-                    origin,
-                    count,
-                    scale,
-                    weights,
-                    capacity,
-                    values,
-                    False,
-                )
+                q_at = row * width + head * group * size
+                slope_at = (row * heads + head * group) * size
+                span = KeySpan(head_at, 0, head_at, count)
+                _scores(qkv, q_at, group, size, keys, span, scale, weights, capacity, values, False)
                 _dots(
-                    slope,
-                    at,
-                    group,
-                    size,
-                    values,
-                    origin,
-                    0,
-                    origin,
-                    count,
-                    one,
-                    slopes,
-                    capacity,
-                    values,
-                    False,
+                    slope, slope_at, group, size, values, span, one, slopes, capacity, values, False
                 )
+
                 for query in range(group):
-                    first, mine = query * capacity, query * size
+                    first = query * capacity
                     for i in range(first + count, first + end):
                         slopes[i] = 0.0  # what is stored there may be anything
                     _score_slopes(weights, slopes, first, end, scale)
                     _query_slopes(
                         qkv,
-                        q_at + mine,
+                        q_at + query * size,
                         slope,
-                        at + mine,
+                        slope_at + query * size,
                         size,
                         length,
                         count,
@@ -997,41 +978,48 @@ def attend_paths_slope(  # type: ignore[no-untyped-def]
                         gathered,
                         qkv_slope,
                     )
-            _scatter(qkv_slope, paths, start, length, width, k_column, size, gathered, to_k)
-            _scatter(qkv_slope, paths, start, length, width, v_column, size, gathered, to_v)
+
+            _scatter(qkv_slope, paths, start, length, width, k_column, size, gathered, k_slopes)
+            _scatter(qkv_slope, paths, start, length, width, v_column, size, gathered, v_slopes)
 
 
 @_inner
-def _norm_back(x, at, size, weight, eps, slope, s_at, beside, out, weight_slope):  # type: ignore[no-untyped-def]
+def _norm_back(x, x_at, size, weight, eps, slope, slope_at, beside, out, weight_slope):  # type: ignore[no-untyped-def]
     """Gradients of `_norm` of one vector: write that of the vector, plus `beside` if not empty,
     and add that of the weight.
 
-    y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy
-    x) and dw = sum of dy x r.
+    y = x r w with r = (mean x^2 + eps)^-1/2, so dx = r w dy - x r^3 mean(w dy x) and dw = sum of
+    dy x r.
     """
-    squares, products = broadcast(np.float32(0)), broadcast(np.float32(0))
+    squares = broadcast(np.float32(0))
+    products = broadcast(np.float32(0))
     for i in range(0, size, WIDTH):
-        value = load(x, at + i)
+        value = load(x, x_at + i)
         squares = fused(value, value, squares)
-        products = fused(multiply(load(weight, i), load(slope, s_at + i)), value, products)
+        weighted = multiply(load(weight, i), load(slope, slope_at + i))
+        products = fused(weighted, value, products)
     r = np.float32(1) / np.float32(np.sqrt(horizontal_sum(squares) / np.float32(size) + eps))
+
     factor = broadcast(r)
     back = broadcast(-r * r * r * horizontal_sum(products) / np.float32(size))
     for i in range(0, size, WIDTH):
-        value, given = load(x, at + i), load(slope, s_at + i)
-        change = fused(value, back, multiply(factor, multiply(load(weight, i), given)))
+        value = load(x, x_at + i)
+        out_slope = load(slope, slope_at + i)
+        change = fused(value, back, multiply(factor, multiply(load(weight, i), out_slope)))
         if beside.size:
-            change = add(change, load(beside, s_at + i))
-        store(out, s_at + i, change)
-        store(weight_slope, i, fused(multiply(given, factor), value, load(weight_slope, i)))
+            change = add(change, load(beside, slope_at + i))
+        store(out, slope_at + i, change)
+        scaled = multiply(out_slope, factor)
+        store(weight_slope, i, fused(scaled, value, load(weight_slope, i)))
 
 
 @_kernel("aafhaaa", "aafaaaa")
 def norm_slope(hidden, weight, eps, slope, beside, out, weight_slope):  # type: ignore[no-untyped-def]
-    """Gradients of RMSNorm of rows: write those of the rows plus `beside`, if not empty, and
-    add that of the weight."""
-    for at in range(0, hidden.size, weight.size):
-        _norm_back(hidden, at, weight.size, weight, eps, slope, at, beside, out, weight_slope)
+    """Gradients of RMSNorm of rows: write those of the rows plus `beside`, if not empty, and add
+    that of the weight."""
+    size = weight.size
+    for row_at in range(0, hidden.size, size):
+        _norm_back(hidden, row_at, size, weight, eps, slope, row_at, beside, out, weight_slope)
 
 
 @_kernel("aaafaaniiiaaa")
@@ -1040,19 +1028,29 @@ def rotate_slope(  # type: ignore[no-untyped-def]
 ):
     """Replace gradients of rotated rows by those of the projections with their bias, `qkv`; add
     those of the head norms."""
-    half, nothing = size // 2, slope[:0]
+    half = size // 2
+    nothing = slope[:0]
     for row in range(turns.size):
-        at, turn = row * (heads + 2 * kv) * size, turns[row] * size
+        row_at = row * (heads + 2 * kv) * size
+        angle_at = turns[row] * size
         for head in range(heads + kv):
-            mine = at + head * size
+            head_at = row_at + head * size
             for i in range(half):
-                left, right = slope[mine + i], slope[mine + half + i]
-                slope[mine + i] = left * cos[turn + i] + right * sin[turn + half + i]
-                slope[mine + half + i] = right * cos[turn + half + i] - left * sin[turn + i]
+                left = slope[head_at + i]
+                right = slope[head_at + half + i]
+                slope[head_at + i] = left * cos[angle_at + i] + right * sin[angle_at + half + i]
+                slope[head_at + half + i] = (
+                    right * cos[angle_at + half + i] - left * sin[angle_at + i]
+                )
+
             if q_norm.size and head < heads:
-                _norm_back(qkv, mine, size, q_norm, eps, slope, mine, nothing, slope, q_norm_slope)
+                _norm_back(
+                    qkv, head_at, size, q_norm, eps, slope, head_at, nothing, slope, q_norm_slope
+                )
             elif q_norm.size:
-                _norm_back(qkv, mine, size, k_norm, eps, slope, mine, nothing, slope, k_norm_slope)
+                _norm_back(
+                    qkv, head_at, size, k_norm, eps, slope, head_at, nothing, slope, k_norm_slope
+                )
 
 
 @_kernel("hiihh")
@@ -1061,21 +1059,26 @@ def swiglu_slope(both, rows, size, slope, out):  # type: ignore[no-untyped-def]
 
     With s = sigmoid(gate): d gate = slope value s (1 + gate (1 - s)) and d value = slope gate s.
     """
-    one, zero = broadcast(np.float32(1)), broadcast(np.float32(0))
+    one = broadcast(np.float32(1))
+    zero = broadcast(np.float32(0))
     for row in range(rows):
         for i in range(0, size, WIDTH):
-            left, right = 2 * row * size + i, (2 * row + 1) * size + i
-            gate, value, given = load(both, left), load(both, right), load(slope, row * size + i)
-            soft = divide(one, add(one, exp(subtract(zero, gate))))
-            bend = fused(multiply(gate, subtract(one, soft)), one, one)
-            store(out, left, multiply(multiply(given, value), multiply(soft, bend)))
-            store(out, right, multiply(given, multiply(gate, soft)))
+            gate_at = 2 * row * size + i
+            value_at = (2 * row + 1) * size + i
+            gate = load(both, gate_at)
+            value = load(both, value_at)
+            out_slope = load(slope, row * size + i)
+
+            sigmoid = divide(one, add(one, exp(subtract(zero, gate))))
+            bend = fused(multiply(gate, subtract(one, sigmoid)), one, one)
+            store(out, gate_at, multiply(multiply(out_slope, value), multiply(sigmoid, bend)))
+            store(out, value_at, multiply(out_slope, multiply(gate, sigmoid)))
 
 
 @_kernel("aniii")
 def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-def]
-    """Copy positions from slot to slot, one move after the other, and the rest of the blocks
-    that they begin and end in.
+    """Copy positions from slot to slot, one move after the other, and the rest of the blocks that
+    they begin and end in.
 
     Args:
         store: [slots, heads, blocks, width].
@@ -1083,12 +1086,15 @@ def copy_blocks(store, moves, heads, blocks, width):  # type: ignore[no-untyped-
         heads, blocks, width: heads of a slot, blocks of a head, floats of a block.
     """
     for m in range(0, moves.size, 4):
-        first, count = moves[m + 2] // BLOCK, -(-moves[m + 3] // BLOCK) - moves[m + 2] // BLOCK
+        source = moves[m]
+        target = moves[m + 1]
+        first = moves[m + 2] // BLOCK
+        count = -(-moves[m + 3] // BLOCK) - first
         for head in range(heads):
-            at = ((moves[m] * heads + head) * blocks + first) * width
-            to = ((moves[m + 1] * heads + head) * blocks + first) * width
+            source_at = ((source * heads + head) * blocks + first) * width
+            target_at = ((target * heads + head) * blocks + first) * width
             for i in range(count * width):
-                store[to + i] = store[at + i]
+                store[target_at + i] = store[source_at + i]
 
 
 @_inner
@@ -1104,7 +1110,9 @@ def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
     """Let targets of moves, as above, be read where the complete blocks that were copied are, and
     end what overwriting ends."""
     for m in range(0, moves.size, 4):
-        source, target, complete = moves[m], moves[m + 1], moves[m + 3] // BLOCK * BLOCK
+        source = moves[m]
+        target = moves[m + 1]
+        complete = moves[m + 3] // BLOCK * BLOCK
         _end_sharing(target, moves[m + 2], sources, shared)
         sources[target] = sources[source] if shared[source] >= complete else source
         shared[target] = complete
@@ -1112,7 +1120,7 @@ def share_blocks(moves, sources, shared):  # type: ignore[no-untyped-def]
 
 @_kernel("nnn")
 def end_sharing(rewound, sources, shared):  # type: ignore[no-untyped-def]
-    """End the sharing of positions that will be overwritten: those of each slot from a
-    position on, [slots, 2]."""
+    """End the sharing of positions that will be overwritten: those of each slot from a position on,
+    [slots, 2]."""
     for i in range(0, rewound.size, 2):
         _end_sharing(rewound[i], rewound[i + 1], sources, shared)

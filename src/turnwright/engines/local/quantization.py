@@ -1,5 +1,5 @@
-"""Low-precision weights: codes and scales, values on their grid, packed tensors, and
-rounding of activations.
+"""Low-precision weights: codes and scales, values on their grid, packed tensors, and rounding of
+activations.
 
 int4 has one scale per group of inputs: scale = amax / 7, codes -7..7. fp8 (e4m3fn) has one scale
 per block of a matrix: scale = amax / 448. A matrix is [..., out, in]; experts are stacked in front.
@@ -20,16 +20,15 @@ from transformers import AutoConfig
 
 from turnwright.engines.local.vision import auto_class
 
-INT4_MAX, FP8_MAX = 7, 448.0
+INT4_MAX = 7
+FP8_MAX = 448.0
 FP8 = torch.float8_e4m3fn
-PACKED, SCALE, SHAPE, SCALE_FP8 = (
-    "weight_packed",
-    "weight_scale",
-    "weight_shape",
-    "weight_scale_inv",
-)
-"""Last parts of tensor names in packed files: of compressed-tensors' int4, and
-of transformers' fp8."""
+PACKED = "weight_packed"
+"""Last part of a tensor's name in packed files, as are the next three: those of compressed-tensors'
+int4, and `SCALE_FP8` of transformers' fp8."""
+SCALE = "weight_scale"
+SHAPE = "weight_shape"
+SCALE_FP8 = "weight_scale_inv"
 Weights = Iterable[tuple[str, Tensor]]
 
 
@@ -39,8 +38,8 @@ class WeightGrid:
 
     kind: Literal["int4", "fp8"]
     size: int
-    """Inputs per scale (int4), or side of a block (fp8) and channels per
-    scale of its activations."""
+    """Inputs per scale (int4), or side of a block (fp8) and channels per scale of its
+    activations."""
     activations: bool = False
     """Whether inputs of a layer are rounded to fp8 as well."""
     scale_dtype: torch.dtype | None = None
@@ -52,9 +51,10 @@ class WeightGrid:
         parts = self._split(weight.detach())
         amax = parts.float().abs().amax(self._within, keepdim=True)
         dtype = torch.float32 if self.kind == "fp8" else self.scale_dtype or weight.dtype
-        # Rounded to its stored type before dividing, so that codes fit the
-        # scale that a server reads.
-        scale = (amax / (INT4_MAX if self.kind == "int4" else FP8_MAX)).to(dtype)
+        largest_code = INT4_MAX if self.kind == "int4" else FP8_MAX
+        # Rounded to its stored type before dividing, so that codes fit the scale that a server
+        # reads.
+        scale = (amax / largest_code).to(dtype)
         divided = parts.float() / torch.where(scale == 0, 1, scale).float()
         if self.kind == "int4":
             codes = divided.round().clamp(-INT4_MAX, INT4_MAX).to(torch.int8)
@@ -64,17 +64,19 @@ class WeightGrid:
 
     def values(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return codes x scales, computed in float32."""
-        for dim in sorted(d + scale.dim() + len(self._within) for d in self._within):
+        split_dims = scale.dim() + len(self._within)
+        for dim in sorted(split_dims + within for within in self._within):
             scale = scale.unsqueeze(dim)
         return (self._split(codes).float() * scale.float()).to(dtype).reshape(codes.shape)
 
     def on_grid(self, weight: Tensor) -> Tensor:
         """Return the nearest values on the grid."""
-        return self.values(*self.codes(weight), weight.dtype)
+        codes, scale = self.codes(weight)
+        return self.values(codes, scale, weight.dtype)
 
     def round_inputs(self, inputs: Tensor) -> Tensor:
-        """Round activations to fp8 with a scale per row and `size` channels; a
-        narrower layer is one group."""
+        """Round activations to fp8 with a scale per row and `size` channels; a narrower layer is
+        one group."""
         parts = inputs.unflatten(-1, (-1, min(self.size, inputs.shape[-1]))).float()
         scale = parts.abs().amax(-1, keepdim=True) / FP8_MAX
         scale = torch.where(scale == 0, 1, scale)
@@ -85,14 +87,14 @@ class WeightGrid:
         """Return why a matrix cannot be quantized, or an empty string."""
         rows, columns = shape[-2:]
         if self.kind == "int4":
-            return (
-                f"{columns} inputs are no multiple of quant.group = {self.size}"
-                if columns % self.size
-                else ""
-            )
+            if columns % self.size:
+                return f"{columns} inputs are no multiple of quant.group = {self.size}"
+            return ""
         # transformers reads other shapes wrongly: it takes rows // scale rows for the block's side.
-        ragged = next((side for side in (rows, columns) if side % self.size), 0)
-        return f"a side of {ragged} is no multiple of quant.block = {self.size}" if ragged else ""
+        for side in (rows, columns):
+            if side % self.size:
+                return f"a side of {side} is no multiple of quant.block = {self.size}"
+        return ""
 
     def pack(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a packed file for matrix `name`, which ends in `weight`."""
@@ -102,6 +104,8 @@ class WeightGrid:
             yield name, codes
             yield stem + SCALE_FP8, scale
             return
+
+        # Eight codes of four bits in an int32.
         places = torch.arange(0, 32, 4, dtype=torch.int32, device=codes.device)
         nibbles = (codes.to(torch.int32) + 8).unflatten(-1, (-1, 8)) << places
         # Bits are disjoint, so a sum is an "or"; int64 would widen it.
@@ -113,29 +117,28 @@ class WeightGrid:
         """Return `quantization_config` of config.json for a packed directory; `ignore` are linear
         layers in full precision."""
         if self.kind == "fp8":
-            block = [self.size, self.size]
-            shared = {
+            return {
                 "quant_method": "fp8",
                 "fmt": "e4m3",
                 "activation_scheme": "dynamic",
-                "weight_block_size": block,
+                "weight_block_size": [self.size, self.size],
+                "modules_to_not_convert": sorted(ignore),
             }
-            return shared | {"modules_to_not_convert": sorted(ignore)}
+
         weights = {
             "num_bits": 4,
             "type": "int",
             "symmetric": True,
             "strategy": "group",
             "group_size": self.size,
+            "dynamic": False,
         }
         return {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "ignore": sorted(ignore),
-            "config_groups": {
-                "group_0": {"targets": ["Linear"], "weights": weights | {"dynamic": False}}
-            },
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         }
 
     @property
@@ -149,28 +152,25 @@ class WeightGrid:
 
 
 def packed_grid(quantization: Mapping[str, Any]) -> WeightGrid | None:
-    """Return the grid that `quantization_config` describes, or None for a layout that
-    only transformers reads."""
+    """Return the grid that `quantization_config` describes, or None for a layout that only
+    transformers reads."""
     if quantization.get("quant_method") == "fp8":
         block: list[int] = quantization.get("weight_block_size") or []
-        return (
-            WeightGrid("fp8", block[0], activations=True)
-            if len(block) == 2 and block[0] == block[1]
-            else None
-        )
-    groups = quantization.get("config_groups")
-    if (
-        quantization.get("format") != "pack-quantized"
-        or not isinstance(groups, dict)
-        or len(groups) != 1
-    ):
+        if len(block) != 2 or block[0] != block[1]:
+            return None
+        return WeightGrid("fp8", block[0], activations=True)
+
+    if quantization.get("format") != "pack-quantized":
         return None
-    group = next(iter(groups.values()))
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
     weights = group.get("weights") or {}
-    fits = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
-    if any(weights.get(key) != value for key, value in fits.items()) or group.get(
-        "input_activations"
-    ):
+    supported = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+    if any(weights.get(key) != value for key, value in supported.items()):
+        return None
+    if group.get("input_activations"):
         return None
     return WeightGrid("int4", weights["group_size"])
 
@@ -183,9 +183,8 @@ def unpack(
         stem, _, last = name.rpartition(".")
         if last == PACKED:
             nibbles = (tensor.unsqueeze(-1) >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
-            codes = (
-                (nibbles - 8).to(torch.int8).flatten(-2)[..., : int(tensors[f"{stem}.{SHAPE}"][-1])]
-            )
+            columns = int(tensors[f"{stem}.{SHAPE}"][-1])
+            codes = (nibbles - 8).to(torch.int8).flatten(-2)[..., :columns]
             yield f"{stem}.weight", grid.values(codes, tensors[f"{stem}.{SCALE}"], dtype)
         elif tensor.dtype == FP8:
             yield name, grid.values(tensor, tensors[f"{stem}.{SCALE_FP8}"], dtype)
@@ -215,11 +214,10 @@ threads leave them replaced."""
 
 
 def from_directory(root: Path, dtype: Any, **options: Any) -> Any:
-    """Call `from_pretrained` of the class that a model directory needs; packed weights are read
-    as values on their grid.
+    """Call `from_pretrained` of the class that a model directory needs.
 
-    A layout of `quantization_config` that is unknown here is left to transformers.
-    Threads may call this at once.
+    Packed weights are read as values on their grid. A layout of `quantization_config` that is
+    unknown here is left to transformers. Threads may call this at once.
     """
     with _LOADING:
         return _from_directory(root, dtype, **options)
@@ -227,19 +225,21 @@ def from_directory(root: Path, dtype: Any, **options: Any) -> Any:
 
 def _from_directory(root: Path, dtype: Any, **options: Any) -> Any:
     config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
-    kind = auto_class(config)
+    model_class = auto_class(config)
     options |= {"dtype": dtype, "local_files_only": True}
     quantization = config.to_dict().get("quantization_config")
     grid = None if quantization is None else packed_grid(quantization)
     if grid is None:
-        return kind.from_pretrained(root, trust_remote_code=False, **options)
-    computed = torch.float32 if config.dtype is None else config.dtype
+        return model_class.from_pretrained(root, trust_remote_code=False, **options)
+
     tensors: dict[str, Tensor] = {}
     for file in sorted(root.glob("*.safetensors")):
         tensors |= load_file(file)
     del config.quantization_config
-    weights = dict(unpack(tensors, grid, computed if dtype == "auto" else dtype))
+    config_dtype = torch.float32 if config.dtype is None else config.dtype
+    weights = dict(unpack(tensors, grid, config_dtype if dtype == "auto" else dtype))
+
     with torch.device("meta"):
         # An auto class needs a directory, the model's own class takes tensors.
-        own = type(kind.from_config(config))
-    return own.from_pretrained(None, config=config, state_dict=weights, **options)
+        own_class = type(model_class.from_config(config))
+    return own_class.from_pretrained(None, config=config, state_dict=weights, **options)

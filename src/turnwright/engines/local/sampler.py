@@ -1,4 +1,8 @@
-"""Sampler and counter-based random numbers."""
+"""Sampler and counter-based random numbers.
+
+A row's draw depends on its logits and on (seed, position) only, so a reply is the same whichever
+calls share its steps. The distribution itself is `masked_scores` in `engines/distribution.py`.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +62,8 @@ def padded_rows(
     scratch: int,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Return ids, positions and slots of rows as a tensor [3, count], filled up with rows
-    of the slot `scratch`."""
+    """Return ids, positions and slots of rows as a tensor [3, count], filled up with rows of the
+    slot `scratch`."""
     padding = count - len(tokens)
     rows = [tokens + [0] * padding, positions + [0] * padding, slots + [scratch] * padding]
     return torch.tensor(rows, device=device)
@@ -80,49 +84,56 @@ class Sampler:
         logits and (seed, position). Logits are [m, vocabulary], m at least the padded number of
         `draws`; further rows are ignored.
 
-        Return ids and logprobs, one per draw. A non-finite logprob means that the
-        row has no distribution.
+        Return ids and logprobs, one per draw. A non-finite logprob means that the row has no
+        distribution.
         """
-        sampling, banned = draws[0].request.sampling, draws[0].request.banned_ids
-        kinds: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
+        sampling = draws[0].request.sampling
+        banned = draws[0].request.banned_ids
+
         # One rollout's requests have the same objects, which are compared much faster than hashed.
+        rows_of_kind: dict[tuple[Sampling, frozenset[int]], list[int]] = {}
         if not all(
             draw.request.sampling is sampling and draw.request.banned_ids is banned
             for draw in draws
         ):
-            for index, draw in enumerate(draws):
-                kinds.setdefault((draw.request.sampling, draw.request.banned_ids), []).append(index)
-        if len(kinds) <= 1:
-            ids, logprobs = self._draw(logits[: round_up_rows(len(draws))], draws, sampling, banned)
+            for row, draw in enumerate(draws):
+                kind = (draw.request.sampling, draw.request.banned_ids)
+                rows_of_kind.setdefault(kind, []).append(row)
+        if len(rows_of_kind) <= 1:
+            padded_logits = logits[: round_up_rows(len(draws))]
+            ids, logprobs = self._draw(padded_logits, draws, sampling, banned)
             return ids[: len(draws)], logprobs[: len(draws)]
-        ids, logprobs = [0] * len(draws), [0.0] * len(draws)
-        for (sampling, banned), rows in kinds.items():
-            take = torch.tensor(
-                rows + rows[:1] * (round_up_rows(len(rows)) - len(rows)), device=logits.device
-            )
-            some, their = self._draw(logits[take], [draws[row] for row in rows], sampling, banned)
-            for row, id_, logprob in zip(rows, some, their, strict=False):
-                ids[row], logprobs[row] = id_, logprob
+
+        ids = [0] * len(draws)
+        logprobs = [0.0] * len(draws)
+        for (sampling, banned), rows in rows_of_kind.items():
+            padding = rows[:1] * (round_up_rows(len(rows)) - len(rows))
+            taken = torch.tensor(rows + padding, device=logits.device)
+            kind_draws = [draws[row] for row in rows]
+            kind_ids, kind_logprobs = self._draw(logits[taken], kind_draws, sampling, banned)
+            for row, id_, logprob in zip(rows, kind_ids, kind_logprobs, strict=False):
+                ids[row] = id_
+                logprobs[row] = logprob
         return ids, logprobs
 
     def pick(self, cdf: torch.Tensor, draws: Sequence[RowDraw]) -> torch.Tensor:
-        """Return the first ids, [m] int64, whose cumulative weight exceeds
-        the rows' uniform numbers.
+        """Return the first ids, [m] int64, whose cumulative weight exceeds the rows' uniform
+        numbers.
 
         `cdf` has cumulative weights [m, vocabulary], unnormalized, nondecreasing; rows after the
         number of `draws` are padding.
         """
-        seeds = np.array(
-            [draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws], dtype=np.uint64
-        )
+        seeds_64 = [draw.request.seed & 0xFFFFFFFFFFFFFFFF for draw in draws]
+        seeds = np.array(seeds_64, dtype=np.uint64)
         positions = np.array([draw.position for draw in draws], dtype=np.uint64)
-        random = np.zeros(cdf.shape[0], dtype=np.float32)
-        random[: len(draws)] = counter_uniforms(seeds, positions)
+        uniforms = np.zeros(cdf.shape[0], dtype=np.float32)
+        uniforms[: len(draws)] = counter_uniforms(seeds, positions)
+
+        # The product may round up to the total, past the last id; the next smaller number
+        # replaces it.
         total = cdf[:, -1]
-        # The product may round up to the total, past the last id; the next
-        # smaller number replaces it.
         target = torch.minimum(
-            torch.from_numpy(random).to(cdf.device) * total,
+            torch.from_numpy(uniforms).to(cdf.device) * total,
             torch.nextafter(total, torch.zeros_like(total)),
         )
         # `right` takes the first id whose cumulative weight is above the target: ids of
@@ -136,6 +147,7 @@ class Sampler:
         sampling: Sampling,
         banned: frozenset[int],
     ) -> tuple[list[int], list[float]]:
+        """Return ids and logprobs of rows of one distribution, padding included."""
         scores = masked_scores(logits, sampling, banned)
         peak = scores.amax(1, keepdim=True)
         cdf = (scores - peak).exp_().cumsum_(1)

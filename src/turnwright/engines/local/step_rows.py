@@ -1,5 +1,8 @@
 """One engine step as rows of tokens; speculative drafts.
 
+`ActiveCall` is a call while the engine computes it, `EngineBatch` the rows of one step, `Drafter`
+the source of drafts of one reply. `Scheduler._step` fills a batch and gives it to the model.
+
 Speculative decoding by prompt lookup: the ids that followed the last ids earlier in the context
 are drafted (Saxena, 2023).
 
@@ -47,7 +50,7 @@ class Drafter:
         self._prompt = len(self._ids)
         self._max_draft = max_draft
         self._draft_length = max_draft
-        self._known = min(LENGTHS)
+        self._indexed = min(LENGTHS)
         """Positions before this one are in `_followers`."""
         self._followers: dict[tuple[int, ...], int] = {}
         """n-gram -> position after its last occurrence, excluding the end."""
@@ -60,37 +63,49 @@ class Drafter:
     def propose(
         self, reply: Sequence[int], limit: int, excluded: Sequence[Container[int]] = ()
     ) -> list[int]:
-        """Draft at most `limit` ids after a reply, up to an excluded one; they are kept as `open`
-        until `record_accepted`."""
+        """Draft at most `limit` ids after a reply, up to an excluded one.
+
+        They are kept as `open` until `record_accepted`.
+        """
+        # Index what the reply has gained.
         self._ids += reply[len(self._ids) - self._prompt :]
-        ids, followers = self._ids, self._followers
-        for end in range(self._known, len(ids)):
+        ids = self._ids
+        followers = self._followers
+        for end in range(self._indexed, len(ids)):
             for length in LENGTHS:
                 if end >= length:
                     followers[tuple(ids[end - length : end])] = end
-        self._known = max(self._known, len(ids))
+        self._indexed = max(self._indexed, len(ids))
+
+        # Look up where the last ids occurred earlier.
+        start = None
+        for length in LENGTHS:
+            start = followers.get(tuple(ids[-length:]))
+            if start is not None:
+                break
+
+        # Draft what followed there. Past the end of the context the draft continues from itself,
+        # so short cycles are drafted repeatedly.
         draft: list[int] = []
-        at = next(
-            (followers[last] for length in LENGTHS if (last := tuple(ids[-length:])) in followers),
-            None,
-        )
-        if at is not None:
-            for step in range(min(limit, self._draft_length)):
-                # Past the end of the context the draft continues from itself, so short cycles
-                # are drafted repeatedly.
-                found = ids[at + step] if at + step < len(ids) else draft[at + step - len(ids)]
-                if any(found in some for some in excluded):
+        if start is not None:
+            for position in range(start, start + min(limit, self._draft_length)):
+                id_ = ids[position] if position < len(ids) else draft[position - len(ids)]
+                if any(id_ in container for container in excluded):
                     break
-                draft.append(found)
+                draft.append(id_)
         self.open = draft
         return draft
 
     def record_accepted(self, accepted: int) -> None:
-        """Record how many ids of the last draft were sampled; shorten wrong drafts and
-        lengthen correct ones."""
-        count, self.open = len(self.open), []
+        """Record how many ids of the last draft were sampled.
+
+        Drafts get shorter after a wrong one and longer after a correct one.
+        """
+        count = len(self.open)
+        self.open = []
         if not count:
             return
+
         self.drafted += count
         self.accepted += accepted
         if accepted == count:
@@ -100,12 +115,13 @@ class Drafter:
 
     def stop(self) -> None:
         """Stop drafting."""
-        self._max_draft = self._draft_length = 0
+        self._max_draft = 0
+        self._draft_length = 0
 
 
 @dataclass(slots=True, eq=False)
 class ActiveCall:
-    """A call in the engine."""
+    """A call while the engine computes it, with the part of its reply sampled so far."""
 
     request: Request
     prompt: list[int]
@@ -118,7 +134,9 @@ class ActiveCall:
     adapter: int = 0
     """Number of the LoRA adapter that it is sampled with; 0 for none."""
     slot: Slot | None = None
+    """Its slot of the cache, once it is placed."""
     cached: int = 0
+    """Number of ids of the prompt that the slot had."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alone: bool = False
@@ -128,14 +146,12 @@ class ActiveCall:
 
     def restart(self) -> None:
         """Discard the sampled ids; sampling again gives the same ones."""
-        self.slot, self.cached, self.ids, self.logprobs, self.drafter, self.alone = (
-            None,
-            0,
-            [],
-            [],
-            None,
-            True,
-        )
+        self.slot = None
+        self.cached = 0
+        self.ids = []
+        self.logprobs = []
+        self.drafter = None
+        self.alone = True
 
     @property
     def position(self) -> int:
@@ -189,27 +205,36 @@ class EngineBatch:
     """Calls whose images are unavailable."""
 
     def decode(self, calls: Iterable[ActiveCall]) -> None:
-        """Append the rows of the replies' last ids and drafts; calls whose prompts are not
-        computed yet have none."""
-        tokens, positions, slots, drawing = self.tokens, self.positions, self.slots, self.drawing
-        first = len(tokens)
+        """Append the rows of the replies' last ids and drafts.
+
+        Calls whose prompts are not computed yet have none.
+        """
+        # Local names: this loop runs for every sampled id.
+        tokens = self.tokens
+        positions = self.positions
+        slots = self.slots
+        drawing = self.drawing
+        first_row = len(tokens)
         for call in calls:
             slot = call.slot
             if slot is None or not call.ids:
                 continue
-            at = slot.valid
-            tokens.append(slot.seq[at])
-            positions.append(at)
+            position = slot.valid
+            tokens.append(slot.seq[position])
+            positions.append(position)
             slots.append(slot.index)
             drawing.append(call)
-            slot.valid = at + 1  # drafted ids become valid only when sampled
-            if call.drafter is not None and (draft := call.drafter.open):
-                tokens += draft
-                positions += range(at + 1, at + 1 + len(draft))
-                slots += [slot.index] * len(draft)
-                drawing += [call] * len(draft)
-                self.drafted = True
-        self.keep += range(first, len(tokens))
+            slot.valid = position + 1  # drafted ids become valid only when sampled
+
+            if call.drafter is not None:
+                draft = call.drafter.open
+                if draft:
+                    tokens += draft
+                    positions += range(position + 1, position + 1 + len(draft))
+                    slots += [slot.index] * len(draft)
+                    drawing += [call] * len(draft)
+                    self.drafted = True
+        self.keep += range(first_row, len(tokens))
 
     def rotary_positions(self) -> RowMedia:
         """Return the rotary positions of decoding rows, shifted by the images before them."""
@@ -223,10 +248,15 @@ class EngineBatch:
         """Return request and reply position for each kept row."""
         if not self.drafted:
             return self.drawing
+
+        # A call is repeated for each id of its draft, which are drawn at consecutive positions.
         draws: list[RowDraw] = []
-        last = None
+        previous_call = None
         for call in self.drawing:
-            following = draws[-1].position + 1 if call is last else call.position
-            draws.append(DraftPosition(call.request, following))
-            last = call
+            if call is previous_call:
+                position = draws[-1].position + 1
+            else:
+                position = call.position
+            draws.append(DraftPosition(call.request, position))
+            previous_call = call
         return draws

@@ -38,8 +38,7 @@ class TorchSettings:
 
 
 def _set_default_device(device: torch.device) -> None:
-    """Set the default device; none where it is the CPU, since torch looks up any in each
-    call that makes a tensor."""
+    # torch looks up a default device, even the CPU, in each call that makes a tensor.
     torch.set_default_device(None if device.type == "cpu" else device)
 
 
@@ -59,13 +58,15 @@ _kept: _Kept | None = None
 
 @contextmanager
 def kept(threads: int, on_change: Callable[[str], None]) -> Iterator[None]:
-    """Keep float32, the CPU and a number of threads as the process'
-    settings until the context ends.
+    """Keep float32, the CPU and a number of threads as the process' settings until the context
+    ends.
 
-    `on_change` receives what `keep` set back. After it, dtype and device are those of before.
+    `on_change` receives what `keep` set back. At the end dtype and device are those of the
+    beginning.
     """
     global _kept
-    outer, before = _kept, TorchSettings(torch.get_default_dtype(), _default_device(), threads)
+    outer = _kept
+    before = TorchSettings(torch.get_default_dtype(), _default_device(), threads)
     settings = TorchSettings(torch.float32, torch.device("cpu"), threads)
     settings.restore()
     _kept = _Kept(settings, on_change)
@@ -77,7 +78,12 @@ def kept(threads: int, on_change: Callable[[str], None]) -> Iterator[None]:
 
 
 def keep() -> None:
-    """Set back what other code changed; called before each computation of a run, and
-    nothing outside of `kept`."""
-    if _kept is not None and (changed := _kept.settings.restore()):
+    """Set back what other code changed, before each computation of a run.
+
+    Outside of `kept` it does nothing.
+    """
+    if _kept is None:
+        return
+    changed = _kept.settings.restore()
+    if changed:
         _kept.on_change(changed)

@@ -64,15 +64,16 @@ class ImageFeatures:
         """Concatenate features."""
         if len(parts) == 1:
             return parts[0]
-        deep = zip(*(part.deep for part in parts), strict=True)
-        return cls(
-            torch.cat([part.rows for part in parts]), tuple(torch.cat(layer) for layer in deep)
-        )
+        rows = torch.cat([part.rows for part in parts])
+        deep_layers = zip(*(part.deep for part in parts), strict=True)
+        return cls(rows, tuple(torch.cat(layer) for layer in deep_layers))
 
 
 class SplitVLM:
-    """Vision-language model split into tower, decoder and head; `ModelError` has the reason
-    where that is impossible."""
+    """Vision-language model split into tower, decoder and head.
+
+    A `ModelError` has the reason where that is impossible.
+    """
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -88,31 +89,40 @@ class SplitVLM:
 
     def vision_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of the tower: those in neither decoder nor head."""
-        others = {id(p) for part in (self.text, self.head, self.embed) for p in part.parameters()}
-        return [(name, p) for name, p in self.module.named_parameters() if id(p) not in others]
+        others: set[int] = set()
+        for part in (self.text, self.head, self.embed):
+            others |= {id(parameter) for parameter in part.parameters()}
+        named = self.module.named_parameters()
+        return [(name, parameter) for name, parameter in named if id(parameter) not in others]
 
     def encode(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> list[ImageFeatures]:
         """Encode as `encode_together`; return one item per image."""
-        merged, ends = self.encode_together(arrays, sizes), np.cumsum([0, *sizes]).tolist()
-        return [merged.take(slice(start, end)) for start, end in pairwise(ends)]
+        merged = self.encode_together(arrays, sizes)
+        edges = np.cumsum([0, *sizes]).tolist()
+        return [merged.take(slice(start, end)) for start, end in pairwise(edges)]
 
     def encode_together(self, arrays: Mapping[str, Any], sizes: Sequence[int]) -> ImageFeatures:
-        """Encode merged pixel values of images, or of videos, into concatenated features,
-        `sizes` rows for each."""
+        """Encode merged pixel values of images, or of videos, into concatenated features.
+
+        Each image or video has as many rows as `sizes` says.
+        """
         video = is_video(arrays)
-        make = getattr(self.body, "get_video_features" if video else "get_image_features", None)
-        if make is None:
+        encode = getattr(self.body, "get_video_features" if video else "get_image_features", None)
+        if encode is None:
             raise ModelError(f"{type(self.module).__name__} does not support videos")
+
+        # Processors return more than a tower takes.
         first = next(self.module.parameters())
-        taken = inspect.signature(make).parameters
-        given = {name: _tensor(value, first) for name, value in arrays.items() if name in taken}
-        made = make(**given, return_dict=True)
-        rows = _flatten(made.pooler_output)
-        deep = (
-            tuple(_flatten(layer) for layer in getattr(made, "deepstack_features", None) or ())
-            if self.deep
-            else ()
-        )
+        accepted = inspect.signature(encode).parameters
+        inputs: dict[str, Tensor] = {}
+        for name, value in arrays.items():
+            if name in accepted:
+                inputs[name] = _tensor(value, first)
+        output = encode(**inputs, return_dict=True)
+
+        rows = _flatten(output.pooler_output)
+        deep_layers = getattr(output, "deepstack_features", None) or () if self.deep else ()
+        deep = tuple(_flatten(layer) for layer in deep_layers)
         if len(rows) != sum(sizes):
             raise ModelError(
                 f"{type(self.module).__name__} returns {len(rows)} features for {len(sizes)} "
@@ -144,6 +154,7 @@ class SplitVLM:
                 media_bt[places] = True
                 more["visual_pos_masks"] = media_bt.view_as(ids_bt)
                 more["deepstack_visual_embeds"] = list(features.deep)
+
         # No mask: padding is on the right, outside causal attention. No cache, and three position
         # rows instead of four: otherwise transformers would search for packed rows.
         output = self.text(
@@ -162,12 +173,13 @@ class SplitVLM:
         ids_bt = torch.tensor([PROBE_IDS], device=device)
         positions = torch.arange(len(PROBE_IDS), device=device)[None]
         with torch.no_grad():
-            own = self.module(input_ids=ids_bt, position_ids=positions, use_cache=False).logits
-            got = self.head(self.decode(ids_bt, positions))
-        if not torch.equal(own, got):
+            expected = self.module(input_ids=ids_bt, position_ids=positions, use_cache=False).logits
+            logits = self.head(self.decode(ids_bt, positions))
+        if not torch.equal(expected, logits):
+            gap = float((expected - logits).abs().max())
             raise ModelError(
                 f"{type(self.module).__name__} computes more than its decoder and head: logits "
-                f"differ by {float((own - got).abs().max()):.3g}; its images are not supported"
+                f"differ by {gap:.3g}; its images are not supported"
             )
 
 
@@ -180,11 +192,9 @@ def auto_class(config: Any) -> Any:
     """Return the transformers auto class for a config: with images if it has a vision tower."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return (
-        AutoModelForCausalLM
-        if getattr(config, "vision_config", None) is None
-        else AutoModelForImageTextToText
-    )
+    if getattr(config, "vision_config", None) is None:
+        return AutoModelForCausalLM
+    return AutoModelForImageTextToText
 
 
 def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
@@ -198,6 +208,7 @@ def split_vlm(module: Any) -> tuple[SplitVLM | None, str]:
 
 
 def _find_parts(module: Any) -> tuple[Any, Any, nn.Module]:
+    """Return body, decoder and head of a vision-language model."""
     name = type(module).__name__
     body = getattr(module, getattr(module, "base_model_prefix", "") or "model", None)
     head = module.get_output_embeddings()
@@ -213,29 +224,29 @@ def _find_parts(module: Any) -> tuple[Any, Any, nn.Module]:
         raise ModelError(
             f"{name} lets image placeholders attend to later ones, which is not supported"
         )
+
     for part in ("language_model", "text_model"):
         text = getattr(body, part, None)
-        if (
-            isinstance(text, nn.Module)
-            and "inputs_embeds" in inspect.signature(text.forward).parameters
-        ):
+        if not isinstance(text, nn.Module):
+            continue
+        if "inputs_embeds" in inspect.signature(text.forward).parameters:
             return body, text, head
     raise ModelError(f"{name} lacks a decoder that takes embeddings; its images are not supported")
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor:
     array = np.asarray(value)
-    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    if not array.flags.writeable:
+        array = array.copy()
+    tensor = torch.from_numpy(array)
     return tensor.to(like.device, like.dtype if tensor.is_floating_point() else None)
 
 
 def _flatten(parts: Any) -> Tensor:
-    """Flatten features given as one tensor or one per image."""
-    return (
-        parts.flatten(0, -2)
-        if isinstance(parts, Tensor)
-        else torch.cat([part.flatten(0, -2) for part in parts])
-    )
+    """Flatten features that are one tensor, or one for each image."""
+    if isinstance(parts, Tensor):
+        return parts.flatten(0, -2)
+    return torch.cat([part.flatten(0, -2) for part in parts])
 
 
 CACHE_BYTES = 2**28
@@ -266,9 +277,11 @@ class ImageFeatureCache:
         self._earlier: list[weakref.ref[Any]] = []
 
     def add_pixel_source(self, pixels: Any) -> None:
-        """Add a source of pixel values; the latest is tried first, and sources are held
-        weakly except the latest."""
-        self._earlier = [weakref.ref(found) for found in self._sources() if found is not pixels]
+        """Add a source of pixel values.
+
+        The latest is tried first, and sources are held weakly except the latest.
+        """
+        self._earlier = [weakref.ref(other) for other in self._sources() if other is not pixels]
         self._last = pixels
 
     @property
@@ -298,57 +311,70 @@ class ImageFeatureCache:
 
         Failures are left to `features`, which reports them.
         """
-        fresh: dict[Shape, dict[str, Any]] = {}
+        by_shape: dict[Shape, dict[str, Any]] = {}
         for media, size in wanted:
             if media.key not in self._cached:
                 with suppress(TurnwrightError, OSError):
                     arrays = self._pixels(media)
-                    fresh.setdefault(_shape(arrays, size), {})[media.key] = arrays
-        for shape, some in fresh.items():
+                    by_shape.setdefault(_shape(arrays, size), {})[media.key] = arrays
+
+        for shape, pixels in by_shape.items():
             with suppress(TurnwrightError):
-                count = self._batch_size(shape, next(iter(some.values())))
-                keys = list(some)
+                count = self._batch_size(shape, next(iter(pixels.values())))
+                keys = list(pixels)
                 for first in range(0, len(keys), count):
-                    self._encode(shape, {key: some[key] for key in keys[first : first + count]})
+                    batch = {key: pixels[key] for key in keys[first : first + count]}
+                    self._encode(shape, batch)
 
     def clear(self) -> None:
         """Clear the cache, for new weights."""
         self._cached.clear()
         self._bytes = 0
 
-    def _encode(self, shape: Shape, some: Mapping[str, Any]) -> None:
-        chunks = list(some.values())
+    def _encode(self, shape: Shape, batch: Mapping[str, Any]) -> None:
+        """Encode images of one shape, by media key, and keep their features."""
+        size, _ = shape
+        chunks = list(batch.values())
         chunks += chunks[:1] * (self._batch_size(shape, chunks[0]) - len(chunks))
-        made = self.tower.encode(self.vision.merge(chunks), [shape[0]] * len(chunks))
-        self.encoded += len(some)
-        for key, features in zip(some, made, strict=False):
-            self._cached[key] = kept = features.clone()
+        encoded = self.tower.encode(self.vision.merge(chunks), [size] * len(chunks))
+        self.encoded += len(batch)
+
+        # A copy, since the features of one image are a view of those of all.
+        for key, features in zip(batch, encoded, strict=False):
+            kept = features.clone()
+            self._cached[key] = kept
             self._bytes += kept.nbytes
-        while self._bytes > self._max_bytes and len(self._cached) > len(some):
-            self._bytes -= self._cached.popitem(last=False)[1].nbytes
+        while self._bytes > self._max_bytes and len(self._cached) > len(batch):
+            _, evicted = self._cached.popitem(last=False)
+            self._bytes -= evicted.nbytes
 
     def _batch_size(self, shape: Shape, chunk: Mapping[str, Any]) -> int:
         """Return how many images of a shape are encoded per tower pass."""
         if shape not in self._batch_sizes:
-            count = max(1, MIN_FEATURES_PER_PASS // max(1, shape[0]))
-            self._batch_sizes[shape] = (
-                count if count > 1 and self._same_bits(shape[0], chunk, count) else 1
-            )
+            size, _ = shape
+            count = max(1, MIN_FEATURES_PER_PASS // max(1, size))
+            if count > 1 and not self._same_bits(size, chunk, count):
+                count = 1
+            self._batch_sizes[shape] = count
         return self._batch_sizes[shape]
 
     def _same_bits(self, size: int, chunk: Mapping[str, Any], count: int) -> bool:
-        """Return whether an image's features are identical at every batch index
-        and beside other images."""
-        other = {
-            name: -array if array.dtype.kind == "f" else array for name, array in chunk.items()
-        }
-        copies = self.tower.encode(self.vision.merge([chunk] * count), [size] * count)
-        mixed = self.tower.encode(
-            self.vision.merge([*[other] * (count - 1), chunk]), [size] * count
-        )
+        """Return whether an image's features are identical at every batch index and beside other
+        images."""
+        negative: dict[str, Any] = {}
+        for name, array in chunk.items():
+            negative[name] = -array if array.dtype.kind == "f" else array
+        sizes = [size] * count
+        copies = self.tower.encode(self.vision.merge([chunk] * count), sizes)
+        beside_others = [*[negative] * (count - 1), chunk]
+        mixed = self.tower.encode(self.vision.merge(beside_others), sizes)
         return all(copies[0].same(features) for features in (*copies[1:], mixed[-1]))
 
     def _pixels(self, media: Media) -> Any:
+        """Return the pixel values of an image or video from the first source that has them.
+
+        Sources with other settings of the processor are left out.
+        """
         missing: MediaError | None = None
         for pixels in self._sources():
             if pixels.vision.fingerprint == self.vision.fingerprint:
@@ -360,11 +386,8 @@ class ImageFeatureCache:
 
     def _sources(self) -> list[Any]:
         """Return the live sources, latest first."""
-        return [
-            pixels
-            for pixels in (self._last, *(ref() for ref in self._earlier))
-            if pixels is not None
-        ]
+        sources = [self._last, *(reference() for reference in self._earlier)]
+        return [pixels for pixels in sources if pixels is not None]
 
 
 def _shape(arrays: Mapping[str, Any], size: int) -> Shape:
@@ -375,29 +398,33 @@ class ContextMedia:
     """Media of one call's context: feature positions and rotary positions."""
 
     def __init__(self, ids: Sequence[int], placed: Sequence[MediaPlacement], vision: Any) -> None:
-        self._ids, self._placed, self._vision = ids, tuple(placed), vision
+        self._ids = ids
+        self._placed = tuple(placed)
+        self._vision = vision
         after = vision.positions(len(ids) + 1, placed, start=len(ids))
         self.shift = 0 if after is None else int(after[0, 0]) - len(ids)
         """Offset of rotary positions after the context from plain positions."""
 
     def rotary_positions(self, start: int, end: int) -> Any:
-        """Return rotary positions from `start` to `end`, [3, end - start]; None where they
-        equal plain positions."""
-        found = self._vision.positions(len(self._ids), self._placed, start=start)
-        return None if found is None else found[:, : end - start]
+        """Return rotary positions from `start` to `end`, [3, end - start].
+
+        None where they equal plain positions.
+        """
+        positions = self._vision.positions(len(self._ids), self._placed, start=start)
+        return None if positions is None else positions[:, : end - start]
 
     def features_between(self, start: int, end: int) -> list[tuple[Media, int, list[int], slice]]:
-        """Return features between two positions: medium, its number of rows, positions,
-        and the slice of rows."""
-        found = []
+        """Return features between two positions: medium, its number of rows, positions, and the
+        slice of rows."""
+        features: list[tuple[Media, int, list[int], slice]] = []
+        pad_ids = self._vision.pad_ids
         for block in self._placed:
             if block.end <= start or block.start >= end:
                 continue
-            pads = [
-                at for at in range(block.start, block.end) if self._ids[at] in self._vision.pad_ids
-            ]
-            inside = [number for number, at in enumerate(pads) if start <= at < end]
+            span = range(block.start, block.end)
+            pads = [position for position in span if self._ids[position] in pad_ids]
+            inside = [number for number, pad in enumerate(pads) if start <= pad < end]
             if inside:
                 part = slice(inside[0], inside[-1] + 1)
-                found.append((block.media, len(pads), pads[part], part))
-        return found
+                features.append((block.media, len(pads), pads[part], part))
+        return features

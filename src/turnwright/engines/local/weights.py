@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
@@ -17,8 +17,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """Hash named tensors: sensitive to every bit, to names, types and
-    shapes, but not to their order.
+    """Hash named tensors: sensitive to every bit, to names, types and shapes, but not to their
+    order.
 
     Each tensor's bits are integers x_i, hashed as the sum of k_i * x_i modulo 2**64 with random
     keys k_i (multilinear hashing: Carter and Wegman, 1979); blocks and tensors are combined by a
@@ -26,23 +26,22 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     may be on any device; a million fp32 weights take about 1 ms. Return 32 hexadecimal digits.
     """
     # A separate header per tensor makes boundaries between names and shapes unambiguous.
-    rows = [
-        (
-            f"{name}|{str(tensor.dtype).removeprefix('torch.')}|{tuple(tensor.shape)}",
-            _blocks(tensor),
-        )
-        for name, tensor in weights
-    ]
+    hashes: list[tuple[str, torch.Tensor]] = []
+    for name, tensor in weights:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        hashes.append((f"{name}|{dtype}|{tuple(tensor.shape)}", _block_hashes(tensor)))
+
     digest = blake2b(digest_size=16)
-    for header, blocks in sorted(rows, key=lambda row: row[0]):
+    for header, blocks in sorted(hashes, key=lambda pair: pair[0]):
         digest.update(header.encode() + b"\0" + blocks.cpu().numpy().astype("<i8").tobytes())
     return digest.hexdigest()
 
 
-def _blocks(tensor: torch.Tensor) -> torch.Tensor:
+def _block_hashes(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         flat = tensor.detach().contiguous().reshape(-1)
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        if flat.is_complex():
+            flat = torch.view_as_real(flat).reshape(-1)
         bits = flat.view(_INTEGERS[flat.element_size()])
         keys = _keys(bits.device)
         # One block at a time stays in a CPU's cache and is faster than one call for all.
@@ -52,8 +51,9 @@ def _blocks(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _keys(device: torch.device) -> torch.Tensor:
-    random = np.random.Generator(np.random.PCG64(0x7475726E77697365))
-    keys = random.integers(-(2**63), 2**63 - 1, size=_BLOCK, dtype=np.int64) | 1
+    generator = np.random.Generator(np.random.PCG64(0x7475726E77697365))
+    # Odd keys have inverses modulo 2**64: a change of one number always changes the sum.
+    keys = generator.integers(-(2**63), 2**63 - 1, size=_BLOCK, dtype=np.int64) | 1
     return torch.from_numpy(keys).to(device)
 
 
@@ -62,49 +62,65 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 def check_weights(module: torch.nn.Module, weights: Weights) -> Weights:
-    """Return the weights, as a list if they are an iterator; raise `SyncError` where names, shapes
-    or tied values do not match the module's.
+    """Return the weights, as a list if they are an iterator.
 
-    A tied weight may be given under one of its names or all of them.
+    Raises `SyncError` where names, shapes or tied values do not match the module's. A tied weight
+    may come under one of its names or all of them.
     """
-    weights = list(weights) if isinstance(weights, Iterator) else weights
-    own = module.state_dict()
-    places: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, tensor in own.items():
-        places.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
-    tied = {name for names in places.values() if len(names) > 1 for name in names}
+    if isinstance(weights, Iterator):
+        weights = list(weights)
+    current = module.state_dict()
 
-    given: dict[str, torch.Tensor | None] = {}
+    # Names of the same memory are tied.
+    names_of_place: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, tensor in current.items():
+        names_of_place.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+    tied: set[str] = set()
+    for names in names_of_place.values():
+        if len(names) > 1:
+            tied.update(names)
+
+    # Only tied weights are kept, since weights may be made one at a time.
+    received: set[str] = set()
+    received_tied: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        if name in given:
+        if name in received:
             raise SyncError(f"weight {name!r} was given twice; send each name once")
-        if name not in own:
+        if name not in current:
             raise SyncError(
                 f"weight {name!r} is unknown to {type(module).__name__}; send Hugging Face names, "
                 "as in state_dict()"
             )
-        if tensor.shape != own[name].shape:
+        if tensor.shape != current[name].shape:
             raise SyncError(
                 f"weight {name!r} has shape {tuple(tensor.shape)}, the engine's has "
-                f"{tuple(own[name].shape)}"
+                f"{tuple(current[name].shape)}"
             )
-        given[name] = tensor if name in tied else None  # weights may be made one at a time
-    missing = [names[0] for names in places.values() if not any(name in given for name in names)]
+        received.add(name)
+        if name in tied:
+            received_tied[name] = tensor
+
+    missing = [names[0] for names in names_of_place.values() if received.isdisjoint(names)]
     if missing:
         raise SyncError(
             f"{len(missing)} weights are missing, first {missing[0]!r}; an update must contain all "
             "of them"
         )
-    for names in places.values():
-        first, *rest = [tensor for name in names if (tensor := given.get(name)) is not None] or [
-            None
-        ]
-        if not all(torch.equal(first, other.to(first.device)) for other in rest):
+    _check_tied_values(names_of_place.values(), received_tied)
+    return weights
+
+
+def _check_tied_values(
+    tied_names: Iterable[Sequence[str]], received: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise `SyncError` if names of one weight came with different values."""
+    for names in tied_names:
+        values = [received[name] for name in names if name in received]
+        if not all(torch.equal(values[0], other.to(values[0].device)) for other in values[1:]):
             raise SyncError(
                 f"{' and '.join(names)} are one weight in the engine but were given different "
                 "values"
             )
-    return weights
 
 
 Take = Callable[[str, torch.Tensor], None]
@@ -120,17 +136,18 @@ def copy_weights(
 
     Return the fingerprint of the copies where the types match, so that a failed copy is detected.
     """
-    own = module.state_dict()
+    current = module.state_dict()
 
-    def arrived() -> Iterator[tuple[str, torch.Tensor]]:
+    def copied() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
             if name in packed:
                 assert pack is not None
                 pack(name, tensor)
                 yield name, tensor
                 continue
-            own[name].copy_(tensor)
-            yield name, own[name] if own[name].dtype == tensor.dtype else tensor
+            place = current[name]
+            place.copy_(tensor)
+            yield name, place if place.dtype == tensor.dtype else tensor
 
     with torch.no_grad():
-        return fingerprint(arrived())
+        return fingerprint(copied())

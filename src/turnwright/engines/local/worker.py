@@ -1,5 +1,10 @@
-"""Runs a scheduler on the event loops that wait for its replies, or on a thread
-where steps are long."""
+"""Runs a scheduler on the event loops that wait for its replies, or on a thread where steps are
+long.
+
+`Worker.post` queues a command for the scheduler, `Worker._step` runs the queue and one step, and
+`Worker.deliver` passes what ended back to the callers' loops. What a step does is
+`Scheduler.step`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,10 @@ MEAN_OF_STEPS = 8
 
 
 class Worker:
-    """Runs a scheduler, one step at a time: on its callers' event loops while steps are short,
-    else on a thread of its own.
+    """Runs a scheduler, one step at a time.
 
-    A thread and an event loop that both compute Python pass the interpreter lock from core to core,
+    Steps run on the callers' event loops while they are short, else on a thread of its own. A
+    thread and an event loop that both compute Python pass the interpreter lock from core to core,
     which costs a tiny model about a fifth of its CPU and gains nothing. A long step, or one on a
     GPU, leaves the lock to the loop for most of its time.
     """
@@ -41,7 +46,9 @@ class Worker:
         self._short_step_s = short_step_s
         self._mean_step_s = math.inf
         self._stepping = threading.Lock()
+        """Held during a step, which a loop or the thread computes."""
         self._lock = threading.Condition()
+        """Held for what follows; the thread waits on it."""
         self._commands: list[Command] = []
         self._loops: set[asyncio.AbstractEventLoop] = set()
         """Loops with a scheduled turn."""
@@ -51,8 +58,11 @@ class Worker:
         self._failure: BaseException | None = None
 
     def post(self, command: Command) -> None:
-        """Queue a command, to run in sequence before the next step. Those of one iteration of an
-        event loop run together, so that their calls are computed together. Raises as `check`."""
+        """Queue a command, to run in sequence before the next step.
+
+        Those of one iteration of an event loop run together, so that their calls are computed
+        together. Raises as `check`.
+        """
         loop = _running_loop()
         with self._lock:
             self.check()
@@ -107,10 +117,10 @@ class Worker:
     def deliver(self, outcomes: list[Outcome]) -> None:
         """Pass results to the event loops that wait for them, with one wake-up per loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[Outcome]] = {}
-        for outcome in outcomes:
-            by_loop.setdefault(outcome[0].future.get_loop(), []).append(outcome)
-        for loop, theirs in by_loop.items():
-            _call_on(loop, _settle, theirs)
+        for call, result in outcomes:
+            by_loop.setdefault(call.future.get_loop(), []).append((call, result))
+        for loop, loop_outcomes in by_loop.items():
+            _call_on(loop, _settle, loop_outcomes)
 
     @property
     def _short(self) -> bool:
@@ -118,12 +128,15 @@ class Worker:
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         """Schedule a turn of a loop if none is scheduled; the caller holds the lock."""
-        if loop not in self._loops:
-            self._loops = {one for one in self._loops if not one.is_closed()} | {loop}
-            if loop is _running_loop():
-                loop.call_soon(self._turn, loop)
-            else:
-                _call_on(loop, self._turn, loop)
+        if loop in self._loops:
+            return
+        open_loops = {other for other in self._loops if not other.is_closed()}
+        self._loops = open_loops | {loop}
+        if loop is _running_loop():
+            # In its next iteration: `_call_on` would take the turn at once.
+            loop.call_soon(self._turn, loop)
+        else:
+            _call_on(loop, self._turn, loop)
 
     def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         """Compute a step on a loop, or have the thread compute it."""
@@ -166,32 +179,36 @@ class Worker:
             try:
                 self._run_commands()
                 if self.scheduler.busy:
-                    began = time.thread_time()
+                    start = time.thread_time()
                     outcomes = self.scheduler.step()
-                    self._count(time.thread_time() - began)
+                    self._add_to_mean(time.thread_time() - start)
                     self.deliver(outcomes)
                 with self._lock:
-                    if self.scheduler.busy and not self._short:
-                        self._ask_thread()
-                    elif self.scheduler.busy:
-                        for loop in {
-                            call.future.get_loop()
-                            for call in (*self.scheduler.running, *self.scheduler.waiting)
-                        }:
-                            self._schedule(loop)
+                    if self.scheduler.busy:
+                        self._schedule_next_step()
             except BaseException as error:
                 self._fail(error)
                 if not isinstance(error, Exception):  # Ctrl-C during a step on the loop
                     raise
 
-    def _count(self, seconds: float) -> None:
+    def _schedule_next_step(self) -> None:
+        """Ask the thread for a step, or the loops that wait for one; the caller holds the lock."""
+        if not self._short:
+            self._ask_thread()
+            return
+        calls = (*self.scheduler.running, *self.scheduler.waiting)
+        for loop in {call.future.get_loop() for call in calls}:
+            self._schedule(loop)
+
+    def _add_to_mean(self, seconds: float) -> None:
         if self._mean_step_s == math.inf:
             self._mean_step_s = seconds
         self._mean_step_s += (seconds - self._mean_step_s) / MEAN_OF_STEPS
 
     def _run_commands(self) -> None:
         with self._lock:
-            commands, self._commands = self._commands, []
+            commands = self._commands
+            self._commands = []
         for command in commands:
             try:
                 command()
@@ -206,6 +223,7 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self._failure = error
+
         self._run_commands()  # calls being submitted fail with the others
         text = f"the local engine failed in a step: {error!r}"
         calls = (*self.scheduler.running, *self.scheduler.waiting)

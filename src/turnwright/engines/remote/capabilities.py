@@ -1,4 +1,8 @@
-"""Probe what a server supports: kind, routes, versions, and a few tokens with echo and logprobs."""
+"""Probe what a server supports: kind, routes, versions, and a few tokens with echo and logprobs.
+
+`connect` returns the client of a server of unknown kind; `probe_server` finds what it supports,
+which `turnwright check` shows. What training needs is `ServerCapabilities.trainable`.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,10 @@ KINDS: dict[str, type[RemoteEngine]] = {
     "sglang": SglangEngine,
     "llamacpp": LlamaCppEngine,
 }
-PROBE_TEMPERATURE, PROBE_DRAWS = 2.0, 8
-"""Temperature and number of single-id draws that determine which distribution logprobs are of."""
+PROBE_TEMPERATURE = 2.0
+"""Temperature of the single-id draws that determine which distribution logprobs are of."""
+PROBE_DRAWS = 8
+"""Number of these draws."""
 
 
 @dataclass(slots=True)
@@ -43,11 +49,11 @@ class ServerCapabilities:
     logprobs: bool = False
     """Whether every sampled id has one."""
     distribution: str = "unknown"
-    """Distribution of the logprobs: `sampled` (temperature and bans included), `model`
-    (before them), or `unknown`."""
+    """Distribution of the logprobs: `sampled` (temperature and bans included), `model` (before
+    them), or `unknown`."""
     logprob_error: float | None = None
-    """Largest |sampled logprob - server's score of the same id| in nats, at temperature
-    1; None without scores."""
+    """Largest |sampled logprob - server's score of the same id| in nats, at temperature 1; None
+    without scores."""
     weights: str | None = None
     """The server's name for its weights."""
     updates: bool = False
@@ -56,20 +62,15 @@ class ServerCapabilities:
     lora: bool = False
     images: bool = False
     drafts: list[int] | None = None
-    """Total drafted and accepted ids since the server started; None without
-    speculative decoding or totals."""
+    """Total drafted and accepted ids since the server started; None without speculative decoding or
+    totals."""
     faults: list[str] = field(default_factory=list)
 
     @property
     def trainable(self) -> bool:
         """Whether its samples are trainable."""
-        return (
-            self.ids_in
-            and self.ids_out
-            and self.logprobs
-            and self.distribution == "sampled"
-            and not self.faults
-        )
+        has_tokens = self.ids_in and self.ids_out and self.logprobs
+        return has_tokens and self.distribution == "sampled" and not self.faults
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON object."""
@@ -77,57 +78,56 @@ class ServerCapabilities:
 
     def findings(self) -> Iterator[tuple[bool | None, str]]:
         """Yield lines as (passed, text); passed is None for information."""
-        yield (
-            None,
-            f"{self.kind} {self.server_version or '(version unknown)'} at {self.url}, model "
-            f"{self.model}",
-        )
-        yield (
-            None,
-            f"context {self.context or 'unknown'}; routes {', '.join(self.routes) or 'unknown'}",
-        )
+        version = self.server_version or "(version unknown)"
+        yield None, f"{self.kind} {version} at {self.url}, model {self.model}"
+        routes = ", ".join(self.routes) or "unknown"
+        yield None, f"context {self.context or 'unknown'}; routes {routes}"
+
+        # What training needs.
         yield self.ids_in, "ids in: the echoed prompt matches the prompt sent"
         yield self.ids_out, "ids out: sampled ids are returned as ids"
         yield self.logprobs, "logprobs: one finite value per sampled id"
-        word = {
+        descriptions = {
             "sampled": "the sampling distribution",
             "model": "the model, before temperature and bans",
         }
-        yield (
-            self.distribution == "sampled",
-            f"logprobs are of {word.get(self.distribution, 'an unknown distribution')}",
-        )
+        distribution = descriptions.get(self.distribution, "an unknown distribution")
+        yield self.distribution == "sampled", f"logprobs are of {distribution}"
         if self.logprob_error is not None:
-            yield (
-                None,
-                f"sampled logprobs are within {self.logprob_error:.2g} nats of the server's own "
-                "scores",
-            )
-        yield (
-            None,
-            "weights: "
-            f"{'the server has no name for them' if self.weights is None else f'named {self.weights!r}'}",  # noqa: E501
-        )
-        able = {
+            error = f"{self.logprob_error:.2g}"
+            yield None, f"sampled logprobs are within {error} nats of the server's own scores"
+
+        # What else it can do.
+        if self.weights is None:
+            yield None, "weights: the server has no name for them"
+        else:
+            yield None, f"weights: named {self.weights!r}"
+        abilities = {
             "new weights from a disk": self.updates,
             "aborts": self.aborts,
             "LoRA": self.lora,
             "images": self.images,
         }
-        yield None, "; ".join(f"{what}: {'yes' if can else 'no'}" for what, can in able.items())
+        yield (
+            None,
+            "; ".join(f"{what}: {'yes' if can else 'no'}" for what, can in abilities.items()),
+        )
         if self.drafts is not None:
+            drafted, accepted = self.drafts
             yield (
                 None,
-                f"speculative decoding: {self.drafts[1]} of {self.drafts[0]} drafted ids accepted "
-                "since the start",
+                f"speculative decoding: {accepted} of {drafted} drafted ids accepted since the "
+                "start",
             )
         for fault in self.faults:
             yield False, fault
 
 
 async def kind_of(url: str, *, key_env: str | None = None) -> str:
-    """Detect the kind of server at a URL, `vllm`, `sglang` or `llamacpp`; raise `EngineError`
-    when it is none of these."""
+    """Detect the kind of server at a URL, `vllm`, `sglang` or `llamacpp`.
+
+    Raises `EngineError` when it is none of these.
+    """
     http = HttpClient(url, key_env=key_env)
     try:
         faults: list[EngineError] = []
@@ -138,21 +138,19 @@ async def kind_of(url: str, *, key_env: str | None = None) -> str:
             ("vllm", "/version", "version"),
         ):
             try:
-                found = await http.get(path, CONTROL_S)
+                page = await http.get(path, CONTROL_S)
             except EngineError as error:
                 faults.append(error)
                 continue
-            if isinstance(found, dict) and mark in found:
+            if isinstance(page, dict) and mark in page:
                 return kind
     finally:
         await http.close()
-    silent = [
-        fault
-        for fault in faults
-        if isinstance(fault, EngineUnavailable) and "HTTP status" not in str(fault)
-    ]
-    if silent:  # the server may be of the kind that did not respond
-        raise silent[0]
+
+    # The server may be of the kind that did not respond.
+    for fault in faults:
+        if isinstance(fault, EngineUnavailable) and "HTTP status" not in str(fault):
+            raise fault
     raise EngineError(
         f"{url} responds, but is not vLLM, SGLang or llama.cpp; an OpenAI-style chat endpoint "
         "works for evaluation only (ChatEngine)"
@@ -182,13 +180,44 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
     Raises `EngineUnavailable` when it does not respond.
     """
     await engine.open()
-    found = ServerCapabilities(
+    server = ServerCapabilities(
         engine.url, engine.kind, engine.server_version, engine.model, engine.context
     )
-    found.weights = await _or_none(engine.weights_name())
-    found.aborts = engine.kind in ("vLLM", "SGLang")
+    server.weights = await _or_none(engine.weights_name())
+    server.aborts = engine.kind in ("vLLM", "SGLang")
+    await _ask_abilities(engine, server)
+    totals = await _or_none(engine.draft_totals())
+    server.drafts = None if totals is None else list(totals)
+
+    # A reply shows whether ids and logprobs come back; `generate` verifies them.
+    try:
+        reply = await engine.generate(_question(engine, 1.0, 8))
+    except EngineError as error:
+        server.faults.append(str(error))
+        return server
+    server.ids_in = True
+    server.ids_out = True
+    server.logprobs = None not in reply.logprobs
+    if isinstance(engine, LlamaCppEngine):
+        # Requested after the samplers wherever that differs from the model's.
+        server.distribution = "sampled"
+        return server
+
+    with suppress(EngineError, SyncError):
+        scores = await engine.score([*CANARY, *reply.ids])
+        differences: list[float] = []
+        for logprob, score in zip(reply.logprobs, scores[-len(reply.ids) :], strict=True):
+            if logprob is not None:
+                differences.append(abs(logprob - score))
+        server.logprob_error = max(differences, default=None)
+    server.distribution = await _distribution(engine, server)
+    return server
+
+
+async def _ask_abilities(engine: RemoteEngine, server: ServerCapabilities) -> None:
+    """Ask which routes a server has, and whether it takes new weights, adapters and images."""
     if isinstance(engine, VllmEngine):
-        used = [
+        used_routes = [
             GENERATE,
             "/v1/completions",
             "/pause",
@@ -196,74 +225,58 @@ async def probe_server(engine: RemoteEngine) -> ServerCapabilities:
             "/collective_rpc",
             "/weight_info",
             "/update_weight_version",
+            engine.lora_api.load,
+            "/reset_prefix_cache",
         ]
-        used += [engine.lora_api.load, "/reset_prefix_cache"]
-        found.routes = [route for route in used if route in engine.routes]
-        found.updates = {"/collective_rpc", "/pause"} <= engine.routes
-        found.lora = engine.lora_api.load in engine.routes
-        found.images = bool(await _or_none(engine.images.supports_images()))
+        server.routes = [route for route in used_routes if route in engine.routes]
+        server.updates = {"/collective_rpc", "/pause"} <= engine.routes
+        server.lora = engine.lora_api.load in engine.routes
+        server.images = bool(await _or_none(engine.images.supports_images()))
+
     elif isinstance(engine, SglangEngine):
-        found.routes = [
+        server.routes = [
             "/generate",
             "/update_weights_from_disk",
             "/pause_generation",
             "/abort_request",
         ]
-        found.updates = True
-        found.lora = bool((await _or_none(engine._info("server")) or {}).get("enable_lora"))
-        found.images = bool(
-            (await _or_none(engine._info("model")) or {}).get("has_image_understanding")
-        )
+        server.updates = True
+        info = await _or_none(engine._info("server")) or {}
+        server.lora = bool(info.get("enable_lora"))
+        model = await _or_none(engine._info("model")) or {}
+        server.images = bool(model.get("has_image_understanding"))
+
     else:
-        found.routes = ["/completion"]
-    totals = await _or_none(engine.draft_totals())
-    found.drafts = None if totals is None else list(totals)
-    try:
-        first = await engine.generate(_question(engine, 1.0, 8))
-    except EngineError as error:
-        found.faults.append(str(error))
-        return found
-    found.ids_in = found.ids_out = True
-    found.logprobs = None not in first.logprobs
-    if isinstance(engine, LlamaCppEngine):
-        found.distribution = (
-            "sampled"  # requested after the samplers wherever that differs from the model's
-        )
-        return found
-    with suppress(EngineError, SyncError):
-        scores = (await engine.score([*CANARY, *first.ids]))[-len(first.ids) :]
-        differences = (
-            abs(p - s) for p, s in zip(first.logprobs, scores, strict=True) if p is not None
-        )
-        found.logprob_error = max(differences, default=None)
-    found.distribution = await _distribution(engine, found)
-    return found
+        server.routes = ["/completion"]
 
 
-async def _distribution(engine: RemoteEngine, found: ServerCapabilities) -> str:
-    """Determine which distribution logprobs are of, from single ids drawn at
-    temperature 2 after the same context.
+async def _distribution(engine: RemoteEngine, server: ServerCapabilities) -> str:
+    """Determine which distribution logprobs are of, from single ids drawn at temperature 2 after
+    the same context.
 
     With l(x) the server's score of an id at temperature 1, logprobs equal l(x) if they are the
     model's. If they are the sampling distribution's, they equal l(x) / 2 plus a constant.
     """
-    rows: dict[int, tuple[float, float]] = {}
+    # Logprob and score of each id that was drawn.
+    scored: dict[int, tuple[float, float]] = {}
+    questions = [_question(engine, PROBE_TEMPERATURE, 1, seed) for seed in range(PROBE_DRAWS)]
     try:
-        for drawn in await asyncio.gather(
-            *(
-                engine.generate(_question(engine, PROBE_TEMPERATURE, 1, seed))
-                for seed in range(PROBE_DRAWS)
-            )
-        ):
-            if drawn.ids and drawn.ids[0] not in rows and drawn.logprobs[0] is not None:
-                score = (await engine.score([*CANARY, drawn.ids[0]]))[-1]
-                rows[drawn.ids[0]] = (drawn.logprobs[0], score)
+        replies = await asyncio.gather(*map(engine.generate, questions))
+        for reply in replies:
+            if not reply.ids or reply.ids[0] in scored:
+                continue
+            id_ = reply.ids[0]
+            logprob = reply.logprobs[0]
+            if logprob is not None:
+                scores = await engine.score([*CANARY, id_])
+                scored[id_] = (logprob, scores[-1])
     except (EngineError, SyncError) as error:
-        found.faults.append(str(error))
+        server.faults.append(str(error))
         return "unknown"
-    if len(rows) < 2:
+
+    if len(scored) < 2:
         return "unknown"
-    pairs = list(rows.values())
+    pairs = list(scored.values())
     if all(abs(logprob - score) < 1e-2 for logprob, score in pairs):
         return "model"
     constants = [logprob - score / PROBE_TEMPERATURE for logprob, score in pairs]

@@ -41,6 +41,44 @@ class ChatEngine(RemoteEngine):
         await self.http.text("/models", seconds)
 
     async def generate(self, request: Request) -> Generation:
+        body = self._request_body(request)
+        self.counts["requests"] += 1
+        raw = await self.http.post("/chat/completions", body, self._seconds(request))
+        choice = only_choice(raw, self.breach)
+        text, has_calls = self._reply(choice)
+
+        # The text as ids, which end where a model's would have.
+        ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
+        if has_calls and not self.renderer.parse(ids, request.tools).tool_calls:
+            raise EngineError(
+                f"{self.display_name} returned tool calls of the API, and the renderer does not "
+                "read them: leave out model.path"
+            )
+        end = 0
+        if request.stop_text is not None:
+            end = request.stop_text.first_completion(ids)
+        if end:
+            ids = ids[:end]
+        # The renderer ends every reply; this one was cut.
+        if choice["finish_reason"] == "length":
+            while ids and ids[-1] in request.stop_ids:
+                ids.pop()
+        if not ids:
+            raise self.breach("choices.0.message.content", "is empty; a reply has at least one id")
+
+        stopped = bool(end) or ids[-1] in request.stop_ids
+        generation = Generation(
+            ids,
+            [None] * len(ids),
+            "stop" if stopped else "length",
+            self.version,
+            missing_logprobs="mask",
+        )
+        self._count(generation, 0, len(request.ids))
+        return generation
+
+    def _request_body(self, request: Request) -> dict[str, Any]:
+        """Return the body of a request; raise `EngineError` for what the API does not have."""
         who = self.display_name
         if self.renderer is None:
             raise EngineError(
@@ -54,52 +92,29 @@ class ChatEngine(RemoteEngine):
                 f"{who}: the API of chat endpoints has no min_p; set it to 0, or use an engine "
                 "that returns ids"
             )
-        messages = _with_call_ids([_plain(message.to_dict(), who) for message in request.messages])
+
+        messages = [_plain(message.to_dict(), who) for message in request.messages]
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": messages,
+            "messages": _with_call_ids(messages),
             "max_tokens": request.max_tokens,
             "temperature": request.sampling.temperature,
             "top_p": request.sampling.top_p,
         }
         if request.tools:
             body["tools"] = [dict(tool) for tool in request.tools]
-        self.counts["requests"] += 1
-        raw = await self.http.post("/chat/completions", body, self._seconds(request))
-        choice = only_choice(raw, self.breach)
-        text, calls = self._reply(choice)
-        ids = list(self.renderer.encode_reply(text))[: request.max_tokens]
-        if calls and not self.renderer.parse(ids, request.tools).tool_calls:
-            raise EngineError(
-                f"{who} returned tool calls of the API, and the renderer does not read them: leave "
-                "out model.path"
-            )
-        end = request.stop_text.first_completion(ids) if request.stop_text is not None else 0
-        ids = ids[:end] if end else ids
-        if choice["finish_reason"] == "length":
-            while ids and ids[-1] in request.stop_ids:
-                ids.pop()
-        if not ids:
-            raise self.breach("choices.0.message.content", "is empty; a reply has at least one id")
-        stopped = bool(end) or ids[-1] in request.stop_ids
-        made = Generation(
-            ids,
-            [None] * len(ids),
-            "stop" if stopped else "length",
-            self.version,
-            missing_logprobs="mask",
-        )
-        self._count(made, 0, len(request.ids))
-        return made
+        return body
 
     def _reply(self, choice: dict[str, Any]) -> tuple[str, bool]:
-        """Return the text of a reply, with its calls as a model writes them,
-        and whether it has any."""
+        """Return the text of a reply, with its calls as a model writes them, and whether it has
+        any."""
         message = field_of(choice, "message", self.breach)
         if not isinstance(message, dict):
             raise self.breach("choices.0.message", f"is {message!r:.80}, not an object")
         calls = message.get("tool_calls")
-        text = message.get("content") or ("" if calls else message.get("content"))
+        text = message.get("content")
+        if calls and not text:
+            text = ""
         if not isinstance(text, str):
             raise self.breach("choices.0.message.content", f"is {text!r}, not text")
         if choice.get("finish_reason") not in ("stop", "length", "tool_calls"):
@@ -107,15 +122,15 @@ class ChatEngine(RemoteEngine):
                 "choices.0.finish_reason",
                 f"is {choice.get('finish_reason')!r}; expected stop or length",
             )
-        if calls:
-            text = "\n".join(
-                filter(
-                    None, (text, *map(self._written, calls if isinstance(calls, list) else [calls]))
-                )
-            )
-        return text, bool(calls)
+        if not calls:
+            return text, False
 
-    def _written(self, call: Any) -> str:
+        parts = [text] if text else []
+        for call in calls if isinstance(calls, list) else [calls]:
+            parts.append(self._call_text(call))
+        return "\n".join(parts), True
+
+    def _call_text(self, call: Any) -> str:
         """Return a call of the API as a model of the built-in renderer writes it."""
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -123,8 +138,9 @@ class ChatEngine(RemoteEngine):
                 "choices.0.message.tool_calls", f"has {call!r:.80}, not a call of a function"
             )
         arguments = function.get("arguments") or "{}"
-        with suppress(ValueError):  # else as written, for the program to see
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # else as written, for the program to see
+                arguments = json.loads(arguments)
         row = {"name": function["name"], "arguments": arguments}
         return f"<tool_call>\n{json.dumps(row, ensure_ascii=False)}\n</tool_call>"
 
@@ -147,31 +163,39 @@ class ChatEngine(RemoteEngine):
 
 
 def _with_call_ids(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make ids of calls unique in a conversation, which services require; those of a renderer count
-    from 0 in each reply. Arguments become text, as the API has them."""
-    ids: dict[str, str] = {}
-    for number, row in enumerate(rows):
+    """Make ids of calls unique in a conversation, which services require.
+
+    Those of a renderer count from 0 in each reply. Arguments become text, as the API has them.
+    """
+    # Those of the last reply with calls, by the renderer's ids.
+    unique_ids: dict[str, str] = {}
+    for message_number, row in enumerate(rows):
         calls = row.get("tool_calls") or ()
-        ids = {
-            call["id"]: f"call_{number}_{at}" for at, call in enumerate(calls) if call.get("id")
-        } or ids
+        reply_ids: dict[str, str] = {}
+        for number, call in enumerate(calls):
+            if call.get("id"):
+                reply_ids[call["id"]] = f"call_{message_number}_{number}"
+        if reply_ids:
+            unique_ids = reply_ids
         if calls:
-            row["tool_calls"] = [_api_call(call, ids) for call in calls]
-        if row.get("tool_call_id") in ids:
-            row["tool_call_id"] = ids[row["tool_call_id"]]
+            row["tool_calls"] = [_api_call(call, unique_ids) for call in calls]
+        if row.get("tool_call_id") in unique_ids:
+            row["tool_call_id"] = unique_ids[row["tool_call_id"]]
     return rows
 
 
-def _api_call(call: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
+def _api_call(call: dict[str, Any], unique_ids: dict[str, str]) -> dict[str, Any]:
     arguments = call["function"].get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return call | {
-        "id": ids.get(call.get("id", ""), call.get("id")),
-        "function": call["function"] | {"arguments": text},
+        "id": unique_ids.get(call.get("id", ""), call.get("id")),
+        "function": call["function"] | {"arguments": arguments},
     }
 
 
 def _plain(row: dict[str, Any], who: str) -> dict[str, Any]:
+    """Return a message with its parts joined to a text; raise `EngineError` for an image."""
     content = row.get("content")
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):

@@ -12,10 +12,10 @@ from turnwright.errors import UsageError
 
 
 class EngineList:
-    """URLs of servers in a text file, one a line; empty lines and lines that
-    start with # are comments.
+    """URLs of servers in a text file, one a line.
 
-    A missing file is an empty list. Writers take turns, and readers see a complete file.
+    Empty lines and lines that start with # are comments. A missing file is an empty list. Writers
+    take turns, and readers see a complete file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -23,16 +23,17 @@ class EngineList:
 
     def urls(self) -> tuple[str, ...]:
         """Return the URLs, each once; raise `UsageError` for a line that is none."""
-        found = dict.fromkeys(
-            line.rstrip("/") for line in self._lines() if line and not line.startswith("#")
-        )
-        for url in found:
+        urls: dict[str, None] = {}  # a set in order
+        for line in self._lines():
+            if line and not line.startswith("#"):
+                urls[line.rstrip("/")] = None
+        for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise UsageError(
                     f"{self.path}: {url!r:.100} is no URL; write one per line, as in "
                     "http://host:8000"
                 )
-        return tuple(found)
+        return tuple(urls)
 
     def add(self, url: str) -> bool:
         """Add a server; return False when the list has it."""

@@ -1,5 +1,5 @@
-"""Experts that servers routed tokens to, in the forms of vLLM and SGLang, as
-extras of a generation."""
+"""Experts that servers routed tokens to, in the forms of vLLM and SGLang, as extras of a
+generation."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_HEADER = 1024
 
 
 def vllm_experts(
-    given: Any, request: Request, sampled: int, breach: Breach
+    encoded: Any, request: Request, sampled: int, breach: Breach
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """Convert vLLM's `routed_experts`, an array [positions, layers, k] up to the last
-    position fed, to extras.
+    """Convert vLLM's `routed_experts` to extras: an array [positions, layers, k] up to the last
+    position fed.
 
     `sampled` is the number of ids the server sampled. Missing or unrequested data is ignored.
     """
-    if given is None or ROUTES not in request.extras:
+    if encoded is None or ROUTES not in request.extras:
         return {}
-    data = _bytes(given, breach)
+    data = _bytes(encoded, breach)
     try:
         size, shape, start = _header(data)
         if len(shape) != 3 or len(data) - start != size * prod(shape):
@@ -44,18 +44,18 @@ def vllm_experts(
 
 
 def sglang_experts(
-    given: Any, request: Request, sampled: int, breach: Breach
+    encoded: Any, request: Request, sampled: int, breach: Breach
 ) -> Mapping[str, tuple[int, ExpertRoutes]]:
-    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers,
-    k], sent without a shape.
+    """Convert SGLang's `meta_info.routed_experts` to extras: int32 [positions, layers, k], sent
+    without a shape.
 
-    The positions run from the requested one to the last one fed. Missing or
-    unrequested data is ignored.
+    The positions run from the requested one to the last one fed. Missing or unrequested data is
+    ignored.
     """
     positions = len(request.ids) + sampled - 1 - request.routes_from
-    if given is None or ROUTES not in request.extras or not positions:
+    if encoded is None or ROUTES not in request.extras or not positions:
         return {}
-    data = _bytes(given, breach)
+    data = _bytes(encoded, breach)
     numbers, rest = divmod(len(data), 4 * positions)
     if rest or not numbers:
         raise breach(
@@ -80,9 +80,9 @@ def _as_extras(
     return {ROUTES: (start, routes)}
 
 
-def _bytes(given: Any, breach: Breach) -> bytes:
+def _bytes(encoded: Any, breach: Breach) -> bytes:
     try:
-        return b64decode(given, validate=True)
+        return b64decode(encoded, validate=True)
     except (binascii.Error, TypeError, ValueError) as error:
         raise breach("routed_experts", f"are not base64: {error}") from error
 
@@ -91,12 +91,17 @@ def _header(data: bytes) -> tuple[int, tuple[int, ...], int]:
     """Parse an .npy header (numpy.lib.format); return bytes per number, shape, and data offset."""
     if data[:6] != MAGIC or len(data) < 12:
         raise ValueError("no .npy magic")
-    wide = 2 if data[6] == 1 else 4
-    start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
+    # After magic and version comes the header's length, of two bytes in version 1 and four later.
+    length_size = 2 if data[6] == 1 else 4
+    header_start = 8 + length_size
+    start = header_start + int.from_bytes(data[8:header_start], "little")
     if start > MAX_HEADER:
         raise ValueError(f"a header of {start} bytes")
-    header = ast.literal_eval(data[8 + wide : start].decode("latin-1").strip())
-    kind, shape = re.fullmatch(r"[<|][iu]([1248])", header["descr"]), header["shape"]
-    if kind is None or header["fortran_order"] or not all(type(n) is int and n > 0 for n in shape):
+    header = ast.literal_eval(data[header_start:start].decode("latin-1").strip())
+    integers = re.fullmatch(r"[<|][iu]([1248])", header["descr"])
+    shape = header["shape"]
+    if integers is None or header["fortran_order"]:
         raise ValueError(f"{header!r:.100}")
-    return int(kind[1]), shape, start
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise ValueError(f"{header!r:.100}")
+    return int(integers[1]), shape, start

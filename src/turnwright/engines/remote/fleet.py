@@ -1,5 +1,14 @@
 """Many servers as one engine; a server that dies, hangs, loses its weights or violates the
-contract loses no trajectory."""
+contract loses no trajectory.
+
+`Fleet.generate` chooses a server and retries on another, `_health_loop` decides who may be chosen,
+`update_from` sends new weights to all of them and verifies that they arrived. What concerns one
+server is in `Replica`: its calls in flight, its state, the proof of its weights. Settings are in
+`fleet_settings.py`.
+
+Who starts and ends servers is not here (`ManagedFleet`, `PlacedFleet`), nor is how weights are
+written and packed (`weight_files.py`, `weight_sync.py`).
+"""
 
 from __future__ import annotations
 
@@ -38,8 +47,8 @@ LEAVE_S = 30.0
 SAMPLED = 32
 """Servers among which a new session chooses the least busy."""
 SPARE_SHARE = 0.75
-"""A session leaves a server that is merely full only for one with fewer calls than this
-fraction of its limit."""
+"""A session leaves a server that is merely full only for one with fewer calls than this fraction of
+its limit."""
 MAX_CONTRACT_ERRORS = 4
 """Contract errors that one call tolerates; a misconfigured server causes one every time."""
 
@@ -94,34 +103,41 @@ class Fleet:
         self.counts: Counter[str] = Counter()
         """`asked_again/TYPE`, `waited`, `updates`, `joined`, `left`, `sessions_moved`."""
         self._homes: dict[str, Replica] = {}
+        """Server of each session."""
         self._queue: deque[asyncio.Future[None]] = deque()
+        """Calls that wait for a server, in order of arrival."""
+        self._pixels: list[Any] = []
+
         self._latest: WeightsSource | None = None
         self._proven: WeightsLabel | None = None
         """The trainer's scores of the latest weights."""
-        self._listed = listed
-        self._wanted = frozenset[str]()
-        self._from_list = set[str]()
-        self._joining: dict[str, asyncio.Task[None]] = {}
-        self._join_faults: dict[str, str] = {}
-        self._pixels: list[Any] = []
         self._fingerprint = ""
         self._trainer_label: WeightsLabel | None = None
         self._initial_lock = asyncio.Lock()
         self._asleep = False
+
+        self._listed = listed
+        self._wanted: frozenset[str] = frozenset()
+        """URLs in the list when it was last read."""
+        self._from_list: set[str] = set()
+        self._joining: dict[str, asyncio.Task[None]] = {}
+        self._join_faults: dict[str, str] = {}
+
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._opened: asyncio.Future[None] | None = None
         self._health_tasks: dict[Replica, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Following the list, and calls that servers that left finish."""
-        self._opened: asyncio.Future[None] | None = None
 
     @property
     def context(self) -> int | None:
-        """Maximum number of ids of context plus reply that every server takes; None while
-        no server reported it."""
-        known = [
-            member.engine.context for member in self.members if member.engine.context is not None
-        ]
-        return min(known, default=None)
+        """Maximum number of ids of context plus reply that every server takes; None while no
+        server reported it."""
+        limits: list[int] = []
+        for member in self.members:
+            if member.engine.context is not None:
+                limits.append(member.engine.context)
+        return min(limits, default=None)
 
     def set_renderer(self, renderer: Any) -> None:
         """Use the rollout's renderer if none was given."""
@@ -141,50 +157,63 @@ class Fleet:
         Called automatically before the first call.
         """
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # tasks and futures of an earlier loop ended with it
-            self._loop, self._opened = loop, loop.create_future()
-            self._queue.clear()
-            self._tasks.clear()
-            self._joining.clear()
-            for member in self.members:
-                member.calls.clear()
-                member.check_now, member.lock = asyncio.Event(), asyncio.Lock()
-            try:
-                await self._start_servers()
-                if self._listed is not None:
-                    await self._wait_for_list()
-                members = list(self.members)
-                found = await asyncio.gather(*(m.start() for m in members), return_exceptions=True)
-                for member, error in zip(members, found, strict=True):
-                    if isinstance(error, EngineError):
-                        member.mark_suspect(str(error))
-                    elif isinstance(error, BaseException):
-                        raise error
-            except BaseException:
-                self._loop = None
-                self._opened.cancel()
-                raise
-            self._health_tasks = {
-                member: loop.create_task(self._health_loop(member)) for member in self.members
-            }
-            self._opened.set_result(None)
+        if self._loop is loop:
+            if self._opened is not None and not self._opened.done():
+                await asyncio.shield(self._opened)
+            return
+
+        # Tasks and futures of an earlier loop ended with it.
+        self._loop = loop
+        self._opened = loop.create_future()
+        self._queue.clear()
+        self._tasks.clear()
+        self._joining.clear()
+        for member in self.members:
+            member.calls.clear()
+            member.check_now = asyncio.Event()
+            member.lock = asyncio.Lock()
+
+        try:
+            await self._start_servers()
             if self._listed is not None:
-                self._run(self._follow_list())
-        elif self._opened is not None and not self._opened.done():
-            await asyncio.shield(self._opened)
+                await self._wait_for_list()
+            await self._start_members()
+        except BaseException:
+            self._loop = None
+            self._opened.cancel()
+            raise
+
+        self._health_tasks = {
+            member: loop.create_task(self._health_loop(member)) for member in self.members
+        }
+        self._opened.set_result(None)
+        if self._listed is not None:
+            self._run(self._follow_list())
+
+    async def _start_members(self) -> None:
+        """Check every server for the first time; one that fails is checked again later."""
+        members = list(self.members)
+        starts = [member.start() for member in members]
+        outcomes = await asyncio.gather(*starts, return_exceptions=True)
+        for member, error in zip(members, outcomes, strict=True):
+            if isinstance(error, EngineError):
+                member.mark_suspect(str(error))
+            elif isinstance(error, BaseException):
+                raise error
 
     async def generate(self, request: Request) -> Generation:
         """Sample one reply on any available server.
 
         Raises:
-            EngineError: after `attempts` failures, or when no server was
-                available for `patience_s`.
+            EngineError: after `attempts` failures, or when no server was available for
+                `patience_s`.
         """
         if self.delivery.first is not None and self._latest is None:
             async with self._initial_lock:
                 if self._latest is None:
                     await self.update(self.delivery.first(), self.version)
         await self.open()
+
         failed: list[Replica] = []
         breaches = 0
         while True:
@@ -195,20 +224,24 @@ class Fleet:
                 fault = error
             finally:
                 self._admit_next()
+
+            # Another server is asked with the same ids, and this one is checked meanwhile.
             member.not_before = time.monotonic() + min(fault.retry_after, self._settings.patience_s)
-            failed.append(member)
-            breaches += isinstance(fault, BackendContractError)
             member.mark_suspect(str(fault))
+            failed.append(member)
+            if isinstance(fault, BackendContractError):
+                breaches += 1
             if self._homes.get(request.session) is member:
                 del self._homes[request.session]
             if len(failed) >= self._settings.attempts or breaches > MAX_CONTRACT_ERRORS:
                 break
             self.counts[f"asked_again/{type(fault).__name__}"] += 1
+
+        error_class: type[EngineError] = EngineUnavailable
+        if isinstance(fault, BackendContractError):
+            error_class = BackendContractError
         servers = len({id(member) for member in failed})
-        kind = (
-            BackendContractError if isinstance(fault, BackendContractError) else EngineUnavailable
-        )
-        raise kind(
+        raise error_class(
             f"no response after {len(failed)} attempts on {servers} of {len(self.members)} "
             f"servers: {fault}"
         ) from fault
@@ -221,16 +254,17 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop the checks and close the connections; the servers keep running."""
-        tasks, self._health_tasks = [*self._health_tasks.values(), *self._tasks], {}
+        tasks = [*self._health_tasks.values(), *self._tasks]
+        self._health_tasks = {}
         for task in tasks:
             task.cancel()
         if self._loop is asyncio.get_running_loop():
             await asyncio.gather(*tasks, return_exceptions=True)
+
         for member in self.members:
             member.abort_calls()
-        await asyncio.gather(
-            *(member.engine.close() for member in self.members), return_exceptions=True
-        )
+        closing = [member.engine.close() for member in self.members]
+        await asyncio.gather(*closing, return_exceptions=True)
         if self.delivery.tree is not None:
             await self.delivery.tree.close()
         self._loop = None
@@ -257,30 +291,35 @@ class Fleet:
             engine.add_pixel_source(pixels)
         self.members.append(member)
         self.counts["joined"] += 1
+
+        # Before the fleet is open, `open` checks all members.
         if self._loop is not None and self._opened is not None and self._opened.done():
             member.outdated = self._latest is not None
             member.mark_suspect("joined, and is being checked")
             self._health_tasks[member] = self._loop.create_task(self._health_loop(member))
 
     async def remove(self, url: str, *, seconds: float = LEAVE_S) -> None:
-        """Remove a server: it gets no further calls, and its sessions move; those in flight
-        have some seconds to end.
+        """Remove a server: it gets no further calls, and its sessions move.
+
+        Calls in flight have some seconds to end.
 
         Raises:
             ConfigError: for a server that the fleet lacks.
         """
-        member = next(
-            (member for member in self.members if member.engine.url == url.rstrip("/")), None
-        )
-        if member is None:
+        named = [member for member in self.members if member.engine.url == url.rstrip("/")]
+        if not named:
             raise ConfigError(f"the fleet has no server {url}")
+        member = named[0]
         self.members.remove(member)
-        member.state, member.fault = "left", "it left the fleet"
+        member.state = "left"
+        member.fault = "it left the fleet"
         self.counts["left"] += 1
+
         for session in [name for name, home in self._homes.items() if home is member]:
             del self._homes[session]
-        if task := self._health_tasks.pop(member, None):
-            task.cancel()
+        health_task = self._health_tasks.pop(member, None)
+        if health_task is not None:
+            health_task.cancel()
         if member.calls:
             await member.wait_for_calls(seconds)
             member.abort_calls()
@@ -299,7 +338,8 @@ class Fleet:
     async def _wait_for_list(self) -> None:
         """Wait until a listed server is a member, and shortly for the others."""
         assert self._listed is not None
-        fault, seconds = self._read_list(), self._settings.patience_s
+        seconds = self._settings.patience_s
+        fault = self._read_list()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if self._joining:
@@ -315,17 +355,19 @@ class Fleet:
         )
 
     async def _follow_list(self) -> None:
-        last = ""
+        last_fault = ""
         while True:
             await asyncio.sleep(LIST_S)
             fault = self._read_list()
-            if fault and fault != last:
+            if fault and fault != last_fault:
                 _log.warning("%s", fault)
-            last = fault
+            last_fault = fault
 
     def _read_list(self) -> str:
-        """Begin to add and remove servers to match the list; return what is
-        wrong, or an empty string."""
+        """Begin to add and remove servers to match the list.
+
+        Return what is wrong, or an empty string.
+        """
         assert self._listed is not None
         try:
             self._wanted = frozenset(self._listed.file.urls())
@@ -337,9 +379,9 @@ class Fleet:
         have = {member.engine.url for member in self.members} | self._joining.keys()
         for url in sorted(self._wanted - have):
             self._joining[url] = self._run(self._join(url))
-        return "; ".join(
-            self._join_faults[url] for url in sorted(self._join_faults.keys() & self._wanted)
-        )
+
+        faulty = sorted(self._join_faults.keys() & self._wanted)
+        return "; ".join(self._join_faults[url] for url in faulty)
 
     async def _join(self, url: str) -> None:
         """Add a listed server; one that does not respond is asked again at the next reading."""
@@ -361,75 +403,84 @@ class Fleet:
 
     async def _choose_replica(self, session: str, failed: Sequence[Replica]) -> Replica:
         """Return a server for a call, waiting until one is available."""
-        since: float | None = None
+        all_down_since: float | None = None
         loop = asyncio.get_running_loop()
         while True:
             home = self._homes.get(session)
             if home is not None and home.available:
                 return home
+
+            # A session stays with a home that is merely full, which has its cache, unless another
+            # server has much more room.
             best = self._least_busy(failed)
-            full = home is not None and home.state == "up" and home not in failed
-            if best is not None and (not full or best.business < SPARE_SHARE):
+            home_is_full = home is not None and home.state == "up" and home not in failed
+            if best is not None and (not home_is_full or best.business < SPARE_SHARE):
                 self.counts["sessions_moved"] += home is not None
                 self._homes[session] = best
                 return best
-            up = any(member.state in ("up", "loading") for member in self.members)
-            if up:
-                since = None
-            elif since is None:
-                since = loop.time()
-            if since is not None and loop.time() - since > self._settings.patience_s:
-                reasons = "; ".join(
-                    f"{member.engine.url}: {member.fault}" for member in self.members
-                )
-                count, seconds = len(self.members), self._settings.patience_s
+
+            # Patience is for a fleet without any server; full ones are waited for.
+            if any(member.state in ("up", "loading") for member in self.members):
+                all_down_since = None
+            elif all_down_since is None:
+                all_down_since = loop.time()
+            seconds = self._settings.patience_s
+            if all_down_since is not None and loop.time() - all_down_since > seconds:
+                reasons = [f"{member.engine.url}: {member.fault}" for member in self.members]
                 raise EngineUnavailable(
-                    f"none of {count} servers was available for {seconds:g} s: {reasons}"
+                    f"none of {len(self.members)} servers was available for {seconds:g} s: "
+                    f"{'; '.join(reasons)}"
                 )
             await self._wait_for_slot()
 
     def _least_busy(self, failed: Sequence[Replica]) -> Replica | None:
-        """Return the least busy of the servers that take new sessions, or of a sample
-        where there are many."""
+        """Return the least busy of the servers that take new sessions, or of a sample where there
+        are many.
+
+        One that failed this call is chosen only where no other is free.
+        """
         groups = [self.members]
         if len(self.members) > SAMPLED:  # looking at 1,000 takes a quarter of a millisecond
             groups.insert(0, random.sample(self.members, SAMPLED))
         for group in groups:
             free = [member for member in group if member.accepts_sessions]
-            if fresh := [member for member in free if member not in failed]:
-                return min(fresh, key=lambda member: member.business)
+            unfailed = [member for member in free if member not in failed]
+            if unfailed:
+                return min(unfailed, key=lambda member: member.business)
         return min(free, key=lambda member: member.business, default=None)
 
     async def _wait_for_slot(self) -> None:
+        """Wait until a call ends, or for a second at most."""
         if len(self._queue) >= self._settings.most_waiting:
             raise EngineError(
                 f"{len(self._queue)} calls already wait for a server (most_waiting); lower "
                 "rollout.concurrency"
             )
-        place = asyncio.get_running_loop().create_future()
-        self._queue.append(place)
+        turn = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
         self.counts["waited"] += 1
-        # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives
-        # together with the result.
+
+        # Not `wait_for`: in Python 3.11 it loses a cancellation that arrives together with the
+        # result.
         try:
             async with asyncio.timeout(min(1.0, self._settings.patience_s / 4)):
-                await place
+                await turn
         except TimeoutError:
             pass
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if turn.done() and not turn.cancelled():
                 self._admit_next()  # pass this call's turn on
             raise
         finally:
             with suppress(ValueError):
-                self._queue.remove(place)
+                self._queue.remove(turn)
 
     def _admit_next(self) -> None:
         """Wake the call that waits longest."""
         while self._queue:
-            place = self._queue.popleft()
-            if not place.done():
-                place.set_result(None)
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
                 return
 
     def _admit_all(self) -> None:
@@ -447,14 +498,19 @@ class Fleet:
             if self._asleep:
                 # A server that woke or restarted now would take memory the trainer uses.
                 continue
+
             try:
-                well = await member.check(self._settings.health_s, lambda: self._latest_for(member))
+                is_well = await member.check(
+                    self._settings.health_s, lambda: self._latest_for(member)
+                )
             except Exception as error:  # a bug in a check must not end the checks
                 _log.exception(
                     "the check of %s raised an unexpected error", member.engine.display_name
                 )
-                member.fault, member.state, well = repr(error), "doubted", False
-            if well:
+                member.fault = repr(error)
+                member.state = "doubted"
+                is_well = False
+            if is_well:
                 self._admit_all()
             elif not self._asleep:  # it may have been put to sleep during the check
                 await self._restart_server(member)
@@ -498,20 +554,20 @@ class Fleet:
         return fingerprint
 
     async def sleep(self) -> None:
-        """Make every server release its memory; calls in flight first end as aborted. The next
-        weights wake the servers.
+        """Make every server release its memory; calls in flight first end as aborted.
 
-        Until then no server is called, checked or started.
+        The next weights wake the servers. Until then no server is called, checked or started.
 
         Raises:
             EngineError: when a responding server fails.
         """
         await self.open()
         self._asleep = True
-        found = await asyncio.gather(
-            *(m.sleep() for m in self.members if m.state == "up"), return_exceptions=True
+        able = [member for member in self.members if member.state == "up"]
+        outcomes = await asyncio.gather(
+            *(member.sleep() for member in able), return_exceptions=True
         )
-        for error in found:
+        for error in outcomes:
             if isinstance(error, EngineUnavailable):
                 # It is down, or about to be found so.
                 _log.warning("%s; the server is left as it is", error)
@@ -526,68 +582,71 @@ class Fleet:
         await self.update_from(DiskWeights(Path(directory), version), changed=changed)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Send weights to every server and verify them; `changed` tells whether they
-        differ from the previous ones.
+        """Send weights to every server and verify them.
 
-        Raises `SyncError` when no server has them.
+        `changed` tells whether they differ from the previous ones. Raises `SyncError` when no
+        server has them.
         """
         await self.open()
         self._asleep = False
-        wanted = await self._expected_scores()
+        expected = await self._expected_scores()
         members = list(self.members)  # others join meanwhile
-        updates = (
-            m.update(source, changed=changed, wanted=wanted, tolerance=self.delivery.tolerance)
-            for m in members
-        )
-        found = await asyncio.gather(*updates, return_exceptions=True)
-        faults = []
-        for member, error in zip(members, found, strict=True):
+        tolerance = self.delivery.tolerance
+        updates = [
+            member.update(source, changed=changed, expected=expected, tolerance=tolerance)
+            for member in members
+        ]
+        outcomes = await asyncio.gather(*updates, return_exceptions=True)
+
+        # Which servers have them; one that failed may have a part.
+        updated: set[Replica] = set()
+        faults: list[str] = []
+        for member, error in zip(members, outcomes, strict=True):
             if member not in self.members:
                 continue
             member.state = "up" if error is None else "doubted"
-            if isinstance(error, (EngineError, SyncError, TimeoutError)):
+            if error is None:
+                updated.add(member)
+            elif isinstance(error, (EngineError, SyncError, TimeoutError)):
                 member.fault = str(error)
-                # A partial update; the latest complete weights follow.
+                # The latest complete weights follow.
                 member.outdated = self._latest is not None
                 faults.append(f"{member.engine.url}: {error}")
                 _log.warning("%s", faults[-1])
-            elif error is not None:
+            else:
                 raise error
-        have_it = {
-            member
-            for member, error in zip(members, found, strict=True)
-            if error is None and member in self.members
-        }
-        if not have_it and self._listed is None:
+        if not updated and self._listed is None:
             self._admit_all()
             raise SyncError(
                 f"no server of {len(faults)} has the weights of policy {source.version}: "
                 f"{'; '.join(faults)}"
             )
-        self._latest, self.version = source, source.version
-        self._proven = None if wanted is None else wanted.label
+
+        # From here on these are the fleet's weights; others get them before their next call.
+        self._latest = source
+        self.version = source.version
+        self._proven = None if expected is None else expected.label
         for member in self.members:
-            if member not in have_it:  # the weights are sent before its next call
-                member.outdated, member.state = (
-                    True,
-                    "doubted" if member.state == "up" else member.state,
-                )
-            else:
-                member.outdated = False
+            member.outdated = member not in updated
+            if member.outdated and member.state == "up":
+                member.state = "doubted"
             member.check_now.set()
-        if not have_it:
+        if not updated:
             await self._wait_for_weights(faults)
         self.counts["updates"] += 1
         self._admit_all()
 
     async def _wait_for_weights(self, faults: Sequence[str]) -> None:
         """Wait until a server of the list has the latest weights and samples from them."""
-        seconds, version = self._settings.patience_s, self.version
+        seconds = self._settings.patience_s
+        version = self.version
+
+        def is_current(member: Replica) -> bool:
+            return member.state == "up" and not member.outdated
+
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not any(
-                    member.state == "up" and not member.outdated for member in self.members
-                ):
+                while not any(is_current(member) for member in self.members):
                     await asyncio.sleep(LIST_S / 10)
                 return
         self._admit_all()
@@ -597,38 +656,36 @@ class Fleet:
         )
 
     def _latest_for(self, member: Replica) -> LatestWeights:
-        """Return the latest weights, with scores that prove them on a server."""
+        """Return the latest weights, with scores that prove them on a server.
+
+        Without the trainer's scores they are those of another server of its kind.
+        """
         scores = self._proven
         if scores is None:
-            same = (
-                m
-                for m in self.members
-                if m is not member and m.engine.kind == member.engine.kind and m.state == "up"
-            )
-            scores = next(
-                (m.proof.label for m in same if m.proof is not None and not m.outdated), None
-            )
+            for other in self.members:
+                is_same_kind = other is not member and other.engine.kind == member.engine.kind
+                is_current = other.state == "up" and not other.outdated
+                if is_same_kind and is_current and other.proof is not None:
+                    scores = other.proof.label
+                    break
         return LatestWeights(self._latest, scores, self.delivery.tolerance)
 
     async def _expected_scores(self) -> ExpectedScores | None:
         """Return the trainer's current scores of the servers' known ids."""
         if self.delivery.expected_logprobs is None or not self.members:
             return None
-        scores = tuple(
-            await asyncio.to_thread(
-                self.delivery.expected_logprobs, self.members[0].engine.known_ids
-            )
-        )
-        before, self._trainer_label = self._trainer_label, WeightsLabel(None, scores)
-        return ExpectedScores(
-            self._trainer_label,
-            self._trainer_label.max_difference(before) if before is not None else 0.0,
-        )
+        ids = self.members[0].engine.known_ids
+        scores = await asyncio.to_thread(self.delivery.expected_logprobs, ids)
+        label = WeightsLabel(None, tuple(scores))
+        previous = self._trainer_label
+        self._trainer_label = label
+        return ExpectedScores(label, 0.0 if previous is None else label.max_difference(previous))
 
 
 def _check_servers(engines: Sequence[RemoteEngine], listed: ListedServers | None) -> None:
     if not engines and listed is None:
         raise ConfigError("a fleet needs at least one server, or a list of servers")
     urls = Counter(engine.url for engine in engines)
-    if twice := [url for url, count in urls.items() if count > 1]:
-        raise ConfigError(f"a fleet has {twice[0]} twice; list each server once")
+    for url, count in urls.items():
+        if count > 1:
+            raise ConfigError(f"a fleet has {url} twice; list each server once")

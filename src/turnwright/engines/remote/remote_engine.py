@@ -1,4 +1,14 @@
-"""RemoteEngine: one server, one verified request."""
+"""RemoteEngine: one server as an engine.
+
+`RemoteEngine.generate` sends one request and verifies the response; `load_from_disk` and its
+siblings bring new weights to the server; `weights_label` and `scores` tell which weights it has.
+What a kind of server is asked, and how its answers are read, is in the subclasses (`VllmEngine`,
+`SglangEngine`, `LlamaCppEngine`, `ChatEngine`), which override the methods under "Overridden by
+each kind of server".
+
+A failed request is an error here: retries, many servers and their health are `Fleet`'s. The checks
+of a response are in `verify_response`, the bytes on the wire in `HttpClient`.
+"""
 
 from __future__ import annotations
 
@@ -44,45 +54,12 @@ Part = Literal["weights", "kv_cache"]
 UPDATE_S = 600.0
 """Deadline for reading new weights from a disk."""
 DRAIN_S = 5.0
-"""Seconds for calls in flight to end before a weight update, where responses do
-not name their weights."""
+"""Seconds for calls in flight to end before a weight update, where responses do not name their
+weights."""
 ABORT_AGAIN_S = 0.05
-"""Seconds until a call that was to end is aborted again; the first time it may
-not have arrived yet."""
-CANARY = (
-    3,
-    1,
-    4,
-    1,
-    5,
-    9,
-    2,
-    6,
-    5,
-    3,
-    5,
-    8,
-    9,
-    7,
-    9,
-    3,
-    2,
-    3,
-    8,
-    4,
-    6,
-    2,
-    6,
-    4,
-    3,
-    3,
-    8,
-    3,
-    2,
-    7,
-    9,
-    5,
-)
+"""Seconds until a call that was to end is aborted again; the first time it may not have arrived
+yet."""
+CANARY = tuple(int(digit) for digit in "31415926535897932384626433832795")
 """Ids of every vocabulary; their logprobs tell one set of weights from another."""
 KNOWN_TEXT = (
     "The weights of this model are those of the last step: one, two, three, and what "
@@ -105,8 +82,8 @@ class EngineLoad(NamedTuple):
 
 
 class RemoteEngine:
-    """One server as an engine; use a subclass: `VllmEngine`, `SglangEngine`,
-    `LlamaCppEngine`, `ChatEngine`.
+    """One server as an engine; use a subclass: `VllmEngine`, `SglangEngine`, `LlamaCppEngine`,
+    `ChatEngine`.
 
     Every call is one request, and a failed request is an error (`Fleet` retries it). The exception
     is a server that answers with `Retry-After`: the call waits for it, within the deadline.
@@ -154,6 +131,7 @@ class RemoteEngine:
             )
         if not request_s > 0 or most < 1:
             raise ConfigError("request_s must be over 0, and most at least 1")
+
         self.http = HttpClient(url, key_env=key_env, most=most)
         self.url = self.http.url
         self.model = model
@@ -163,6 +141,7 @@ class RemoteEngine:
         self.missing_logprobs: MissingLogprobs = missing_logprobs
         self.request_s = request_s
         self.in_flight: InFlight = in_flight
+
         self.server_version = ""
         """Version reported by the server; empty before `open`."""
         self.label: str | None = None
@@ -172,24 +151,26 @@ class RemoteEngine:
         `logprobs_missing`, `draft_ids`, `draft_ids_accepted`, `images_as_pictures`, `images_sent`,
         `images_named`, `images_missed`."""
         self.asleep = False
-        """Whether the server released its memory: weights and cache are gone
-        until new weights arrive."""
+        """Whether the server released its memory: weights and cache are gone until new weights
+        arrive."""
         self.pixels: Any = None
+
         self._weights_awake = False
         """Whether a sleeping server already has its memory for weights again."""
         self.patient = True
-        """Whether a call waits out a server's `Retry-After`; a fleet asks
-        other servers meanwhile."""
+        """Whether a call waits out a server's `Retry-After`; a fleet asks other servers
+        meanwhile."""
         self._updates: dict[str, int] = {}
         """Policy versions of the updates begun, by their names on the server; responses to earlier
         requests may name them."""
         self._optional_fields: set[str] = set()
-        """Optional fields that a response had; whether the server sends them depends on
-        its kind and version."""
+        """Optional fields that a response had; whether the server sends them depends on its kind
+        and version."""
         self._known_ids: tuple[int, ...] | None = None
         self._vocabulary_size: tuple[Any, int] | None = None
         self._neutral: tuple[Any, dict[str, Any]] | None = None
         """The settings that all requests of a phase share."""
+
         self._opened = False
         self._calls: set[str] = set()
         """Names of the calls in flight."""
@@ -201,14 +182,16 @@ class RemoteEngine:
     @property
     def display_name(self) -> str:
         """Name in errors: kind, version and URL."""
-        return (
-            f"{self.kind}{' ' + self.server_version if self.server_version else ''} at {self.url}"
-        )
+        if self.server_version:
+            return f"{self.kind} {self.server_version} at {self.url}"
+        return f"{self.kind} at {self.url}"
 
     @property
     def seeded(self) -> bool:
-        """Whether requests carry seed and reply position: `turnwright serve` draws by them exactly
-        as the local engine does."""
+        """Whether requests carry seed and reply position.
+
+        `turnwright serve` draws by them exactly as the local engine does.
+        """
         return self.server_version.startswith("turnwright-")
 
     def breach(self, field_name: str, problem: str) -> BackendContractError:
@@ -225,16 +208,21 @@ class RemoteEngine:
         self.pixels = pixels
 
     async def open(self) -> None:
-        """Query versions, model and context once, before the first request; raise `EngineError`
-        when they are not reported."""
-        if not self._opened:
-            with parsing("the server's description", self.display_name):
-                await self._identify()
-            if self.in_flight != "recompute" and (fault := self._in_flight_fault()):
+        """Query versions, model and context once, before the first request.
+
+        Raises `EngineError` when they are not reported.
+        """
+        if self._opened:
+            return
+        with parsing("the server's description", self.display_name):
+            await self._identify()
+        if self.in_flight != "recompute":
+            fault = self._in_flight_fault()
+            if fault:
                 raise ConfigError(
                     f"{self.display_name}: engine.in_flight = {self.in_flight}: {fault}"
                 )
-            self._opened = True
+        self._opened = True
 
     async def generate(self, request: Request) -> Generation:
         """Sample one reply; cancelling the call ends it on the server.
@@ -255,32 +243,32 @@ class RemoteEngine:
                     f"{self.display_name}: {len(request.ids)} ids fill the context of "
                     f"{self.context}"
                 )
-        waited = 0
+
+        waits = 0
         while True:
             version = self.version
             if version < request.min_version:
-                wanted = request.min_version
+                needed = request.min_version
                 raise StaleWeights(
-                    f"{self.display_name} has policy {version}; the request needs {wanted} or later"
+                    f"{self.display_name} has policy {version}; the request needs {needed} or later"
                 )
             try:
                 return await self._generate(request, max_tokens)
             except StaleWeights:
                 if self.version == version:
                     raise
-                self.counts["sent_again"] += 1  # weights changed on its way: its adapter is gone
+                # The weights changed on its way, and its adapter is gone.
+                self.counts["sent_again"] += 1
             except EngineUnavailable as error:
-                waited += 1
-                if (
-                    not self.patient
-                    or waited > MAX_RETRY_AFTER
-                    or not 0 < error.retry_after <= self._seconds(request)
-                ):
+                waits += 1
+                may_wait = self.patient and waits <= MAX_RETRY_AFTER
+                if not may_wait or not 0 < error.retry_after <= self._seconds(request):
                     raise
                 self.counts["waited_as_told"] += 1
                 await asyncio.sleep(error.retry_after)
 
     async def _generate(self, request: Request, max_tokens: int) -> Generation:
+        """Send one request and verify its response."""
         name = uuid4().hex
         expected = ExpectedWeights(self.version, self.label, name, self._updates, self.in_flight)
         self.counts["requests"] += 1
@@ -292,10 +280,17 @@ class RemoteEngine:
             raise
         finally:
             self._calls.discard(name)
+
         with parsing("the response", self.display_name):
             response = self._read(raw, request, expected)
-            limits = max_tokens, self.missing_logprobs, self._vocabulary()
-            generation, left_out = verify_response(response, request, *limits, self.breach)
+            generation, left_out = verify_response(
+                response,
+                request,
+                max_tokens,
+                self.missing_logprobs,
+                self._vocabulary(),
+                self.breach,
+            )
         self._count(generation, left_out, len(request.ids))
         return generation
 
@@ -310,11 +305,17 @@ class RemoteEngine:
         await self.http.close()
 
     async def end_calls(self, seconds: float) -> None:
-        """End the calls in flight as aborted, with the ids they have, and those of no other client;
-        wait at most some seconds for their responses."""
-        calls, loop = set(self._calls), asyncio.get_running_loop()
+        """End the calls in flight as aborted, with the ids they have, and those of no other client.
+
+        Waits at most some seconds for their responses.
+        """
+        calls = set(self._calls)
+        loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while (left := calls & self._calls) and loop.time() < end:
+        while loop.time() < end:
+            left = calls & self._calls
+            if not left:
+                return
             await suppress_errors(self.abort(*left))
             await asyncio.sleep(ABORT_AGAIN_S)
 
@@ -326,11 +327,13 @@ class RemoteEngine:
 
     @property
     def known_ids(self) -> tuple[int, ...]:
-        """Ids whose scores tell one set of weights from another: the same for
-        the life of this client."""
+        """Ids whose scores tell one set of weights from another, the same for the life of this
+        client."""
         if self._known_ids is None:
             codec = self.renderer.codec if isinstance(self.renderer, HasCodec) else None
-            ids = () if codec is None else tuple(codec.encode_plain(KNOWN_TEXT))[: len(CANARY)]
+            ids: tuple[int, ...] = ()
+            if codec is not None:
+                ids = tuple(codec.encode_plain(KNOWN_TEXT))[: len(CANARY)]
             self._known_ids = ids if len(ids) > 1 else CANARY
         return self._known_ids
 
@@ -341,22 +344,20 @@ class RemoteEngine:
             return WeightsLabel(name, tuple(scores))
 
     async def load_from_disk(self, directory: str | Path, version: int) -> None:
-        """Make the server load weights from a directory it can access, named `version`; calls
-        in flight are interrupted.
+        """Make the server load weights from a directory it can access, named `version`.
 
-        Success is unproven until `weights_label` confirms it. Raises `SyncError` when the
-        server refuses or fails.
+        Calls in flight are interrupted. Success is unproven until `weights_label` confirms it.
+        Raises `SyncError` when the server refuses or fails.
         """
         await self._update_weights(lambda: self._load_from_disk(Path(directory), version), version)
 
     async def load_from_group(self, transfer: GroupTransfer) -> None:
-        """Make the server take weights from a process group, named by their version; calls
-        in flight are interrupted.
+        """Make the server take weights from a process group, named by their version.
 
-        Success is unproven until `weights_label` confirms it. After a failure the server may have
-        some of the weights; it then reports a name that is no policy's, so its responses are
-        rejected until a complete update. Raises `SyncError` when the server refuses, fails, or ends
-        before it has all weights.
+        Calls in flight are interrupted. Success is unproven until `weights_label` confirms it.
+        After a failure the server may have some of the weights; it then reports a name that is no
+        policy's, so its responses are rejected until a complete update. Raises `SyncError` when the
+        server refuses, fails, or ends before it has all weights.
         """
         await self._update_weights(lambda: self._load_from_group(transfer), transfer.version)
 
@@ -365,17 +366,18 @@ class RemoteEngine:
         await self._update_weights(lambda: self._load_from_requests(transfer), transfer.version)
 
     async def use_adapter(self, directory: Path, version: int) -> None:
-        """Make the server use a LoRA adapter from a directory it can access, named `version`;
-        errors as `load_from_disk`."""
+        """Make the server use a LoRA adapter from a directory it can access, named `version`.
+
+        Raises as `load_from_disk`.
+        """
         raise SyncError(
             f"{self.display_name}: this kind of server does not take LoRA adapters (engine.update)"
         )
 
     async def sleep(self) -> None:
-        """Make the server release the memory of weights and cache; calls in flight end
-        first. New weights wake it.
+        """Make the server release the memory of weights and cache.
 
-        Raises `EngineError` when it does not.
+        Calls in flight end first. New weights wake it. Raises `EngineError` when it does not.
         """
         await self.open()
         if not self.asleep:
@@ -383,8 +385,10 @@ class RemoteEngine:
             self.asleep = True
 
     async def _update_weights(self, work: Callable[[], Awaitable[None]], version: int) -> None:
-        """Apply new weights; a sleeping server gets its memory for weights before,
-        and for the cache after."""
+        """Apply new weights.
+
+        A sleeping server gets its memory for weights before, and for the cache after.
+        """
         await self.open()
         self._updates[str(version)] = version
         try:
@@ -393,17 +397,23 @@ class RemoteEngine:
             if self.asleep and not self._weights_awake:
                 await self._wake("weights")
             self._weights_awake = self.asleep
+
             await work()
+
             if self.asleep:
                 await self._wake("kv_cache")
-            self.asleep = self._weights_awake = False
+            self.asleep = False
+            self._weights_awake = False
         except NotTrainable:
             raise
         except TurnwrightError as error:
             raise SyncError(
                 f"{self.display_name} did not take the weights of policy {version}: {error}"
             ) from error
-        self.version, self.label = version, await self.weights_name()
+
+        label = await self.weights_name()
+        self.version = version
+        self.label = label
         if self.label is not None and self.label != str(version):
             raise SyncError(
                 f"{self.display_name} reports the weights {self.label!r} after loading policy "
@@ -432,8 +442,8 @@ class RemoteEngine:
 
     @property
     def names_weights(self) -> bool:
-        """Whether responses name the weights that sampled them, so that calls may be in
-        flight during an update."""
+        """Whether responses name the weights that sampled them, so that calls may be in flight
+        during an update."""
         return False
 
     def _in_flight_fault(self) -> str:
@@ -449,23 +459,29 @@ class RemoteEngine:
         return None
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        """Return total drafted and accepted ids since the server started; None when it drafts none
-        or reports no totals."""
+        """Return total drafted and accepted ids since the server started.
+
+        None when it drafts none or reports no totals.
+        """
         return None
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        """Return log p(ids[i] | ids[:i]) for i >= 1 at temperature 1, which
-        identify the weights."""
-        return (await self.scores(ScoreRequest(ids))).logprobs
+        """Return log p(ids[i] | ids[:i]) for i >= 1 at temperature 1, which identify the
+        weights."""
+        scores = await self.scores(ScoreRequest(ids))
+        return scores.logprobs
 
     async def scores(self, request: ScoreRequest) -> IdScores:
-        """Score given ids; raise `EngineError` for a distribution that the
-        server does not compute."""
+        """Score given ids; raise `EngineError` for a distribution that the server does not
+        compute."""
         raise SyncError(f"{self.display_name}: this kind of server does not score ids")
 
     def scoring_fault(self, request: ScoreRequest) -> str:
         """Return why the server cannot score under the distribution of a request, or an empty
-        string; once it is open."""
+        string.
+
+        The client must be open.
+        """
         return "this kind of server does not score ids"
 
     async def abort(self, *names: str) -> None:
@@ -503,8 +519,10 @@ class RemoteEngine:
         return False
 
     async def _wake(self, part: Part) -> None:
-        """Restore memory: for weights, with undefined content; or for the cache, after which the
-        server samples again."""
+        """Restore memory of a sleeping server.
+
+        That for weights has undefined content; after that for the cache the server samples again.
+        """
         raise EngineError(f"{self.display_name}: this kind of server does not sleep")
 
     async def _load_from_group(self, transfer: GroupTransfer) -> None:
@@ -521,68 +539,74 @@ class RemoteEngine:
     # Helpers
 
     def _check_scoring(self, request: ScoreRequest) -> None:
-        if fault := self.scoring_fault(request):
+        fault = self.scoring_fault(request)
+        if fault:
             raise EngineError(f"{self.display_name}: {fault}")
 
     def _scoring_fields(self, request: ScoreRequest) -> dict[str, Any]:
-        """Return the fields by which `turnwright serve` takes another
-        distribution than the model's."""
-        found: dict[str, Any] = (
-            {} if request.temperature == 1.0 else {"score_temperature": request.temperature}
-        )
-        return found | (
-            {"score_banned_ids": sorted(request.banned_ids)} if request.banned_ids else {}
-        )
+        """Return the fields by which `turnwright serve` takes another distribution than the
+        model's."""
+        fields: dict[str, Any] = {}
+        if request.temperature != 1.0:
+            fields["score_temperature"] = request.temperature
+        if request.banned_ids:
+            fields["score_banned_ids"] = sorted(request.banned_ids)
+        return fields
 
     def _neutral_sampling(self, request: Request) -> dict[str, Any]:
-        """Return the sampling settings that vLLM and SGLang share, which override its defaults and
-        set exactly our stop ids."""
-        key, sampling = (request.sampling, request.stop_ids), request.sampling
+        """Return the sampling settings that vLLM and SGLang share.
+
+        They override the server's defaults and set exactly our stop ids.
+        """
+        sampling = request.sampling
+        key = (sampling, request.stop_ids)
         if self._neutral is None or self._neutral[0] != key:
-            body: dict[str, Any] = {
+            fields = {
                 "n": 1,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
-            }
-            body |= {
                 "top_k": sampling.top_k or -1,
                 "min_p": sampling.min_p,
                 "stop_token_ids": sorted(request.stop_ids),
+                "presence_penalty": 0.0,
+                "frequency_penalty": 0.0,
+                "repetition_penalty": 1.0,
+                "skip_special_tokens": False,
+                "spaces_between_special_tokens": False,
             }
-            body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
-            self._neutral = (
-                key,
-                body | {"skip_special_tokens": False, "spaces_between_special_tokens": False},
-            )
+            self._neutral = (key, fields)
         return dict(self._neutral[1])
 
     def _vocabulary(self) -> int:
-        """Return an upper bound of valid ids, by the renderer; models have slightly more ids
-        than their tokenizers."""
+        """Return an upper bound of valid ids, by the renderer."""
         if self._vocabulary_size is None or self._vocabulary_size[0] is not self.renderer:
             bound = MAX_VOCABULARY
             if isinstance(self.renderer, HasCodec):
                 codec = self.renderer.codec
-                bound = max(codec.vocab_size, *(one + 1 for one in codec.control.values()), 1)
-                bound += 0 if isinstance(codec, ByteTokenizer) else 1024 + bound // 64
-            self._vocabulary_size = self.renderer, bound
+                bound = max(codec.vocab_size, *(id_ + 1 for id_ in codec.control.values()), 1)
+                # Models have slightly more ids than their tokenizers.
+                if not isinstance(codec, ByteTokenizer):
+                    bound += 1024 + bound // 64
+            self._vocabulary_size = (self.renderer, bound)
         return self._vocabulary_size[1]
 
-    def _check_present(self, field_name: str, found: bool) -> bool:
-        """Return whether a response has an optional field; raise when it is missing and an
-        earlier response had it."""
-        if found:
+    def _check_present(self, field_name: str, is_present: bool) -> bool:
+        """Return whether a response has an optional field.
+
+        Raises when it is missing and an earlier response had it.
+        """
+        if is_present:
             self._optional_fields.add(field_name)
         elif field_name in self._optional_fields:
             raise self.breach(
                 field_name,
                 "is missing from the response, and earlier responses of the server had it",
             )
-        return found
+        return is_present
 
     def _check_name(self, field_name: str, value: Any, request: str) -> None:
-        """Check that a response belongs to a request; servers may add a prefix or
-        suffix to the request id."""
+        """Check that a response belongs to a request; servers may add a prefix or suffix to the
+        request id."""
         if self._check_present(field_name, value is not None) and (
             not isinstance(value, str) or request not in value
         ):
@@ -592,13 +616,15 @@ class RemoteEngine:
             )
 
     def _seconds(self, request: Request) -> float:
+        """Return the seconds that a request may take from now on."""
         if request.deadline is None:
             return self.request_s
-        return max(0.001, min(self.request_s, request.deadline - asyncio.get_running_loop().time()))
+        left = request.deadline - asyncio.get_running_loop().time()
+        return max(0.001, min(self.request_s, left))
 
     def _abort_later(self, name: str) -> None:
-        """Abort a request in the background, for servers that do not end it when
-        its connection closes."""
+        """Abort a request in the background, for servers that do not end it when its connection
+        closes."""
         if type(self).abort is RemoteEngine.abort:
             return
 

@@ -1,4 +1,10 @@
-"""Verification of server responses: fields, ids, logprobs, and the weights that sampled them."""
+"""Verification of server responses: fields, ids, logprobs, and the weights that sampled them.
+
+`verify_response` makes a `Generation` of a `ServerResponse`, or raises; `ExpectedWeights.versions`
+tells which policy sampled each id. The fields of a kind of server are read in its client, such as
+`VllmEngine._read`, with `field_of` and the other readers at the end. What is left of the contract,
+which holds for every engine, is in `check_generation`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +26,8 @@ Breach = Callable[[str, str], BackendContractError]
 
 
 def fault_of(server: str, field_name: str, problem: str) -> BackendContractError:
-    """Return the error for a response that violates the contract; `server` includes
-    the server's version."""
+    """Return the error for a response that violates the contract; `server` includes the server's
+    version."""
     return BackendContractError(f"{server}: {field_name} {problem}")
 
 
@@ -32,30 +38,35 @@ def align_logprobs(
 
     Servers may omit ids; llama.cpp omits those that end inside a character. An (id, logprob) entry
     that fits several ids is assigned to none: a misplaced logprob is worse than a missing one.
-    Returns one logprob per id, None where missing or ambiguous; None overall when the entries are
+
+    Return one logprob per id, None where missing or ambiguous; None overall when the entries are
     not a subsequence of the ids.
     """
-    first: list[int] = []
+    # The first place where each entry can be, after the entries before it.
+    earliest: list[int] = []
     place = 0
-    for token, _ in entries:
-        while place < len(ids) and ids[place] != token:
+    for id_, _ in entries:
+        while place < len(ids) and ids[place] != id_:
             place += 1
         if place == len(ids):
             return None
-        first.append(place)
+        earliest.append(place)
         place += 1
-    last = [0] * len(entries)
+
+    # And the last one, before the entries after it.
+    latest = [0] * len(entries)
     place = len(ids) - 1
     for number in range(len(entries) - 1, -1, -1):
         while ids[place] != entries[number][0]:
             place -= 1
-        last[number] = place
+        latest[number] = place
         place -= 1
-    found: list[float | None] = [None] * len(ids)
-    for number, (early, late) in enumerate(zip(first, last, strict=True)):
+
+    aligned: list[float | None] = [None] * len(ids)
+    for (_, logprob), early, late in zip(entries, earliest, latest, strict=True):
         if early == late:
-            found[early] = entries[number][1]
-    return found
+            aligned[early] = logprob
+    return aligned
 
 
 MIN_LOGPROB = -9000.0
@@ -65,8 +76,8 @@ MAX_LOGPROB = 1e-3
 
 
 class SampledVersions(NamedTuple):
-    """Policy versions that sampled a response: its first id, later runs of ids, and the oldest
-    in its context's cache."""
+    """Policy versions that sampled a response: its first id, later runs of ids, and the oldest in
+    its context's cache."""
 
     version: int
     later: Sequence[tuple[int, int]] = ()
@@ -87,28 +98,26 @@ class ExpectedWeights(NamedTuple):
     in_flight: InFlight = "recompute"
 
     def versions(self, spans: Sequence[tuple[int, str]], cached: int, who: str) -> SampledVersions:
-        """Return the versions of a response from its runs of (first id, the
-        server's name for the weights).
+        """Return the versions of a response from its runs of (first id, the server's name for the
+        weights).
 
-        Expected are the weights at the time of the request and those of later updates.
-        The cache of the context is older than an id if its request was sent before an
-        update that left the cache.
+        Expected are the weights at the time of the request and those of later updates. The cache
+        of the context is older than an id if its request was sent before an update that left the
+        cache.
 
         Raises:
             StaleWeights: for any other name.
         """
-        runs = [(start, self._version(str(name), who)) for start, name in spans] or [
-            (0, self.version)
-        ]
-        later = [
-            (start, version)
-            for (_, before), (start, version) in pairwise(runs)
-            if version != before
-        ]
-        left = self.in_flight == "keep" or (self.in_flight == "salt" and cached > 0)
-        return SampledVersions(
-            runs[0][1], later, self.version if left and runs[-1][1] > self.version else None
-        )
+        runs = [(start, self._version(str(name), who)) for start, name in spans]
+        if not runs:
+            runs = [(0, self.version)]
+        first_version = runs[0][1]
+        last_version = runs[-1][1]
+        later = [run for previous, run in pairwise(runs) if run[1] != previous[1]]
+
+        cache_left = self.in_flight == "keep" or (self.in_flight == "salt" and cached > 0)
+        is_older = cache_left and last_version > self.version
+        return SampledVersions(first_version, later, self.version if is_older else None)
 
     def _version(self, name: str, who: str) -> int:
         if self.name is None or name == self.name:
@@ -151,23 +160,20 @@ def verify_response(
 ) -> tuple[Generation, int]:
     """Check a response and convert it to a generation; return it and the number of dropped ids.
 
-    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only
-    with `response.trim`; servers match stop texts by their own decoding. A response that ends
-    without a stop id, a stop text or its token limit is an aborted one, and another call
-    continues the reply. `max_tokens` is the limit sent, at most `request.max_tokens`;
-    `vocabulary` is an exclusive upper bound of valid ids.
+    Ids after the first stop id or stop text are dropped. After a stop id this is allowed only with
+    `response.trim`; servers match stop texts by their own decoding. A response that ends without a
+    stop id, a stop text or its token limit is an aborted one, and another call continues the reply.
+    `max_tokens` is the limit sent, at most `request.max_tokens`; `vocabulary` is an exclusive upper
+    bound of valid ids.
     """
     _check_prompt(response.prompt, request.ids, breach)
+
     ids = response.ids
     if not isinstance(ids, list):
         raise breach("output ids", f"are {ids!r:.80}, not a list")
+    # Sets, minima and maxima are computed in C; only a fault is searched for.
     if not set(map(type, ids)) <= {int} or (ids and not (min(ids) >= 0 and max(ids) < vocabulary)):
-        wrong = (
-            row for row in enumerate(ids) if type(row[1]) is not int or not 0 <= row[1] < vocabulary
-        )
-        position, token = next(wrong)
-        known = f"; the vocabulary has {vocabulary} ids" if type(token) is int else ""
-        raise breach("output ids", f"contain {token!r:.80} at position {position}{known}")
+        raise _invalid_id(ids, vocabulary, breach)
     if not isinstance(response.logprobs, list):
         raise breach("logprobs", f"are {response.logprobs!r:.80}, not a list")
     if response.cached < 0 or (response.cached > len(request.ids) and not request.media):
@@ -179,6 +185,7 @@ def verify_response(
         raise breach("output ids", f"are {len(ids)}; at most {max_tokens} were requested")
     if len(response.logprobs) != len(ids):
         raise breach("logprobs", f"are {len(response.logprobs)} for {len(ids)} ids")
+
     end, finish = _find_end(response, request, max_tokens, breach)
     logprobs: list[Any] = response.logprobs[:end]
     floats = bool(logprobs) and set(map(type, logprobs)) == {float} and isfinite(sum(logprobs))
@@ -189,15 +196,18 @@ def verify_response(
         ]
     if not end and finish != "abort":
         raise breach("output ids", f"are empty with the finish reason {finish!r}")
-    lost: MissingLogprobs = missing if None in logprobs else "error"
-    if end < len(ids) and ROUTES in response.extras:  # dropped ids were not fed
+
+    # What belongs to the dropped ids is dropped with them; they were not fed.
+    if end < len(ids) and ROUTES in response.extras:
         start, routes = response.extras[ROUTES]
-        response.extras = {
-            **response.extras,
-            ROUTES: (start, routes.slice(0, len(request.ids) + end - 1 - start)),
-        }
-    version, later, cache = response.versions
+        kept_routes = routes.slice(0, len(request.ids) + end - 1 - start)
+        response.extras = {**response.extras, ROUTES: (start, kept_routes)}
+    version, later, cache_version = response.versions
     later = [run for run in later if run[0] < end]
+
+    drafted, accepted = response.drafts
+    handling: MissingLogprobs = missing if None in logprobs else "error"
+    # By position: keywords would take longer, in every call.
     generation = Generation(
         list(ids[:end]),
         logprobs,
@@ -205,12 +215,26 @@ def verify_response(
         version,
         response.cached,
         response.extras,
-        lost,
-        *response.drafts,
+        handling,
+        drafted,
+        accepted,
         later,
-        cache,
+        cache_version,
     )
     return generation, len(ids) - end
+
+
+def _invalid_id(ids: Sequence[Any], vocabulary: int, breach: Breach) -> BackendContractError:
+    """Return the error for the first id that is none."""
+    for position, id_ in enumerate(ids):
+        if type(id_) is not int:
+            return breach("output ids", f"contain {id_!r:.80} at position {position}")
+        if not 0 <= id_ < vocabulary:
+            break
+    return breach(
+        "output ids",
+        f"contain {id_!r:.80} at position {position}; the vocabulary has {vocabulary} ids",
+    )
 
 
 def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach: Breach) -> None:
@@ -224,16 +248,19 @@ def _check_prompt(echo: Sequence[int] | int | None, sent: Sequence[int], breach:
         if echo != len(sent):
             raise breach("the prompt", f"has {echo} ids on the server; {len(sent)} were sent")
         return
+
     if not isinstance(echo, list) or not set(map(type, echo)) <= {int}:
         raise breach("the prompt", f"is echoed as {echo!r:.80}, not as a list of ids")
     if echo != (sent if isinstance(sent, list) else list(sent)):
-        position = next(
-            (i for i, (a, b) in enumerate(zip(echo, sent, strict=False)) if a != b),
-            min(len(echo), len(sent)),
-        )
+        position = min(len(echo), len(sent))
+        for number, (echoed_id, sent_id) in enumerate(zip(echo, sent, strict=False)):
+            if echoed_id != sent_id:
+                position = number
+                break
         raise breach(
             "the prompt",
-            f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at {position}",  # noqa: E501
+            f"is echoed with {len(echo)} ids; {len(sent)} were sent; first difference at "
+            f"{position}",
         )
 
 
@@ -244,24 +271,21 @@ def _find_end(
     ids = response.ids
     if response.finish not in ("stop", "length", "abort"):
         raise breach("the finish reason", f"is {response.finish!r}; expected stop, length or abort")
-    found = not request.stop_ids.isdisjoint(ids)
-    stop = (
-        next(position + 1 for position, token in enumerate(ids) if token in request.stop_ids)
-        if found
-        else 0
-    )
-    if stop and stop < len(ids) and not response.trim:
+
+    # After the first stop id, or where a stop text is complete before it.
+    end = 0
+    if not request.stop_ids.isdisjoint(ids):
+        end = next(position + 1 for position, id_ in enumerate(ids) if id_ in request.stop_ids)
+    if end and end < len(ids) and not response.trim:
         raise breach(
-            "output ids", f"continue after the stop id {ids[stop - 1]} at position {stop - 1}"
+            "output ids", f"continue after the stop id {ids[end - 1]} at position {end - 1}"
         )
-    text_end = (
-        request.stop_text.first_completion(ids[:stop] if stop else ids)
-        if request.stop_text is not None
-        else 0
-    )
-    stop = min(filter(None, (stop, text_end)), default=0)
-    if stop:
-        return stop, "stop"
+    if request.stop_text is not None:
+        text_end = request.stop_text.first_completion(ids[:end] if end else ids)
+        end = text_end or end
+    if end:
+        return end, "stop"
+
     if response.finish == "length":
         if len(ids) < max_tokens:
             problem = (
@@ -270,6 +294,7 @@ def _find_end(
             )
             raise breach("the finish reason", problem)
         return len(ids), "length"
+
     # The server stopped for a reason of its own (an end token that is no stop id here, an
     # interruption): the reply continues.
     return len(ids), "abort"
@@ -286,11 +311,9 @@ def _check_logprob(
             )
             raise breach("logprobs", f"have none for the id at position {position}; {remedy}")
         return None
-    if (
-        type(value) not in (float, int)
-        or not isfinite(value)
-        or not MIN_LOGPROB < value <= MAX_LOGPROB
-    ):
+
+    is_number = type(value) in (float, int) and isfinite(value)
+    if not is_number or not MIN_LOGPROB < value <= MAX_LOGPROB:
         raise breach(
             "logprobs", f"contain {value!r} at position {position}, which is not a log-probability"
         )
@@ -309,15 +332,14 @@ class WeightsLabel(NamedTuple):
         """Return the largest difference of the scores in nats; infinite when not comparable."""
         if len(self.scores) != len(other.scores):
             return float("inf")
-        return max(
-            (abs(a - b) for a, b in zip(self.scores, other.scores, strict=True)), default=0.0
-        )
+        pairs = zip(self.scores, other.scores, strict=True)
+        return max((abs(own - theirs) for own, theirs in pairs), default=0.0)
 
 
 @contextmanager
 def parsing(what: str, who: str) -> Iterator[None]:
     """Parse a response: a Python error caused by an unexpected form becomes a
-    BackendContractError."""
+    `BackendContractError`."""
     try:
         yield
     except TurnwrightError:
@@ -340,8 +362,8 @@ def only_choice(raw: Any, breach: Breach) -> Any:
 
 
 def field_of(raw: Any, path: str, breach: Breach) -> Any:
-    """Return a value of a response, by a path such as `choices.0.token_ids`;
-    null counts as present."""
+    """Return a value of a response, by a path such as `choices.0.token_ids`; null counts as
+    present."""
     value = raw
     for part in path.split("."):
         try:
@@ -366,15 +388,16 @@ def logprobs_of(
     read: Callable[[Any, Any, Breach], Any],
     breach: Breach,
 ) -> list[Any]:
-    """Return the logprobs of rows after comparing their ids; `keys` are those
-    of a row's id and logprob.
+    """Return the logprobs of rows after comparing their ids; `keys` are those of a row's id and
+    logprob.
 
     Where anything differs, `read(row, id, breach)` reads each row and names the fault.
     """
+    id_key, logprob_key = keys
     with suppress(LookupError, TypeError):
-        if list(map(itemgetter(keys[0]), rows)) == ids[: len(rows)]:
-            return list(map(itemgetter(keys[1]), rows))
-    return [read(row, one, breach) for row, one in zip(rows, ids, strict=False)]
+        if list(map(itemgetter(id_key), rows)) == ids[: len(rows)]:
+            return list(map(itemgetter(logprob_key), rows))
+    return [read(row, id_, breach) for row, id_ in zip(rows, ids, strict=False)]
 
 
 INTERRUPTS = "turnwright serve computes the cache of replies in flight again; set recompute or salt"

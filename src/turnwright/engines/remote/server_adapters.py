@@ -58,11 +58,11 @@ class LoraServerEngine(RemoteEngine):
         """Adapters of which the server may have lost count."""
 
     async def load_adapter(self, name: str, directory: str | Path, version: int) -> None:
-        """Load or replace a LoRA adapter and use it from now on; no call may
-        use that name meanwhile.
+        """Load or replace a LoRA adapter and use it from now on; no call may use that name
+        meanwhile.
 
-        The server needs `--enable-lora`. Raises `SyncError` when it rejects the adapter or
-        does not list it afterwards.
+        The server needs `--enable-lora`. Raises `SyncError` when it rejects the adapter or does not
+        list it afterwards.
         """
         await self.open()
         # Not vLLM's load_inplace: 0.32.0 then reads the files again in every step of the engine.
@@ -80,12 +80,13 @@ class LoraServerEngine(RemoteEngine):
                 f"{who} did not load the adapter {name!r}: {error}; adapters need a server started "
                 f"with {self.lora_api.needs}"
             ) from error
-        if name not in [row.get("id") for row in listed]:
+        if name not in [model.get("id") for model in listed]:
             raise SyncError(
                 f"{who} accepted the adapter {name!r} but does not list it: it would answer with "
                 "the base model"
             )
-        self.adapter, self.version = (name, version), version
+        self.adapter = (name, version)
+        self.version = version
 
     async def use_adapter(self, directory: Path, version: int) -> None:
         """Use a policy's adapter, under a name of this load alone; raises as `load_adapter`.
@@ -95,26 +96,34 @@ class LoraServerEngine(RemoteEngine):
         server rejects the name instead of answering with the base model.
         """
         await self.open()
-        before, self._loads = self.adapter, self._loads + 1
+        previous = self.adapter
+        self._loads += 1
         name = NAME.format(self.owner, version, self._loads)
-        self._replaced[name] = set()  # a load without a response may have succeeded
+
+        # A load without a response may have succeeded; then the next update unloads it.
+        self._replaced[name] = set()
         await self._load_adapter(name, directory, version)
         del self._replaced[name]
-        if before is not None:
-            self._replaced[before[0]] = set(self._calls)
+
+        if previous is not None:
+            previous_name, _ = previous
+            self._replaced[previous_name] = set(self._calls)
         await self.end_calls(DRAIN_S)
         await self._unload_replaced()
 
     async def close(self) -> None:
         """Close the connections and unload the adapters of `use_adapter`."""
-        if self.adapter is not None and self.owner in self.adapter[0]:
-            self._replaced[self.adapter[0]] = set(self._calls)
+        if self.adapter is not None:
+            name, _ = self.adapter
+            if self.owner in name:
+                self._replaced[name] = set(self._calls)
         await self._unload_replaced()
         await super().close()
 
     async def _unload_replaced(self) -> None:
         """Unload adapters whose calls ended; the others' turn comes with a later update."""
-        for name in [name for name, calls in self._replaced.items() if not calls & self._calls]:
+        unused = [name for name, calls in self._replaced.items() if not calls & self._calls]
+        for name in unused:
             del self._replaced[name]
             if name in self._miscounted:
                 self._miscounted.discard(name)
@@ -123,30 +132,31 @@ class LoraServerEngine(RemoteEngine):
                 await self._unload_adapter(name)
 
     async def _unload_adapter(self, name: str) -> None:
-        await suppress_errors(
-            self.http.post_status(self.lora_api.unload, {"lora_name": name}, CONTROL_S)
-        )
+        body = {"lora_name": name}
+        await suppress_errors(self.http.post_status(self.lora_api.unload, body, CONTROL_S))
 
     def _check_adapter_loaded(self) -> AbstractContextManager[None]:
-        """Raise StaleWeights when a request shows that the server no longer knows the adapter."""
+        """Raise `StaleWeights` when a request shows that the server no longer knows the adapter."""
         return NO_ADAPTER if self.adapter is None else self._check_adapter(self.adapter)
 
     @contextmanager
     def _check_adapter(self, adapter: tuple[str, int]) -> Iterator[None]:
+        name, _ = adapter
         try:
             yield
         except EngineError as error:
             if error.status != self.lora_api.status or self.lora_api.words not in str(error):
-                self._note_unanswered(adapter[0])
+                self._note_unanswered(name)
                 raise
             raise StaleWeights(
-                f"{self.display_name} no longer has the adapter {adapter[0]!r} (it may have "
+                f"{self.display_name} no longer has the adapter {name!r} (it may have "
                 f"restarted): {error}"
             ) from error
         except BaseException:
-            self._note_unanswered(adapter[0])
+            self._note_unanswered(name)
             raise
 
-    def _note_unanswered(self, adapter: str) -> None:
+    def _note_unanswered(self, name: str) -> None:
+        """Note that the server may have lost count of an adapter's calls."""
         if self.lora_api.counts_calls:
-            self._miscounted.add(adapter)
+            self._miscounted.add(name)

@@ -1,4 +1,10 @@
-"""SGLang client."""
+"""SGLang client.
+
+What a server of SGLang is asked and what it answers: `SglangEngine._sample` makes the request of a
+reply, `_read` reads the response, `scores` asks for logprobs of given ids, and the methods under
+"Weights" name, replace and release the server's weights. Everything that is not SGLang's own is in
+`RemoteEngine`, LoRA adapters in `LoraServerEngine`.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +59,10 @@ ROUTING_KEY = "x-smg-routing-key"
 
 
 class SglangEngine(LoraServerEngine):
-    """Client of an SGLang server, whose logprobs include the temperature and whose
-    responses name their weights."""
+    """Client of an SGLang server.
+
+    Its logprobs include the temperature, and its responses name their weights.
+    """
 
     kind = "SGLang"
     lora_api = LoraApi(
@@ -68,7 +76,9 @@ class SglangEngine(LoraServerEngine):
     )
 
     _takes_extra_key = False
+    """Whether the server separates cached prefixes by a key; set by `open` where it matters."""
     _reports_load = True
+    """False once the server had neither route of its load."""
 
     async def _identify(self) -> None:
         info = await self._info("server")
@@ -82,12 +92,10 @@ class SglangEngine(LoraServerEngine):
             self.label = _name(model)
         self.asleep = _name(model) == ASLEEP
         if self.in_flight != "recompute" and not self.seeded:
-            schemas = field_of(
-                await self.http.page("/openapi.json", CONTROL_S), "components.schemas", self.breach
-            )
-            self._takes_extra_key = "extra_key" in field_of(
-                schemas, "GenerateReqInput.properties", self.breach
-            )
+            api = await self.http.page("/openapi.json", CONTROL_S)
+            schemas = field_of(api, "components.schemas", self.breach)
+            fields = field_of(schemas, "GenerateReqInput.properties", self.breach)
+            self._takes_extra_key = "extra_key" in fields
 
     async def _info(self, what: Literal["model", "server"]) -> dict[str, Any]:
         try:
@@ -108,32 +116,32 @@ class SglangEngine(LoraServerEngine):
                 raise
             self._reports_load = False
             return None
+
         with parsing("the load", self.display_name):
             rows = page["loads"] if isinstance(page, dict) else page
-            waiting = sum(row["num_waiting_reqs"] for row in rows)
+            waiting = [row["num_waiting_reqs"] for row in rows]
             # The older field counts waiting requests too.
-            counts = (
+            running = [
                 row.get("num_running_reqs", row.get("num_reqs", 0) - row["num_waiting_reqs"])
                 for row in rows
-            )
-            caches = (row["token_usage"] for row in rows if "token_usage" in row)
-            return EngineLoad(int(sum(counts)), int(waiting), max(map(float, caches), default=None))
+            ]
+            caches = [float(row["token_usage"]) for row in rows if "token_usage" in row]
+            return EngineLoad(int(sum(running)), int(sum(waiting)), max(caches, default=None))
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
-        sampling = self._neutral_sampling(request) | {
-            "max_new_tokens": max_tokens,
-            "min_new_tokens": 0,
-            "no_stop_trim": True,
-        }
-        # ignore_eos would disable our stop ids too; the server's own end ids are
-        # recognized in the response.
+        # The distribution and the end of the reply.
+        sampling = self._neutral_sampling(request)
+        sampling |= {"max_new_tokens": max_tokens, "min_new_tokens": 0, "no_stop_trim": True}
+        # ignore_eos would disable our stop ids too; the server's own end ids are recognized in
+        # the response.
         sampling["ignore_eos"] = False
         if request.banned_ids:
-            sampling["logit_bias"] = {str(token): -1e9 for token in sorted(request.banned_ids)}
+            sampling["logit_bias"] = {str(id_): -1e9 for id_ in sorted(request.banned_ids)}
         if self.seeded:
             sampling |= {"sampling_seed": request.seed, "reply_position": request.reply_position}
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
+
         ids, echo = encode_ids(request)
         body: dict[str, Any] = {
             "rid": name,
@@ -147,11 +155,12 @@ class SglangEngine(LoraServerEngine):
             body["image_data"] = self._images(request)
         if ROUTES in request.extras:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
-        headers, adapter = {ROUTING_KEY: request.session} if request.session else None, self.adapter
+        headers = {ROUTING_KEY: request.session} if request.session else None
+
+        adapter = self.adapter  # another may replace it while the call is under way
         with self._check_adapter_loaded():
-            raw = await self.http.post(
-                "/generate", body | self._adapter_name() | self._extra_key(), seconds, headers, echo
-            )
+            body |= self._adapter_name() | self._extra_key()
+            raw = await self.http.post("/generate", body, seconds, headers, echo)
         if adapter is not None and _aborted_unseen(raw):
             self._miscounted.add(adapter[0])
         return raw
@@ -161,13 +170,15 @@ class SglangEngine(LoraServerEngine):
         return {"lora_path": self.adapter[0]} if self.adapter else {}
 
     def _extra_key(self) -> dict[str, str]:
-        """Return the field that separates cached prefixes by weights, where
-        updates leave the cache."""
+        """Return the field that separates cached prefixes by weights, where updates leave the
+        cache."""
         return {} if self.in_flight == "recompute" else {"extra_key": f"turnwright-{self.version}"}
 
     def _images(self, request: Request) -> list[str]:
-        """Return the images; their ids are already expanded, and servers
-        with #26555 keep them so."""
+        """Return the images as URLs of their data.
+
+        Their ids are already expanded, and servers with #26555 keep them so.
+        """
         if self.pixels is None:
             raise EngineError(
                 f"{self.display_name}: the request has images, but no pixel source; call "
@@ -175,19 +186,18 @@ class SglangEngine(LoraServerEngine):
             )
         if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{self.display_name}: sending videos to servers is not supported")
-        store = self.pixels.store
-        return [
-            f"data:image/png;base64,{b64encode(store.png_bytes(block.media)).decode()}"
-            for block in request.media
-        ]
+        urls: list[str] = []
+        for block in request.media:
+            encoded = b64encode(self.pixels.store.png_bytes(block.media))
+            urls.append(f"data:image/png;base64,{encoded.decode()}")
+        return urls
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
-        ids, meta = (
-            field_of(raw, "output_ids", self.breach),
-            field_of(raw, "meta_info", self.breach),
-        )
+        ids = field_of(raw, "output_ids", self.breach)
+        meta = field_of(raw, "meta_info", self.breach)
         finish = field_of(meta, "finish_reason", self.breach)
         reason = finish.get("type") if isinstance(finish, dict) else finish
+
         rows = meta.get("output_token_logprobs")
         logprobs: Sequence[Any] = [None] * len(ids)
         if rows is not None:
@@ -196,25 +206,31 @@ class SglangEngine(LoraServerEngine):
                     "meta_info.output_token_logprobs", f"are {len(rows)} for {len(ids)} ids"
                 )
             logprobs = logprobs_of(rows, ids, (1, 0), _logprob_of, self.breach)
+
         echo = raw.get("prompt_token_ids") or meta.get("prompt_token_ids")
         self._check_name("meta_info.id", meta.get("id"), expected.request)
-        prompt, cached = echo or meta.get("prompt_tokens"), number_at(meta, "cached_tokens")
+        prompt = echo or meta.get("prompt_tokens")
+        cached = number_at(meta, "cached_tokens")
         if prompt is None and reason == "abort" and not ids:
             # Aborted in the queue: nothing was sampled, and no length is reported.
             prompt = len(request.ids)
-        name, spans = meta.get("weight_version"), meta.get("weight_versions")
+
+        # One field names the weights of the last id, the other those of each run of ids.
+        name = meta.get("weight_version")
+        spans = meta.get("weight_versions")
         runs: list[tuple[int, str]] = []
         if self._check_present(VERSION, name is not None):
-            runs = [(0, str(name))]  # of the last id
+            runs = [(0, str(name))]
         if self._check_present(f"{VERSION}s", bool(spans)):
             runs = version_runs(spans, self.breach)
         elif self.in_flight == "keep":
-            problem = (
-                "is missing: engine.in_flight = keep needs the weights of each id; update "
-                "the server"
+            raise self.breach(
+                f"{VERSION}s",
+                "is missing: engine.in_flight = keep needs the weights of each id; update the "
+                "server",
             )
-            raise self.breach(f"{VERSION}s", problem)
         versions = expected.versions(runs, cached, self.display_name)
+
         extras = sglang_experts(meta.get("routed_experts"), request, len(ids), self.breach)
         # Each pass counts as many proposed ids as it may draft, even when it found fewer.
         drafts = (
@@ -245,60 +261,64 @@ class SglangEngine(LoraServerEngine):
 
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
-        ids, sampling = (
-            list(request.ids),
-            {"max_new_tokens": 0 if self.seeded else 1, "temperature": 1.0},
-        )
+        ids = list(request.ids)
+        sampling = {"max_new_tokens": 0 if self.seeded else 1, "temperature": 1.0}
         body: dict[str, Any] = {"input_ids": ids, "return_logprob": True, "logprob_start_len": 0}
-        banned = sorted(request.banned_ids)
+
+        # A server that does not leave out banned ids is asked for theirs, which are subtracted.
+        subtracted = [] if self.seeded else sorted(request.banned_ids)
         if self.seeded:
             sampling |= self._scoring_fields(request)
-            banned = []
-        elif banned:
-            body["token_ids_logprob"] = banned
+        elif subtracted:
+            body["token_ids_logprob"] = subtracted
         if request.top:
-            body["top_logprobs_num"] = request.top + min(len(banned), request.top)
+            body["top_logprobs_num"] = request.top + min(len(subtracted), request.top)
         if request.media:
-            body["image_data"] = self._images(
-                Request(ids, 1, frozenset(), 0, "score", media=request.media)
-            )
+            image_request = Request(ids, 1, frozenset(), 0, "score", media=request.media)
+            body["image_data"] = self._images(image_request)
+
         with self._check_adapter_loaded():
             body |= {"sampling_params": sampling} | self._adapter_name() | self._extra_key()
             raw = await self.http.post("/generate", body, self.request_s)
-        meta, inside = (
-            field_of(raw, "meta_info", self.breach),
-            {at for m in request.media for at in range(m.start, m.end)},
-        )
-        rows = [_rows(meta, "input_token_logprobs", ids, self.breach)]
-        rows += [
-            _rows(meta, name, ids, self.breach) for name in ("input_top_logprobs",) if request.top
-        ]
-        bans = (
-            _rows(meta, "input_token_ids_logprobs", ids, self.breach)
-            if banned
-            else [None] * len(ids)
-        )
-        found, tops = [], []
-        for at in range(1, len(ids)):
-            row = rows[0][at]
+        return self._read_scores(raw, request, subtracts=bool(subtracted))
+
+    def _read_scores(self, raw: Any, request: ScoreRequest, *, subtracts: bool) -> IdScores:
+        """Read the scores of a prompt; `subtracts` tells whether the probability of the banned ids
+        is there to be subtracted."""
+        # One row for each id of the prompt; the first has no logprob.
+        ids = list(request.ids)
+        meta = field_of(raw, "meta_info", self.breach)
+        rows = _rows(meta, "input_token_logprobs", ids, self.breach)
+        top_rows = _rows(meta, "input_top_logprobs", ids, self.breach) if request.top else []
+        banned_rows: Sequence[Any] = [None] * len(ids)
+        if subtracts:
+            banned_rows = _rows(meta, "input_token_ids_logprobs", ids, self.breach)
+        in_media: set[int] = set()
+        for block in request.media:
+            in_media.update(range(block.start, block.end))
+
+        logprobs: list[float] = []
+        top: list[dict[int, float]] = []
+        for position in range(1, len(ids)):
+            row = rows[position]
             # SGLang 0.5.19 reports id 0 for the last id of the vocabulary here; rows are in the
             # order of the ids anyway.
-            named = [row[0], ids[at]] if row[1:2] == [0] or at in inside else row
-            logprob = _logprob_of(named, ids[at], self.breach)
+            if row[1:2] == [0] or position in in_media:
+                row = [row[0], ids[position]]
+            logprob = _logprob_of(row, ids[position], self.breach)
             if type(logprob) is not float:
                 raise self.breach(
                     "meta_info.input_token_logprobs", "contain a value that is not a number"
                 )
-            shift = _log_rest(bans[at], self.breach)
-            found.append(logprob - shift)
+            log_rest = _log_rest(banned_rows[position], self.breach)
+            logprobs.append(logprob - log_rest)
             if request.top:
-                pairs = [
-                    (int(one[1]), float(one[0]) - shift)
-                    for one in rows[1][at]
-                    if one[1] not in request.banned_ids
-                ]
-                tops.append(dict(pairs[: request.top]))
-        return IdScores(found, tops)
+                likeliest: list[tuple[int, float]] = []
+                for entry in top_rows[position]:
+                    if entry[1] not in request.banned_ids:
+                        likeliest.append((int(entry[1]), float(entry[0]) - log_rest))
+                top.append(dict(likeliest[: request.top]))
+        return IdScores(logprobs, top)
 
     @property
     def names_weights(self) -> bool:
@@ -307,15 +327,13 @@ class SglangEngine(LoraServerEngine):
     def _in_flight_fault(self) -> str:
         if self.seeded:
             return INTERRUPTS if self.in_flight == "keep" else ""
-        return (
-            ""
-            if self._takes_extra_key
-            else "needs the field extra_key of /generate; update the server"
-        )
+        if self._takes_extra_key:
+            return ""
+        return "needs the field extra_key of /generate; update the server"
 
     async def pause(self, mode: Literal["abort", "retract", "in_place"] = "abort") -> None:
-        """Pause sampling: `abort` ends calls in flight, `retract` requeues them,
-        `in_place` freezes them."""
+        """Pause sampling: `abort` ends calls in flight, `retract` requeues them, `in_place` freezes
+        them."""
         await self.http.post("/pause_generation", {"mode": mode}, UPDATE_S)
 
     async def _pause_for_update(self) -> None:
@@ -347,10 +365,11 @@ class SglangEngine(LoraServerEngine):
 
     async def _send_through(self, group: WeightGroup, transfer: GroupTransfer) -> None:
         """Send the buckets of an update through a process group with the paused server."""
-        http, seconds = self.http, transfer.seconds + SPARE_S
+        http = self.http
+        seconds = transfer.seconds + SPARE_S
         await self._name_unfinished(transfer.version)
-        joined = http.post("/init_weights_update_group", rendezvous(group), seconds)
-        self._check_success(await run_together(joined, group.connect(), group))
+        joining = http.post("/init_weights_update_group", rendezvous(group), seconds)
+        self._check_success(await run_together(joining, group.connect(), group))
 
         last = len(transfer.buckets) - 1
         try:
@@ -362,12 +381,12 @@ class SglangEngine(LoraServerEngine):
                     "group_name": group.name,
                 }
                 body |= self._completion(transfer.version) if index == last else UNCOMPLETED
-                taken = http.post("/update_weights_from_distributed", body, seconds)
-                self._check_success(await run_together(taken, group.send(index), group))
+                receiving = http.post("/update_weights_from_distributed", body, seconds)
+                self._check_success(await run_together(receiving, group.send(index), group))
         finally:
-            leave = {"group_name": group.name}
-            left = http.post("/destroy_weights_update_group", leave, CONTROL_S)
-            await suppress_errors(left)
+            leave_body = {"group_name": group.name}
+            leaving = http.post("/destroy_weights_update_group", leave_body, CONTROL_S)
+            await suppress_errors(leaving)
 
     async def _load_from_requests(self, transfer: RequestTransfer) -> None:
         ranks = await self._ranks()
@@ -385,7 +404,8 @@ class SglangEngine(LoraServerEngine):
 
     async def _ranks(self) -> int:
         """Return the number of ranks of the server."""
-        return int((await self._info("server")).get("tp_size") or 1)
+        info = await self._info("server")
+        return int(info.get("tp_size") or 1)
 
     async def _name_unfinished(self, version: int) -> None:
         """Name the weights as those of an update that has begun."""
@@ -403,8 +423,9 @@ class SglangEngine(LoraServerEngine):
 
     async def _sleep(self) -> None:
         await self.pause("abort")
-        fault: EngineError | None = None
+
         # Releasing memory before the server is idle ends it; the cache is dropped only when it is.
+        fault: EngineError | None = None
         for _ in range(int(IDLE_S / 0.1)):
             try:
                 # Refused while requests run.
@@ -415,6 +436,7 @@ class SglangEngine(LoraServerEngine):
             await asyncio.sleep(0.1)
         else:
             raise EngineError(f"the paused server still has requests after {IDLE_S:g} s: {fault}")
+
         await self.http.post("/update_weight_version", {"new_version": ASLEEP}, CONTROL_S)
         await self.http.post(
             "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, UPDATE_S
@@ -431,8 +453,10 @@ class SglangEngine(LoraServerEngine):
 
 
 def _aborted_unseen(raw: Any) -> bool:
-    """Return whether a call was aborted elsewhere than in a running batch, which alone SGLang
-    0.5.19 counts as its end."""
+    """Return whether a call was aborted elsewhere than in a running batch.
+
+    Only an abort there is counted as its end by SGLang 0.5.19.
+    """
     try:
         finish = raw["meta_info"]["finish_reason"]
         return bool(finish["type"] == "abort" and finish.get("message") != "Aborted")
@@ -441,36 +465,35 @@ def _aborted_unseen(raw: Any) -> bool:
 
 
 def _name(info: dict[str, Any]) -> str | None:
-    found = info.get("weight_version")
-    return None if found is None else str(found)
+    name = info.get("weight_version")
+    return None if name is None else str(name)
 
 
 def _rows(meta: Any, name: str, ids: Sequence[int], breach: Breach) -> Any:
     """Return a field with one row per id of a prompt."""
     rows = meta.get(name)
     if not isinstance(rows, list) or len(rows) != len(ids):
-        raise breach(
-            f"meta_info.{name}",
-            f"are {len(rows) if isinstance(rows, list) else 'none'} for {len(ids)} ids",
-        )
+        count = len(rows) if isinstance(rows, list) else "none"
+        raise breach(f"meta_info.{name}", f"are {count} for {len(ids)} ids")
     return rows
 
 
 def _log_rest(banned: Any, breach: Breach) -> float:
-    """Return the log of the probability that is left by banned ids, from rows
-    [logprob, id, text] of them."""
+    """Return the log of the probability that is left by banned ids, from rows [logprob, id, text]
+    of them."""
     if banned is None:
         return 0.0
     try:
-        return math.log1p(-min(math.fsum(math.exp(row[0]) for row in banned), 1.0))
+        banned_probability = math.fsum(math.exp(row[0]) for row in banned)
+        return math.log1p(-min(banned_probability, 1.0))
     except (TypeError, ValueError, IndexError):
         raise breach(
             "meta_info.input_token_ids_logprobs", "do not hold one number below 0 per banned id"
         ) from None
 
 
-def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:
+def _logprob_of(row: Any, id_: Any, breach: Breach) -> Any:
     """Return the logprob of a row [logprob, id, text] after checking its id."""
-    if not isinstance(row, list) or len(row) < 2 or row[1] != token:
-        raise breach("token logprobs", f"contain {row!r} for the id {token}")
+    if not isinstance(row, list) or len(row) < 2 or row[1] != id_:
+        raise breach("token logprobs", f"contain {row!r} for the id {id_}")
     return row[0]

@@ -1,4 +1,11 @@
-"""vLLM client."""
+"""vLLM client.
+
+What a server of vLLM is asked and what it answers: `VllmEngine._sample` makes the request of a
+reply, `_read` reads the response, `scores` asks for logprobs of given ids, and the methods under
+"Weights" name, replace and release the server's weights. Everything that is not vLLM's own is in
+`RemoteEngine`; LoRA adapters are in `LoraServerEngine`, images in `VllmImages`, and the plugin by
+which a server takes weights from a process group in `vllm_plugin.py`.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +61,10 @@ Route = Literal["auto", "generate", "completions"]
 class VllmEngine(LoraServerEngine):
     """Client of a vLLM server.
 
-    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`):
-    only that route reports which weights sampled each id, and only it takes images. No seed
-    is sent, because on CPUs a seeded request can end the server, and a server's random
-    stream is its own anyway.
+    It uses the tokens-only route where available (`--enable-scale-out` or `--tokens-only`): only
+    that route reports which weights sampled each id, and only it takes images. No seed is sent,
+    because on CPUs a seeded request can end the server, and a server's random stream is its own
+    anyway.
 
     Start the server with `--logprobs-mode processed_logprobs`, for logprobs of the sampling
     distribution. Weight updates need `VLLM_SERVER_DEV_MODE=1`, on a private network.
@@ -88,23 +95,21 @@ class VllmEngine(LoraServerEngine):
         self.drafts = False
         """Whether the server decodes speculatively; set by `open`."""
         self.takes_pictures = False
-        """Whether the server reports that it takes images, as
-        `turnwright serve` does; set by `open`."""
+        """Whether the server reports that it takes images, as `turnwright serve` does; set by
+        `open`."""
         self._allowed_last: tuple[frozenset[int], list[int]] | None = None
         self.images = VllmImages(self)
 
     async def _identify(self) -> None:
-        self.server_version = str((await self.http.page("/version", CONTROL_S)).get("version", ""))
+        version = await self.http.page("/version", CONTROL_S)
+        self.server_version = str(version.get("version", ""))
+
+        # The base model; adapters are listed beside it.
         listed = field_of(await self.http.get("/v1/models", CONTROL_S), "data", self.breach)
-        model = next(
-            (
-                row
-                for row in listed
-                if row.get("parent") is None and self.model in (None, row["id"])
-            ),
-            None,
-        )
-        if model is None:
+        for model in listed:
+            if model.get("parent") is None and self.model in (None, model["id"]):
+                break
+        else:
             raise EngineError(
                 f"{self.display_name} serves {[row.get('id') for row in listed]}, not "
                 f"{self.model!r}"
@@ -113,8 +118,9 @@ class VllmEngine(LoraServerEngine):
         self.takes_pictures = "image" in (model.get("modalities") or ())
         if self.context is None and type(model.get("max_model_len")) is int:
             self.context = model["max_model_len"]
-        page = await self.http.page("/openapi.json", CONTROL_S)
-        self.routes = frozenset(page.get("paths", ()))
+
+        api = await self.http.page("/openapi.json", CONTROL_S)
+        self.routes = frozenset(api.get("paths", ()))
         if self.route == "auto":
             self.route = "generate" if GENERATE in self.routes else "completions"
         if self.label is None:
@@ -123,8 +129,10 @@ class VllmEngine(LoraServerEngine):
         self.asleep = await self._sleeps()
 
     async def _metrics(self, *names: str) -> list[list[float]]:
-        """Return the values of each metric, one per engine of the server; none where it has
-        no such metric or page."""
+        """Return the values of each metric, one per engine of the server.
+
+        There are none where it has no such metric or page.
+        """
         try:
             page = await self.http.text("/metrics", CONTROL_S)
         except EngineUnavailable as error:
@@ -133,67 +141,83 @@ class VllmEngine(LoraServerEngine):
             return [[] for _ in names]  # no such page
         except EngineError:
             return [[] for _ in names]
-        found = (
-            re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE) for name in names
-        )
+
+        metrics: list[list[float]] = []
         with parsing("/metrics", self.display_name):
-            return [[float(value) for value in values] for values in found]
+            for name in names:
+                values = re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)
+                metrics.append([float(value) for value in values])
+        return metrics
 
     async def draft_totals(self) -> tuple[int, int] | None:
-        found = await self._metrics(*(f"spec_decode_num_{name}_tokens_total" for name in SPEC))
-        return (int(sum(found[0])), int(sum(found[1]))) if found[0] else None
+        names = [f"spec_decode_num_{name}_tokens_total" for name in SPEC]
+        drafted, accepted = await self._metrics(*names)
+        return (int(sum(drafted)), int(sum(accepted))) if drafted else None
 
     async def load(self) -> EngineLoad | None:
         # The third had its second name before 0.10.
         running, waiting, cache = await self._metrics(
             "num_requests_running", "num_requests_waiting", "(?:kv|gpu)_cache_usage_perc"
         )
-        return (
-            EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None))
-            if running and waiting
-            else None
-        )
+        if not running or not waiting:
+            return None
+        return EngineLoad(int(sum(running)), int(sum(waiting)), max(cache, default=None))
 
     async def _sample(self, request: Request, max_tokens: int, name: str, seconds: float) -> Any:
+        # The distribution and the end of the reply.
         sampling = self._neutral_sampling(request)
         sampling |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True}
         if request.banned_ids and self.drafts:
             sampling["allowed_token_ids"] = self._allowed(request.banned_ids)
         elif request.banned_ids:
-            sampling["logit_bias"] = {str(token): -100.0 for token in sorted(request.banned_ids)}
+            sampling["logit_bias"] = {str(id_): -100.0 for id_ in sorted(request.banned_ids)}
         if self.seeded:
             sampling |= {"seed": request.seed, "reply_position": request.reply_position}
         if request.stop_text is not None:
             sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
+
+        # The tokens-only route.
         if self.route == "generate":
             sampling["detokenize"] = "stop" in sampling
             ids, echo = encode_ids(request)
-            body: dict[str, Any] = {"request_id": name, "model": self._model_name, "token_ids": ids}
-            body |= {"sampling_params": sampling, "return_token_ids": True} | self._cache_salt()
+            body = {
+                "request_id": name,
+                "model": self._model_name,
+                "token_ids": ids,
+                "sampling_params": sampling,
+                "return_token_ids": True,
+                "cache_salt": self._cache_salt,
+            }
             with self._check_adapter_loaded():
                 if request.media:
                     return await self.images.ask(GENERATE, body, request, seconds)
                 return await self.http.post(GENERATE, body, seconds, echo=echo)
+
+        # The route of the OpenAI API.
         if request.media:
             raise EngineError(
                 f"{self.display_name}: images need {GENERATE}, which this server lacks; start it "
                 "with --enable-scale-out"
             )
         ids, echo = encode_ids(request)
-        body = {"model": self._model_name, "prompt": ids, "return_token_ids": True}
-        body |= (
-            {"return_tokens_as_token_ids": True, "add_special_tokens": False}
-            | sampling
-            | self._cache_salt()
-        )
+        body = {
+            "model": self._model_name,
+            "prompt": ids,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "add_special_tokens": False,
+            **sampling,
+            "cache_salt": self._cache_salt,
+        }
         with self._check_adapter_loaded():
             return await self.http.post(COMPLETIONS, body, seconds, {"x-request-id": name}, echo)
 
     def _allowed(self, banned: frozenset[int]) -> list[int]:
-        """Return all ids except the banned ones: a drafting vLLM refuses biases
-        (0.32.0) but takes this list."""
-        known = self._allowed_last
-        if known is None or known[0] != banned:
+        """Return all ids except the banned ones.
+
+        A drafting vLLM refuses biases (0.32.0) but takes this list.
+        """
+        if self._allowed_last is None or self._allowed_last[0] != banned:
             if not isinstance(self.renderer, HasCodec):
                 raise EngineError(
                     f"{self.display_name} decodes speculatively and takes banned ids only as a "
@@ -201,51 +225,55 @@ class VllmEngine(LoraServerEngine):
                     "start the server without --speculative-config"
                 )
             codec = self.renderer.codec
-            vocabulary = max(codec.vocab_size, *(i + 1 for i in codec.control.values()), 1)
-            known = self._allowed_last = (banned, [i for i in range(vocabulary) if i not in banned])
-        return known[1]
+            vocabulary = max(codec.vocab_size, *(id_ + 1 for id_ in codec.control.values()), 1)
+            allowed = [id_ for id_ in range(vocabulary) if id_ not in banned]
+            self._allowed_last = (banned, allowed)
+        return self._allowed_last[1]
 
     @property
     def _model_name(self) -> str | None:
         """Model name of requests: the adapter, or else the model itself."""
         return self.adapter[0] if self.adapter else self.model
 
-    def _cache_salt(self) -> dict[str, str]:
-        """Return a cache salt that separates prefixes by weights: an in-place load
-        does not clear the cache."""
-        return {
-            "cache_salt": f"turnwright-{self.adapter[0] if self.adapter else 'base'}-{self.version}"
-        }
+    @property
+    def _cache_salt(self) -> str:
+        """Text that separates cached prefixes by weights: an in-place load does not clear the
+        cache."""
+        weights = self.adapter[0] if self.adapter else "base"
+        return f"turnwright-{weights}-{self.version}"
 
     def _read(self, raw: Any, request: Request, expected: ExpectedWeights) -> ServerResponse:
         choice = only_choice(raw, self.breach)
-        word = "request_id" if self.route == "generate" else "id"
-        self._check_name(word, raw.get(word), expected.request)
+        name_field = "request_id" if self.route == "generate" else "id"
+        self._check_name(name_field, raw.get(name_field), expected.request)
         ids = field_of(choice, "token_ids", self.breach)
         if ids is None:
             problem = (
                 "is null: the server is older than 0.10.2, or a proxy dropped return_token_ids"
             )
             raise self.breach("choices.0.token_ids", problem)
+
+        # Prompt, one logprob for each id, and the weights that sampled them.
+        reported = choice.get("logprobs") or {}
+        rows: Any
         if self.route == "generate":
             prompt = field_of(raw, "prompt_token_ids", self.breach)
-            content = (choice.get("logprobs") or {}).get("content")
+            rows = reported.get("content")
             logprobs = None
-            if content is not None:
-                logprobs = logprobs_of(
-                    content, ids, ("token_id", "logprob"), _logprob_of, self.breach
-                )
+            if rows is not None:
+                logprobs = logprobs_of(rows, ids, ("token_id", "logprob"), _logprob_of, self.breach)
             spans = choice.get("weight_versions")
         else:
             prompt = field_of(choice, "prompt_token_ids", self.breach)
-            logprobs, spans = (choice.get("logprobs") or {}).get("token_logprobs"), None
-            content = logprobs
+            logprobs = rows = reported.get("token_logprobs")
+            spans = None
         if logprobs is None:
-            logprobs = content = [None] * len(ids)
-        elif content is not None and len(content) != len(ids):
-            raise self.breach("logprobs", f"are {len(content)} for {len(ids)} ids")
+            logprobs = [None] * len(ids)
+        elif len(rows) != len(ids):
+            raise self.breach("logprobs", f"are {len(rows)} for {len(ids)} ids")
         if prompt is None:
             prompt = raw.get("usage", {}).get("prompt_tokens")
+
         finish = str(choice.get("finish_reason"))
         cached = number_at(raw, "usage.prompt_tokens_details.cached_tokens")
         runs: list[tuple[int, str]] = []
@@ -253,41 +281,43 @@ class VllmEngine(LoraServerEngine):
             runs = version_runs(spans, self.breach)
         versions = expected.versions(runs, cached, self.display_name)
         extras = vllm_experts(choice.get("routed_experts"), request, len(ids), self.breach)
-        prefix = "metrics.speculative_decoding."
         drafts = (
-            number_at(raw, f"{prefix}num_draft_tokens"),
-            number_at(raw, f"{prefix}num_accepted_draft_tokens"),
+            number_at(raw, "metrics.speculative_decoding.num_draft_tokens"),
+            number_at(raw, "metrics.speculative_decoding.num_accepted_draft_tokens"),
         )
         return ServerResponse(
             ids, logprobs, finish, prompt, versions, cached, extras, drafts=drafts
         )
 
     async def abort(self, *names: str) -> None:
+        # The server adds to the names of requests, by the route.
         if self.route == "generate":
-            ids = [form.format(name) for name in names for form in ("generate-tokens-{}", "{}")]
-            await self.http.post("/inference/v1/abort_requests", {"request_ids": ids}, CONTROL_S)
+            path = "/inference/v1/abort_requests"
+            request_ids: list[str] = []
+            for name in names:
+                request_ids += [f"generate-tokens-{name}", name]
         elif "/abort_requests" in self.routes:
-            await self.http.post(
-                "/abort_requests", {"request_ids": [f"cmpl-{name}-0" for name in names]}, CONTROL_S
-            )
+            path = "/abort_requests"
+            request_ids = [f"cmpl-{name}-0" for name in names]
+        else:
+            return
+        await self.http.post(path, {"request_ids": request_ids}, CONTROL_S)
 
     # Weights
 
     async def weights_name(self) -> str | None:
         if "/weight_info" not in self.routes:
             return None
-        found = (await self.http.page("/weight_info", CONTROL_S)).get("weight_version")
-        return None if found is None else str(found)
+        info = await self.http.page("/weight_info", CONTROL_S)
+        name = info.get("weight_version")
+        return None if name is None else str(name)
 
     async def score(self, ids: Sequence[int]) -> list[float]:
-        if self.adapter is not None:
-            # Beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU.
-            return list(
-                await asyncio.gather(
-                    *(self._score_last(ids[:end]) for end in range(2, len(ids) + 1))
-                )
-            )
-        return await super().score(ids)
+        if self.adapter is None:
+            return await super().score(ids)
+        # Beside other calls, prompt_logprobs of an adapter end vLLM 0.32.0 on a CPU.
+        prefixes = [ids[:end] for end in range(2, len(ids) + 1)]
+        return list(await asyncio.gather(*map(self._score_last, prefixes)))
 
     def scoring_fault(self, request: ScoreRequest) -> str:
         if request.is_plain or self.seeded:
@@ -302,69 +332,65 @@ class VllmEngine(LoraServerEngine):
     async def scores(self, request: ScoreRequest) -> IdScores:
         self._check_scoring(request)
         ids = list(request.ids)
-        asked: dict[str, Any] = {
+        settings = {
             "max_tokens": 0 if self.seeded else 1,
             "temperature": 1.0,
             "prompt_logprobs": request.top,
+            **self._scoring_fields(request),
         }
-        asked |= self._scoring_fields(request)
+        body: dict[str, Any]
         with self._check_adapter_loaded():
             if request.media:
                 body = {
                     "request_id": uuid4().hex,
                     "model": self._model_name,
                     "token_ids": ids,
-                    "sampling_params": asked,
+                    "sampling_params": settings,
+                    "cache_salt": self._cache_salt,
                 }
-                carrier = Request(ids, 1, frozenset(), 0, "score", media=request.media)
-                raw = await self.images.ask(
-                    GENERATE, body | self._cache_salt(), carrier, self.request_s
-                )
+                image_request = Request(ids, 1, frozenset(), 0, "score", media=request.media)
+                raw = await self.images.ask(GENERATE, body, image_request, self.request_s)
                 rows = field_of(raw, "prompt_logprobs", self.breach)
             else:
                 body = {
                     "model": self._model_name,
                     "prompt": ids,
                     "add_special_tokens": False,
-                } | asked
-                raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+                    **settings,
+                    "cache_salt": self._cache_salt,
+                }
+                raw = await self.http.post(COMPLETIONS, body, self.request_s)
                 rows = field_of(raw, "choices.0.prompt_logprobs", self.breach)
+
+        # A row has the logprobs of some ids by their text: the likeliest, and that of the prompt.
+        logprobs: list[float] = []
+        top: list[dict[int, float]] = []
         try:
-            found = [
-                (
-                    float(row[str(token)]["logprob"]),
-                    {int(one): float(given["logprob"]) for one, given in row.items()},
-                )
-                for row, token in zip(rows[1:], ids[1:], strict=True)
-            ]
+            for row, id_ in zip(rows[1:], ids[1:], strict=True):
+                logprobs.append(float(row[str(id_)]["logprob"]))
+                of_row = {int(other): float(entry["logprob"]) for other, entry in row.items()}
+                if request.top:
+                    by_logprob = sorted(of_row.items(), key=lambda pair: -pair[1])
+                    top.append(dict(by_logprob[: request.top]))
         except (LookupError, TypeError, ValueError, AttributeError):
             raise self.breach("prompt_logprobs", "does not hold one logprob per id") from None
-        tops = (
-            [
-                dict(sorted(row.items(), key=lambda pair: -pair[1])[: request.top])
-                for _, row in found
-            ]
-            if request.top
-            else []
-        )
-        return IdScores([logprob for logprob, _ in found], tops)
+        return IdScores(logprobs, top)
 
     async def _score_last(self, ids: Sequence[int]) -> float:
         """Return the logprob of the last id after the others."""
-        body: dict[str, Any] = {
+        body = {
             "model": self._model_name,
             "prompt": list(ids[:-1]),
             "max_tokens": 1,
             "temperature": 1.0,
-        }
-        body |= {
             "logprobs": 1,
             "logprob_token_ids": [ids[-1]],
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
+            "cache_salt": self._cache_salt,
         }
         with self._check_adapter_loaded():
-            raw = await self.http.post(COMPLETIONS, body | self._cache_salt(), self.request_s)
+            raw = await self.http.post(COMPLETIONS, body, self.request_s)
         field_name = f"choices.0.logprobs.top_logprobs.0.token_id:{ids[-1]}"
         value = field_of(raw, field_name, self.breach)
         if type(value) is not float:
@@ -373,18 +399,16 @@ class VllmEngine(LoraServerEngine):
 
     @property
     def names_weights(self) -> bool:
-        return (
-            self.label is not None
-            and self.route == "generate"
-            and (self.seeded or VERSIONS in self._optional_fields)
-        )
+        if self.label is None or self.route != "generate":
+            return False
+        return self.seeded or VERSIONS in self._optional_fields
 
     def _in_flight_fault(self) -> str:
-        if self.in_flight == "keep" and self.seeded:
+        if self.in_flight != "keep":
+            return ""
+        if self.seeded:
             return INTERRUPTS
-        if self.in_flight == "keep" and (
-            self.route != "generate" or "/weight_info" not in self.routes
-        ):
+        if self.route != "generate" or "/weight_info" not in self.routes:
             return (
                 f"needs {GENERATE} and /weight_info; start the server with --enable-scale-out "
                 "and VLLM_SERVER_DEV_MODE=1"
@@ -394,18 +418,19 @@ class VllmEngine(LoraServerEngine):
     async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> None:
         """Pause sampling: `abort` ends calls in flight with what they have, `wait` finishes
         them, `keep` freezes them."""
+        query: dict[str, str] = {"mode": mode}
         # By default vLLM drops its caches here, for `keep` too.
-        await self._control(
-            "/pause",
-            {"mode": mode} | ({} if self.in_flight == "recompute" else {"clear_cache": "false"}),
-        )
+        if self.in_flight != "recompute":
+            query["clear_cache"] = "false"
+        await self._control("/pause", query)
 
     async def _pause_for_update(self) -> None:
-        if not self.asleep:  # a sleeping server is paused already
-            # `turnwright serve` keeps replies and computes their cache again, to the bits
-            # of an interrupted one.
-            keeps = self.in_flight == "keep" or (self.seeded and self.names_weights)
-            await self.pause("keep" if keeps else "abort")
+        if self.asleep:  # a sleeping server is paused already
+            return
+        # `turnwright serve` keeps replies and computes their cache again, to the bits of an
+        # interrupted one.
+        keeps = self.in_flight == "keep" or (self.seeded and self.names_weights)
+        await self.pause("keep" if keeps else "abort")
 
     async def _drop_cache(self) -> None:
         if self.in_flight == "recompute":
@@ -417,8 +442,11 @@ class VllmEngine(LoraServerEngine):
 
     async def _load_from_disk(self, directory: Path, version: int) -> None:
         async with self._paused():
-            where = {"weights_path": str(directory)}
-            body = {"method": "reload_weights", "kwargs": where, "timeout": UPDATE_S}
+            body = {
+                "method": "reload_weights",
+                "kwargs": {"weights_path": str(directory)},
+                "timeout": UPDATE_S,
+            }
             await self.http.post("/collective_rpc", body, UPDATE_S)
             await self._drop_cache()
             if "/update_weight_version" in self.routes:
@@ -438,11 +466,12 @@ class VllmEngine(LoraServerEngine):
 
     async def _send_through(self, group: WeightGroup, transfer: GroupTransfer) -> None:
         """Send the buckets of an update through a process group with the paused server."""
-        http, seconds = self.http, transfer.seconds + SPARE_S
+        http = self.http
+        seconds = transfer.seconds + SPARE_S
         await self._name_weights(UNFINISHED.format(transfer.version))
-        meeting = {"init_info": rendezvous(group)}
-        joined = http.post("/init_weight_transfer_engine", meeting, seconds)
-        await run_together(joined, group.connect(), group)
+        join_body = {"init_info": rendezvous(group)}
+        joining = http.post("/init_weight_transfer_engine", join_body, seconds)
+        await run_together(joining, group.connect(), group)
 
         try:
             await self._begin_update(seconds)
@@ -452,10 +481,10 @@ class VllmEngine(LoraServerEngine):
                     "dtype_names": bucket.dtypes,
                     "shapes": bucket.shapes,
                 }
-                taken = http.post("/update_weights", {"update_info": info}, seconds)
-                await run_together(taken, group.send(index), group)
-            name = {"weight_version": str(transfer.version)}
-            await http.post("/finish_weight_update", name, seconds)
+                receiving = http.post("/update_weights", {"update_info": info}, seconds)
+                await run_together(receiving, group.send(index), group)
+            finish_body = {"weight_version": str(transfer.version)}
+            await http.post("/finish_weight_update", finish_body, seconds)
         finally:
             await suppress_errors(http.post("/shutdown_weight_transfer_engine", {}, CONTROL_S))
 
@@ -473,7 +502,8 @@ class VllmEngine(LoraServerEngine):
     async def _sleeps(self) -> bool:
         if "/is_sleeping" not in self.routes:
             return False
-        return (await self.http.page("/is_sleeping", BETWEEN_STEPS_S)).get("is_sleeping") is True
+        page = await self.http.page("/is_sleeping", BETWEEN_STEPS_S)
+        return page.get("is_sleeping") is True
 
     async def _sleep(self) -> None:
         # Level 2 drops the weights; level 1 would keep a copy in host memory that is never used.
@@ -498,9 +528,9 @@ class VllmEngine(LoraServerEngine):
         await self.http.post_status(f"{path}?{arguments}" if arguments else path, {}, UPDATE_S)
 
 
-def _logprob_of(row: Any, token: Any, breach: Breach) -> Any:
+def _logprob_of(row: Any, id_: Any, breach: Breach) -> Any:
     """Return the logprob of an entry after checking its id."""
-    named = field_of(row, "token_id", breach)
-    if named != token:
-        raise breach("choices.0.logprobs", f"are of the id {named}; the sampled id is {token}")
+    row_id = field_of(row, "token_id", breach)
+    if row_id != id_:
+        raise breach("choices.0.logprobs", f"are of the id {row_id}; the sampled id is {id_}")
     return field_of(row, "logprob", breach)

@@ -1,9 +1,13 @@
-"""Images for vLLM's tokens-only route: arrays from our own processor, and the
-positions of their placeholders.
+"""Images for vLLM's tokens-only route: arrays from our own processor, and the positions of their
+placeholders.
 
 The ids sent have images already expanded, and the server keeps them as they are. A feature is a
 MessagePack map in base64 (`vllm/v1/serial_utils.py`, 0.32.0): array name to [type, shape, bytes]
 and how the arrays of several images are joined.
+
+`VllmImages.ask` sends the images of a request. What is read from the server first is its pixel
+format (`accepted_features`) and the size of its cache (`cache_capacity`), of which
+`ServerImageCache` is a mirror here.
 """
 
 from __future__ import annotations
@@ -34,27 +38,32 @@ Joining others is internal to vLLM's processors."""
 
 
 def accepted_features(features: Any) -> str | None:
-    """Return the pixel format of a server's model, from features its own processor made;
-    None when undetermined."""
+    """Return the pixel format of a server's model, from features its own processor made.
+
+    None when it is undetermined.
+    """
     from msgpack import unpackb
 
+    format_of_dtype = {
+        "uint8": RAW_PIXELS,
+        "float32": SCALED_PIXELS,
+        "float16": SCALED_PIXELS,
+        "bfloat16": SCALED_PIXELS,
+    }
     try:
-        kind = unpackb(b64decode(features["kwargs_data"]["image"][0]))["pixel_values"]["data"][0]
-        return {
-            "uint8": RAW_PIXELS,
-            "float32": SCALED_PIXELS,
-            "float16": SCALED_PIXELS,
-            "bfloat16": SCALED_PIXELS,
-        }.get(kind)
+        arrays = unpackb(b64decode(features["kwargs_data"]["image"][0]))
+        dtype = arrays["pixel_values"]["data"][0]
+        return format_of_dtype.get(dtype)
     except (LookupError, TypeError, ValueError):  # includes msgpack's errors
         return None
 
 
 def _array(array: Any) -> list[Any]:
+    """Return an array in vLLM's form."""
     from msgpack import ExtType
 
-    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-    return [array.dtype.name, list(array.shape), ExtType(NDARRAY_EXT, little.tobytes())]
+    little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    return [array.dtype.name, list(array.shape), ExtType(NDARRAY_EXT, little_endian.tobytes())]
 
 
 RENDER = "/v1/chat/completions/render"
@@ -66,8 +75,8 @@ MIN_VERSION = (0, 32)
 ASSUMED_FRACTION = 0.9
 """Fraction of a server's image memory assumed usable."""
 MAX_MISSES = 8
-"""With more misses than this, and more than hits, the address is assumed to
-have several servers."""
+"""With more misses than this, and more than hits, the address is assumed to have several
+servers."""
 
 
 class ServerOfImages(Protocol):
@@ -98,84 +107,104 @@ class VllmImages:
         self._engine = engine
         self._pixel_format: str | None = None
         """Pixel format of the server's model: "" when undetermined, None before the probe."""
-        self._weights_key, self._capacity = "", 0.0
+        self._weights_key = ""
+        """Cache salt of the last request."""
+        self._capacity = 0.0
+        """Bytes of images that the server caches."""
         self._cache = ServerImageCache(0.0)
-        self._hits = self._misses = 0
-        """Requests that referred to cached images, since the last weight update."""
+        self._hits = 0
+        """Requests that referred to cached images, since the last weight update; `_misses` are
+        those of which the server lacked an image."""
+        self._misses = 0
 
     async def ask(
         self, path: str, body: Mapping[str, Any], request: Request, seconds: float
     ) -> Any:
         """Post a request, `body` without its images, and return the response."""
-        engine, end = self._engine, asyncio.get_running_loop().time() + seconds
+        engine = self._engine
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
         if engine.pixels is None:
             raise EngineError(
                 f"{engine.display_name}: images, but no pixel source; call add_pixel_source"
             )
         if any(isinstance(block.media, VideoRef) for block in request.media):
             raise EngineError(f"{engine.display_name}: sending videos to servers is not supported")
-        if self._pixel_format is None:
-            self._capacity = await self._cache_bytes(seconds)
-            self._pixel_format = await self._probe_pixel_format(
-                self._data_url(request.media[0].media), seconds
-            )
-        if body["cache_salt"] != self._weights_key:  # new weights: new keys, empty cache
-            self._weights_key, self._cache = body["cache_salt"], ServerImageCache(self._capacity)
-            self._hits = self._misses = 0
+        await self._prepare(body["cache_salt"], request, seconds)
+
         # vLLM caches tower output by this hash and keeps it across weight updates, so it covers
         # image, processor and weights.
         about = f"{engine.pixels.vision.fingerprint} {self._weights_key}"
         names = [
             sha256(f"{block.media.key} {about}".encode()).hexdigest() for block in request.media
         ]
-        cache, have = self._cache, self._cache.among(names)
-        fields = self._media_fields(request, names, have)
+
+        # Once with the images that the server lacks, and again with all where that was wrong.
+        cache = self._cache
+        cached = cache.among(names)
+        fields = self._media_fields(request, names, cached)
         try:
             response = await engine.http.post(path, {**body, **fields}, seconds)
-            self._hits += bool(have)
+            if cached:
+                self._hits += 1
         except EngineUnavailable as error:
-            if not have or error.status != ERROR:
+            if not cached or error.status != ERROR:
                 raise
             engine.counts["images_missed"] += 1  # the server restarted, or evicted them
             self._misses += 1
-            self._cache.clear(0.0 if self._misses > max(MAX_MISSES, self._hits) else self._capacity)
+            has_several_servers = self._misses > max(MAX_MISSES, self._hits)
+            self._cache.clear(0.0 if has_several_servers else self._capacity)
             fields = self._media_fields(request, names, frozenset())
-            response = await engine.http.post(
-                path, {**body, **fields}, max(0.001, end - asyncio.get_running_loop().time())
-            )
+            left = max(0.001, end - loop.time())
+            response = await engine.http.post(path, {**body, **fields}, left)
+
         if "features" in fields:
-            sizes = [
-                len(data or "") * 3 // 4 for data in fields["features"]["kwargs_data"]["image"]
-            ]
+            images = fields["features"]["kwargs_data"]["image"]
+            sizes = [len(data or "") * 3 // 4 for data in images]
             engine.counts["images_sent"] += sum(size > 0 for size in sizes)
             engine.counts["images_named"] += sizes.count(0)
             cache.put(zip(names, sizes, strict=True))
         return response
 
+    async def _prepare(self, cache_salt: str, request: Request, seconds: float) -> None:
+        """Probe the server before its first request with images, and follow its weights."""
+        if self._pixel_format is None:
+            self._capacity = await self._cache_bytes(seconds)
+            picture = self._data_url(request.media[0].media)
+            self._pixel_format = await self._probe_pixel_format(picture, seconds)
+        if cache_salt != self._weights_key:  # new weights: new keys, empty cache
+            self._weights_key = cache_salt
+            self._cache = ServerImageCache(self._capacity)
+            self._hits = 0
+            self._misses = 0
+
     async def supports_images(self) -> bool:
-        """Return whether the server processes images; False when it cannot render
-        (no route, no template)."""
-        return self._engine.takes_pictures or bool(
-            await self._probe_pixel_format(f"data:image/png;base64,{PROBE_IMAGE}", CONTROL_S)
-        )
+        """Return whether the server processes images; False when it cannot render (no route, no
+        template)."""
+        if self._engine.takes_pictures:
+            return True
+        picture = f"data:image/png;base64,{PROBE_IMAGE}"
+        return bool(await self._probe_pixel_format(picture, CONTROL_S))
 
     def _media_fields(
-        self, request: Request, names: Sequence[str], have: Collection[str]
+        self, request: Request, names: Sequence[str], cached: Collection[str]
     ) -> dict[str, Any]:
         """Return processed images beside expanded ids.
 
-        When an image's placeholders are not one run, or its arrays are unsupported, return
-        compact ids and the pictures: the server's processor expands them, and its echoed
-        ids are compared with ours.
+        When an image's placeholders are not one run, or its arrays are unsupported, return compact
+        ids and the pictures: the server's processor expands them, and its echoed ids are compared
+        with ours.
         """
-        pixels, media, takes = self._engine.pixels, request.media, self._pixel_format
+        pixels = self._engine.pixels
+        media = request.media
         pads = pixels.vision.pad_ids
-        if takes and all(
+        if self._pixel_format and all(
             pads.issuperset(request.ids[block.start : block.end])
-            and (name in have or set(pixels.get(block.media)) == PATCH_ARRAYS)
+            and (name in cached or set(pixels.get(block.media)) == PATCH_ARRAYS)
             for block, name in zip(media, names, strict=True)
         ):
-            return {"features": self._features(media, names, have)}
+            return {"features": self._features(media, names, cached)}
+
         self._engine.counts["images_as_pictures"] += len(media)
         parts = [{"type": "image_url", "url": self._data_url(block.media)} for block in media]
         return {
@@ -184,82 +213,85 @@ class VllmImages:
         }
 
     def _features(
-        self, media: Sequence[MediaPlacement], names: Sequence[str], have: Collection[str]
+        self, media: Sequence[MediaPlacement], names: Sequence[str], cached: Collection[str]
     ) -> dict[str, Any]:
+        """Return names, places and arrays of images; None as the arrays of a cached one."""
         from msgpack import packb
 
-        pixels, data = self._engine.pixels, list[str | None]()
+        pixels = self._engine.pixels
+        encoded: list[str | None] = []
         for name, block in zip(names, media, strict=True):
-            if name in have:
-                data.append(None)
+            if name in cached:
+                encoded.append(None)
                 continue
             arrays = pixels.get(block.media)
-            patches, grid = arrays["pixel_values"], arrays["image_grid_thw"][0]
+            patches = arrays["pixel_values"]
+            grid = arrays["image_grid_thw"][0]
             if self._pixel_format == RAW_PIXELS:
                 patches = pixels.vision.unscaled(patches)
-            together = [
-                "flat",
-                {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False},
-            ]
+            slices = {"slices": [[0, len(patches), None]], "dim": 0, "keep_on_cpu": False}
             item = {
-                "pixel_values": {"data": _array(patches), "field": together},
+                "pixel_values": {"data": _array(patches), "field": ["flat", slices]},
                 "image_grid_thw": {
                     "data": _array(grid),
                     "field": ["batched", {"keep_on_cpu": True}],
                 },
             }
-            data.append(b64encode(packb(item)).decode())
+            encoded.append(b64encode(packb(item)).decode())
+
         ranges = [{"offset": block.start, "length": block.length} for block in media]
         return {
             "mm_hashes": {"image": list(names)},
             "mm_placeholders": {"image": ranges},
-            "kwargs_data": {"image": data},
+            "kwargs_data": {"image": encoded},
         }
 
     async def _cache_bytes(self, seconds: float) -> float:
         """Return the bytes of images that the server caches; 0 unless reported.
 
-        A server without a cache, or with one in another process, would take a
-        key for an image and exit.
+        A server without a cache, or with one in another process, would take a key for an image and
+        exit.
         """
         engine = self._engine
-        version = tuple(
-            int(part) for part in engine.server_version.split(".")[:2] if part.isdigit()
-        )
+        parts = engine.server_version.split(".")[:2]
+        version = tuple(int(part) for part in parts if part.isdigit())
         if INFO not in engine.routes or version < MIN_VERSION:
             return 0.0
         try:
-            return cache_capacity(await engine.http.get(f"{INFO}?config_format=json", seconds))
+            info = await engine.http.get(f"{INFO}?config_format=json", seconds)
         except EngineUnavailable:
             raise
         except EngineError:
             return 0.0
+        return cache_capacity(info)
 
     async def _probe_pixel_format(self, picture: str, seconds: float) -> str:
-        """Determine the pixel format by rendering a picture with the server's
-        processor; "" when it cannot."""
+        """Determine the pixel format by rendering a picture with the server's processor; "" when it
+        cannot."""
         engine = self._engine
         if RENDER not in engine.routes:
             return ""
         part = {"type": "image_url", "image_url": {"url": picture}}
         body = {"model": engine.model, "messages": [{"role": "user", "content": [part]}]}
         try:
-            made = await engine.http.post(RENDER, body, seconds)
+            rendered = await engine.http.post(RENDER, body, seconds)
         except EngineUnavailable:
             raise
         except EngineError:  # no template, or an unsupported form
             return ""
-        return accepted_features((made or {}).get("features")) or ""
+        return accepted_features((rendered or {}).get("features")) or ""
 
     def _data_url(self, media: Any) -> str:
-        return f"data:image/png;base64,{b64encode(self._engine.pixels.store.png_bytes(media)).decode()}"  # noqa: E501
+        encoded = b64encode(self._engine.pixels.store.png_bytes(media))
+        return f"data:image/png;base64,{encoded.decode()}"
 
 
 class ServerImageCache:
     """Mirror of a server's least-recently-used image cache of at most `most` bytes."""
 
     def __init__(self, most: float) -> None:
-        self._most, self._bytes = most, 0
+        self._most = most
+        self._bytes = 0
         self._sizes: OrderedDict[str, int] = OrderedDict()
 
     def among(self, names: Iterable[str]) -> frozenset[str]:
@@ -269,38 +301,37 @@ class ServerImageCache:
     def put(self, sent: Iterable[tuple[str, int]]) -> None:
         """Record images sent: name, and bytes (0 when only named)."""
         for name, size in sent:
-            before = self._sizes.pop(name, 0)
-            if not size and not before:
+            old_size = self._sizes.pop(name, 0)
+            if not size and not old_size:
                 continue  # evicted during the request
-            self._sizes[name] = size or before
-            self._bytes += self._sizes[name] - before
+            self._sizes[name] = size or old_size
+            self._bytes += self._sizes[name] - old_size
         while self._bytes > self._most:
-            self._bytes -= self._sizes.popitem(last=False)[1]
+            _, evicted_size = self._sizes.popitem(last=False)
+            self._bytes -= evicted_size
 
     def clear(self, most: float) -> None:
         """Empty the cache and set its capacity."""
         self._sizes.clear()
-        self._most, self._bytes = most, 0
+        self._most = most
+        self._bytes = 0
 
 
 def cache_capacity(info: Any) -> float:
-    """Return the bytes of images that a vLLM caches across requests, from its `/server_info`
-    JSON; 0 without such a cache.
+    """Return the bytes of images that a vLLM caches across requests, from its `/server_info` JSON.
 
-    It has one where a single process answers for a single engine
+    It is 0 without such a cache. vLLM has one where a single process answers for a single engine
     (`vllm/multimodal/cache/factories.py`, 0.32.0).
     """
     try:
         images = info["vllm_config"]["model_config"]["multimodal_config"]
         processes = info["vllm_config"]["parallel_config"]
-        alone = processes["_api_process_count"] == 1 and (
+        is_alone = processes["_api_process_count"] == 1 and (
             processes["data_parallel_size"] == 1 or processes["data_parallel_external_lb"] is True
         )
-        keeps = images["mm_processor_cache_type"] == "lru" and alone
-        return (
-            max(0.0, ASSUMED_FRACTION * float(images["mm_processor_cache_gb"]) * 2**30)
-            if keeps
-            else 0.0
-        )
+        if images["mm_processor_cache_type"] != "lru" or not is_alone:
+            return 0.0
+        gibibytes = float(images["mm_processor_cache_gb"])
+        return max(0.0, ASSUMED_FRACTION * gibibytes * 2**30)
     except (LookupError, TypeError, ValueError):
         return 0.0

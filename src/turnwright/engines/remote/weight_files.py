@@ -35,21 +35,25 @@ class WeightDirectories(ABC):
     def __init__(
         self, root: str | Path, *, keep: int = 2, fingerprint: Fingerprint | None = None
     ) -> None:
-        self.root, self.keep, self._fingerprint = Path(root).absolute(), max(1, keep), fingerprint
+        self.root = Path(root).absolute()
+        self.keep = max(1, keep)
+        self._fingerprint = fingerprint
         self._written: tuple[int, str] | None = None
         """Version and fingerprint of the latest directory."""
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[OnDisk, str]:
-        """Write a directory, as `write` does; return it as the source that servers load, and the
-        fingerprint of its content."""
+        """Write a directory, as `write` does.
+
+        Return it as the source that servers load, and the fingerprint of its content.
+        """
         directory, digest = self.write(weights, version)
         return self.as_source(directory, version), digest
 
     def write(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[Path, str]:
-        """Write (Hugging Face name, torch tensor) pairs, tied ones once, verify them by reading
-        them back, and rename the directory; return it and the fingerprint of its content.
+        """Write (Hugging Face name, torch tensor) pairs, tied ones once, to a directory.
 
-        Raises `SyncError` when writing fails or the content read back differs.
+        They are read back before the directory gets its name. Return it and the fingerprint of its
+        content. Raises `SyncError` when writing fails or the content read back differs.
         """
         if self._fingerprint is None:
             from turnwright.engines.local.weights import fingerprint
@@ -61,35 +65,44 @@ class WeightDirectories(ABC):
         try:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            sent, names = self._fingerprint(rows.items()), list(rows)
-            if self._written == (version, sent) and final.is_dir():
+            digest = self._fingerprint(rows.items())
+            if self._written == (version, digest) and final.is_dir():
                 # A server that joins may be reading it.
-                return final, sent
+                return final, digest
+
+            names = list(rows)  # without those that `_fill` adds
+            path = draft / self.file
             self._fill(draft, rows)
-            self._save(rows, draft / self.file)
-            with (draft / self.file).open("rb") as file:
+            self._save(rows, path)
+            with path.open("rb") as file:
                 os.fsync(file.fileno())
-            found = self._read(draft / self.file, rows)
-            if (
-                found.keys() != rows.keys()
-                or self._fingerprint((name, found[name]) for name in names) != sent
-            ):
+            written = self._read(path, rows)
+            is_intact = written.keys() == rows.keys() and digest == self._fingerprint(
+                (name, written[name]) for name in names
+            )
+            if not is_intact:
                 raise SyncError(
                     f"{draft}: the weights read back differ from those written; check the disk"
                 )
+
             shutil.rmtree(final, ignore_errors=True)
             os.replace(draft, final)
-            self._written = version, sent
+            self._written = (version, digest)
         except OSError as error:
             raise SyncError(
                 f"could not write the weights of policy {version} to {final}: {error}"
             ) from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+        self._delete_oldest()
+        return final, digest
+
+    def _delete_oldest(self) -> None:
+        """Delete all directories but the latest `keep`."""
         policies = [path for path in self.root.glob("policy-*") if path.name[7:].isdigit()]
-        for path in sorted(policies, key=lambda path: path.stat().st_mtime_ns)[: -self.keep]:
+        policies.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in policies[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
-        return final, sent
 
     @abstractmethod
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
@@ -105,8 +118,8 @@ class WeightDirectories(ABC):
         """Read the file of weights; `rows` are those that were written."""
         from safetensors.torch import load_file
 
-        found: dict[str, Any] = load_file(path)
-        return found
+        tensors: dict[str, Any] = load_file(path)
+        return tensors
 
 
 class ModelDirectories(WeightDirectories):
@@ -118,11 +131,12 @@ class ModelDirectories(WeightDirectories):
         untie: write the output matrix separately although it equals the embedding, and say so in
             the config. vLLM on a CPU needs it: after a reload of a tied model it keeps the old
             output matrix. The server must start from such a directory too.
-        quantization: `quantization_config` of the directories, for packed weights;
-            without it they have none.
+        quantization: `quantization_config` of the directories, for packed weights; without it they
+            have none.
     """
 
-    file, as_source = "model.safetensors", DiskWeights
+    file = "model.safetensors"
+    as_source = DiskWeights
 
     def __init__(
         self,
@@ -135,35 +149,40 @@ class ModelDirectories(WeightDirectories):
         **options: Any,
     ) -> None:
         super().__init__(root, keep=keep, **options)
-        self.source, self.untie, self.quantization = Path(source), untie, quantization
+        self.source = Path(source)
+        self.untie = untie
+        self.quantization = quantization
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
+        # Everything of the source but its weights.
         for file in sorted(self.source.iterdir()):
-            if (
-                file.is_file()
-                and not file.name.endswith((*WEIGHTS, ".index.json"))
-                and not file.name.startswith(".")
-            ):
+            is_weights = file.name.endswith((*WEIGHTS, ".index.json"))
+            if file.is_file() and not is_weights and not file.name.startswith("."):
                 shutil.copy2(file, draft / file.name)
-        path = draft / "config.json"
-        given = json.loads(path.read_text(encoding="utf-8"))
+
         # The source may be packed; the config states how these weights are stored.
-        config = {name: value for name, value in given.items() if name != "quantization_config"}
+        path = draft / "config.json"
+        source_config = json.loads(path.read_text(encoding="utf-8"))
+        config = dict(source_config)
+        config.pop("quantization_config", None)
         if self.quantization is not None:
             config["quantization_config"] = dict(self.quantization)
         if self.untie and add_output_head(config, rows):
             config["tie_word_embeddings"] = False
             text = "This model's output matrix is its embedding; stored here twice.\n"
             (draft / "tied.txt").write_text(text, encoding="utf-8")
-        if config != given:
+        if config != source_config:
             path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 class AdapterDirectories(WeightDirectories):
-    """Writes each policy's LoRA adapter in peft's layout and names; `config` returns the
-    content of adapter_config.json."""
+    """Writes each policy's LoRA adapter in peft's layout and names.
 
-    file, as_source = "adapter_model.safetensors", DiskAdapter
+    `config` returns the content of adapter_config.json.
+    """
+
+    file = "adapter_model.safetensors"
+    as_source = DiskAdapter
 
     def __init__(
         self, root: str | Path, config: Callable[[], Mapping[str, Any]], **options: Any
@@ -172,15 +191,14 @@ class AdapterDirectories(WeightDirectories):
         self._config = config
 
     def _fill(self, draft: Path, rows: dict[str, Any]) -> None:
-        (draft / "adapter_config.json").write_text(
-            json.dumps(dict(self._config()), indent=2), encoding="utf-8"
-        )
+        config = json.dumps(dict(self._config()), indent=2)
+        (draft / "adapter_config.json").write_text(config, encoding="utf-8")
 
 
 def add_output_head(config: dict[str, Any], rows: dict[str, Any]) -> bool:
     """Add the output matrix as a copy of the embedding; return False for an untied model."""
-    embedding = next((name for name in rows if name.endswith("embed_tokens.weight")), None)
-    if HEAD in rows or embedding is None or not config.get("tie_word_embeddings", False):
+    embeddings = [name for name in rows if name.endswith("embed_tokens.weight")]
+    if HEAD in rows or not embeddings or not config.get("tie_word_embeddings", False):
         return False
-    rows[HEAD] = rows[embedding].clone()
+    rows[HEAD] = rows[embeddings[0]].clone()
     return True

@@ -24,11 +24,11 @@ CLEANUP_TIMEOUT_S = 10.0
 FINAL_REQUEST_TIMEOUT_S = 5.0
 """Seconds for a server to report why it left a group after our side failed."""
 UNFINISHED = "{}-unfinished"
-"""Name of weights during a transfer: no request expects it, so responses from partial
-weights are rejected."""
+"""Name of weights during a transfer: no request expects it, so responses from partial weights are
+rejected."""
 SPARE_S = 10.0
-"""Seconds that a server's response may arrive after our side timed out; it is the
-more informative error."""
+"""Seconds that a server's response may arrive after our side timed out; it is the more informative
+error."""
 
 
 class UpdatedServer(Protocol):
@@ -81,8 +81,8 @@ class DiskWeights:
 
 @dataclass(frozen=True, slots=True)
 class DiskAdapter:
-    """LoRA adapter in a directory that servers see under the same path; servers
-    keep their base model."""
+    """LoRA adapter in a directory that servers see under the same path; servers keep their base
+    model."""
 
     directory: Path
     version: int
@@ -107,14 +107,12 @@ class WeightSharing(Protocol):
     """Sends directories of weights to the nodes of servers."""
 
     async def share(
-        self,
-        source: OnDisk,
-        urls: Sequence[str],
-        *,
-        base: bool = False,
+        self, source: OnDisk, urls: Sequence[str], *, base: bool = False
     ) -> SharedWeights:
-        """Return a source that sends a directory through the nodes of the servers at these URLs; a
-        `base` model stays there."""
+        """Return a source that sends a directory through the nodes of the servers at these URLs.
+
+        A `base` model stays there.
+        """
 
     async def close(self) -> None:
         """Stop."""
@@ -176,8 +174,10 @@ class RequestTransfer(WeightsSource, Protocol):
     """Deadline of each request in seconds."""
 
     def encode_body(self, index: int) -> str:
-        """Return one body in base64: a pickle that `torch.storage._load_from_bytes` turns into a
-        list of (name, tensor)."""
+        """Return one body in base64.
+
+        It is a pickle that `torch.storage._load_from_bytes` turns into a list of (name, tensor).
+        """
 
 
 class WeightPacker(Protocol):
@@ -185,41 +185,45 @@ class WeightPacker(Protocol):
 
     def pack(self, weights: Iterable[tuple[str, Any]], version: int) -> tuple[WeightsSource, str]:
         """Return a source of the weights, (Hugging Face name, torch tensor) pairs, and their
-        fingerprint. The source does not change with the weights."""
+        fingerprint.
+
+        The source does not change with the weights.
+        """
 
 
 async def run_together(
     request: Awaitable[Any], transfer: Awaitable[None], group: WeightGroup
 ) -> Any:
-    """Run a request to a server and our side of its group transfer concurrently; return the
-    response when both are done.
+    """Run a request to a server and our side of its group transfer concurrently.
 
-    Raises `SyncError` when our side failed, with the server's error if one arrives
-    soon; else as the request.
+    Return the response when both are done. Raises `SyncError` when our side failed, with the
+    server's error if one arrives soon; else as the request.
     """
-    asked, sent = asyncio.ensure_future(request), asyncio.ensure_future(transfer)
+    server_task = asyncio.ensure_future(request)
+    own_task = asyncio.ensure_future(transfer)
     try:
-        await asyncio.wait((asked, sent), return_when=asyncio.FIRST_EXCEPTION)
-        if (
-            sent.done()
-            and not sent.cancelled()
-            and sent.exception() is not None
-            and not asked.done()
-        ):
-            await asyncio.wait((asked,), timeout=FINAL_REQUEST_TIMEOUT_S)
-        if asked.done() and asked.exception() is None:
-            await sent
-            return asked.result()
-        if sent.done() and isinstance(ours_failed := sent.exception(), SyncError):
-            theirs = f"; {asked.exception()}" if asked.done() else ""
-            raise SyncError(f"{ours_failed}{theirs}") from ours_failed
-        return await asked
+        await asyncio.wait((server_task, own_task), return_when=asyncio.FIRST_EXCEPTION)
+        own_failed = (
+            own_task.done() and not own_task.cancelled() and own_task.exception() is not None
+        )
+        if own_failed and not server_task.done():
+            await asyncio.wait((server_task,), timeout=FINAL_REQUEST_TIMEOUT_S)
+
+        if server_task.done() and server_task.exception() is None:
+            await own_task
+            return server_task.result()
+        own_error = own_task.exception() if own_task.done() else None
+        if isinstance(own_error, SyncError):
+            server_error = f"; {server_task.exception()}" if server_task.done() else ""
+            raise SyncError(f"{own_error}{server_error}") from own_error
+        return await server_task
     finally:
-        if not (asked.done() and sent.done()):
+        # Whoever still waits for the other side is released.
+        if not (server_task.done() and own_task.done()):
             group.close()
-        for task in (asked, sent):
+        for task in (server_task, own_task):
             task.cancel()
-        await asyncio.gather(asked, sent, return_exceptions=True)
+        await asyncio.gather(server_task, own_task, return_exceptions=True)
 
 
 async def suppress_errors(work: Awaitable[Any]) -> None:
