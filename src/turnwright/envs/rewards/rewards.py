@@ -450,16 +450,9 @@ async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[st
             else:
                 blocking.append(call)
 
-    def call_blocking() -> list[Any]:
-        results = []
-        for call in blocking:
-            with _named(call.name):
-                results.append(call.function())
-        return results
-
     # A sync function may return an awaitable, too.
     awaited: list[tuple[_PartCall, Awaitable[Any]]] = []
-    results = await run_in_thread(call_blocking, {}) if blocking else []
+    results = await run_in_thread(_call_blocking, {"calls": blocking}) if blocking else []
     for call, result in zip(blocking, results, strict=True):
         values[call.name][call.number] = result
         if inspect.isawaitable(result):
@@ -484,6 +477,15 @@ async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[st
     if unfinished:  # a task group treats a cancelled task as finished
         raise RuntimeError(f"the reward {unfinished[0]!r} cancelled itself")
     return values
+
+
+def _call_blocking(calls: Sequence[_PartCall]) -> list[Any]:
+    """Call sync functions one after another; return what they return, in order."""
+    results = []
+    for call in calls:
+        with _named(call.name):
+            results.append(call.function())
+    return results
 
 
 @contextmanager
