@@ -129,9 +129,7 @@ def _new_settings(
     sections = [name for name in RunConfig.__dataclass_fields__ if name not in arguments]
     for name in settings:
         if name not in sections:
-            raise ConfigError(
-                f"train() has no setting {name!r}; {_likely_section(name, sections)}"
-            )
+            raise ConfigError(f"train() has no setting {name!r}; {_likely_section(name, sections)}")
 
     if model is None:
         model = tiny()
