@@ -1,5 +1,5 @@
-"""Names of a package that are loaded when they are first used, and that type
-checkers know all the same."""
+"""Names of a package that are loaded when they are first used, and that type checkers know all the
+same."""
 
 import ast
 from collections.abc import Callable, Mapping
@@ -11,31 +11,28 @@ from typing import Any
 def lazy_names(
     package: str, file: str, moved: Mapping[str, str] = {}
 ) -> tuple[list[str], Callable[[str], Any]]:
-    """Return `__all__` and `__getattr__` of a package whose names are loaded
-    when they are first used.
+    """Return `__all__` and `__getattr__` of a package whose names are loaded when they are first
+    used.
 
-    The names are those that `file`, the package's `__init__.py`, imports under
-    `TYPE_CHECKING`. So they are written once, a type checker sees ordinary imports, and
-    `import` of the package loads none of them.
+    The names are those that `file`, the package's `__init__.py`, imports under `TYPE_CHECKING`. So
+    they are written once, a type checker sees ordinary imports, and `import` of the package loads
+    none of them.
 
     Args:
         moved: names that another package has -> that package.
     """
-    home: dict[str, str] = {}
+    home: dict[str, str] = {}  # the module of each name
     for node in ast.parse(Path(file).read_text(encoding="utf-8")).body:
-        if not (
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name)
-            and node.test.id == "TYPE_CHECKING"
-        ):
+        if not isinstance(node, ast.If) or not isinstance(node.test, ast.Name):
             continue
-        for imported in node.body:
-            if isinstance(imported, ast.ImportFrom) and imported.module is not None:
-                home |= {
-                    alias.name: imported.module
-                    for alias in imported.names
-                    if alias.asname == alias.name
-                }
+        if node.test.id != "TYPE_CHECKING":
+            continue
+        for statement in node.body:
+            if not isinstance(statement, ast.ImportFrom) or statement.module is None:
+                continue
+            for alias in statement.names:
+                if alias.asname == alias.name:  # `import X as X` exports it
+                    home[alias.name] = statement.module
 
     def load(name: str) -> Any:
         if name in moved:

@@ -1,4 +1,8 @@
-"""`turnwright.train`: training from Python."""
+"""`turnwright.train`: training from Python.
+
+It reads settings, makes an environment's specification of an object, and calls `run_training` of
+`runs.py`, as the command line does.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwright.config import EnvRules, ModelConfig, RunConfig, tiny
+from turnwright.config import EnvRules, ModelConfig, ResolvedConfig, RunConfig, tiny
 from turnwright.config.fields import keys_by_name
 from turnwright.config.names import HISTORY_OBJECT
 from turnwright.config.recipe import from_python
@@ -42,19 +46,19 @@ def train(
         tasks: training tasks; None asks the environment.
         eval_tasks: held-out tasks; None asks the environment, or holds out about a fifth of `tasks`
             (selected by content; none of fewer than five).
-        model: a Hugging Face model directory or `turnwright.tiny(...)`;
-            None is `turnwright.tiny()`.
+        model: a Hugging Face model directory or `turnwright.tiny(...)`; None is
+            `turnwright.tiny()`.
         out: the run directory.
         seed: seed of every random draw.
-        history: earlier turns in the prompt, as in `turnwright.rollout`; a policy object must
-            be passed again to resume.
-        rules: handling of invalid actions and failures, as in `turnwright.rollout`;
-            must be passed again to resume.
+        history: earlier turns in the prompt, as in `turnwright.rollout`; a policy object must be
+            passed again to resume.
+        rules: handling of invalid actions and failures, as in `turnwright.rollout`; must be passed
+            again to resume.
         display: `auto`, `rich`, `plain` or `none`.
         resume: resume the run in `out` with its own settings; `env` and the tasks must be passed
             again, and more steps (`train={"steps": 200}`) extend it.
-        settings: sections of the configuration as dicts or dataclasses,
-            such as `train={"steps": 20}`.
+        settings: sections of the configuration as dicts or dataclasses, such as
+            `train={"steps": 20}`.
 
     Returns:
         The run directory.
@@ -63,66 +67,36 @@ def train(
         UsageError: for an invalid argument.
         TurnwrightError: if the run cannot continue.
     """
-    from turnwright.config.dump import extend_run
     from turnwright.display.progress import make_display
     from turnwright.envs.resolve import as_env_spec, load_object
-    from turnwright.renderers.history import policy_name
     from turnwright.runs import run_training
 
-    listed = None if tasks is None else list(tasks)
-    policy = None if isinstance(history, str) else history
-    history_key = history if isinstance(history, str) else f"{HISTORY_OBJECT}{policy_name(history)}"
+    train_tasks = None if tasks is None else list(tasks)
     if resume:
-        sections = {
-            name: value if isinstance(value, Mapping) else changed(value)
-            for name, value in settings.items()
-        }
-        words = [
-            f"--{name}.{key}={value}"
-            for name, section in sections.items()
-            for key, value in section.items()
-        ]
-        resolved = extend_run(Path(out), words)
+        resolved = _resumed_settings(Path(out), settings)
     else:
-        names = [
-            name
-            for name in RunConfig.__dataclass_fields__
-            if name not in ("env", "out", "seed", "model")
-        ]
-        if unknown := [name for name in settings if name not in names]:
-            raise ConfigError(
-                f"train() has no setting {unknown[0]!r}; {_likely_section(unknown[0], names)}"
-            )
-        chosen = (
-            tiny()
-            if model is None
-            else model
-            if isinstance(model, ModelConfig)
-            else ModelConfig(path=str(model))
-        )
-        given = {"out": str(out), "seed": seed, "model": chosen, **settings}
-        if history_key != "append":
-            rollout = given.get("rollout", {})
-            given["rollout"] = (
-                dict(rollout) if isinstance(rollout, Mapping) else changed(rollout)
-            ) | {"history": history_key}
-        resolved = from_python(given, "tw.train()")
-    target, name = (load_object(env), env) if isinstance(env, str) else (env, "")
+        resolved = _new_settings(model, out, seed, history, settings)
+
+    is_named = isinstance(env, str)
     spec = as_env_spec(
-        target,
-        name=name,
-        where=name,
-        tasks=listed,
+        load_object(env) if is_named else env,
+        name=env if is_named else "",
+        where=env if is_named else "",
+        tasks=train_tasks,
         eval_tasks=None if eval_tasks is None else list(eval_tasks),
     )
     if rules is not None:
         check_section(rules, "tw.train(rules=...)")
         spec = replace(spec, rules=rules)
+
     with closing(make_display(display)) as watch:
         try:
-            resumed = Path(out) if resume else None
             path = run_training(
-                resolved, resume=resumed, watch=watch, env_specs=[spec], history=policy
+                resolved,
+                resume=Path(out) if resume else None,
+                watch=watch,
+                env_specs=[spec],
+                history=None if isinstance(history, str) else history,
             )
         except ModuleNotFoundError as error:
             raise (missing_training(error) or error) from None
@@ -130,12 +104,62 @@ def train(
         return path
 
 
+def _resumed_settings(run: Path, settings: Mapping[str, Any]) -> ResolvedConfig:
+    """Return the settings of a run that is resumed, with those that extend it."""
+    from turnwright.config.dump import extend_run
+
+    words = []
+    for name, section in settings.items():
+        for key, value in _as_mapping(section).items():
+            words.append(f"--{name}.{key}={value}")
+    return extend_run(run, words)
+
+
+def _new_settings(
+    model: ModelConfig | str | Path | None,
+    out: str | Path,
+    seed: int,
+    history: History,
+    settings: Mapping[str, Any],
+) -> ResolvedConfig:
+    """Return the settings of a new run, checked."""
+    from turnwright.renderers.history import policy_name
+
+    arguments = ("env", "out", "seed", "model")
+    sections = [name for name in RunConfig.__dataclass_fields__ if name not in arguments]
+    for name in settings:
+        if name not in sections:
+            raise ConfigError(f"train() has no setting {name!r}; {_likely_section(name, sections)}")
+
+    if model is None:
+        model = tiny()
+    elif not isinstance(model, ModelConfig):
+        model = ModelConfig(path=str(model))
+    given = {"out": str(out), "seed": seed, "model": model, **settings}
+
+    # A policy object is no value of a recipe: the settings have its name.
+    history_name = history
+    if not isinstance(history, str):
+        history_name = f"{HISTORY_OBJECT}{policy_name(history)}"
+    if history_name != "append":
+        given["rollout"] = {**_as_mapping(given.get("rollout", {})), "history": history_name}
+    return from_python(given, "tw.train()")
+
+
+def _as_mapping(section: Any) -> Mapping[str, Any]:
+    """Return a section, a dict or a dataclass, as its keys that are set."""
+    return section if isinstance(section, Mapping) else changed(section)
+
+
 def _likely_section(name: str, sections: Sequence[str]) -> str:
-    """Return what an unknown setting of `train` probably is: a misspelled
-    section, or a key of one."""
-    if near := did_you_mean(name, sections, 0.6):
+    """Return what an unknown setting of `train` probably is: a misspelled section, or a key of
+    one."""
+    near = did_you_mean(name, sections, 0.6)
+    if near:
         return near
     key = name.rpartition(".")[2]
-    if owners := [dotted.rpartition(".")[0] for dotted in keys_by_name().get(key, ())]:
-        return f"write {' or '.join(f'{section}={{{key!r}: ...}}' for section in owners[:3])}"
+    owners = [dotted.rpartition(".")[0] for dotted in keys_by_name().get(key, ())]
+    if owners:
+        written = [f"{section}={{{key!r}: ...}}" for section in owners[:3]]
+        return f"write {' or '.join(written)}"
     return f"sections are {', '.join(sections[:-1])} and {sections[-1]}"

@@ -1,4 +1,8 @@
-"""A run of training, from settings to its report: started, resumed or extended in its directory."""
+"""A run of training, from settings to its report: started, resumed or extended in its directory.
+
+`run_training` is what `turnwright train` and `turnwright.train` call; `_train` has the steps in
+order. The training itself is in `TrainingRun.play` of `training/run.py`.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +64,8 @@ def run_training(
         watch: receives progress.
         env_specs: environments that replace those in the settings.
         history: a history policy that replaces the one in the settings.
-        began: `time.time()` and `time.process_time()` from which the run's
-            times count; None is now.
+        began: `time.time()` and `time.process_time()` from which the run's times count; None is
+            now.
     """
     began = began or (time.time(), time.process_time())  # includes importing torch
     path = Path(resume) if resume is not None else Path(resolved.config.out)
@@ -101,6 +105,8 @@ def _train(
 ) -> None:
     """Train in a run directory, which is locked meanwhile."""
     _check_start(path, resolved.config, resumed=given.resumed)
+
+    # After the check, since these import torch.
     from turnwright.training.metrics import versions
     from turnwright.training.shared_process import SharedProcess
     from turnwright.training.task_plan import make_env_specs, with_steps_of_epochs
@@ -113,7 +119,7 @@ def _train(
         given.watch.note(f"warning: {why}")
 
     with _resumable(path), RunDir(path) as run:
-        extending = given.resumed and _is_extended(resolved, path)
+        is_extended = given.resumed and _is_extended(resolved, path)
         if not given.resumed:
             # A model may be left by a run that was stopped before its first step.
             shutil.rmtree(path / "model", ignore_errors=True)
@@ -121,12 +127,14 @@ def _train(
 
         with SharedProcess(specs, run, given.watch, resolved.config.model.threads).shared():
             training_run = _load(run, resolved, specs, given)
-            if extending:
+            if is_extended:
                 _record_extension(training_run, resolved)
-            elif done := _finished(training_run):
-                run_sync(training_run.parts.engine.close())
-                given.watch.note(done)
-                return
+            else:
+                note = _finished(training_run)
+                if note:
+                    run_sync(training_run.parts.engine.close())
+                    given.watch.note(note)
+                    return
             _play(training_run, given.watch)
 
 
@@ -158,8 +166,8 @@ def _load(
     specs: Sequence[EnvSpec],
     given: _Given,
 ) -> TrainingRun:
-    """Load models, engines and the state of a run; a mistake in a new one's
-    settings leaves no files."""
+    """Load models, engines and the state of a run; a mistake in a new one's settings leaves no
+    files."""
     from turnwright.training.run import TrainingRun
     from turnwright.training.servers import ray_placer
 
@@ -179,18 +187,23 @@ def _load(
         )
     except UsageError:
         if not given.resumed:  # so that the corrected command can be rerun
-            shutil.rmtree(run.path / "model", ignore_errors=True)
-            for name in (
-                "config.json",
-                "journal.jsonl",
-                "trajectories.jsonl",
-                "metrics.jsonl",
-                ".lock",
-            ):
-                (run.path / name).unlink(missing_ok=True)
-            with suppress(OSError):
-                run.path.rmdir()
+            _remove_files(run)
         raise
+
+
+def _remove_files(run: RunDir) -> None:
+    """Remove what a run that has not begun wrote, and its directory if nothing else is in it."""
+    shutil.rmtree(run.path / "model", ignore_errors=True)
+    for name in (
+        "config.json",
+        "journal.jsonl",
+        "trajectories.jsonl",
+        "metrics.jsonl",
+        ".lock",
+    ):
+        (run.path / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        run.path.rmdir()
 
 
 def _workers(
@@ -212,7 +225,7 @@ def _workers(
     recipe = None if resolved.recipe is None else resolved.recipe.parent.resolve()
 
     def make(source: Path) -> GroupPlayer:
-        made: GroupPlayer = pool(
+        workers: GroupPlayer = pool(
             resolved.config,
             specs,
             run,
@@ -221,7 +234,7 @@ def _workers(
             note=given.watch.note,
             resumed=given.resumed,
         )
-        return made
+        return workers
 
     return make
 
@@ -230,7 +243,8 @@ def _play(training_run: TrainingRun, watch: ProgressListener) -> None:
     """Train until the run ends, while its trackers follow, and write its report however it ends."""
     from turnwright.trackers import TrackerProcesses
 
-    path, track = training_run.run.path, training_run.config.track
+    path = training_run.run.path
+    track = training_run.config.track
     trackers = TrackerProcesses(track.to, path, track.project, track.name)
     try:
         run_sync(training_run.play())
@@ -248,18 +262,19 @@ def _record_extension(training_run: TrainingRun, resolved: ResolvedConfig) -> No
 
     Raises `ConfigError` when its warm-up is over and would change.
     """
-    run, warmup = training_run.run, resolved.config.warmup
-    before = load_run_config(run.path).config.warmup
+    run = training_run.run
+    warmup = resolved.config.warmup
+    recorded_warmup = load_run_config(run.path).config.warmup
 
     keys = ("steps", "gate_success")
-    changed = [key for key in keys if getattr(warmup, key) != getattr(before, key)]
+    changed = [key for key in keys if getattr(warmup, key) != getattr(recorded_warmup, key)]
     if changed and training_run.cursor["phase"] != "warmup":
+        key = changed[0]
         recipe = resolved.recipe or "RECIPE"
-        flag = changed[0].replace("_", "-")
         raise ConfigError(
-            f"--resume {run.given_path}: the warm-up is over, so warmup.{changed[0]} has no "
-            f"effect; leave it out, or start a new run: turnwright train {recipe} --out "
-            f"{run.given_path}-2 --warmup.{flag} {getattr(warmup, changed[0])}"
+            f"--resume {run.given_path}: the warm-up is over, so warmup.{key} has no effect; leave "
+            f"it out, or start a new run: turnwright train {recipe} --out {run.given_path}-2 "
+            f"--warmup.{key.replace('_', '-')} {getattr(warmup, key)}"
         )
 
     recorded = files.read_json(run.path / "config.json")
@@ -280,27 +295,33 @@ def _is_extended(resolved: ResolvedConfig, run: Path) -> bool:
 
 
 def _finished(training_run: TrainingRun) -> str:
-    """Return a note with the command that extends a run, if it is finished and
-    has its last checkpoint.
+    """Return a note with the command that extends a run, if it is finished and has its last
+    checkpoint.
 
     Else the note is empty.
     """
-    run, train = training_run.run.given_path, training_run.config.train
+    run = training_run.run.given_path
+    train = training_run.config.train
+    cursor = training_run.cursor
     try:
         summary = files.read_json(training_run.run.path / "summary.json")
         steps = summary["rl_steps"]
     except (OSError, ValueError, KeyError):
         return ""
-    if (training_run.cursor["phase"], training_run.cursor["step"]) != ("reinforce", steps):
+    if cursor["phase"] != "reinforce" or cursor["step"] != steps:
         return ""
 
-    more, reached = f"--train.steps {2 * train.steps}", ""
-    if steps < train.steps:  # a goal ended it, unless it is not finished
-        key = summary.get("stopped_by", "")
-        goals = {"train.stop_success": train.stop_success, "train.patience": train.patience}
-        value = goals.get(key)
-        if value is None:
-            return ""
-        more, reached = f"{more} --{key} none", f" ({key} = {value:g} was reached)"
-    remedy = f"extend it with: turnwright train --resume {run} {more}"
-    return f"{run} is finished after {steps} steps{reached}; {remedy}"
+    more_steps = f"turnwright train --resume {run} --train.steps {2 * train.steps}"
+    if steps >= train.steps:
+        return f"{run} is finished after {steps} steps; extend it with: {more_steps}"
+
+    # A goal ended it, unless it is not finished.
+    key = summary.get("stopped_by", "")
+    goals = {"train.stop_success": train.stop_success, "train.patience": train.patience}
+    goal = goals.get(key)
+    if goal is None:
+        return ""
+    return (
+        f"{run} is finished after {steps} steps ({key} = {goal:g} was reached); extend it with: "
+        f"{more_steps} --{key} none"
+    )

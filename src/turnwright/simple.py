@@ -13,8 +13,12 @@ makes one update of the weights; the next step samples with the updated weights.
 template; `tasks` are those of all steps, in order. Images need nothing more: a renderer of a vision
 model has a processor for them.
 
-Nothing is implemented here that exists elsewhere: each function is the one that `turnwright train`
-calls. From the same weights, 20 steps of both are equal to the last bit (a test does both).
+Read `learn` from top to bottom: update the engine, play, credit, batch, loss, update. Each of these
+functions is the one that `turnwright train` calls, so nothing is implemented here that exists
+elsewhere. From the same weights, 20 steps of both are equal to the last bit (a test does both).
+A name that ends in `_n` has a value for each token that carries loss in the step, one in `_m` for
+each of those in one forward pass (`training/forward/batch.py`).
+
 `turnwright train` has more, which is not needed to read the algorithm:
 
 - a warm-up on demonstrations, without which a model of random weights earns no reward
@@ -49,10 +53,18 @@ from turnwright.training.trainer.optimizer import Optimizer, schedule
 from turnwright.types import EpisodeKey, Task, Trajectory
 
 STEPS = 20
-GROUPS = 16  # tasks of a step
-GROUP_SIZE = 8  # episodes of a task
+
+GROUPS = 16
+"""Tasks of a step, each of which gives a group of episodes."""
+
+GROUP_SIZE = 8
+"""Episodes of a task."""
+
 LR = 1e-3
-MICRO_TOKENS = 4096  # of a forward pass; a step's episodes take as many passes as they need
+"""Learning rate of the first step."""
+
+MICRO_TOKENS = 4096
+"""Tokens of a forward pass; a step's episodes take as many passes as they need."""
 
 
 async def learn(
@@ -62,8 +74,10 @@ async def learn(
     renderer: ChatRenderer,
     seed: int = 0,
 ) -> AsyncIterator[tuple[int, list[Trajectory], float]]:
-    """Train `model` in place on STEPS * GROUPS tasks; yield each step's
-    number, episodes and loss."""
+    """Train `model` in place on STEPS * GROUPS tasks.
+
+    Yields each step's number, episodes and loss.
+    """
     engine = LocalEngine(model, renderer=renderer)  # samples with a copy of the weights
     rollout = Rollout(engine, renderer, RolloutSettings(seed=seed))
 
@@ -81,13 +95,12 @@ async def learn(
 
             # Play each task GROUP_SIZE times. What an episode samples depends on the seed and on
             # its key alone, not on the episodes that are played beside it.
-            episodes = await rollout.play(
-                [
-                    EpisodeSpec.of(env_spec, task, EpisodeKey("train", step, task.id, sample))
-                    for task in tasks[step * GROUPS : (step + 1) * GROUPS]
-                    for sample in range(GROUP_SIZE)
-                ]
-            )
+            episode_specs = []
+            for task in tasks[step * GROUPS : (step + 1) * GROUPS]:
+                for sample in range(GROUP_SIZE):
+                    key = EpisodeKey("train", step, task.id, sample)
+                    episode_specs.append(EpisodeSpec.of(env_spec, task, key))
+            episodes = await rollout.play(episode_specs)
 
             # Credit: an episode's advantage is its reward less the mean of its group, in standard
             # deviations. A group with equal rewards, or with a failed episode, is not trained.
@@ -108,16 +121,18 @@ async def learn(
             step_loss = 0.0
             for micro in batch.micros:
                 stats = forward.stats(micro, rollout.pixels, distribution, entropy=False)
+                logprobs_m = stats.logprobs_m
                 tokens = TokenBatch(
-                    logp=stats.logprobs_m,
-                    old=stats.logprobs_m.detach(),  # of the policy that sampled, which is this one
-                    advantage=batch.advantages_n[micro.tokens_m].to(stats.logprobs_m.dtype),
-                    sequence=torch.zeros_like(stats.logprobs_m),
+                    logp=logprobs_m,
+                    old=logprobs_m.detach(),  # of the policy that sampled, which is this one
+                    advantage=batch.advantages_n[micro.tokens_m].to(logprobs_m.dtype),
+                    sequence=torch.zeros_like(logprobs_m),
                     clip_low=GRPO.clip_low,
                     clip_high=GRPO.clip_high,
                 )
-                weights_m = batch.weights_n[micro.tokens_m].to(stats.logprobs_m.dtype)
-                loss = (GRPO.loss(tokens).loss * weights_m).sum()
+                loss_m = GRPO.loss(tokens).loss
+                weights_m = batch.weights_n[micro.tokens_m].to(logprobs_m.dtype)
+                loss = (loss_m * weights_m).sum()
                 loss.backward()
                 step_loss += loss.item()
 

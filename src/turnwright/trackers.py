@@ -32,8 +32,8 @@ from turnwright.records.run_dir import complete_lines
 
 
 class Tracker(Protocol):
-    """Receives the rows of a run, in its own process; a tracker that hangs, raises or
-    prints cannot harm the run."""
+    """Receives the rows of a run, in its own process; a tracker that hangs, raises or prints cannot
+    harm the run."""
 
     def start(self, run: Path, project: str, name: str, config: Mapping[str, Any]) -> None:
         """Start or resume the run, with its directory, `track.project`, `track.name` and its
@@ -50,18 +50,20 @@ class Tracker(Protocol):
 
 
 def tracker_of(spec: str) -> Tracker:
-    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`; a
-    ConfigError if it is none."""
+    """Return a tracker by name, or a user-defined one as `file.py:Class` or `module:Class`.
+
+    Raises:
+        ConfigError: if it is none.
+    """
     from turnwright.envs.resolve import load_object
 
     try:
-        found = load_object(spec) if ":" in spec else plugins.load("trackers", spec)
-        tracker: Tracker = found()
+        make = load_object(spec) if ":" in spec else plugins.load("trackers", spec)
+        tracker: Tracker = make()
     except UsageError as error:
         raise ConfigError(f"track.to = {spec!r}: {error}") from error
-    missing = [
-        name for name in ("start", "log", "finish") if not callable(getattr(tracker, name, None))
-    ]
+    methods = ("start", "log", "finish")
+    missing = [name for name in methods if not callable(getattr(tracker, name, None))]
     if missing:
         raise ConfigError(
             f"track.to = {spec!r}: a tracker needs start, log and finish; it lacks "
@@ -76,8 +78,11 @@ def folder_of(spec: str) -> str:
 
 
 POLL_S = 0.5
+"""Seconds between two looks for new rows."""
+
 MIN_FREE = 256 * 2**20
 """Free bytes on the run's disk below which a tracker stops, so that the run can still write."""
+
 MAX_FILE = 2**30
 """Maximum bytes of one file written by a tracker."""
 
@@ -89,10 +94,10 @@ class DiskFull(Exception):
 def _saved(path: Path) -> Mapping[str, Any]:
     """Return a saved position; empty if there is none."""
     try:
-        found: Mapping[str, Any] = files.read_json(path)
+        position: Mapping[str, Any] = files.read_json(path)
     except (OSError, ValueError):
-        found = {}
-    return found
+        return {}
+    return position
 
 
 class TrackerPosition:
@@ -100,12 +105,10 @@ class TrackerPosition:
 
     def __init__(self, run: Path, spec: str) -> None:
         self.path = run / "track" / f"{folder_of(spec)}.json"
-        found = _saved(self.path)
-        self.offset, self.rows, self.error = (
-            integer(found.get("offset", 0)),
-            integer(found.get("rows", 0)),
-            "",
-        )
+        saved = _saved(self.path)
+        self.offset = integer(saved.get("offset", 0))
+        self.rows = integer(saved.get("rows", 0))
+        self.error = ""
 
     def save(self) -> None:
         """Save the position."""
@@ -116,15 +119,14 @@ class TrackerPosition:
 
 
 def forward_rows(tracker: Tracker, run: Path, position: TrackerPosition) -> None:
-    """Forward all new rows; DiskFull with less than `MIN_FREE` bytes left."""
+    """Forward all new rows; raise `DiskFull` with less than `MIN_FREE` bytes left."""
     for offset, line in complete_lines(run / "metrics.jsonl", position.offset):
         if shutil.disk_usage(run).free < MIN_FREE:
             raise DiskFull(f"less than {MIN_FREE >> 20} MiB are free on the disk of {run}")
         row = mapping(parse(line))
         figures = {name: value for name, value in flatten_row(row) if name != "step"}
-        phase = "/".join(
-            str(row[name]) for name in ("phase", "mode") if isinstance(row.get(name), str)
-        )
+        parts = [row[name] for name in ("phase", "mode") if isinstance(row.get(name), str)]
+        phase = "/".join(parts)
         if figures and phase:
             tracker.log(phase, max(0, integer(row.get("step"))), figures)
             position.rows += 1
@@ -140,10 +142,12 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
         config = files.read_json(run / "config.json").get("config", {})
         tracker = tracker_of(spec)
         tracker.start(run, project, name, config)
-        closed = False
-        while not closed:
+
+        is_closed = False
+        while not is_closed:
             # It receives no data, so that it is readable when it is closed.
-            closed = bool(select.select([sys.stdin], [], [], POLL_S)[0])
+            readable, _, _ = select.select([sys.stdin], [], [], POLL_S)
+            is_closed = bool(readable)
             forward_rows(tracker, run, position)
         tracker.finish()
     except BaseException as error:
@@ -156,13 +160,14 @@ def follow(spec: str, run: Path, project: str, name: str) -> None:
 def main() -> None:
     """Run a tracker's process; arguments SPEC RUN PROJECT NAME."""
     spec, run, project, name = sys.argv[1:5]
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     limit = MAX_FILE if hard == resource.RLIM_INFINITY else min(MAX_FILE, hard)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     follow(spec, Path(run), project, name)
 
 
-PATIENCE_S = 10.0  # seconds that the end of a run waits for trackers to receive the last rows
+PATIENCE_S = 10.0
+"""Seconds that the end of a run waits for trackers to receive the last rows."""
 
 
 class TrackerProcesses:
@@ -178,7 +183,8 @@ class TrackerProcesses:
         self._failed: list[str] = []
         for spec in to:
             try:
-                self._processes.append((spec, self._start(spec, project, name or self._run.name)))
+                process = self._start(spec, project, name or self._run.name)
+                self._processes.append((spec, process))
             except OSError as error:
                 self._failed.append(f"tracker {spec} could not be started ({error.strerror})")
 
@@ -186,10 +192,10 @@ class TrackerProcesses:
         (self._run / "track").mkdir(exist_ok=True)
         # A tracker may be a module of the working directory; it must not hide one of a library.
         path = os.pathsep.join([python_path(), os.getcwd()])
-        module = [sys.executable, "-P", "-m", "turnwright.trackers"]
+        command = [sys.executable, "-P", "-m", "turnwright.trackers"]
         with self._log(spec).open("ab") as log:
             return ChildProcess(
-                [*module, spec, str(self._run), project, name],
+                [*command, spec, str(self._run), project, name],
                 env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -202,12 +208,12 @@ class TrackerProcesses:
     def close(self, patience_s: float | None = None) -> list[str]:
         """Wait for the last rows to arrive, kill trackers that need longer, and return a sentence
         for each that misses some."""
-        until = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
+        deadline = time.monotonic() + (PATIENCE_S if patience_s is None else patience_s)
         for _, process in self._processes:
             process.stdin.close()
 
         for spec, process in self._processes:
-            is_stuck = not process.wait(until - time.monotonic())
+            is_stuck = not process.wait(deadline - time.monotonic())
             if is_stuck:
                 process.kill()
             if is_stuck or process.status:
@@ -216,10 +222,12 @@ class TrackerProcesses:
         return self._failed
 
     def _failure(self, spec: str, is_stuck: bool) -> str:
+        """Return how a tracker failed, and the command that sends the rest."""
         position = _saved(self._run / "track" / f"{folder_of(spec)}.json")
         why = "did not finish"
         if not is_stuck:
-            why = f"failed: {single_line(str(position.get('error') or 'died'), 400)}"
+            error = str(position.get("error") or "died")
+            why = f"failed: {single_line(error, 400)}"
         return (
             f"tracker {spec} {why} after {position.get('rows', 0)} rows; metrics.jsonl has all of "
             f"them, send the rest with: turnwright track {self._run} --to {spec} (see "

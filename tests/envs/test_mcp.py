@@ -453,6 +453,6 @@ def test_its_settings_travel_and_its_sessions_do_not():
 
 def test_a_name_that_cannot_be_a_tool_s_asks_for_another():
     with pytest.raises(ToolSchemaError, match="rename="):
-        tw.mcp_tools(COMMAND).made(
+        tw.mcp_tools(COMMAND).convert(
             [type("T", (), {"name": "a.b", "input_schema": {}, "description": None})()], None
         )

@@ -391,7 +391,7 @@ def test_a_server_s_unusable_schema_names_the_server_and_the_tool():
         ToolSchemaError,
         match=r"MCP server post: tool 'ship': /properties/zip refers to 'https://example",
     ):
-        source.made([Listed()], None)
+        source.convert([Listed()], None)
 
 
 def test_a_server_s_validators_are_made_once():
@@ -400,7 +400,7 @@ def test_a_server_s_validators_are_made_once():
         input_schema = {"type": "object", "properties": {"zip": {"allOf": [TEXT], "title": "Zip"}}}  # noqa: RUF012
 
     source = McpTools("http://x/mcp", "post", "shared", None, "", {}, None, None, {}, 1.0, 1.0)
-    first, second = (source.made([Listed()], None)[0] for _ in range(2))
+    first, second = (source.convert([Listed()], None)[0] for _ in range(2))
     assert first.signature is second.signature
     assert first.schema["function"]["parameters"]["properties"] == {"zip": {"allOf": [TEXT]}}
 
@@ -464,7 +464,7 @@ def test_the_model_reads_the_schema_as_its_author_wrote_it():
         input_schema = parameters
 
     source = McpTools("http://x/mcp", "post", "shared", None, "", {}, None, None, {}, 1.0, 1.0)
-    (tool,) = source.made([Listed()], None)
+    (tool,) = source.convert([Listed()], None)
     shown = tool.schema["function"]["parameters"]
     assert list(shown) == ["properties", "type", "required"]
     assert list(shown["properties"]["zip"]) == ["description", "nullable", "type"]

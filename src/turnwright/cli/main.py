@@ -1,7 +1,9 @@
 """Command line: `turnwright train | eval | rollout | check | init | engines | pack`, and the
 commands that packages add.
 
-Heavy imports are deferred to the commands that need them, so that `turnwright --help` is fast.
+`entry` is the program, `main` one command with its exit status, and `_run` parses its words. What a
+command does is in its own module, named in `COMMANDS`. Heavy imports are deferred to the commands
+that need them, so that `turnwright --help` is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import NoReturn
@@ -38,6 +40,13 @@ COMMANDS = {
     "pack": "turnwright.cli.pack",
 }
 """Commands of the core, and the module of each, which has it as `COMMAND`."""
+
+MOST_NAMED = 3
+"""Most keys of one name that an error names."""
+
+EXIT_S = 3.0
+"""Seconds that threads which user code left running have to end after the command."""
+
 EXAMPLES = """\
 examples:
   turnwright train recipe.toml --train.lr 1e-4     train; any key of the recipe can be overridden
@@ -69,12 +78,14 @@ def build_parser(command: str = "") -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name in [command] if command in COMMANDS else COMMANDS:
-        own: Command = import_module(COMMANDS[name]).COMMAND
-        own.add(subparsers)
+
+    names = [command] if command in COMMANDS else list(COMMANDS)
+    for name in names:
+        core_command: Command = import_module(COMMANDS[name]).COMMAND
+        core_command.add(subparsers)
     if command not in COMMANDS:
-        for added in plugins.importable("commands"):
-            added.add(subparsers)
+        for added_command in plugins.importable("commands"):
+            added_command.add(subparsers)
     return parser
 
 
@@ -82,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 success, 1 failure, 2 user error, 128 + n when
     signal n interrupted it."""
     words = list(sys.argv[1:] if argv is None else argv)
+    is_training = words[:1] == ["train"]
     stop_signals = StopSignals()
     try:
         with _own_warnings_without_source(), _handled(stop_signals):
@@ -94,21 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit.code if isinstance(exit.code, int) else 1
     except KeyboardInterrupt as interrupt:
         status = 128 + (stop_signals.received or signal.SIGINT)
-        hint = (
-            "journaled episodes are kept; resume with --resume RUN"
-            if words[:1] == ["train"]
-            else ""
-        )
-        return _print_error(
-            "; ".join(filter(None, ("interrupted", str(interrupt) or hint))), status=status
-        )
+        hint = str(interrupt)
+        if not hint and is_training:
+            hint = "journaled episodes are kept; resume with --resume RUN"
+        return _print_error(f"interrupted; {hint}" if hint else "interrupted", status=status)
     except BrokenPipeError:
         # The reader (`| head`) closed the pipe. Without a new stdout, Python prints another error
         # when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except ModuleNotFoundError as error:
-        if (missing := missing_training(error)) is None:
+        missing = missing_training(error)
+        if missing is None:
             raise
         return _print_error(str(missing))
     except Exception as error:
@@ -116,12 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not why:
             raise
         place = error.filename if isinstance(error, OSError) and error.filename else "writing"
-        remedy = (
-            "; free space, then resume with --resume RUN"
-            if words[:1] == ["train"]
-            else "; free space and try again"
-        )
-        return _print_error(f"{place}: {why}{remedy}")
+        remedy = "free space and try again"
+        if is_training:
+            remedy = "free space, then resume with --resume RUN"
+        return _print_error(f"{place}: {why}; {remedy}")
 
 
 def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
@@ -130,16 +137,16 @@ def _handled(stop_signals: StopSignals) -> AbstractContextManager[None]:
     Not under torchrun, which ends all its processes at once: one that ended in order would wait for
     the others. Nor in another thread than the main one, which may not handle signals.
     """
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    is_alone = os.environ.get("WORLD_SIZE", "1") == "1"
     in_main_thread = threading.current_thread() is threading.main_thread()
-    return stop_signals.installed() if alone and in_main_thread else nullcontext()
+    return stop_signals.installed() if is_alone and in_main_thread else nullcontext()
 
 
 @contextmanager
 def _own_warnings_without_source() -> Iterator[None]:
-    """Print warnings of this package as `warning: text`, without the line of
-    its code that gave them."""
-    before = warnings.formatwarning
+    """Print warnings of this package as `warning: text`, without the line of its code that gave
+    them."""
+    python_format = warnings.formatwarning
 
     def format(
         message: Warning | str,
@@ -148,17 +155,19 @@ def _own_warnings_without_source() -> Iterator[None]:
         lineno: int,
         line: str | None = None,
     ) -> str:
-        own = filename.startswith(FOLDERS)
-        return f"warning: {message}\n" if own else before(message, category, filename, lineno, line)
+        if filename.startswith(FOLDERS):
+            return f"warning: {message}\n"
+        return python_format(message, category, filename, lineno, line)
 
     warnings.formatwarning = format
     try:
         yield
     finally:
-        warnings.formatwarning = before
+        warnings.formatwarning = python_format
 
 
 def _run(words: list[str]) -> int:
+    """Parse the words and run their command; return its exit status."""
     parser = build_parser(words[0] if words else "")
     if not words:
         parser.print_help(sys.stderr)
@@ -166,32 +175,17 @@ def _run(words: list[str]) -> int:
     if words[0] in ("--version", "version"):
         print(f"turnwright {__version__}")
         return 0
-    commands = next(
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    ).choices
-    names = list(commands)
+    commands = _commands_of(parser)
     if words[0] == "help":
         words = [*words[1:2], "--help"]
-    if words[0].startswith("-") and words[0] not in ("-h", "--help"):
-        command = next((word for word in words if word in names), "COMMAND")
-        raise UsageError(
-            f"unknown option {words[0]} before the command; its options follow it: `turnwright "
-            f"{command} --help`"
-        )
-    if not words[0].startswith("-") and words[0] not in names:
-        if words[0] in plugins.names("commands"):
-            plugins.load("commands", words[0])  # which says what is missing
-        near = difflib.get_close_matches(words[0], [*names, "help", "version"], n=1, cutoff=0.5)
-        hint = (
-            f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
-        )
-        raise UsageError(f"unknown command '{words[0]}'; {hint}")
+    _check_command(words, list(commands))
+
     words, overrides = split_overrides(words)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         raise UsageError(_unknown(commands[words[0]], words[0], unknown[0]))
     if args.command is None:
-        raise UsageError(f"no command; commands are {', '.join(names)}")
+        raise UsageError(f"no command; commands are {', '.join(commands)}")
     if overrides and not args.takes_overrides:
         raise UsageError(
             f"turnwright {args.command} reads no recipe, so {overrides[0]} has no effect; leave it "
@@ -202,8 +196,34 @@ def _run(words: list[str]) -> int:
     return run(args)
 
 
-MOST_NAMED = 3
-"""Most keys of one name that an error names."""
+def _commands_of(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parsers of commands, by name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            commands: Mapping[str, argparse.ArgumentParser] = action.choices
+            return commands
+    raise AssertionError("the parser has commands")
+
+
+def _check_command(words: Sequence[str], names: Sequence[str]) -> None:
+    """Raise `UsageError` unless the first word is a command, or asks for help."""
+    first = words[0]
+    if first.startswith("-"):
+        if first in ("-h", "--help"):
+            return
+        command = next((word for word in words if word in names), "COMMAND")
+        raise UsageError(
+            f"unknown option {first} before the command; its options follow it: `turnwright "
+            f"{command} --help`"
+        )
+    if first in names:
+        return
+
+    if first in plugins.names("commands"):
+        plugins.load("commands", first)  # which says what is missing
+    near = difflib.get_close_matches(first, [*names, "help", "version"], n=1, cutoff=0.5)
+    hint = f"did you mean `turnwright {near[0]}`?" if near else f"commands are {', '.join(names)}"
+    raise UsageError(f"unknown command '{first}'; {hint}")
 
 
 def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
@@ -222,59 +242,56 @@ def _unknown(parser: argparse.ArgumentParser, command: str, word: str) -> str:
     if parser.get_default("takes_overrides"):
         from turnwright.config.fields import keys_by_name
 
-        for key, dotted in keys_by_name().items():
-            flags = [f"--{one.replace('_', '-')}" for one in dotted]
+        for key, dotted_keys in keys_by_name().items():
+            flags = [f"--{dotted.replace('_', '-')}" for dotted in dotted_keys]
             if name not in flags:
                 choices.setdefault(key.replace("_", "-"), flags)
 
-    near = difflib.get_close_matches(
-        name.lstrip("-").replace("_", "-"), list(choices), n=1, cutoff=0.6
-    )
+    wanted = name.lstrip("-").replace("_", "-")
+    near = difflib.get_close_matches(wanted, list(choices), n=1, cutoff=0.6)
     hint = f"see `turnwright {command} --help`"
     if near:
-        found = choices[near[0]]
-        more = f" or {len(found) - MOST_NAMED} others" if len(found) > MOST_NAMED else ""
-        hint = f"did you mean {' or '.join(repr(one) for one in found[:MOST_NAMED])}{more}?"
+        flags = choices[near[0]]
+        named = " or ".join(repr(flag) for flag in flags[:MOST_NAMED])
+        more = f" or {len(flags) - MOST_NAMED} others" if len(flags) > MOST_NAMED else ""
+        hint = f"did you mean {named}{more}?"
     return f"turnwright {command}: unknown option {name}; {hint}"
 
 
 def _print_error(message: str, status: int = 2) -> int:
-    """Print an error in one line, without line breaks and control characters of quoted text,
-    and return the status."""
+    """Print an error in one line, without line breaks and control characters of quoted text, and
+    return the status."""
     line = " ".join(message.split())
-    print(
-        "turnwright: error: " + "".join(c if c.isprintable() else "\ufffd" for c in line),
-        file=sys.stderr,
-    )
+    printable = "".join(char if char.isprintable() else "\ufffd" for char in line)
+    print(f"turnwright: error: {printable}", file=sys.stderr)
     return status
 
 
-EXIT_S = 3.0
-"""Seconds that threads which user code left running have to end after the command."""
-
-
 def entry() -> NoReturn:
-    """Run one command as a process, and end the process with its exit status, whatever
-    threads user code left."""
+    """Run one command as a process, and end the process with its exit status, whatever threads user
+    code left."""
     status = main()
     threading.Thread(target=_end_after, args=(status,), name="turnwright-exit", daemon=True).start()
     sys.exit(status)
 
 
 def _end_after(status: int) -> None:
-    """End the process if Python still waits for other threads; they would keep it for
-    ever, a batch job with it."""
+    """End the process if Python still waits for other threads; they would keep it for ever, a batch
+    job with it."""
     while True:
         time.sleep(EXIT_S)
-        others = [
-            thread for thread in threading.enumerate() if thread is not threading.main_thread()
-        ]
-        if left := [thread.name for thread in others if not thread.daemon and thread.is_alive()]:
+        remaining = []
+        for thread in threading.enumerate():
+            is_other = thread is not threading.main_thread() and not thread.daemon
+            if is_other and thread.is_alive():
+                remaining.append(thread.name)
+        if remaining:
             break
+
     with suppress(Exception):  # a closed stderr
+        names = ", ".join(remaining)
         _print_error(
-            f"ended without waiting for the threads {', '.join(left)}, which user code left running",  # noqa: E501
-            status,
+            f"ended without waiting for the threads {names}, which user code left running", status
         )
         atexit._run_exitfuncs()
         sys.stdout.flush()

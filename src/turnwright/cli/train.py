@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,8 @@ def add_train(subparsers: Any) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, or print the settings."""
-    resolved = requested(args, partial(resolve, training=True) if args.resume is None else _resumed)
+    read = partial(resolve, training=True) if args.resume is None else _resumed
+    resolved = requested(args, read)
     if resolved is None:
         return 0
 
@@ -57,10 +58,11 @@ def run_train(args: argparse.Namespace) -> int:
 
     began = (time.time(), time.process_time())
     import_training()
-    display = make_display(args.display if is_rank_zero() else "none")
-    profiled = args.profile and is_rank_zero()
+    watch = make_display(args.display if is_rank_zero() else "none")
     run_dir = args.resume or Path(resolved.config.out)
-    with closing(ProfileListener(display, run_dir) if profiled else display) as watch:
+    if args.profile and is_rank_zero():
+        watch = ProfileListener(watch, run_dir)
+    with closing(watch):
         run_dir = run_training(resolved, resume=args.resume, watch=watch, began=began)
 
     if is_rank_zero():
@@ -98,14 +100,30 @@ def closing_lines(run_dir: Path, again: str) -> list[str]:
     `again` is the last of the commands.
     """
     from turnwright.display.diagnosis import lines_of_run
-    from turnwright.display.progress import duration
     from turnwright.display.reports import reports_of
-    from turnwright.display.run_data import number, read_run
+    from turnwright.display.run_data import read_run
 
     summary = read_run(run_dir).summary
-    rows: list[tuple[str, str]] = []
+    rows = [*_success_rows(summary), *_other_rows(summary)]
+    rows += [("report", str(path)) for path in reports_of(run_dir, renew=False)]
+    rows += [("diagnosis", line) for line in lines_of_run(run_dir)]
+    commands = [
+        f"turnwright view {run_dir} --open",
+        f"turnwright eval --run {run_dir} --samples 4",
+        again,
+    ]
+    return [
+        *(f"{label:<10} {text}" for label, text in rows),
+        "next:",
+        *(f"  {command}" for command in commands),
+    ]
 
-    # Success before and after, and what it was measured on.
+
+def _success_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return success before and after, and what it was measured on."""
+    from turnwright.display.run_data import number
+
+    rows = []
     for label in ("success", "greedy"):
         before = number(summary.get(f"{label}_before"))
         after = number(summary.get(f"{label}_after"))
@@ -127,7 +145,15 @@ def closing_lines(run_dir: Path, again: str) -> list[str]:
     if rows and n_episodes:
         label, text = rows[0]
         rows[0] = (label, f"{text} reinforcement, on {n_episodes} {kind}")
+    return rows
 
+
+def _other_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what success is compared with, the turns, and the times."""
+    from turnwright.display.progress import duration
+    from turnwright.display.run_data import number
+
+    rows = []
     blind = number(summary.get("success_blind"))
     if blind is not None:
         ci = interval(summary.get("success_blind_ci"))
@@ -135,10 +161,8 @@ def closing_lines(run_dir: Path, again: str) -> list[str]:
     best = number(summary.get("single_turn_best"))
     if best is not None:
         rows.append(("one reply", f"{percent(best)} at best"))
-    turns_before, turns_after = (
-        number(summary.get("turns_before")),
-        number(summary.get("turns_after")),
-    )
+    turns_before = number(summary.get("turns_before"))
+    turns_after = number(summary.get("turns_after"))
     if turns_before is not None and turns_after is not None:
         rows.append(("turns", f"{turns_before:.2f} before, {turns_after:.2f} after"))
 
@@ -149,19 +173,7 @@ def closing_lines(run_dir: Path, again: str) -> list[str]:
             times.append(f"{duration(seconds)} {name}")
     if times:
         rows.append(("time", ", ".join(times)))
-
-    rows += [("report", str(path)) for path in reports_of(run_dir, renew=False)]
-    rows += [("diagnosis", line) for line in lines_of_run(run_dir)]
-    following = [
-        f"turnwright view {run_dir} --open",
-        f"turnwright eval --run {run_dir} --samples 4",
-        again,
-    ]
-    return [
-        *(f"{label:<10} {text}" for label, text in rows),
-        "next:",
-        *(f"  {command}" for command in following),
-    ]
+    return rows
 
 
 def _joined(*texts: str) -> str:

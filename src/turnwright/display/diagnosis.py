@@ -19,32 +19,60 @@ from turnwright.display.run_data import Row, lines_of, mapping, number, pair, re
 from turnwright.display.text import single_line, visible
 from turnwright.records.listeners import EpisodeListener, ProgressListener
 
-LAST = 5  # number of recent training steps that a diagnosis reads
-TIED = 0.9  # minimum share of groups without signal to report ties
-MOSTLY_TIED = 0.5  # minimum share of groups without signal that explains why nothing changes
-TRUNCATED = 0.5  # minimum share of episodes truncated by limits to report truncation
-TOOL_USERS = 0.02  # share of episodes with a call below which the tools count as unused
-# minimum lead of success with images over success with gray ones, unless half
-# the interval is larger
+LAST = 5
+"""Number of recent training steps that a diagnosis reads."""
+
+TIED = 0.9
+"""Minimum share of groups without signal to report ties."""
+
+MOSTLY_TIED = 0.5
+"""Minimum share of groups without signal that explains why nothing changes."""
+
+TRUNCATED = 0.5
+"""Minimum share of episodes truncated by limits to report truncation."""
+
+TOOL_USERS = 0.02
+"""Share of episodes with a call below which the tools count as unused."""
+
 BLIND_MARGIN = 0.05
-MISMATCH_GROWTH = (
-    4.0  # factor over the initial mismatch of trainer and engine that counts as a rise
-)
-MISMATCH_MIN = (
-    1e-4  # mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6
-)
-ENTROPY_LEFT = 0.05  # share of the initial entropy below which exploration has ended
-DOMINATES = 0.95  # share of the spread of all reward parts at which one part dominates
-GATE_EVALS = 2  # number of failed gate evaluations after which the warmup is reported while it runs
-MALFORMED = (
-    0.3  # minimum share of calls that cannot be parsed or are answered by an error to report them
-)
-NOT_CARRIED = 0.3  # minimum lead of success on training tasks over held-out ones to report it
-FEW_TASKS = 8  # number of different held-out tasks below which they stand for few others
-FEW_HELD_OUT = 20  # number of held-out episodes below which success on them means little
-FLAT_STEPS = 20  # number of steps without a change after which it is reported
-NOISE = 0.05  # mean gradient agreement below which gradients count as noise
-UNSOLVED = 0.95  # success at which ties are no fault: the tasks are solved
+"""Minimum lead of success with images over success with gray ones, unless half the interval is
+larger."""
+
+MISMATCH_GROWTH = 4.0
+"""Factor over the initial mismatch of trainer and engine that counts as a rise."""
+
+MISMATCH_MIN = 1e-4
+"""Mean mismatch in nats below which growth is ignored; float32 rounding is about 1e-6."""
+
+ENTROPY_LEFT = 0.05
+"""Share of the initial entropy below which exploration has ended."""
+
+DOMINATES = 0.95
+"""Share of the spread of all reward parts at which one part dominates."""
+
+GATE_EVALS = 2
+"""Number of failed gate evaluations after which the warmup is reported while it runs."""
+
+MALFORMED = 0.3
+"""Minimum share of calls that cannot be parsed or are answered by an error to report them."""
+
+NOT_CARRIED = 0.3
+"""Minimum lead of success on training tasks over held-out ones to report it."""
+
+FEW_TASKS = 8
+"""Number of different held-out tasks below which they stand for few others."""
+
+FEW_HELD_OUT = 20
+"""Number of held-out episodes below which success on them means little."""
+
+FLAT_STEPS = 20
+"""Number of steps without a change after which it is reported."""
+
+NOISE = 0.05
+"""Mean gradient agreement below which gradients count as noise."""
+
+UNSOLVED = 0.95
+"""Success at which ties are no fault: the tasks are solved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +100,17 @@ class DiagnosisInput:
 
 
 def diagnose(rows: Sequence[Row], summary: Mapping[str, Any] | None = None) -> list[Diagnosis]:
-    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the
-    summary of a finished run."""
-    train, gate = (
-        [row for row in rows if row.get("phase") == phase] for phase in ("train", "gate")
-    )
+    """Return all diagnoses of a run, the most informative first, from metrics.jsonl and the summary
+    of a finished run."""
+    train = [row for row in rows if row.get("phase") == "train"]
+    gate = [row for row in rows if row.get("phase") == "gate"]
     read = DiagnosisInput(train, train[-LAST:], gate, summary or {})
-    return [found for diagnosis in DIAGNOSES if (found := diagnosis(read)) is not None]
+    diagnoses = []
+    for diagnosis_of in DIAGNOSES:
+        diagnosis = diagnosis_of(read)
+        if diagnosis is not None:
+            diagnoses.append(diagnosis)
+    return diagnoses
 
 
 def unrewarded(rows: DiagnosisInput) -> Diagnosis | None:
@@ -93,32 +125,29 @@ def unrewarded(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def tied(rows: DiagnosisInput) -> Diagnosis | None:
-    """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the
-    tasks are not solved."""
-    groups, without = _sum(rows.last, "groups"), _sum(rows.last, "groups_no_signal")
+    """All groups tie: `TIED` of the groups in the last `LAST` steps have no signal, and the tasks
+    are not solved."""
     if any(name.startswith("teacher.") for row in rows.last for name in row):
         return None  # a teacher trains such groups
-    if unrewarded(rows) is not None:
+    if len(rows.last) < LAST or unrewarded(rows) is not None:
         return None
-    if (
-        len(rows.last) < LAST
-        or not groups
-        or without / groups < TIED
-        or _mean(rows.last, "success") >= UNSOLVED
-    ):
+    groups = _sum(rows.last, "groups")
+    without_signal = _sum(rows.last, "groups_no_signal")
+    if not groups or without_signal / groups < TIED:
         return None
-    solved, unsolved = _sum(rows.last, "groups_solved"), _sum(rows.last, "groups_unsolved")
-    easy = solved > unsolved
-    which = "mostly all succeed" if easy else "mostly none succeeds"
-    remedy = (
-        "Use harder tasks."
-        if easy
-        else "Use easier tasks, demonstrations (warmup.demos) or intermediate rewards."
-    )
+    if _mean(rows.last, "success") >= UNSOLVED:
+        return None
+
+    if _sum(rows.last, "groups_solved") > _sum(rows.last, "groups_unsolved"):
+        which = "mostly all succeed"
+        remedy = "Use harder tasks."
+    else:
+        which = "mostly none succeeds"
+        remedy = "Use easier tasks, demonstrations (warmup.demos) or intermediate rewards."
     return Diagnosis(
         "all groups tie",
-        f"In {without:.0f} of {groups:.0f} groups of the last {LAST} steps all episodes had the "
-        f"same reward ({which}), so nothing was learned from them.",
+        f"In {without_signal:.0f} of {groups:.0f} groups of the last {LAST} steps all episodes had "
+        f"the same reward ({which}), so nothing was learned from them.",
         f"{remedy} Larger groups (rollout.group_size) tie less often.",
     )
 
@@ -188,12 +217,13 @@ def blind(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
-    """Mismatch rises: above `MISMATCH_MIN` and `MISMATCH_GROWTH` times the mean of
-    the first `LAST` steps."""
-    known = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
-    if len(known) < 2 * LAST:
+    """Mismatch rises: above `MISMATCH_MIN` and `MISMATCH_GROWTH` times the mean of the first `LAST`
+    steps."""
+    measured = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
+    if len(measured) < 2 * LAST:
         return None
-    first, last = _mean(known[:LAST], "mismatch_mean"), _mean(known[-LAST:], "mismatch_mean")
+    first = _mean(measured[:LAST], "mismatch_mean")
+    last = _mean(measured[-LAST:], "mismatch_mean")
     if last < MISMATCH_MIN or last < MISMATCH_GROWTH * first:
         return None
     return Diagnosis(
@@ -414,16 +444,18 @@ def _unchanged(rows: DiagnosisInput) -> tuple[float, float] | None:
     if len(rows.train) < FLAT_STEPS:
         return None
     recent = rows.train[-FLAT_STEPS:]
-    halves = recent[: FLAT_STEPS // 2], recent[FLAT_STEPS // 2 :]
-    before, after = (_mean(half, "success") for half in halves)
-    episodes = max(_mean(recent, "trajectories") * len(halves[0]), 1.0)
+    half = FLAT_STEPS // 2
+    before = _mean(recent[:half], "success")
+    after = _mean(recent[half:], "success")
+
+    # Two standard errors of the difference of two rates.
+    episodes = max(_mean(recent, "trajectories") * half, 1.0)
     chance = 2 * (2 * max(before * (1 - before), 0.01) / episodes) ** 0.5
-    changed = (
-        max(before, after) >= UNSOLVED
-        or after - before > chance
-        or not _sum(recent, "trajectories")
-    )
-    return None if changed else (before, after)
+    is_solved = max(before, after) >= UNSOLVED
+    has_risen = after - before > chance
+    if is_solved or has_risen or not _sum(recent, "trajectories"):
+        return None
+    return before, after
 
 
 DIAGNOSES = (
@@ -451,8 +483,13 @@ def _sum(rows: Sequence[Row], name: str) -> float:
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
-    known = [value for row in rows if (value := number(row.get(name))) is not None]
-    return sum(known) / len(known) if known else 0.0
+    """Return the mean of a column over the rows that have it; 0 without any."""
+    values = []
+    for row in rows:
+        value = number(row.get(name))
+        if value is not None:
+            values.append(value)
+    return sum(values) / len(values) if values else 0.0
 
 
 FILE = "sanity.jsonl"

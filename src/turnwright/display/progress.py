@@ -31,21 +31,30 @@ from turnwright.errors import UsageError
 from turnwright.records.listeners import NullListener, ProgressListener
 
 P = ParamSpec("P")
+
 FILE = "profile.json"
-MIN_SHARE = 1e-3  # share of an episode below which one of its phases is left out
-MAX_BUFFERED = 20_000  # maximum number of buffered events
+
+MIN_SHARE = 1e-3
+"""Share of an episode below which one of its phases is left out."""
+
+MAX_BUFFERED = 20_000
+"""Maximum number of buffered events."""
+
+SPARKLINE_VALUES = 40
+"""Last values that a sparkline shows."""
+
 TRACKS = ("phase", "step", "waiting for", "episodes, summed")
 
 
 class ProfileListener(ProgressListener):
-    """Forwards everything to another listener, and appends an event for each phase, step and
-    wait to RUN/profile.json.
+    """Forwards everything to another listener, and appends an event for each phase, step and wait
+    to RUN/profile.json.
 
-    Times are wall-clock microseconds since the profile started. Within a training step,
-    `rollout` and `train` have their measured lengths and end with the step. Seconds spent by
-    the step's episodes are counters, summed although episodes overlap. Each episode is an
-    asynchronous span with its phases below it. Write errors are ignored. The closing bracket is
-    written last, as the format allows.
+    Times are wall-clock microseconds since the profile started. Within a training step, `rollout`
+    and `train` have their measured lengths and end with the step. Seconds spent by the step's
+    episodes are counters, summed although episodes overlap. Each episode is an asynchronous span
+    with its phases below it. Write errors are ignored. The closing bracket is written last, as the
+    format allows.
     """
 
     def __init__(
@@ -70,38 +79,31 @@ class ProfileListener(ProgressListener):
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
         with suppress(Exception):  # malformed metrics
             now = self._clock()
-            train, rollout = number(figures.get("train_s")), number(figures.get("rollout_s"))
-            if train is not None and rollout is not None:
-                args = {
-                    name: value
-                    for name, value in figures.items()
-                    if isinstance(value, (int, float))
-                }
-                self._span("step", f"rollout {done}", now - train - rollout, now - train, {})
-                self._span("step", f"train {done}", now - train, now, args)
-            spent = figures.get("seconds")
-            if isinstance(spent, Mapping):
-                sums = {
-                    str(name): number(row.get("sum")) or 0.0
-                    for name, row in spent.items()
-                    if isinstance(row, Mapping)
-                }
-                self._add(
-                    {
-                        "ph": "C",
-                        "pid": 1,
-                        "tid": 4,
-                        "name": TRACKS[3],
-                        "ts": self._at(now),
-                        "args": sums,
-                    }
-                )
+            train_s = number(figures.get("train_s"))
+            rollout_s = number(figures.get("rollout_s"))
+            if train_s is not None and rollout_s is not None:
+                args = {}
+                for name, value in figures.items():
+                    if isinstance(value, (int, float)):
+                        args[name] = value
+                train_start = now - train_s
+                self._span("step", f"rollout {done}", train_start - rollout_s, train_start, {})
+                self._span("step", f"train {done}", train_start, now, args)
+
+            seconds = figures.get("seconds")
+            if isinstance(seconds, Mapping):
+                sums = {}
+                for name, row in seconds.items():
+                    if isinstance(row, Mapping):
+                        sums[str(name)] = number(row.get("sum")) or 0.0
+                event = {"ph": "C", "pid": 1, "tid": 4, "name": TRACKS[3], "ts": self._at(now)}
+                self._add({**event, "args": sums})
             self._write()
         self._watch.progress(done, figures)
 
     def waiting(self, what: str) -> None:
-        """End a wait, and maybe start another; the count of finished episodes is
-        not part of its name."""
+        """End a wait, and maybe start another; the count of finished episodes is not part of its
+        name."""
         self._next("waiting for", "episodes" if " episodes; " in what else what)
         self._watch.waiting(what)
 
@@ -185,6 +187,7 @@ class ProfileListener(ProgressListener):
 
 
 _BARS = "▁▂▃▄▅▆▇█"
+
 # Displayed metrics, in order: key of metrics.jsonl, label, formatter.
 _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("loss", "loss", "{:.3g}".format),
@@ -228,42 +231,43 @@ class ProgressState:
 
     def update(self, done: int, figures: Mapping[str, Any]) -> None:
         """Set the number of finished units and the latest metrics."""
-        advanced = int(done) > self.done
+        has_advanced = int(done) > self.done
         self.done = int(done)
         for key, value in figures.items():
-            if (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and math.isfinite(value)
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and math.isfinite(value):
                 self.figures[key] = float(value)
-                if key in self.series and advanced:
+                if key in self.series and has_advanced:
                     self.series[key].append(float(value))
         stops = figures.get("stops")
         if isinstance(stops, Mapping):
-            self.stops = Counter(
-                {single_line(str(name), 24): int(count) for name, count in stops.items()}
-            )
-        # At most one mark per half second, so that 32 of them cover enough time
-        # for a steady estimate.
-        if advanced and (self.clock() - self._marks[-1][0] >= 0.5 or len(self._marks) == 1):
-            self._marks.append((self.clock(), self.done))
+            counts = {single_line(str(name), 24): int(count) for name, count in stops.items()}
+            self.stops = Counter(counts)
+
+        # At most one mark per half second, so that 32 of them cover enough time for a steady
+        # estimate.
+        if has_advanced:
+            last_mark, _ = self._marks[-1]
+            if self.clock() - last_mark >= 0.5 or len(self._marks) == 1:
+                self._marks.append((self.clock(), self.done))
 
     def wait(self, what: str) -> None:
         """Set what the run is waiting for."""
         text = single_line(str(what), 100)
         if text != self.waiting:
-            self.waiting, self.waiting_since = text, self.clock()
+            self.waiting = text
+            self.waiting_since = self.clock()
 
     def left_s(self) -> float | None:
         """Return the remaining seconds of the phase at the recent pace, or None if unknown."""
         if not self.total or not 0 < self.done < self.total:
             return None
         since, done = self._marks[0]
-        elapsed, advanced = self.clock() - since, self.done - done
-        return (
-            elapsed / advanced * (self.total - self.done) if advanced > 0 and elapsed > 0 else None
-        )
+        elapsed = self.clock() - since
+        advanced = self.done - done
+        if advanced <= 0 or elapsed <= 0:
+            return None
+        return elapsed / advanced * (self.total - self.done)
 
 
 def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -272,14 +276,27 @@ def figure_text(figures: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: list[float]) -> str:
-    """Render the last 40 values as a row of bars between their minimum and maximum."""
-    values = [value for value in values[-40:] if math.isfinite(value)]
-    if not values:
+    """Render the last `SPARKLINE_VALUES` values as a row of bars between their minimum and maximum.
+
+    Example::
+
+        >>> sparkline([0.0, 0.25, 0.5, 1.0])
+        '▁▃▅█'
+    """
+    finite = [value for value in values[-SPARKLINE_VALUES:] if math.isfinite(value)]
+    if not finite:
         return ""
-    low, high = min(values), max(values)
+    low = min(finite)
+    high = max(finite)
     if high == low:
-        return _BARS[3] * len(values)
-    return "".join(_BARS[min(7, int(8 * (value - low) / (high - low)))] for value in values)
+        return _BARS[3] * len(finite)
+
+    highest_bar = len(_BARS) - 1
+    bars = []
+    for value in finite:
+        height = int(len(_BARS) * (value - low) / (high - low))
+        bars.append(_BARS[min(highest_bar, height)])
+    return "".join(bars)
 
 
 def duration(seconds: float) -> str:
@@ -295,10 +312,19 @@ def duration(seconds: float) -> str:
 
 
 def amount(value: float) -> str:
-    """Format a count: 840, 12.3k, 4.1M."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.1f}{letter}"
+    """Format a count: 840, 12.3k, 4.1M.
+
+    Example::
+
+        >>> amount(840), amount(12_300), amount(4_100_000)
+        ('840', '12.3k', '4.1M')
+    """
+    if abs(value) >= 1e9:
+        return f"{value / 1e9:.1f}G"
+    if abs(value) >= 1e6:
+        return f"{value / 1e6:.1f}M"
+    if abs(value) >= 1e4:
+        return f"{value / 1e3:.1f}k"
     return f"{value:.0f}"
 
 
@@ -307,22 +333,18 @@ def make_display(mode: str = "auto", *, stream: TextIO | None = None) -> Progres
     results can be piped."""
     stream = sys.stderr if stream is None else stream
     if mode == "auto":
-        dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
-        mode = "rich" if stream.isatty() and not dumb else "plain"
+        is_dumb = os.environ.get("TERM", "") in ("", "dumb") or bool(os.environ.get("CI"))
+        mode = "rich" if stream.isatty() and not is_dumb else "plain"
     if mode not in ("rich", "plain", "none"):
         raise UsageError(f"display {mode!r}: write auto, rich, plain or none")
-    return (
-        NullListener()
-        if mode == "none"
-        else PlainDisplay(stream)
-        if mode == "plain"
-        else RichDisplay(stream)
-    )
+    if mode == "none":
+        return NullListener()
+    return PlainDisplay(stream) if mode == "plain" else RichDisplay(stream)
 
 
 def _never_raises(method: Callable[P, None]) -> Callable[P, None]:
-    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric,
-    must not stop the run."""
+    """Suppress exceptions of a display: a closed pipe or terminal, or a malformed metric, must not
+    stop the run."""
 
     @wraps(method)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -349,31 +371,23 @@ class PlainDisplay(ProgressListener):
     @_never_raises
     def phase(self, name: str, total: int, unit: str) -> None:
         self._flush()
-        self._state.begin(name, total, unit)
+        state = self._state
+        state.begin(name, total, unit)
         self._printed_done = -1
-        self._print(
-            f"{self._state.phase}: {self._state.total} {self._state.unit}"
-            if self._state.total
-            else self._state.phase
-        )
+        self._print(f"{state.phase}: {state.total} {state.unit}" if state.total else state.phase)
 
     @_never_raises
     def progress(self, done: int, figures: Mapping[str, Any]) -> None:
-        self._state.update(done, figures)
-        last = 0 < self._state.total <= self._state.done
-        if (
-            last and self._printed_done != self._state.done
-        ) or self._clock() - self._printed_at >= self._every_s:
+        state = self._state
+        state.update(done, figures)
+        is_last = 0 < state.total <= state.done and self._printed_done != state.done
+        if is_last or self._is_due():
             self._print_figures()
 
     @_never_raises
     def waiting(self, what: str) -> None:
         self._state.wait(what)
-        if (
-            what
-            and what != self._printed_waiting
-            and self._clock() - self._printed_at >= self._every_s
-        ):
+        if what and what != self._printed_waiting and self._is_due():
             self._printed_waiting = what
             self._print(f"{self._state.phase}: waiting for {self._state.waiting}")
 
@@ -385,6 +399,10 @@ class PlainDisplay(ProgressListener):
     def close(self) -> None:
         self._flush()
 
+    def _is_due(self) -> bool:
+        """Return whether the next line may be printed."""
+        return self._clock() - self._printed_at >= self._every_s
+
     def _flush(self) -> None:
         if self._state.done > 0 and self._printed_done != self._state.done:
             self._print_figures()
@@ -392,19 +410,16 @@ class PlainDisplay(ProgressListener):
     def _print_figures(self) -> None:
         state = self._state
         self._printed_done = state.done
-        of = f"/{state.total}" if state.total else ""
-        parts = [f"{state.phase} {state.done}{of} {state.unit}".strip()]
+        of_total = f"/{state.total}" if state.total else ""
+        parts = [f"{state.phase} {state.done}{of_total} {state.unit}".strip()]
         parts += [f"{label} {text}" for label, text in figure_text(state.figures)]
         if state.stops:
             total = state.stops.total() or 1
-            parts.append(
-                "stops "
-                + " ".join(
-                    f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)
-                )
-            )
-        if (left := state.left_s()) is not None:
-            parts.append(f"{duration(left)} left")
+            shares = [f"{name} {100 * n / total:.0f}%" for name, n in state.stops.most_common(3)]
+            parts.append(f"stops {' '.join(shares)}")
+        left_s = state.left_s()
+        if left_s is not None:
+            parts.append(f"{duration(left_s)} left")
         self._print("  ".join(parts))
 
     def _print(self, line: str) -> None:
@@ -453,9 +468,11 @@ class RichDisplay(ProgressListener):
     @_never_raises
     def close(self) -> None:
         self._print_result()
-        notes, self._state.notes = list(self._state.notes), self._state.notes.__class__(maxlen=5)
-        if self._live is not None:
-            live, self._live = self._live, None
+        notes = list(self._state.notes)
+        self._state.notes = deque(maxlen=5)  # a new one: the drawing thread may read the last
+        live = self._live
+        self._live = None
+        if live is not None:
             live.stop()
         for note in notes:
             self._console.print(Text(note), soft_wrap=True)
@@ -481,51 +498,24 @@ class RichDisplay(ProgressListener):
             return Text(f"display: {type(error).__name__}")
 
     def _draw(self) -> RenderableType:
+        """Return the panel."""
         state = self._state
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_column(ratio=1)
-        head.add_column(justify="right", no_wrap=True)
-        of = f" of {state.total}" if state.total else ""
-        left = state.left_s()
-        times = f"{duration(state.clock() - state.phase_started)}" + (
-            f", {duration(left)} left" if left is not None else ""
-        )
-        total, color = state.total or None, "cyan"
-        bar = ProgressBar(
-            total,
-            state.done,
-            pulse=total is None,
-            complete_style=color,
-            finished_style="green",
-            pulse_style=color,
-        )
-        head.add_row(bar, Text(times, "dim"))
-        figures = Table.grid(padding=(0, 2))
-        rest = Text()
-        for label, value in figure_text(dict(state.figures)):
-            if state.series.get(label):
-                figures.add_row(
-                    Text(label, "dim"),
-                    Text(value, "bold"),
-                    Text(sparkline(list(state.series[label])), "cyan"),
-                )
-            else:
-                rest.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
-        title = Text.assemble((state.phase, "bold"), f"  {state.done}{of} {state.unit}")
-        rows: list[RenderableType] = [title, head, figures, rest]
+        of_total = f" of {state.total}" if state.total else ""
+        title = Text.assemble((state.phase, "bold"), f"  {state.done}{of_total} {state.unit}")
+        rows: list[RenderableType] = [title, self._bar_and_times(), *self._figure_rows()]
         if state.stops:
             counts = state.stops.most_common(6)
             total = sum(count for _, count in counts) or 1
-            shares = (
-                Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold"))
-                for name, count in counts
-            )
-            rows.append(Text.assemble(("stops  ", "dim"), *shares))
+            line = Text.assemble(("stops  ", "dim"))
+            for name, count in counts:
+                line.append_text(Text.assemble(name, (f" {100 * count / total:.0f}%  ", "bold")))
+            rows.append(line)
         if state.waiting:
-            for_s = state.clock() - state.waiting_since
-            since = f" ({duration(for_s)})" if for_s >= 2 else ""
+            waited_s = state.clock() - state.waiting_since
+            since = f" ({duration(waited_s)})" if waited_s >= 2 else ""
             rows.append(Text.assemble(("waiting for ", "yellow"), state.waiting, (since, "dim")))
-        rows += [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in list(state.notes)]
+        for note in list(state.notes):
+            rows.append(Text(note, "dim", no_wrap=True, overflow="ellipsis"))
         return Panel(
             Group(*rows),
             title=Text("turnwright"),
@@ -533,3 +523,40 @@ class RichDisplay(ProgressListener):
             border_style="dim",
             width=min(100, self._console.width),
         )
+
+    def _bar_and_times(self) -> Table:
+        """Return the progress bar, beside the time that has passed and that is left."""
+        state = self._state
+        times = duration(state.clock() - state.phase_started)
+        left_s = state.left_s()
+        if left_s is not None:
+            times += f", {duration(left_s)} left"
+
+        total = state.total or None  # unknown: the bar pulses
+        bar = ProgressBar(
+            total,
+            state.done,
+            pulse=total is None,
+            complete_style="cyan",
+            finished_style="green",
+            pulse_style="cyan",
+        )
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(bar, Text(times, "dim"))
+        return grid
+
+    def _figure_rows(self) -> list[RenderableType]:
+        """Return the metrics with a sparkline, each in a row, and the others in one line."""
+        state = self._state
+        with_sparkline = Table.grid(padding=(0, 2))
+        others = Text()
+        for label, value in figure_text(dict(state.figures)):
+            series = state.series.get(label)
+            if series:
+                bars = Text(sparkline(list(series)), "cyan")
+                with_sparkline.add_row(Text(label, "dim"), Text(value, "bold"), bars)
+            else:
+                others.append_text(Text.assemble((label, "dim"), " ", (value, "bold"), "   "))
+        return [with_sparkline, others]

@@ -1,4 +1,8 @@
-"""Check an environment without a model, before training with it."""
+"""Check an environment without a model, before training with it.
+
+`check_env` plays its tasks with scripted players; `_check` has the checks in order, each a function
+that returns findings. What a recipe's settings need is checked in `training/self_checks.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,9 +47,22 @@ MISTAKES = (
 )
 """Replies of an untrained model; an environment must respond to each without raising."""
 
-_LEAK_EPISODES = 4  # episodes played before leaked resources are counted
+_LEAK_EPISODES = 4
+"""Episodes played before leaked resources are counted."""
 
-_TASKS = 200  # tasks per split compared with each other
+_TASKS = 200
+"""Tasks per split compared with each other."""
+
+_MANY = 4000
+"""Training tasks that a run of the recipe of `turnwright init` asks for."""
+
+MANY_HANG = (
+    "A run asks for a task for each group of each step and for each demonstration. Where there "
+    "are fewer different ones, return fewer: a loop that waits for more never ends."
+)
+
+CALL_S = Limits().env_s
+"""Seconds that a call of the environment may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +81,42 @@ class EnvFinding:
     @property
     def text(self) -> str:
         """The finding as one line."""
-        head = "warning: " if self.severity == "warning" else ""
-        return f"{head}{self.message}" + (f" {self.remedy}" if self.remedy else "")
+        text = f"warning: {self.message}" if self.severity == "warning" else self.message
+        return f"{text} {self.remedy}" if self.remedy else text
 
 
-_ok, _note, _warning, _error = (
-    partial(EnvFinding, severity) for severity in ("ok", "note", "warning", "error")
-)
-
-
-CALL_S = Limits().env_s
-"""Seconds that a call of the environment may take."""
+_ok = partial(EnvFinding, "ok")
+_note = partial(EnvFinding, "note")
+_warning = partial(EnvFinding, "warning")
+_error = partial(EnvFinding, "error")
 
 
 def check_env(spec: EnvSpec, *, n: int = 16, seed: int = 0, made: int = _TASKS) -> list[EnvFinding]:
     """Play `n` of `made` tasks per split with scripted players and report faults; never raises for
-    one of the environment."""
+    one of the environment.
+
+    Example::
+
+        >>> from turnwright.envs.resolve import resolve_env
+        >>> for finding in check_env(resolve_env("calculator"), n=4, made=20):
+        ...     print(finding.text)
+        20 training and 20 held-out tasks have nothing in common.
+        1 tool schema is valid: calculator.
+        6 invalid replies are handled, none rewarded.
+        Two concurrent episodes do not affect each other.
+        The solver has the reward 1 on 8 tasks, in 2.0 turns on average.
+    """
     findings: list[EnvFinding] = []
     try:
         run(_check(spec, n, seed, made, findings))
     except CallHangs as error:  # the next checks would wait for the same
-        findings.append(_from_env(error))
+        findings.append(_finding_of(error))
     return list(dict.fromkeys(findings))
 
 
 def check_first_row(spec: EnvSpec) -> None:
-    """Read the first training task, and make its environment where that alone
-    shows whether it can be used.
+    """Read the first training task, and make its environment where that alone shows whether it can
+    be used.
 
     Raises:
         TaskError: for a row that is no task.
@@ -111,100 +137,99 @@ def check_first_row(spec: EnvSpec) -> None:
 
 
 async def _check(spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]) -> None:
+    """Append the findings of all checks; raise `CallHangs` where a call of the environment does."""
     tasks = await _check_tasks(spec, n, seed, made, findings)
     if spec.factory is None:
-        findings.append(
-            _note(
-                f"{spec.name} is a play function; only its tasks are checked.",
-                "Play it with a ScriptedEngine.",
-            )
-        )
+        message = f"{spec.name} is a play function; only its tasks are checked."
+        findings.append(_note(message, "Play it with a ScriptedEngine."))
         return
     if not tasks:
         return
+
     if isinstance(spec.factory, ToolEnvFactory) and spec.factory.needs_rewards_of_calls:
         findings.append(_warning(f"It is {NO_REWARD}."))
     contents = [content_key(task) for task in tasks]
-    checks: Sequence[Callable[..., Awaitable[list[EnvFinding]]]] = (
-        _check_factory,
-        _check_opening,
-        _check_mistakes,
-    )
-    for check in checks:
-        findings += await check(spec, tasks)
+    findings += await _check_factory(spec)
+    findings += await _check_opening(spec, tasks)
+    findings += await _check_mistakes(spec, tasks)
+
+    # After an error, the other checks would repeat it.
     if not any(finding.severity == "error" for finding in findings):
-        # The next checks would repeat the error.
         findings += await _check_release(spec, tasks)
         findings += await _check_isolation(spec, tasks, seed)
         findings += await _check_gold(spec, tasks, seed)
+
     if contents != [content_key(task) for task in tasks]:
-        findings.append(
-            _error(
-                "Playing changes the task, which all episodes of its group share.",
-                "Copy what you change.",
-            )
-        )
+        message = "Playing changes the task, which all episodes of its group share."
+        findings.append(_error(message, "Copy what you change."))
 
 
 async def _check_tasks(
     spec: EnvSpec, n: int, seed: int, made: int, findings: list[EnvFinding]
 ) -> list[Task]:
-    sides: dict[str, list[Task]] = {}
+    """Check that both splits can be read and have nothing in common; return the first tasks of
+    each."""
+    tasks: dict[str, list[Task]] = {}
     for split in ("train", "eval"):
-        asked = made
+        size = made
         try:
-            sides[split] = await call_within(CALL_S, spec.tasks, split, asked, seed)
-            if split == "train":
-                asked = max(made, _MANY)
-                await call_within(CALL_S, spec.tasks, split, asked, seed)
+            tasks[split] = await call_within(CALL_S, spec.tasks, split, size, seed)
+            if split == "train":  # as many as a run asks for
+                size = max(made, _MANY)
+                await call_within(CALL_S, spec.tasks, split, size, seed)
         except CallHangs:
-            hangs = f"tasks({split!r}, {asked}, {seed}) did not return within {CALL_S:g} s."
-            findings.append(_error(hangs, MANY_HANG))
+            message = f"tasks({split!r}, {size}, {seed}) did not return within {CALL_S:g} s."
+            findings.append(_error(message, MANY_HANG))
             return []
         except UsageError as error:
             findings.append(_error(f"Cannot load the {split} tasks: {error}."))
         except Exception as error:
-            findings.append(
-                _error(f"tasks({split!r}, {asked}, {seed}) raised {_describe_error(error)}.")
-            )
-    if len(sides) < 2:
-        return sides.get("train", [])[:n]
-    repeated = _repeated(sides["train"]) or _repeated(sides["eval"])
-    if repeated is not None:
-        findings.append(
-            _error(f"The task id {repeated} is given twice in a split.", "Yield each task once.")
-        )
+            message = f"tasks({split!r}, {size}, {seed}) raised {_describe_error(error)}."
+            findings.append(_error(message))
+    if len(tasks) < 2:
+        return tasks.get("train", [])[:n]
+
+    train = tasks["train"]
+    held_out = tasks["eval"]
+    repeated_id = _repeated_id(train)
+    if not repeated_id:
+        repeated_id = _repeated_id(held_out)
+    if repeated_id is not None:
+        message = f"The task id {repeated_id} is given twice in a split."
+        findings.append(_error(message, "Yield each task once."))
+
     try:
-        check_disjoint(sides["train"], sides["eval"])
+        check_disjoint(train, held_out)
     except UsageError as error:
         findings.append(_error(f"Training and held-out tasks overlap: {error}."))
     else:
-        counts = f"{len(sides['train'])} training and {len(sides['eval'])} held-out tasks"
-        none = _warning(
-            "There are no held-out tasks.", "Give at least 5 tasks, or eval tasks of their own."
-        )
-        findings.append(_ok(f"{counts} have nothing in common.") if sides["eval"] else none)
-    return sides["train"][:n] + sides["eval"][:n]
+        if held_out:
+            counts = f"{len(train)} training and {len(held_out)} held-out tasks"
+            findings.append(_ok(f"{counts} have nothing in common."))
+        else:
+            remedy = "Give at least 5 tasks, or eval tasks of their own."
+            findings.append(_warning("There are no held-out tasks.", remedy))
+    return train[:n] + held_out[:n]
 
 
-MANY_HANG = (
-    "A run asks for a task for each group of each step and for each demonstration. Where there "
-    "are fewer different ones, return fewer: a loop that waits for more never ends."
-)
-_MANY = 4000  # training tasks that a run of the recipe of `init` asks for
-
-
-def _repeated(tasks: Sequence[Task]) -> str | None:
+def _repeated_id(tasks: Sequence[Task]) -> str | None:
+    """Return the first id that a second task has too; None where each has its own."""
     seen: set[str] = set()
-    return next((task.id for task in tasks if task.id in seen or seen.add(task.id)), None)  # type: ignore[func-returns-value]
+    for task in tasks:
+        if task.id in seen:
+            return task.id
+        seen.add(task.id)
+    return None
 
 
-async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
-    assert spec.factory is not None
-    first, second = spec.factory(), spec.factory()
+async def _check_factory(spec: EnvSpec) -> list[EnvFinding]:
+    """Check that the factory makes new environments, which can be closed without a reset."""
+    first = _make(spec)
+    second = _make(spec)
     if first is second:
         message = "The factory gives the same environment twice."
         return [_error(message, "Make a new one per call: an episode must own its state.")]
+
     for env in (first, second):
         try:
             await call_within(CALL_S, env.close)
@@ -214,41 +239,35 @@ async def _check_factory(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
             message = (
                 f"close raised {_describe_error(error)} on an environment that was never reset."
             )
-            return [
-                _warning(
-                    message, "It is always called, also after a failed reset: close what is open."
-                )
-            ]
+            remedy = "It is always called, also after a failed reset: close what is open."
+            return [_warning(message, remedy)]
     return []
 
 
 async def _check_opening(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check the opening messages and the tools of the first task."""
-    env = _make(spec)
-    runner = ScriptedRunner(
-        env, tasks[0], lambda messages, rng: "", random.Random(0), call_s=CALL_S
-    )
-    opened = await _attempt(runner.open(), f"task {tasks[0].id}")
-    closed = await _attempt(runner.close(), f"task {tasks[0].id}")
+    task = tasks[0]
+    runner = ScriptedRunner(_make(spec), task, _silent, random.Random(0), call_s=CALL_S)
+    opened = await _attempt(runner.open(), f"task {task.id}")
+    closed = await _attempt(runner.close(), f"task {task.id}")
     if isinstance(opened, EnvFinding):
         return [opened]
-    findings = [closed] if isinstance(closed, EnvFinding) else []
-    problems = [problem for tool in runner.played.tools for problem in _schema_problems(tool)]
-    names = [_name(tool) for tool in runner.played.tools]
-    problems += [
-        f"two tools are called {name!r}" for name in dict.fromkeys(names) if names.count(name) > 1
-    ]
-    findings += [
-        _error(f"A tool schema is wrong: {problem}.", "See OpenAI's function calling.")
-        for problem in problems
-    ]
+    findings = []
+    if isinstance(closed, EnvFinding):
+        findings.append(closed)
+
+    tools = runner.played.tools
+    names = [_name(tool) for tool in tools]
+    problems = [problem for tool in tools for problem in _schema_problems(tool)]
+    for name in dict.fromkeys(names):
+        if names.count(name) > 1:
+            problems.append(f"two tools are called {name!r}")
+    for problem in problems:
+        message = f"A tool schema is wrong: {problem}."
+        findings.append(_error(message, "See OpenAI's function calling."))
     if names and not problems:
-        findings.append(
-            _ok(
-                f"{len(names)} tool schema{'s are' if len(names) > 1 else ' is'} valid: "
-                f"{', '.join(names)}."
-            )
-        )
+        are_valid = "schemas are" if len(names) > 1 else "schema is"
+        findings.append(_ok(f"{len(names)} tool {are_valid} valid: {', '.join(names)}."))
     return findings
 
 
@@ -256,38 +275,46 @@ async def _check_release(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFindin
     """Check that stateful tools are released and that episodes leak no resources."""
     env = _make(spec)
     instances = env.instances if isinstance(env, ToolEnv) else []
-    runner = ScriptedRunner(
-        env, tasks[0], lambda messages, rng: "", random.Random(0), call_s=CALL_S
-    )
-    opened = await _attempt(runner.open(), f"task {tasks[0].id}")
+    task = tasks[0]
+    runner = ScriptedRunner(env, task, _silent, random.Random(0), call_s=CALL_S)
+    opened = await _attempt(runner.open(), f"task {task.id}")
     names = [instance.name for instance in instances]
     for _ in range(2):  # closing again must not release again
-        closed = await _attempt(runner.close(), f"task {tasks[0].id}")
+        closed = await _attempt(runner.close(), f"task {task.id}")
         if isinstance(closed, EnvFinding):
             return [closed]
     if isinstance(opened, EnvFinding):
         return [opened]
-    before = open_resources()  # one-time resources exist by now
+
+    # Resources that are opened once exist by now; what each episode opens must be closed.
+    resources_before = open_resources()
     for number in range(_LEAK_EPISODES):
-        played = await _play(
-            spec, tasks[number % len(tasks)], lambda messages, rng: "?", "the reply '?'", turns=1
-        )
+        task = tasks[number % len(tasks)]
+        played = await _play(spec, task, partial(_always, "?"), "the reply '?'", turns=1)
         if isinstance(played, EnvFinding):
             return [played]
-    grown = {key: after - before.get(key, after) for key, after in open_resources().items()}
-    left = [f"{count} {key}" for key, count in grown.items() if count >= _LEAK_EPISODES]
-    if left:
-        message = f"{_LEAK_EPISODES} episodes leak {' and '.join(left)}."
+    leaks = []
+    for name, count in open_resources().items():
+        leaked = count - resources_before.get(name, count)
+        if leaked >= _LEAK_EPISODES:
+            leaks.append(f"{leaked} {name}")
+
+    if leaks:
+        message = f"{_LEAK_EPISODES} episodes leak {' and '.join(leaks)}."
         return [_warning(message, "Release them in close, or in a tool's release.")]
-    return [_ok(f"Stateful tools are created and released: {', '.join(names)}.")] if names else []
+    if names:
+        return [_ok(f"Stateful tools are created and released: {', '.join(names)}.")]
+    return []
 
 
 def _name(tool: Any) -> str:
+    """Return the name that a tool's schema gives it; `?` without one."""
     body = tool.get("function") if isinstance(tool, Mapping) else None
     return str(body.get("name")) if isinstance(body, Mapping) else "?"
 
 
 def _schema_problems(tool: Any) -> Iterator[str]:
+    """Yield what is wrong with a tool's schema."""
     try:
         json.dumps(tool)
     except (TypeError, ValueError) as error:
@@ -301,14 +328,16 @@ def _schema_problems(tool: Any) -> Iterator[str]:
     if not isinstance(name, str) or not name:
         yield "its function has no name"
         return
+
     parameters = body.get("parameters", {"type": "object", "properties": {}})
     if not isinstance(parameters, Mapping) or parameters.get("type") != "object":
         yield f"the parameters of {name!r} are not of type object"
         return
     properties = parameters.get("properties", {})
-    if not isinstance(properties, Mapping) or not all(
+    has_schemas = isinstance(properties, Mapping) and all(
         isinstance(schema, Mapping) for schema in properties.values()
-    ):
+    )
+    if not has_schemas:
         yield f"the properties of {name!r} are not schemas"
         return
     for key in parameters.get("required", ()):
@@ -321,68 +350,75 @@ def _always(reply: str, messages: object, rng: object) -> str:
     return reply
 
 
+_silent: Speak = partial(_always, "")
+
+
 async def _check_mistakes(spec: EnvSpec, tasks: Sequence[Task]) -> list[EnvFinding]:
     """Check that replies of an untrained model are handled and not rewarded."""
     findings: dict[str, EnvFinding] = {}
-    times = Counter[str]()
+    replies_by_fault = Counter[str]()
     for number, reply in enumerate(MISTAKES):
         task = tasks[number % len(tasks)]
-        text = repr(reply if len(reply) < 40 else reply[:20] + "...")
-        played = await _play(spec, task, partial(_always, reply), f"the reply {text}", turns=3)
+        shown = repr(reply if len(reply) < 40 else reply[:20] + "...")
+        played = await _play(spec, task, partial(_always, reply), f"the reply {shown}", turns=3)
         if isinstance(played, EnvFinding):
             fault = _fault(played.message)
             findings.setdefault(fault, played)
-            times[fault] += 1
-        elif (played.trajectory.reward or 0.0) >= 1.0 and reply != str(task.answer):
-            message = f"The reply {text} has the reward {played.trajectory.reward}."
+            replies_by_fault[fault] += 1
+            continue
+        reward = played.trajectory.reward
+        if reward is not None and reward >= 1.0 and reply != str(task.answer):
+            message = f"The reply {shown} has the reward {reward}."
             findings[reply] = _warning(message, "Check whether the reward is too easy to obtain.")
-    for fault, count in times.items():
+
+    for fault, count in replies_by_fault.items():
         if count > 1:
-            found = findings[fault]
-            findings[fault] = replace(
-                found, message=f"{found.message} So do {count - 1} other replies."
-            )
-    return list(findings.values()) or [
-        _ok(f"{len(MISTAKES)} invalid replies are handled, none rewarded.")
-    ]
+            finding = findings[fault]
+            message = f"{finding.message} So do {count - 1} other replies."
+            findings[fault] = replace(finding, message=message)
+    if findings:
+        return list(findings.values())
+    return [_ok(f"{len(MISTAKES)} invalid replies are handled, none rewarded.")]
 
 
 def _fault(message: str) -> str:
     """Return what messages about one fault have in common: an exception and its place, whatever its
     text quotes of a reply."""
     raised = re.search(r"raised (\w+).* \(([^()]+:\d+)\) on ", message, re.DOTALL)
-    return f"{raised[1]} at {raised[2]}" if raised else re.split(r"[ (]on ", message)[0]
+    if raised:
+        return f"{raised[1]} at {raised[2]}"
+    return re.split(r"[ (]on ", message)[0]
 
 
 async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
-    """Check that concurrent episodes equal sequential ones, and that playing changes
-    neither task nor class."""
-    first, second = tasks[0], tasks[1 % len(tasks)]
-    player = spec.solver or spec.demonstrator or (lambda messages, rng: "?")
-    before = _class_state(_make(spec))
+    """Check that concurrent episodes equal sequential ones, and that playing changes neither task
+    nor class."""
+    first = tasks[0]
+    second = tasks[1 % len(tasks)]
+    player = spec.solver or spec.demonstrator or partial(_always, "?")
+    state_before = _class_state(_make(spec))
     alone: list[list[Any]] = []
     for task in (first, second, first, second):
-        played = await _play(spec, task, player, f"task {task.id}", seed=seed, turns=_turns(spec))
+        played = await _play(
+            spec, task, player, f"task {task.id}", seed=seed, turns=_max_turns(spec)
+        )
         if isinstance(played, EnvFinding):
             return [played]
         alone.append(_history(played))
+
     findings: list[EnvFinding] = []
     if alone[:2] != alone[2:]:
         message = "The same task, seed and replies give different results when played again."
-        findings.append(
-            _warning(
-                message,
-                "Draw from random.Random(seed) with reset's seed; keep no state between episodes.",
-            )
-        )
+        remedy = "Draw from random.Random(seed) with reset's seed; keep no state between episodes."
+        findings.append(_warning(message, remedy))
     elif await _interleaved(spec, (first, second), player, seed) != alone[:2]:
         message = "Two concurrent episodes differ from each alone: they share state."
-        findings.append(
-            _error(message, "Keep state on self, set in reset; not on the class or the module.")
-        )
-    if changed := [
-        key for key, state in _class_state(_make(spec)).items() if before.get(key) != state
-    ]:
+        remedy = "Keep state on self, set in reset; not on the class or the module."
+        findings.append(_error(message, remedy))
+
+    state_after = _class_state(_make(spec))
+    changed = [name for name, value in state_after.items() if state_before.get(name) != value]
+    if changed:
         message = (
             f"Playing changes the class attribute {', '.join(changed)}, which all episodes share."
         )
@@ -392,39 +428,41 @@ async def _check_isolation(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> l
 
 def _class_state(env: Env) -> dict[str, str]:
     """Return the repr of each class attribute of an environment that is not a function."""
+    descriptors = (staticmethod, classmethod, property)
     state: dict[str, str] = {}
     for owner in type(env).__mro__[:-1]:
-        if owner.__module__ != Env.__module__:
-            for key, value in vars(owner).items():
-                plain = not callable(value) and not isinstance(
-                    value, (staticmethod, classmethod, property)
-                )
-                if plain and not key.startswith(("__", "_abc_")):
-                    state.setdefault(key, repr(value))
+        if owner.__module__ == Env.__module__:
+            continue
+        for name, value in vars(owner).items():
+            is_data = not callable(value) and not isinstance(value, descriptors)
+            if is_data and not name.startswith(("__", "_abc_")):
+                state.setdefault(name, repr(value))
     return state
 
 
 async def _interleaved(
     spec: EnvSpec, tasks: Sequence[Task], player: Speak, seed: int
 ) -> list[list[Any]] | None:
-    runners = [
-        ScriptedRunner(
+    """Play tasks turn by turn at the same time, and return their histories; None where that
+    raises."""
+    runners = []
+    for task in tasks:
+        runner = ScriptedRunner(
             _make(spec),
             task,
             player,
             random.Random(seed),
-            turns=_turns(spec),
+            turns=_max_turns(spec),
             seed=seed,
             call_s=CALL_S,
         )
-        for task in tasks
-    ]
+        runners.append(runner)
     try:
         for runner in runners:
             await runner.open()
-        going = list(runners)
-        while going:
-            going = [runner for runner in going if await runner.turn()]
+        unfinished = list(runners)
+        while unfinished:
+            unfinished = [runner for runner in unfinished if await runner.turn()]
         return [_history(await runner.finish()) for runner in runners]
     except Exception:  # it succeeded when played alone
         return None
@@ -434,68 +472,56 @@ async def _interleaved(
 
 
 def _history(played: ScriptedEpisode) -> list[Any]:
-    turns = [(turn.messages, turn.reply, turn.reward) for turn in played.trajectory.turns]
-    return [turns, played.trajectory.reward, played.trajectory.stop, played.trajectory.final]
+    """Return what an episode did, to compare it with another."""
+    trajectory = played.trajectory
+    turns = [(turn.messages, turn.reply, turn.reward) for turn in trajectory.turns]
+    return [turns, trajectory.reward, trajectory.stop, trajectory.final]
 
 
 async def _check_gold(spec: EnvSpec, tasks: Sequence[Task], seed: int) -> list[EnvFinding]:
     """Check that the solver, or else the gold answer as the only reply, earns the reward 1."""
     if spec.solver is None and all(task.answer is None for task in tasks):
-        return [
-            _note(
-                "It is unknown whether success is possible.",
-                "Give the class a solver(messages, rng) -> str.",
-            )
-        ]
+        remedy = "Give the class a solver(messages, rng) -> str."
+        return [_note("It is unknown whether success is possible.", remedy)]
+
     who = "The solver" if spec.solver is not None else "The gold answer as the only reply"
-    total, missed = 0, list[str]()
+    replies = 0
+    missed: list[str] = []
     for number, task in enumerate(tasks):
-        answer = str(task.answer)
-        player = spec.solver or (lambda messages, rng, answer=answer: answer)  # type: ignore[misc]
+        player = spec.solver or partial(_always, str(task.answer))
         played = await _play(
-            spec, task, player, f"task {task.id}", seed=seed + number, turns=_turns(spec)
+            spec, task, player, f"task {task.id}", seed=seed + number, turns=_max_turns(spec)
         )
         if isinstance(played, EnvFinding):
             return [played]
-        reward, stop = played.trajectory.reward, played.trajectory.stop
+        replies += len(played.replies)
+
+        reward = played.trajectory.reward
         if reward is None or reward < 1.0 - 1e-9:
             message = (
                 f"{who} has the reward {reward} on task {task.id} after {len(played.replies)} "
-                f"turns ({stop}), not 1."
+                f"turns ({played.trajectory.stop}), not 1."
             )
             if spec.solver is None:
-                return [
-                    _warning(
-                        message,
-                        "If more than the answer is needed, give a solver(messages, rng) -> str.",
-                    )
-                ]
+                remedy = "If more than the answer is needed, give a solver(messages, rng) -> str."
+                return [_warning(message, remedy)]
             missed.append(message)
-        total += len(played.replies)
+
     if 2 * len(missed) > len(tasks):
         return [_error(missed[0], "Correct the reward or the solver; a reward of 1 is success.")]
     if missed:
-        message = (
-            f"{who} has the reward 1 on {len(tasks) - len(missed)} of {len(tasks)} tasks. "
-            f"{missed[0]}"
-        )
-        return [
-            _warning(
-                message,
-                "If chance decides that, training can reach no more; else correct one of the two.",
-            )
-        ]
-    return [
-        _ok(
-            f"{who} has the reward 1 on {len(tasks)} tasks, in {total / len(tasks):.1f} turns on "
-            "average."
-        )
-    ]
+        solved = len(tasks) - len(missed)
+        message = f"{who} has the reward 1 on {solved} of {len(tasks)} tasks. {missed[0]}"
+        remedy = "If chance decides that, training can reach no more; else correct one of the two."
+        return [_warning(message, remedy)]
+    turns = f"{replies / len(tasks):.1f} turns on average"
+    return [_ok(f"{who} has the reward 1 on {len(tasks)} tasks, in {turns}.")]
 
 
 async def _play(
     spec: EnvSpec, task: Task, player: Speak, on: str, *, seed: int = 0, turns: int = 8
 ) -> ScriptedEpisode | EnvFinding:
+    """Play one episode; return it, or a finding about the exception that ended it."""
     runner = ScriptedRunner(
         _make(spec), task, player, random.Random(seed), turns=turns, seed=seed, call_s=CALL_S
     )
@@ -503,41 +529,46 @@ async def _play(
 
 
 async def _attempt(work: Awaitable[T], on: str) -> T | EnvFinding:
-    """Return the result, or a finding about the exception."""
+    """Return the result, or a finding about the exception; raise `CallHangs`."""
     try:
         return await work
     except EnvError as error:
         error.add_note(f"on {on}")
         if isinstance(error, CallHangs):
             raise
-        return _from_env(error)
+        return _finding_of(error)
     except Exception as error:
         phase = next(iter(getattr(error, "__notes__", [])), "step")
         if phase == "player":
-            return _error(
-                f"The solver raised {_describe_error(error)} on {on}.",
-                "It receives only the model's messages.",
+            message = f"The solver raised {_describe_error(error)} on {on}."
+            return _error(message, "It receives only the model's messages.")
+        remedy = ""
+        if phase == "step":
+            remedy = (
+                "A mistake of the model is an observation: return it, or raise tw.InvalidAction."
             )
-        remedy = (
-            "A mistake of the model is an observation: return it, or raise tw.InvalidAction."
-            if phase == "step"
-            else ""
-        )
         return _error(f"{phase} raised {_describe_error(error)} on {on}.", remedy)
 
 
-def _from_env(error: EnvError) -> EnvFinding:
+def _finding_of(error: EnvError) -> EnvFinding:
     """Return the finding about an error, on what its note names."""
-    on = next(
-        (f" ({note})" for note in getattr(error, "__notes__", []) if note.startswith("on ")), ""
-    )
-    return _error(f"{str(error)[:1].upper()}{str(error)[1:]}{on}.")
+    message = str(error)
+    message = message[:1].upper() + message[1:]
+    for note in getattr(error, "__notes__", []):
+        if note.startswith("on "):
+            return _error(f"{message} ({note}).")
+    return _error(f"{message}.")
 
 
 def _describe_error(error: BaseException) -> str:
-    lines, place = str(error).splitlines(), user_location(error)
-    text = f"{type(error).__name__}: {lines[0][:120]}" if lines else type(error).__name__
+    """Describe an exception of user code in one line: what it raised, what was probably meant, and
+    where."""
+    text = type(error).__name__
+    lines = str(error).splitlines()
+    if lines:
+        text += f": {lines[0][:120]}"
     text += likely_name(error)
+    place = user_location(error)
     return f"{text} ({Path(place).name})" if place else text
 
 
@@ -546,5 +577,5 @@ def _make(spec: EnvSpec) -> Env:
     return spec.factory()
 
 
-def _turns(spec: EnvSpec) -> int:
+def _max_turns(spec: EnvSpec) -> int:
     return spec.max_turns or 16

@@ -1,4 +1,9 @@
-"""User code of other frameworks: what an adapter receives, and how adapters are found."""
+"""User code of other frameworks: what an adapter receives, and how adapters are found.
+
+A package adds a framework by an entry point of the group `turnwright.frameworks` (see
+`plugins.py`), which is a `Framework`. `adapt` asks their adapters in turn about an object that is
+no environment of ours.
+"""
 
 from __future__ import annotations
 
@@ -72,8 +77,8 @@ class Framework:
 @cache
 def framework(name: str) -> Framework:
     """Return a framework by its name."""
-    made: Framework = plugins.load("frameworks", name)
-    return made
+    loaded: Framework = plugins.load("frameworks", name)
+    return loaded
 
 
 def load_registered(name: str, id: str) -> Any:
@@ -82,31 +87,34 @@ def load_registered(name: str, id: str) -> Any:
     Raises:
         ConfigError: for an unknown id, or a framework without a registry.
     """
-    found = framework(name)
-    if found.find is None:
+    registry = framework(name)
+    if registry.find is None:
         raise ConfigError(
             f"{name}:{id}: {name} has no registry; write file.py:Name or package.module:Name"
         )
-    made = found.find(id) if id else None
-    if made is None:
-        if found.package and find_spec(found.package.replace("-", "_")) is None:
-            raise ConfigError(
-                f"{name}:{id}: {name} has no {id!r}, and {found.package} is not installed; pip "
-                f"install {found.package}"
-            )
-        known = list(found.ids()) if found.ids is not None else []
-        near = did_you_mean(id, known, 0.6) or f"it has {len(known)} ids" + (
-            ", such as " + ", ".join(known[:8])
-        ) * bool(known)
-        raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {near}")
-    return made
+    registered = registry.find(id) if id else None
+    if registered is not None:
+        return registered
+
+    if registry.package and find_spec(registry.package.replace("-", "_")) is None:
+        raise ConfigError(
+            f"{name}:{id}: {name} has no {id!r}, and {registry.package} is not installed; pip "
+            f"install {registry.package}"
+        )
+    ids = list(registry.ids()) if registry.ids is not None else []
+    hint = did_you_mean(id, ids, 0.6)
+    if not hint:
+        hint = f"it has {len(ids)} ids"
+        if ids:
+            hint += ", such as " + ", ".join(ids[:8])
+    raise ConfigError(f"{name}:{id}: {name} has no {id!r}; {hint}")
 
 
 def adapters() -> Iterator[Adapter]:
     """Yield the adapters that recognize objects, in order of their frameworks' names."""
-    for known in plugins.importable("frameworks"):
-        if known.recognizes:
-            yield known.adapt
+    for installed in plugins.importable("frameworks"):
+        if installed.recognizes:
+            yield installed.adapt
 
 
 def adapt(found: ForeignObject) -> Any:
@@ -114,22 +122,24 @@ def adapt(found: ForeignObject) -> Any:
     if isinstance(found.target, Registered):
         refuse_faithful(found)
         return framework(found.target.framework).adapt(found)
-    made = (adapter(found) for adapter in adapters())
-    return next((one for one in made if one is not None), None)
+    for adapter in adapters():
+        adapted = adapter(found)
+        if adapted is not None:
+            return adapted
+    return None
 
 
 def adapt_group_filter(
     function: Callable[..., Any],
 ) -> Callable[[Sequence[Trajectory]], Any] | None:
-    """Return a function of a group's trajectories for a filter of an installed framework;
-    None where none knows it."""
-    filters = [
-        known.group_filter
-        for known in plugins.importable("frameworks")
-        if known.group_filter is not None
-    ]
-    adapted = (as_filter(function) for as_filter in filters)
-    return next((one for one in adapted if one is not None), None)
+    """Return a function of a group's trajectories for a filter of an installed framework; None
+    where none knows it."""
+    filters = [installed.group_filter for installed in plugins.importable("frameworks")]
+    for as_filter in filters:
+        adapted = None if as_filter is None else as_filter(function)
+        if adapted is not None:
+            return adapted  # type: ignore[no-any-return]
+    return None
 
 
 def refuse_faithful(found: ForeignObject) -> None:
@@ -141,21 +151,21 @@ def refuse_faithful(found: ForeignObject) -> None:
 
 
 def import_object(name: str, where: str, near: Path | None = None) -> Any:
-    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the
-    package lacks the module.
+    """Import `package.module:Name` or `package.module.Name`; a stand-in of ours where the package
+    lacks the module.
 
-    A module of the user's own is found around `near`, a file of theirs, and around the
-    files that recipes name.
+    A module of the user's own is found around `near`, a file of theirs, and around the files that
+    recipes name.
     """
-    module, _, attribute = name.rpartition(":" if ":" in name else ".")
-    if not module:
+    module_name, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module_name:
         raise ConfigError(f"{where}: {name!r} names no module; write package.module.Name")
     try:
-        found = import_foreign(module, near, attribute)
+        module = import_foreign(module_name, near, attribute)
     except Exception as error:
         raise ConfigError(
             f"{where}: {name} cannot be imported ({type(error).__name__}: {error})"
         ) from error
-    if not hasattr(found, attribute):
-        raise ConfigError(f"{where}: the module {module} has no {attribute!r}")
-    return getattr(found, attribute)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{where}: the module {module_name} has no {attribute!r}")
+    return getattr(module, attribute)

@@ -1,4 +1,8 @@
-"""Gymnasium environments."""
+"""Gymnasium environments: a reply is parsed to an action, an observation becomes a message.
+
+`gym_env` returns a factory; `GymEnv.step` is a turn. What an action and an observation are by
+default is in `_parser` and `GymEnv._show`.
+"""
 
 from __future__ import annotations
 
@@ -20,22 +24,35 @@ from turnwright.errors import ConfigError, EnvError, InvalidAction
 from turnwright.types import Image, Messages, Task, as_messages
 
 SEEDS = 1 << 31
+"""Number of seeds of Gymnasium's environments, from 0."""
+
+ParseAction = Callable[[str], Any]
+"""Maps a reply's text to an action of the space; raises `InvalidAction` (or ValueError) for other
+text."""
+
+ShowObservation = Callable[[Any, Any], Messages]
+"""Maps (observation, Gymnasium environment) to messages for the model."""
+
+_HIGHLIGHTED = re.compile(r"\x1b\[4[0-7]m(.*?)\x1b\[0?m", re.DOTALL)
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_WORD = re.compile(r"(?<![\w.-])[\w-]+(?![\w-]|\.\w)")
 
 
 def seed_of(task: Task) -> int:
-    """Return the environment seed of a task: its `info["seed"]`, else a hash of its
-    id from 0 to 2**31 - 1."""
-    given = task.info.get("seed")
-    if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
-        return given
+    """Return the environment seed of a task: its `info["seed"]`, else a hash of its id from 0 to
+    2**31 - 1."""
+    seed = task.info.get("seed")
+    if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
+        return seed
     return int.from_bytes(blake2b(task.id.encode(), digest_size=8).digest(), "big") % SEEDS
 
 
 def seeded_tasks(split: str, n: int, seed: int) -> list[Task]:
-    """Return `n` tasks, one per seed, by default 1000: even seeds for
-    training, odd seeds held out."""
-    drawn = random.Random(f"{split} {seed}").sample(range(SEEDS // 2), n or 1000)
-    return [Task(info={"seed": 2 * number + (split != "train")}) for number in drawn]
+    """Return `n` tasks, one per seed, by default 1000: even seeds for training, odd seeds held
+    out."""
+    numbers = random.Random(f"{split} {seed}").sample(range(SEEDS // 2), n or 1000)
+    is_held_out = split != "train"
+    return [Task(info={"seed": 2 * number + is_held_out}) for number in numbers]
 
 
 @contextmanager
@@ -47,17 +64,6 @@ def model_mistakes() -> Iterator[None]:
         raise
     except ValueError as error:
         raise InvalidAction(str(error) or "that is no action") from error
-
-
-ParseAction = Callable[[str], Any]
-"""Maps a reply's text to an action of the space; raises `InvalidAction` (or
-ValueError) for other text."""
-ShowObservation = Callable[[Any, Any], Messages]
-"""Maps (observation, Gymnasium environment) to messages for the model."""
-
-_HIGHLIGHTED = re.compile(r"\x1b\[4[0-7]m(.*?)\x1b\[0?m", re.DOTALL)
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_WORD = re.compile(r"(?<![\w.-])[\w-]+(?![\w-]|\.\w)")
 
 
 def gym_env(
@@ -112,9 +118,20 @@ def gym_env(
         gymnasium.spec(id)
     except gymnasium.error.Error as error:
         raise ConfigError(f"gym_env({id!r}): {error}") from error
-    tasks = seeded_tasks if tasks is None else tasks
-    own = (id, action, observation, tuple(actions or ()), make)
-    return GymEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, *own)
+
+    return GymEnvFactory(
+        system=system,
+        max_turns=max_turns,
+        tasks=seeded_tasks if tasks is None else tasks,
+        solver=solver,
+        demonstrator=demonstrator,
+        single_turn_best=single_turn_best,
+        id=id,
+        parse=action,
+        show=observation,
+        actions=tuple(actions or ()),
+        make=make,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,66 +163,67 @@ class GymEnv(Env):
         self._gym_env: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
-        """Make and reset Gymnasium's environment; return the task's messages and
-        the first observation."""
+        """Make and reset Gymnasium's environment; return the task's messages and the first
+        observation."""
+        factory = self._factory
         gymnasium: Any = importlib.import_module("gymnasium")
-        self._gym_env = gymnasium.make(self._factory.id, **self._factory.make)
+        self._gym_env = gymnasium.make(factory.id, **factory.make)
         observation, _ = self._gym_env.reset(seed=seed_of(task))
-        self._read = self._factory.parse or _parser(
-            self._gym_env.action_space, self._factory.actions, self._factory.id
+
+        self._parse = factory.parse or _parser(
+            self._gym_env.action_space, factory.actions, factory.id
         )
-        return [
-            *self._factory.opening(task.messages),
-            *as_messages(self._observation_message(observation)),
-        ]
+        opening = factory.opening(task.messages)
+        return [*opening, *as_messages(self._show(observation))]
 
     def step(self, action: Action) -> Step:
         """Take the action of a reply; `terminated` and `truncated` are Gymnasium's."""
         with model_mistakes():
-            chosen = self._read(action.text)
+            chosen = self._parse(action.text)
         if not self._gym_env.action_space.contains(chosen):
             raise InvalidAction(
                 f"{chosen!r} is no action; actions are {self._gym_env.action_space}"
             )
         observation, reward, terminated, truncated, info = self._gym_env.step(chosen)
-        # Arrays are dropped from the record.
-        values = {str(key): scalar(value) for key, value in info.items()}
-        plain = {
-            key: value
-            for key, value in values.items()
-            if value is None or isinstance(value, (bool, int, float, str))
-        }
-        return Step(self._observation_message(observation), reward, terminated, truncated, plain)
+
+        # The record keeps plain values; arrays are left out of it.
+        plain_info = {}
+        for key, value in info.items():
+            plain = scalar(value)
+            if plain is None or isinstance(plain, (bool, int, float, str)):
+                plain_info[str(key)] = plain
+        return Step(self._show(observation), reward, terminated, truncated, plain_info)
 
     def close(self) -> None:
         if self._gym_env is not None:
             self._gym_env.close()
 
-    def _observation_message(self, observation: Any) -> Any:
+    def _show(self, observation: Any) -> Any:
+        """Return the message of an observation, by `observation=` or by default."""
         if self._factory.show is not None:
             return self._factory.show(observation, self._gym_env)
         if self._gym_env.render_mode == "rgb_array":
             return Image(self._gym_env.render(), alt=_words(observation))
+
         shape: tuple[int, ...] = getattr(observation, "shape", ())
-        if (
-            len(shape) == 3
-            and shape[2] in (3, 4)
-            and str(getattr(observation, "dtype", "")) == "uint8"
-        ):
-            # pixels.
+        has_pixels = len(shape) == 3 and shape[2] in (3, 4)
+        if has_pixels and str(getattr(observation, "dtype", "")) == "uint8":
             return Image(observation)
+
         if self._gym_env.render_mode == "ansi":
-            drawn = self._gym_env.render()
-            return _ESCAPES.sub(
-                "", _HIGHLIGHTED.sub(r"[\1]", drawn if isinstance(drawn, str) else "".join(drawn))
-            ).strip("\n")
-        if (words := _words(observation)) is not None:
-            return words
-        kind = type(observation).__name__
-        raise EnvError(
-            f"gym_env({self._factory.id!r}): its observations are {kind}, which have no default "
-            "text; give observation=a function of (observation, env)"
-        )
+            drawing = self._gym_env.render()
+            text = drawing if isinstance(drawing, str) else "".join(drawing)
+            text = _HIGHLIGHTED.sub(r"[\1]", text)
+            return _ESCAPES.sub("", text).strip("\n")
+
+        words = _words(observation)
+        if words is None:
+            raise EnvError(
+                f"gym_env({self._factory.id!r}): its observations are "
+                f"{type(observation).__name__}, which have no default text; give observation=a "
+                "function of (observation, env)"
+            )
+        return words
 
 
 def _words(observation: Any) -> str | None:
@@ -217,6 +235,10 @@ def _words(observation: Any) -> str | None:
 
 
 def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
+    """Return the default parser of replies for an action space.
+
+    Raises `EnvError` for a space without a default, or the wrong number of names.
+    """
     kind = type(space).__name__
     if kind == "Text" and not names:
         return lambda text: text
@@ -225,26 +247,30 @@ def _parser(space: Any, names: Sequence[str], id: str) -> ParseAction:
             f"gym_env({id!r}): its actions are {space}; give action=a function from a reply's text "
             "to one of them"
         )
-    first, count = int(space.start), int(space.n)
+    first = int(space.start)
+    count = int(space.n)
     if names and len(names) != count:
         raise EnvError(
             f"gym_env({id!r}): actions= has {len(names)} names, and the space has {count} actions; "
             "name each"
         )
-    known = {str(first + number): first + number for number in range(count)}
-    known |= {name.casefold(): first + number for number, name in enumerate(names)}
-    wanted = (
-        f"one of {', '.join(names)}" if names else f"a number from {first} to {first + count - 1}"
-    )
 
-    def read(text: str) -> int:
+    action_of = {str(number): number for number in range(first, first + count)}
+    for number, name in enumerate(names, first):
+        action_of[name.casefold()] = number
+    if names:
+        wanted = f"one of {', '.join(names)}"
+    else:
+        wanted = f"a number from {first} to {first + count - 1}"
+
+    def parse(text: str) -> int:
         """Parse the complete reply, or else its last word that is an action."""
         reply = text.strip().casefold()
-        if reply in known:
-            return known[reply]
-        found = [known[word] for word in _WORD.findall(reply) if word in known]
-        if not found:
-            raise InvalidAction(f"Say {wanted}.")
-        return found[-1]
+        if reply in action_of:
+            return action_of[reply]
+        for word in reversed(_WORD.findall(reply)):
+            if word in action_of:
+                return action_of[word]
+        raise InvalidAction(f"Say {wanted}.")
 
-    return read
+    return parse

@@ -1,5 +1,10 @@
-"""Resolve built-in names, `file.py:Name`, `package.module:Name`, `framework:id` and
-objects to an `EnvSpec`."""
+"""Resolve built-in names, `file.py:Name`, `package.module:Name`, `framework:id` and objects to an
+`EnvSpec`.
+
+`resolve_env` reads an `[[env]]` section: `load_object` finds what it names, `as_env_spec` makes the
+specification. Objects of other libraries are converted in `foreign.py`; the tasks are read in
+`tasks.py`.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +52,14 @@ _FOREIGN_ARGUMENTS = frozenset(
         "data_source",
     ]
 )
-"""First arguments of asynchronous functions of other frameworks that no adapter
-takes, such as rewards."""
+"""First arguments of asynchronous functions of other frameworks that no adapter takes, such as
+rewards."""
 
 _TRAINERS = ("GRPOTrainer", "AsyncGRPOTrainer", "RLOOTrainer")
 """Trainers of TRL, whose scripts are played by what they give them."""
+
 ENV_ATTRIBUTES = ("solver", "demonstrator", "single_turn_best", "max_turns", "group_reward")
+"""Hooks that a specification has under the same name."""
 
 
 def resolve_env(
@@ -67,27 +74,38 @@ def resolve_env(
 
     Raises:
         ConfigError: for a wrong name, file or argument; one line with the remedy.
+
+    Example::
+
+        >>> env_spec = resolve_env("calculator")
+        >>> [task] = env_spec.tasks("train", n=1)
+        >>> task.messages[0].content, task.answer
+        ('(57 + 56) * 27 = ?', '3051')
     """
     if isinstance(config, str):
         config = EnvConfig(use=config)
     base = Path(base)
-    named = None if play is None else load_object(play, base=base)
-    if named is not None:
-        _check_play(named, play or "")
-    target = load_object(config.use, base=base) if config.use else named
+
+    play_function = None
+    if play is not None:
+        play_function = load_object(play, base=base)
+    if play_function is not None:
+        _check_play(play_function, play or "")
+    target = load_object(config.use, base=base) if config.use else play_function
     if target is None:
         raise ConfigError(
             "[[env]] names no environment; give use = a built-in name or file.py:Name"
         )
+
     spec = as_env_spec(
         target,
         name=config.name or config.use or play or "",
         where=config.use or play or "",
         args=config.args,
         weight=config.weight,
-        tasks=None if config.tasks is None else _source(config.tasks, base),
-        eval_tasks=None if config.eval_tasks is None else _source(config.eval_tasks, base),
-        play=named,
+        tasks=None if config.tasks is None else _load_source(config.tasks, base),
+        eval_tasks=None if config.eval_tasks is None else _load_source(config.eval_tasks, base),
+        play=play_function,
         return_multi_modal_inputs=config.return_multi_modal_inputs,
         columns=config.columns,
         media_root=None if config.media_root is None else base / config.media_root,
@@ -113,8 +131,8 @@ def as_env_spec(
     base: Path | str = ".",
     faithful: bool = False,
 ) -> EnvSpec:
-    """Convert an Env class, a factory or an agent function to an `EnvSpec`;
-    return an `EnvSpec` unchanged.
+    """Convert an Env class, a factory or an agent function to an `EnvSpec`; return an `EnvSpec`
+    unchanged.
 
     Objects of other libraries are converted by installed packages, see `turnwright.envs.foreign`.
 
@@ -129,13 +147,19 @@ def as_env_spec(
     if isinstance(target, EnvSpec):
         return target
     where = where or getattr(target, "__name__", None) or type(target).__name__
-    found, adapted = ForeignObject(target, where, dict(args or {}), Path(base), faithful), None
+
+    # An adapter consumes the arguments.
+    foreign = ForeignObject(target, where, dict(args or {}), Path(base), faithful)
+    adapted = None
     if not (inspect.isclass(target) and issubclass(target, Env)):
-        adapted = adapt(found)
+        adapted = adapt(foreign)
     if adapted is None:
-        refuse_faithful(found)
+        refuse_faithful(foreign)
     else:
-        target, args = adapted, {}
+        target = adapted
+        args = {}
+
+    # A play function has no hook but its tasks.
     if _is_play(target):
         if args:
             raise ConfigError(
@@ -143,21 +167,23 @@ def as_env_spec(
             )
         if adapted is None:
             _check_play(target, where)
-        given = tasks if tasks is not None else getattr(target, "tasks", None)
+        train_tasks = tasks if tasks is not None else getattr(target, "tasks", None)
         source = make_task_source(
-            given, eval_tasks, where, return_multi_modal_inputs, columns, media_root
+            train_tasks, eval_tasks, where, return_multi_modal_inputs, columns, media_root
         )
         return EnvSpec(name or where, None, target, source, weight=weight)
+
     factory = _factory(target, dict(args or {}), where)
     prototype = _prototype(factory, where)
 
     def hook(key: str) -> Any:
-        owned = None if inspect.isclass(target) else getattr(target, key, None)
-        return owned if owned is not None else getattr(prototype, key, None)
+        # Of a class, the hook of an instance: it may read the constructor's arguments.
+        of_factory = None if inspect.isclass(target) else getattr(target, key, None)
+        return of_factory if of_factory is not None else getattr(prototype, key, None)
 
-    given = tasks if tasks is not None else hook("tasks")
+    train_tasks = tasks if tasks is not None else hook("tasks")
     source = make_task_source(
-        given, eval_tasks, name or where, return_multi_modal_inputs, columns, media_root
+        train_tasks, eval_tasks, name or where, return_multi_modal_inputs, columns, media_root
     )
     hooks = {key: hook(key) for key in ENV_ATTRIBUTES}
     return EnvSpec(
@@ -166,36 +192,48 @@ def as_env_spec(
 
 
 def load_object(use: str, *, base: Path | str = ".") -> Any:
-    """Load a built-in environment by name, `file.py:Name`, `package.module:Name`, or
-    `framework:id` of its registry."""
+    """Load a built-in environment by name, `file.py:Name`, `package.module:Name`, or `framework:id`
+    of its registry.
+
+    Raises:
+        ConfigError: where there is no such object.
+    """
     if use == PROGRAM:
         return Registered(PROGRAM, "")
     if ".py" not in use and ":" not in use:
-        from turnwright.envs.builtin import BUILTIN
+        return _load_named_env(use)
 
-        if use in BUILTIN:
-            return BUILTIN[use]
-        if use in plugins.names("environments"):
-            return plugins.load("environments", use)
-        near = did_you_mean(use, [*BUILTIN, *plugins.names("environments")], 0.6)
-        near += " " * bool(near)
-        raise ConfigError(
-            f"unknown environment {use!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name"
-        )
     prefix, _, id = use.partition(":")
     if prefix in frameworks():
         return load_registered(prefix, id)
+
     path, _, name = use.rpartition(":")
     if use.endswith((".py", ".py:")):
         raise ConfigError(f"{use}: which name of the file? Write {use.rstrip(':')}:Name")
     if not path.endswith(".py"):
         return _of_module(path, name, use, Path(base))
+
     module = load_user_module(Path(base) / path, path)
     if not hasattr(module, name):
-        raise ConfigError(
-            f"{path} has no {name!r}; {_inside(module, name) or _known_names(module, name)}"
-        )
+        hint = _where_inside(module, name) or _known_names(module, name)
+        raise ConfigError(f"{path} has no {name!r}; {hint}")
     return getattr(module, name)
+
+
+def _load_named_env(name: str) -> Any:
+    """Load a built-in environment, or one of an installed package, by its name."""
+    from turnwright.envs.builtin import BUILTIN
+
+    if name in BUILTIN:
+        return BUILTIN[name]
+    if name in plugins.names("environments"):
+        return plugins.load("environments", name)
+    near = did_you_mean(name, [*BUILTIN, *plugins.names("environments")], 0.6)
+    if near:
+        near += " "
+    raise ConfigError(
+        f"unknown environment {name!r}; {near}Built in: {', '.join(BUILTIN)}; or file.py:Name"
+    )
 
 
 def frameworks() -> list[str]:
@@ -203,99 +241,109 @@ def frameworks() -> list[str]:
     return [name for name in plugins.names("frameworks") if name != PROGRAM]
 
 
-def _inside(module: ModuleType, name: str) -> str:
-    """Return where a name is defined inside a function of a file, which no other code can reach;
-    empty where it is not."""
+def _where_inside(module: ModuleType, name: str) -> str:
+    """Return where a name is defined inside a function of a file, which no other code can reach.
+
+    Empty where it is not.
+    """
     try:
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError):
         return ""
-    methods = {
-        id(node) for one in ast.walk(tree) if isinstance(one, ast.ClassDef) for node in one.body
-    }
-    functions = [
-        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+
+    methods: set[int] = set()  # by id of their node
+    functions = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            methods.update(id(member) for member in node.body)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            functions.append(node)
+
     for function in functions:
         for node in ast.walk(function):
-            if (
-                not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-                or node is function
-            ):
+            if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
-            if node.name == name and id(node) not in methods:
-                trainer = next((key for key in vars(module) if key in _TRAINERS), "")
-                script = (
-                    f"; or use = file.py:{trainer}, which runs the script up to its trainer"
-                    if trainer
-                    else ""
-                )
-                place = f"it is defined inside {function.name}(), at line {node.lineno}"
-                return f"{place}; move it to the top level of the file{script}"
+            if node is function or node.name != name or id(node) in methods:
+                continue
+            place = f"it is defined inside {function.name}(), at line {node.lineno}"
+            hint = f"{place}; move it to the top level of the file"
+            trainer = next((key for key in vars(module) if key in _TRAINERS), None)
+            if trainer is not None:
+                hint += f"; or use = file.py:{trainer}, which runs the script up to its trainer"
+            return hint
     return ""
 
 
 def _of_module(path: str, name: str, use: str, base: Path) -> Any:
-    """Load `package.module:Name`; a module that needs a framework that is not installed is
-    loaded as a user's file."""
+    """Load `package.module:Name`."""
     if not all(part.isidentifier() for part in (*path.split("."), name)):
         raise ConfigError(
             f"{use}: not of the form file.py:Name, package.module:Name or framework:id "
             f"({', '.join(frameworks())})"
         )
+
     try:
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            stand_in = stand_in_of(path)
-            if stand_in is not None:
-                module = stand_in
-            else:
-                spec = None if _within(error.name, path) else importlib.util.find_spec(path)
-                if spec is None or not spec.has_location or spec.origin is None:
-                    raise
-                module = load_user_module(Path(spec.origin), path)
+        module = _import_or_load(path)
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and _within(error.name, path):
+        if isinstance(error, ModuleNotFoundError) and _is_within(error.name, path):
             raise ConfigError(
-                f"{use}: no module {error.name!r} is installed; {_near(path, name, base)}"
+                f"{use}: no module {error.name!r} is installed; {_likely_use(path, name, base)}"
             ) from error
-        place = user_location(error)
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"{use}: {path} cannot be imported: {message}{place and f' ({place})'}"
-        ) from error
+        place = user_location(error)
+        suffix = f" ({place})" if place else ""
+        raise ConfigError(f"{use}: {path} cannot be imported: {message}{suffix}") from error
+
     if not hasattr(module, name):
         raise ConfigError(f"{path} has no {name!r}; {_known_names(module, name)}")
     return getattr(module, name)
 
 
-def _near(path: str, name: str, base: Path) -> str:
+def _import_or_load(path: str) -> Any:
+    """Import a module; where it needs a framework that is not installed, take our stand-in of it or
+    load it as a user's file."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        stand_in = stand_in_of(path)
+        if stand_in is not None:
+            return stand_in
+        if _is_within(error.name, path):
+            raise  # the module itself is missing, not what it imports
+        spec = importlib.util.find_spec(path)
+        if spec is None or not spec.has_location or spec.origin is None:
+            raise
+        return load_user_module(Path(spec.origin), path)
+
+
+def _likely_use(path: str, name: str, base: Path) -> str:
     """Return what may have been meant by `path:name`, where there is no module `path`."""
     file = base / (path.replace(".", "/") + ".py")
     if file.is_file():
         return f"did you mean {file.relative_to(base)}:{name}?"
-    if near := did_you_mean(path, frameworks(), 0.6):
-        return near
-    return f"write file.py:Name, or framework:id with one of {', '.join(frameworks())}"
+    near = did_you_mean(path, frameworks(), 0.6)
+    return near or f"write file.py:Name, or framework:id with one of {', '.join(frameworks())}"
 
 
-def _within(missing: str | None, path: str) -> bool:
+def _is_within(missing: str | None, path: str) -> bool:
+    """Return whether the missing module is the one at `path`, or a package around it."""
     return f"{path}.".startswith(f"{missing}.")
 
 
 def _known_names(module: ModuleType, name: str) -> str:
-    own = [
+    callables = [
         key for key, value in vars(module).items() if callable(value) and not key.startswith("_")
     ]
-    return suggest_or_list(name, own) or "it defines nothing that can be called"
+    return suggest_or_list(name, callables) or "it defines nothing that can be called"
 
 
 def call_error(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return why a function cannot be called with such arguments; empty if it can, or is a
-    builtin without a signature."""
+    """Return why a function cannot be called with such arguments.
+
+    Empty if it can, or is a builtin without a signature.
+    """
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -306,52 +354,58 @@ def call_error(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 
 def check_args(target: Callable[..., Any], args: Mapping[str, Any], where: str) -> None:
-    """Check `[env.args]` against the signature of `target`."""
+    """Check `[env.args]` against the signature of `target`: names first, then the values against
+    their hints."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return
-    named = [
-        p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+
+    # Names: none that it lacks, and all that have no default.
+    named = []
+    takes_any = False
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            named.append(parameter.name)
+        takes_any |= parameter.kind is parameter.VAR_KEYWORD
+    if not takes_any:
         for key in args:
             if key not in named:
-                raise ConfigError(
-                    f"{where} has no argument {key!r}; "
-                    f"{suggest_or_list(key, named) or 'it takes none'}"
-                )
+                hint = suggest_or_list(key, named) or "it takes none"
+                raise ConfigError(f"{where} has no argument {key!r}; {hint}")
     for key in named:
         if parameters[key].default is inspect.Parameter.empty and key not in args:
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+
+    # Values.
     function: Any = target.__init__ if inspect.isclass(target) else target
     for key, value in args.items():
         from pydantic import TypeAdapter
 
         try:
-            schema = flatten(
-                TypeAdapter(pydantic_hint(get_type_hints(function)[key])).json_schema()
-            )
+            hint = pydantic_hint(get_type_hints(function)[key])
+            schema = flatten(TypeAdapter(hint).json_schema())
         except Exception:  # no hint, or no JSON schema for it
             continue
-        if problem := schema_error(value, schema):
+        problem = schema_error(value, schema)
+        if problem:
             raise ConfigError(f"{where}: argument {key!r} {problem}")
 
 
-def _source(named: str, base: Path) -> TaskSource:
-    path, _, name = named.rpartition(":")
+def _load_source(use: str, base: Path) -> TaskSource:
+    """Return what `tasks` of a recipe names: `file.py:function`, loaded, or the path of a file."""
+    path, _, name = use.rpartition(":")
     if path.endswith(".py") and name:
-        found: TaskSource = load_object(named, base=base)
-        if not callable(found) and (
-            isinstance(found, (str, bytes)) or not isinstance(found, Iterable)
-        ):
+        source: TaskSource = load_object(use, base=base)
+        is_list = isinstance(source, Iterable) and not isinstance(source, (str, bytes))
+        if not callable(source) and not is_list:
             raise ConfigError(
-                f"{named} is {type(found).__name__}; tasks come from a function or a list"
+                f"{use} is {type(source).__name__}; tasks come from a function or a list"
             )
-        return found
-    if named.endswith(".py"):
-        raise ConfigError(f"{named}: which function of the file? Write {named}:function")
-    return base / named
+        return source
+    if use.endswith(".py"):
+        raise ConfigError(f"{use}: which function of the file? Write {use}:function")
+    return base / use
 
 
 def _is_play(target: Any) -> bool:
@@ -360,34 +414,34 @@ def _is_play(target: Any) -> bool:
 
 
 def _check_play(target: Any, where: str) -> None:
+    """Check that an agent function is asynchronous, and is called as `play(task, model)`."""
+    function_name = where.rpartition(":")[2]
     if not callable(target) or not _is_play(target):
         raise ConfigError(
-            f"{where} is not a play function; write async def {where.rpartition(':')[2]}(task, "
-            "model)"
+            f"{where} is not a play function; write async def {function_name}(task, model)"
         )
-    if wrong := call_error(target, None, None):
+    wrong = call_error(target, None, None)
+    if wrong:
         raise ConfigError(f"{where} is called as play(task, model): {wrong}")
-    first = _first_parameter(target)
+
+    try:
+        first = next(iter(inspect.signature(target).parameters), "")
+    except (TypeError, ValueError):
+        return
     if first in _FOREIGN_ARGUMENTS:
-        slime = (
-            ", a generate function of slime async def generate(args, sample, sampling_params)"
-            if first == "args"
-            else ""
-        )
+        slime = ""
+        if first == "args":
+            slime = (
+                ", a generate function of slime async def generate(args, sample, sampling_params)"
+            )
         raise ConfigError(
             f"{where} takes {first!r} first, as functions of other frameworks do; an agent "
-            f"function is async def {where.rpartition(':')[2]}(task, model){slime}"
+            f"function is async def {function_name}(task, model){slime}"
         )
-
-
-def _first_parameter(target: Callable[..., Any]) -> str:
-    try:
-        return next(iter(inspect.signature(target).parameters), "")
-    except (TypeError, ValueError):
-        return ""
 
 
 def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]:
+    """Return a factory with its arguments, checked."""
     if isinstance(target, Env):
         kind = type(target).__name__
         raise ConfigError(
@@ -400,37 +454,43 @@ def _factory(target: Any, args: dict[str, Any], where: str) -> Callable[[], Env]
             "one"
         )
     if inspect.isclass(target):
-        if not issubclass(target, Env):
-            raise ConfigError(
-                f"{where} is a class but no environment; write class {target.__name__}(tw.Env)"
-            )
-        if missing := sorted(getattr(target, "__abstractmethods__", ())):
-            raise ConfigError(
-                f"{where} lacks {' and '.join(missing)}; every tw.Env has reset and step"
-            )
-        for method, written, given in (
-            (target.reset, "reset(self, task, *, seed=None)", {"seed": 0}),
-            (target.step, "step(self, action)", {}),
-        ):
-            if wrong := call_error(method, None, None, **given):
-                raise ConfigError(f"{where}: {wrong}; write def {written}")
+        _check_env_class(target, where)
     check_args(target, args, where)
     return partial(target, **args) if args else target
 
 
+def _check_env_class(target: type, where: str) -> None:
+    """Check that a class is an environment with `reset` and `step`, as they are called."""
+    if not issubclass(target, Env):
+        raise ConfigError(
+            f"{where} is a class but no environment; write class {target.__name__}(tw.Env)"
+        )
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(f"{where} lacks {' and '.join(missing)}; every tw.Env has reset and step")
+
+    wrong = call_error(target.reset, None, None, seed=0)
+    if wrong:
+        raise ConfigError(f"{where}: {wrong}; write def reset(self, task, *, seed=None)")
+    wrong = call_error(target.step, None, None)
+    if wrong:
+        raise ConfigError(f"{where}: {wrong}; write def step(self, action)")
+
+
 def _prototype(factory: Callable[[], Any], where: str) -> Env:
+    """Make the environment whose hooks are read; it is never reset."""
     try:
-        made = factory()
+        env = factory()
     except Exception as error:
         raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
-    if inspect.iscoroutine(made):
-        made.close()
-    if not isinstance(made, Env):
+    if inspect.iscoroutine(env):
+        env.close()  # else Python warns that it was never awaited
+    if not isinstance(env, Env):
         raise ConfigError(
-            f"{where} is not a factory of environments: it returned {type(made).__name__}, not a "
+            f"{where} is not a factory of environments: it returned {type(env).__name__}, not a "
             "tw.Env"
         )
-    return made
+    return env
 
 
 def load_named(named: Any, found: ForeignObject, key: str) -> Any:
@@ -438,8 +498,6 @@ def load_named(named: Any, found: ForeignObject, key: str) -> Any:
     directory, or `module:Name`."""
     if not isinstance(named, str):
         return named
-    return (
-        load_object(named, base=found.base)
-        if ".py:" in named
-        else import_object(named, f"{found.where}: {key}")
-    )
+    if ".py:" in named:
+        return load_object(named, base=found.base)
+    return import_object(named, f"{found.where}: {key}")

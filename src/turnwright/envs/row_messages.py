@@ -13,14 +13,17 @@ from turnwright.types.messages import ROLES
 
 CALL_ROLES = ("tool_call", "function_call")
 """Roles of ms-swift whose message is a call of the assistant."""
+
 RESULT_ROLES = ("tool_response", "function_response", "observation", "observations", "function")
 """Roles of ms-swift, and OpenAI's older one, whose message is the result of a call."""
-_WRITE = {
+
+_OUR_ROLES = {
     **dict.fromkeys(("human", "question", "instruction"), "user"),
     **dict.fromkeys(("gpt", "bot", "ai", "model", "chatgpt", "answer"), "assistant"),
     **dict.fromkeys(("ipython", "tool_result", "tool_results"), "tool"),
 }
 """Our role for roles of other formats."""
+
 _PART_TYPES = (
     "text",
     "input_text",
@@ -35,17 +38,17 @@ _PART_TYPES = (
 
 
 def read_conversation_column(value: Any, where: str) -> Any:
-    """Return the messages of a row in OpenAI's format; a value that is no
-    list of messages as it is.
+    """Return the messages of a row in OpenAI's format; a value that is no list of messages as it
+    is.
 
-    A message of role `tool_call`, or several in a row, become calls of one assistant
-    message, together with the assistant's text before them. `tool_response` and `function`
-    become `tool`, and `function_call` of an assistant one of `tool_calls`. A tool's result
-    that is no text becomes JSON.
+    A message of role `tool_call`, or several in a row, become calls of one assistant message,
+    together with the assistant's text before them. `tool_response` and `function` become `tool`,
+    and `function_call` of an assistant one of `tool_calls`. A tool's result that is no text becomes
+    JSON.
 
     Raises:
-        TaskError: for an unknown role, or a call that cannot be read; it names
-            the message and the call.
+        TaskError: for an unknown role, or a call that cannot be read; it names the message and the
+            call.
     """
     if not isinstance(value, (list, tuple)):
         return value
@@ -60,11 +63,10 @@ def read_conversation_column(value: Any, where: str) -> Any:
         name = role.replace("-", "_")
         if name in CALL_ROLES:
             calls = _calls_of_content(message, place)
-            if messages and _is_assistant(messages[-1]) and isinstance(messages[-1], Mapping):
-                messages[-1] = {
-                    **messages[-1],
-                    "tool_calls": [*(messages[-1].get("tool_calls") or ()), *calls],
-                }
+            last = messages[-1] if messages else None
+            if isinstance(last, Mapping) and _is_assistant(last):
+                earlier_calls = last.get("tool_calls") or ()
+                messages[-1] = {**last, "tool_calls": [*earlier_calls, *calls]}
             else:
                 messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         elif name == "tool" or name in RESULT_ROLES:
@@ -79,10 +81,14 @@ def read_conversation_column(value: Any, where: str) -> Any:
 
 
 def _role_hint(role: str) -> str:
-    known = (*ROLES, "tool_call", "tool_response")
-    meant = _WRITE.get(role.lower())
-    near = f"write {meant!r}" if meant is not None else did_you_mean(role.lower(), known, 0.6)
-    listed = ", ".join(known)
+    """Return what to write in place of an unknown role."""
+    roles = (*ROLES, "tool_call", "tool_response")
+    listed = ", ".join(roles)
+    our_role = _OUR_ROLES.get(role.lower())
+    if our_role is not None:
+        near = f"write {our_role!r}"
+    else:
+        near = did_you_mean(role.lower(), roles, 0.6)
     return f"{near} (roles are {listed})" if near else f"write one of {listed}"
 
 
@@ -96,35 +102,27 @@ def _assistant(message: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     """Return an assistant's message with checked `tool_calls`."""
     calls = message.get("tool_calls")
     if not calls:
-        legacy = message.get("function_call")
-        if not legacy:
+        legacy_call = message.get("function_call")
+        if not legacy_call:
             return message
+        place = f"{place}.function_call"
         rest = {key: value for key, value in message.items() if key != "function_call"}
-        return {
-            **rest,
-            "tool_calls": [
-                _call(_read_json(legacy, f"{place}.function_call"), f"{place}.function_call")
-            ],
-        }
+        return {**rest, "tool_calls": [_call(_read_json(legacy_call, place), place)]}
 
     calls = _read_json(calls, f"{place}.tool_calls")
     if not isinstance(calls, (list, tuple)):
         raise TaskError(f"{place}.tool_calls is {type(calls).__name__}; write a list of calls")
-    return {
-        **message,
-        "tool_calls": [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)],
-    }
+    checked = [_call(call, f"{place}.tool_calls[{n}]") for n, call in enumerate(calls)]
+    return {**message, "tool_calls": checked}
 
 
 def _calls_of_content(message: Mapping[str, Any], place: str) -> list[Any]:
     """Return the calls of a message of role `tool_call`."""
-    content = _read_json(message.get("content"), f"{place}.content")
-    several = isinstance(content, (list, tuple)) and content
-    calls = content if several else [content]
-    return [
-        _call(call, f"{place}.content[{n}]" if several else f"{place}.content")
-        for n, call in enumerate(calls)
-    ]
+    place = f"{place}.content"
+    content = _read_json(message.get("content"), place)
+    if not isinstance(content, (list, tuple)) or not content:
+        return [_call(content, place)]
+    return [_call(call, f"{place}[{n}]") for n, call in enumerate(content)]
 
 
 def _call(call: Any, place: str) -> Any:
@@ -146,14 +144,17 @@ def _call(call: Any, place: str) -> Any:
     arguments = function.get("arguments")
     if arguments is None:
         arguments = function.get("parameters")  # as some rows of ms-swift
-    read = _read_json(arguments, f"{place}: the arguments of {name!r}") if arguments else {}
-    if not isinstance(read, Mapping):
+    arguments = _read_json(arguments, f"{place}: the arguments of {name!r}") if arguments else {}
+    if not isinstance(arguments, Mapping):
         raise TaskError(
-            f"{place}: the arguments of {name!r} are {type(read).__name__}; write an object, or "
-            "its JSON text"
+            f"{place}: the arguments of {name!r} are {type(arguments).__name__}; write an object, "
+            "or its JSON text"
         )
-    made: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": dict(read)}}
-    return made | {"id": call["id"]} if call.get("id") else made
+
+    checked = {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+    if call.get("id"):
+        checked["id"] = call["id"]
+    return checked
 
 
 def _read_json(value: Any, place: str) -> Any:
@@ -186,8 +187,8 @@ def _is_part(part: Any) -> bool:
 
 
 def without_reference(messages: Any, *, only_calls: bool = False) -> tuple[Any, Any]:
-    """Return a conversation without the assistant's messages that end it, and the
-    last of them as an answer.
+    """Return a conversation without the assistant's messages that end it, and the last of them as
+    an answer.
 
     The answer is the content of a text, and a message with calls in OpenAI's format. With
     `only_calls` a conversation that ends with a text keeps it, to be continued.
@@ -209,8 +210,8 @@ def without_reference(messages: Any, *, only_calls: bool = False) -> tuple[Any, 
 
 
 def read_tools(column: Any, where: str) -> tuple[Any, ...]:
-    """Return the items of a column `tools`: schemas or names. The column, and each
-    schema, may be JSON text.
+    """Return the items of a column `tools`: schemas or names. The column, and each schema, may be
+    JSON text.
 
     Raises:
         TaskError: for text that is no JSON, or a value that is no list.
@@ -234,8 +235,9 @@ def read_tools(column: Any, where: str) -> tuple[Any, ...]:
 
 
 def read_tool_schemas(column: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return a column `tools` as schemas in OpenAI's format, also those without
-    `{"type": "function", ...}` around them.
+    """Return a column `tools` as schemas in OpenAI's format.
+
+    A schema without `{"type": "function", ...}` around it gets it.
 
     Raises:
         TaskError: as `read_tools`, and for a name instead of a schema.

@@ -13,7 +13,9 @@ from typing import Any
 from turnwright.errors import TaskError
 
 _UNCHANGED = (str, int, bool, float, bytes, type(None))
-_BATCH = 256  # rows that a dataset converts at once
+
+_BATCH = 256
+"""Rows that a dataset converts at once."""
 
 
 def plain_row(row: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -47,11 +49,14 @@ def _plain(value: Any) -> Any:
     if type(value) is dict or isinstance(value, Mapping):
         return plain_row(value)
 
-    if (numpy := _loaded("numpy")) and isinstance(value, (numpy.ndarray, numpy.generic)):
+    numpy = _loaded("numpy")
+    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)):
         return _of_numpy(value)
-    if (pyarrow := _loaded("pyarrow")) and isinstance(value, pyarrow.Scalar):
+    pyarrow = _loaded("pyarrow")
+    if pyarrow and isinstance(value, pyarrow.Scalar):
         return _plain(value.as_py())
-    if (pandas := _loaded("pandas")) and (value is pandas.NaT or value is pandas.NA):
+    pandas = _loaded("pandas")
+    if pandas and (value is pandas.NaT or value is pandas.NA):
         return None
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
@@ -60,8 +65,11 @@ def _plain(value: Any) -> Any:
 
 def _of_numpy(value: Any) -> Any:
     """Convert an array or a scalar, except a picture."""
-    if value.dtype.kind in "mM":  # in nanoseconds they would become bare integers
-        value = value.astype(f"{'datetime64' if value.dtype.kind == 'M' else 'timedelta64'}[us]")
+    # In nanoseconds, times would become bare integers.
+    if value.dtype.kind == "M":
+        value = value.astype("datetime64[us]")
+    elif value.dtype.kind == "m":
+        value = value.astype("timedelta64[us]")
     is_picture = value.dtype == "uint8" and value.ndim >= 2
     return value if is_picture else _plain(value.tolist())
 
@@ -72,8 +80,8 @@ def _loaded(library: str) -> Any:
 
 
 def rows_of(source: Any, name: str) -> Iterable[Any]:
-    """Return the rows of an object: a pandas DataFrame, a pyarrow Table, a
-    `datasets.Dataset`, or an iterable of rows.
+    """Return the rows of an object: a pandas DataFrame, a pyarrow Table, a `datasets.Dataset`, or
+    an iterable of rows.
 
     Raises:
         TaskError: for a mapping, such as a `DatasetDict`.
@@ -83,21 +91,27 @@ def rows_of(source: Any, name: str) -> Iterable[Any]:
         raise TaskError(
             f"{name}: {type(source).__name__} is no list of rows; name one of its parts: {keys}"
         )
-    if (pandas := _loaded("pandas")) and isinstance(source, pandas.DataFrame):
+    rows: Iterable[Any] = source
+    pandas = _loaded("pandas")
+    if pandas and isinstance(source, pandas.DataFrame):
         return list(source.to_dict("records"))
-    if (pyarrow := _loaded("pyarrow")) and isinstance(source, (pyarrow.Table, pyarrow.RecordBatch)):
+    pyarrow = _loaded("pyarrow")
+    if pyarrow and isinstance(source, (pyarrow.Table, pyarrow.RecordBatch)):
         return rows_of_table(source)
-    if (datasets := _loaded("datasets")) and isinstance(source, datasets.Dataset):
+    datasets = _loaded("datasets")
+    if datasets and isinstance(source, datasets.Dataset):
         # A custom format is code of the user, which makes the rows.
         is_transformed = source.format["type"] == "custom"
-        return source if is_transformed else _rows_of_dataset(source)
-    return source  # type: ignore[no-any-return]
+        return rows if is_transformed else _rows_of_dataset(source)
+    return rows
 
 
 def row_mapping(row: Any) -> Any:
     """Return a row of pandas (a `Series`) as a mapping; any other row as it is."""
     pandas = _loaded("pandas")
-    return row.to_dict() if pandas and isinstance(row, pandas.Series) else row
+    if pandas and isinstance(row, pandas.Series):
+        return row.to_dict()
+    return row
 
 
 def _rows_of_dataset(source: Any) -> Iterator[Any]:
@@ -109,20 +123,18 @@ def _rows_of_dataset(source: Any) -> Iterator[Any]:
 
 
 def _stored(value: Any, feature: Any) -> Any:
-    """Return a value with images that are files as paths: the library opens them, so they need
-    no directory of ours."""
+    """Return a value with images that are files as paths: the library opens them, so they need no
+    directory of ours."""
     if isinstance(feature, _loaded("datasets").Image) and isinstance(value, Mapping):
         has_file = value.get("bytes") is None and value.get("path") is not None
         return Path(value["path"]) if has_file else value
     if isinstance(feature, Mapping):
-        is_struct = isinstance(value, Mapping)
-        return (
-            {key: _stored(item, feature[key]) for key, item in value.items()}
-            if is_struct
-            else value
-        )
+        if not isinstance(value, Mapping):
+            return value
+        return {key: _stored(item, feature[key]) for key, item in value.items()}
 
-    inner = feature[0] if isinstance(feature, list) else vars(feature).get("feature")  # of a list
+    # Of a list, the feature of its items.
+    inner = feature[0] if isinstance(feature, list) else vars(feature).get("feature")
     if inner is None or not isinstance(value, list):
         return value
     return [_stored(item, inner) for item in value]
@@ -130,20 +142,26 @@ def _stored(value: Any, feature: Any) -> Any:
 
 def rows_of_table(table: Any) -> Iterator[dict[str, Any]]:
     """Yield the rows of an Arrow table or batch; columns of JSON (`arrow.json`) are read."""
-    readers = {
-        field.name: reader
-        for field in table.schema
-        if (reader := _json_reader(field.type)) is not None
-    }
+    readers = _json_readers(table.schema)
     for row in table.to_pylist():
         for name, read in readers.items():
             row[name] = read(row[name])
         yield row
 
 
+def _json_readers(fields: Iterable[Any]) -> dict[str, Callable[[Any], Any]]:
+    """Return the readers of those Arrow fields that hold JSON texts, by name."""
+    readers = {}
+    for field in fields:
+        reader = _json_reader(field.type)
+        if reader is not None:
+            readers[field.name] = reader
+    return readers
+
+
 def _json_reader(kind: Any) -> Callable[[Any], Any] | None:
-    """Return a function that reads the JSON texts within values of an Arrow type;
-    None for a type without."""
+    """Return a function that reads the JSON texts within values of an Arrow type; None for a type
+    without."""
     pyarrow = _loaded("pyarrow")
     types = pyarrow.types
     if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
@@ -157,13 +175,13 @@ def _json_reader(kind: Any) -> Callable[[Any], Any] | None:
 
     if not types.is_struct(kind):
         return None
-    readers = {
-        field.name: reader for field in kind if (reader := _json_reader(field.type)) is not None
-    }
+    readers = _json_readers(kind)
+    if not readers:
+        return None
 
     def read_struct(value: Any) -> Any:
         if value is None:
             return None
         return {key: readers[key](item) if key in readers else item for key, item in value.items()}
 
-    return read_struct if readers else None
+    return read_struct

@@ -1,4 +1,8 @@
-"""Play episodes with a scripted player: no model, engine or tokenizer."""
+"""Play episodes with a scripted player: no model, engine or tokenizer.
+
+`ScriptedRunner.play` is an episode, `ScriptedRunner.turn` a turn of it. Demonstrations and
+`turnwright check` play this way; an episode of a model is played in `rollouts/episode.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,7 @@ from turnwright.errors import EnvError, InvalidAction, RewardError
 from turnwright.types import EpisodeKey, Message, StopReason, Task, Trajectory, Turn, as_messages
 
 T = TypeVar("T")
+
 Speak = Callable[[Sequence[Message], random.Random], str]
 """Scripted player: maps the model's messages to the text of a reply."""
 
@@ -42,15 +47,29 @@ class CallHangs(EnvError):
 class ScriptedEpisode:
     """Episode of a scripted player."""
 
-    trajectory: Trajectory  # without spans, since nothing was sampled
+    trajectory: Trajectory
+    """Without spans, since nothing was sampled."""
     replies: list[str] = field(default_factory=list)
     """Texts of the player's replies, tool calls included."""
-    tools: tuple[Any, ...] = ()  # tool schemas that a model would have received
+    tools: tuple[Any, ...] = ()
+    """Tool schemas that a model would have received."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenMessage:
+    """A message of the model that its next reply continues."""
+
+    text: str
+    """Its text so far, inserted text included."""
+    inserted: str
+    """Text that the last observation inserted."""
+    kept_bytes: int
+    """Bytes of the last reply before the inserted text."""
 
 
 class ScriptedRunner:
-    """Plays one episode turn by turn: `open`, `turn` while it returns True,
-    `finish`, and always `close`.
+    """Plays one episode turn by turn: `open`, `turn` while it returns True, `finish`, and always
+    `close`.
 
     All raise `EnvError` when the environment breaks its contract; its own exceptions pass through,
     with the phase as a note.
@@ -69,17 +88,16 @@ class ScriptedRunner:
     ) -> None:
         """`call_s` bounds each call of the environment, in seconds; None waits for it."""
         self.env = env
-        self._call_s = call_s
         self.played = ScriptedEpisode(Trajectory(task, EpisodeKey("by hand", 0, task.id, 0)))
-        self._speak, self._rng, self._turns, self._seed = speak, rng, turns, seed
+        self._speak = speak
+        self._rng = rng
+        self._max_turns = turns
+        self._seed = seed
+        self._call_s = call_s
         self._observation: tuple[Message, ...] = ()
-        self._rewritten = False  # the observation is the complete conversation
-        self._open_message: str | None = (
-            None  # text so far of a message that the next reply continues
-        )
-        self._inserted: tuple[str, int] | None = (
-            None  # inserted text, and bytes of the last reply kept before it
-        )
+        self._is_rewritten = False
+        """Whether the observation is the complete conversation."""
+        self._open_message: _OpenMessage | None = None
         self._total: float | None = 0.0
 
     async def open(self) -> None:
@@ -87,7 +105,7 @@ class ScriptedRunner:
         task = self.played.trajectory.task
         with _noting_phase("reset"):
             if isinstance(self.env, NeedsLimits):
-                self.env.set_limits(Limits(turns=self._turns))
+                self.env.set_limits(Limits(turns=self._max_turns))
             opening = await self._call(self.env.reset, task, seed=self._seed)
             self._observation = task.messages if opening is None else _messages(opening, "reset")
             self.played.tools = tuple(self.env.tools)
@@ -100,75 +118,93 @@ class ScriptedRunner:
     async def turn(self) -> bool:
         """Play one turn; return whether the episode continues."""
         trajectory = self.played.trajectory
-        if len(trajectory.turns) >= self._turns:
+        if len(trajectory.turns) >= self._max_turns:
             trajectory.stop = StopReason.MAX_TURNS
             return False
-        conversation = (
-            list(self._observation)
-            if self._rewritten
-            else [*trajectory.messages, *self._observation]
-        )
-        if self._inserted is not None:
-            conversation[-1] = read_reply(self._open_message or "")
+
+        conversation = self._conversation()
         with _noting_phase("player"):
             reply = self._speak(conversation, self._rng)
         self.played.replies.append(reply)
-        message = read_reply(reply, self.played.tools)
-        parent = -1 if self._rewritten else len(trajectory.turns) - 1
-        turn = Turn("main", -1, 0, (), self._observation, message, parent)
-        message_text = reply
-        if self._inserted is not None:
-            message_text = f"{self._open_message}{reply}"
-            turn.inserted, turn.kept = self._inserted
-            turn.grown = replace(read_reply(message_text), tool_calls=message.tool_calls)
+        turn = self._turn_of(reply)
+
         with _noting_phase("step"):
-            action = Action(
-                message.text, message, False, len(reply.encode("utf-8", "replace")), lambda: reply
-            )
+            size = len(reply.encode("utf-8", "replace"))  # one token per byte
+            action = Action(turn.reply.text, turn.reply, False, size, lambda: reply)
             step = await take_step(self.env, action, self._call)
-            self._open_message = self._inserted = None
-            observation: tuple[Message, ...] = ()
-            self._rewritten = isinstance(step.observation, NewHistory)
-            if isinstance(step.observation, NewHistory):
-                messages = [*conversation, turn.message]
-                step.observation.check(len(messages))
-                kept_or_new = step.observation.messages
-                observation = tuple(
-                    messages[item] if isinstance(item, int) else item for item in kept_or_new
-                )
-            elif isinstance(step.observation, InlineObservation):
-                kept = step.observation.kept_text(reply)
-                inserted = step.observation.message.text_with_alt
-                self._open_message = (
-                    message_text[: len(message_text) - len(reply)] + kept + inserted
-                )
-                self._inserted = inserted, len(kept.encode("utf-8", "replace"))
-            else:
-                observation = _messages(step.observation, "step")
-        turn.reward, turn.info = step.reward, step.info
+            messages = [*conversation, turn.message]
+            observation = self._read_observation(step.observation, messages, reply)
+        turn.reward = step.reward
+        turn.info = step.info
         trajectory.turns.append(turn)
-        self._total = (
-            None if self._total is None or step.reward is None else self._total + step.reward
-        )
+        if self._total is not None:
+            self._total = None if step.reward is None else self._total + step.reward
         self._observation = observation
+
         if step.terminated or step.truncated:
             trajectory.stop = StopReason.DONE if step.terminated else StopReason.ENV_TRUNCATED
             trajectory.final = observation
             return False
         return True
 
+    def _conversation(self) -> list[Message]:
+        """Return the messages that the player answers."""
+        if self._is_rewritten:
+            return list(self._observation)
+        conversation = [*self.played.trajectory.messages, *self._observation]
+        if self._open_message is not None:
+            conversation[-1] = read_reply(self._open_message.text)
+        return conversation
+
+    def _turn_of(self, reply: str) -> Turn:
+        """Return the turn of a reply, which the environment has not seen."""
+        message = read_reply(reply, self.played.tools)
+        parent = -1 if self._is_rewritten else len(self.played.trajectory.turns) - 1
+        turn = Turn("main", -1, 0, (), self._observation, message, parent)
+        if self._open_message is not None:
+            turn.inserted = self._open_message.inserted
+            turn.kept = self._open_message.kept_bytes
+            grown = read_reply(self._open_message.text + reply)
+            turn.grown = replace(grown, tool_calls=message.tool_calls)
+        return turn
+
+    def _read_observation(
+        self, observation: Any, messages: Sequence[Message], reply: str
+    ) -> tuple[Message, ...]:
+        """Return the new messages of an observation, after `messages`, the last of which has
+        `reply`."""
+        earlier_text = "" if self._open_message is None else self._open_message.text
+        self._open_message = None
+        self._is_rewritten = isinstance(observation, NewHistory)
+
+        if isinstance(observation, NewHistory):
+            observation.check(len(messages))
+            return tuple(
+                messages[item] if isinstance(item, int) else item for item in observation.messages
+            )
+        if isinstance(observation, InlineObservation):
+            kept = observation.kept_text(reply)
+            inserted = observation.message.text_with_alt
+            kept_bytes = len(kept.encode("utf-8", "replace"))
+            self._open_message = _OpenMessage(earlier_text + kept + inserted, inserted, kept_bytes)
+            return ()
+        return _messages(observation, "step")
+
     async def finish(self) -> ScriptedEpisode:
         """Compute the reward."""
+        trajectory = self.played.trajectory
         with _noting_phase("reward"):
-            reward: Any = await self._call(self.env.reward, self.played.trajectory)
+            reward: Any = await self._call(self.env.reward, trajectory)
             if isinstance(reward, Scores):
                 reward = _as_env_error(reward.checked, "the reward")
-                self.played.trajectory.rewards |= reward.parts
+                trajectory.rewards |= reward.parts
                 reward = reward.total
-            own = _as_env_error(as_number, reward, "the reward")
-        self.played.trajectory.reward = (
-            None if self._total is None or own is None else self._total + own
-        )
+            episode_reward = _as_env_error(as_number, reward, "the reward")
+
+        if self._total is None or episode_reward is None:
+            trajectory.reward = None
+        else:
+            trajectory.reward = self._total + episode_reward
         return self.played
 
     async def close(self) -> None:
@@ -193,15 +229,31 @@ class ScriptedRunner:
 async def play_scripted(
     env: Env, task: Task, speak: Speak, rng: random.Random, *, turns: int = 8, seed: int = 0
 ) -> ScriptedEpisode:
-    """Play one episode with a scripted player, compute the reward, and always
-    close the environment."""
+    """Play one episode with a scripted player, compute the reward, and always close the
+    environment.
+
+    Example::
+
+        >>> import random
+        >>> from turnwright.envs.resolve import resolve_env
+        >>> env_spec = resolve_env("calculator")
+        >>> [task] = env_spec.tasks("train", n=1)
+        >>> episode = run(
+        ...     play_scripted(env_spec.factory(), task, env_spec.solver, random.Random(0))
+        ... )
+        >>> episode.trajectory.reward, len(episode.replies)
+        (1.0, 2)
+    """
     return await ScriptedRunner(env, task, speak, rng, turns=turns, seed=seed).play()
 
 
 async def call_within(
     seconds: float | None, method: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any
 ) -> T:
-    """Call a method of an environment; raise `CallHangs` if it takes longer, None waits for it."""
+    """Call a method of an environment; raise `CallHangs` if it takes longer than `seconds`.
+
+    None waits for it.
+    """
     deadline = asyncio.timeout(seconds)
     try:
         async with deadline:
@@ -218,8 +270,9 @@ async def call_within(
 async def take_step(
     env: Env, action: Action, call: Callable[..., Awaitable[Any]] | None = None
 ) -> Step:
-    """Call `step`; mistakes of the model (`InvalidAction`) become observations, a wrong
-    return value an `EnvError`.
+    """Call `step`.
+
+    Mistakes of the model (`InvalidAction`) become observations, a wrong return value an `EnvError`.
 
     `call` calls methods of the environment in place of `call_method`.
     """
@@ -280,8 +333,8 @@ def read_reply(text: str, tools: Sequence[Any] = ()) -> Message:
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine from synchronous code, also where an event loop already runs in
-    this thread (a notebook)."""
+    """Run a coroutine from synchronous code, also where an event loop already runs in this thread
+    (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,8 @@
-"""Simulated user: an environment in which a judge model plays the user."""
+"""Simulated user: an environment in which a judge model plays the user.
+
+`SimulatedUserEnv.step` passes a reply to the user's model and returns its answer;
+`SimulatedUserEnv.question` is what that model reads.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ def simulated_user(
     solver: Speak | None = None,
     demonstrator: Speak | None = None,
 ) -> SimulatedUser:
-    """Make an environment in which a model plays the user: it answers each reply and ends
-    the conversation when done.
+    """Make an environment in which a model plays the user: it answers each reply and ends the
+    conversation when done.
 
     Example::
 
@@ -72,18 +76,19 @@ def simulated_user(
             f"simulated_user: the persona is {type(persona).__name__}; give a text or a function "
             "of the task"
         )
+
     return SimulatedUser(
-        system,
-        max_turns,
-        tasks,
-        solver,
-        demonstrator,
-        None,
-        reward,
-        user,
-        persona,
-        on_failure,
-        deadline_s,
+        system=system,
+        max_turns=max_turns,
+        tasks=tasks,
+        solver=solver,
+        demonstrator=demonstrator,
+        single_turn_best=None,
+        reward=reward,
+        user=user,
+        persona=persona,
+        on_failure=on_failure,
+        deadline_s=deadline_s,
     )
 
 
@@ -113,7 +118,9 @@ class SimulatedUserEnv(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         """Return the task's messages; without a user message, ask the user for the first."""
         persona = self._factory.persona
-        self._task, self._persona = task, persona if isinstance(persona, str) else persona(task)
+        self._task = task
+        self._persona = persona if isinstance(persona, str) else persona(task)
+
         opening = self._factory.opening(task.messages)
         if not any(message.role == "user" for message in opening):
             self._conversation = opening
@@ -127,33 +134,33 @@ class SimulatedUserEnv(Env):
 
         Raises `JudgeError` when the user gives no answer, and `on_failure` is `error`.
         """
-        before = self._conversation
-        self._conversation = (
-            *before,
-            Message("assistant", action.text, tool_calls=action.tool_calls),
-        )
+        conversation = self._conversation
+        reply = Message("assistant", action.text, tool_calls=action.tool_calls)
+        self._conversation = (*conversation, reply)
+
         with collect_counts() as counts:
             try:
-                text, over = await self._ask()
+                text, is_over = await self._ask()
             except JudgeError as error:
                 counts["judge_failed"] = 1.0
                 info = self._count(counts)
                 if self._factory.on_failure == "error":
-                    self._conversation = before
+                    self._conversation = conversation  # for a retry of the turn
                     raise
                 return Step(truncated=True, info=info | {"user_failure": error.cause})
+
         info = self._count(counts)
         if text:
             self._conversation = (*self._conversation, Message("user", text))
-        return Step(text or None, terminated=over, info=info)
+        return Step(text or None, terminated=is_over, info=info)
 
     async def reward(self, trajectory: Trajectory) -> Scores:
-        function, scores = self._factory.reward, Scores()
+        function = self._factory.reward
+        scores = Scores()
         if function is not None:
-            found = await call_user(
-                partial(function, *self._factory.reward_args(trajectory, self._task)), {}
-            )
-            scores = found if isinstance(found, Scores) else Scores(found)
+            args = self._factory.reward_args(trajectory, self._task)
+            reward = await call_user(partial(function, *args), {})
+            scores = reward if isinstance(reward, Scores) else Scores(reward)
         return replace(scores, metrics={**self._counts, **scores.metrics})
 
     def snapshot(self) -> tuple[Message, ...]:
@@ -163,41 +170,49 @@ class SimulatedUserEnv(Env):
         self._conversation = state
 
     def _count(self, counts: dict[str, float]) -> dict[str, float]:
-        """Rename counts of the user's calls, add them to the episode's, and return
-        them for the turn's info."""
-        found = {f"user_{name.removeprefix('judge_')}": value for name, value in counts.items()}
-        for name, value in found.items():
+        """Rename counts of the user's calls, add them to the episode's, and return them for the
+        turn's info."""
+        user_counts = {}
+        for name, value in counts.items():
+            user_counts[f"user_{name.removeprefix('judge_')}"] = value
+        for name, value in user_counts.items():
             self._counts[name] = self._counts.get(name, 0.0) + value
-        return found
+        return user_counts
 
     async def _ask(self) -> tuple[str, bool]:
-        """Return the user's next message, and whether it is the last."""
+        """Return the user's next message, and whether it is the last.
+
+        Raises `JudgeError` where there is none in time, or one of another form.
+        """
         question, mark = self.question()
+        deadline_s = self._factory.deadline_s
         try:
-            async with asyncio.timeout(self._factory.deadline_s):
-                text = str(await call_user(partial(self._factory.user.ask, question), {})).strip()
+            async with asyncio.timeout(deadline_s):
+                answer = await call_user(partial(self._factory.user.ask, question), {})
+                text = str(answer).strip()
         except TimeoutError:
             raise JudgeError(
-                "deadline", f"the simulated user gave no answer in {self._factory.deadline_s:g} s"
+                "deadline", f"the simulated user gave no answer in {deadline_s:g} s"
             ) from None
+
         lines = text.splitlines()
-        over = bool(lines) and lines[-1].strip() == f"OVER {mark}"
-        text = "\n".join(lines[:-1]).strip() if over else text
+        is_over = bool(lines) and lines[-1].strip() == f"OVER {mark}"
+        if is_over:
+            text = "\n".join(lines[:-1]).strip()
         if mark in text:
             raise JudgeError(
                 "schema",
                 "the simulated user wrote its mark elsewhere than on the last line: "
                 f"{text[-200:]!r}",
             )
-        if not text and not over:
+        if not text and not is_over:
             raise JudgeError("schema", "the simulated user gave an empty answer")
-        return text, over
+        return text, is_over
 
     def question(self) -> tuple[tuple[Message, ...], str]:
         """Return the question for the user's model and the token that ends the conversation."""
-        quoted = quote_lines(
-            [message for message in self._conversation if message.role != "system"]
-        )
+        messages = [message for message in self._conversation if message.role != "system"]
+        quoted = quote_lines(messages)
         mark = verdict_token(self._persona, quoted)
         rules = (
             "You play a person who talks to an assistant. Who you are and what you "
@@ -207,7 +222,5 @@ class SimulatedUserEnv(Env):
             "alone. When the person has what they want, or gives up, add a last line of exactly "
             f"this form:\nOVER {mark}"
         )
-        return (
-            Message("system", rules),
-            Message("user", f"BEGIN {mark}\n{quoted}\nEND {mark}"),
-        ), mark
+        talk = f"BEGIN {mark}\n{quoted}\nEND {mark}"
+        return (Message("system", rules), Message("user", talk)), mark

@@ -1,4 +1,8 @@
-"""Environment specification: factory, tasks and scripted players of one environment of a run."""
+"""Environment specification: factory, tasks and scripted players of one environment of a run.
+
+`EnvSpec` is what the rest of the package gets of an environment, whatever it was named by:
+`resolve_env` makes one of a recipe's section, `as_env_spec` of an object.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,11 @@ from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task, Tools
 from turnwright.types.outcomes import shortened
 
-# Agent function, ``async def play(task, model) -> reward``.
 Play = Callable[[Task, Any], Awaitable[Any]]
+"""Agent function, ``async def play(task, model) -> reward``."""
+
+_DEMONSTRATED_TURNS = 16
+"""Maximum turns of a demonstration where neither caller nor environment sets one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +84,11 @@ class EnvSpec:
                 f"{self.name} has no tasks; give it a tasks hook, or [[env]] tasks = a .jsonl file "
                 "or file.py:function"
             )
-        return [
-            task if task.env else replace(task, env=self.name)
-            for task in self.task_source(split, n, seed)
-        ]
+
+        tasks = []
+        for task in self.task_source(split, n, seed):
+            tasks.append(task if task.env else replace(task, env=self.name))
+        return tasks
 
     def train_and_eval_tasks(
         self, n_train: int, n_eval: int, seed: int = 0
@@ -90,38 +98,43 @@ class EnvSpec:
         Raises:
             TaskError: as `tasks`, or when a task is in both splits, by id or by content.
         """
-        train, held_out = self.tasks("train", n_train, seed), self.tasks("eval", n_eval, seed)
+        train = self.tasks("train", n_train, seed)
+        held_out = self.tasks("eval", n_eval, seed)
         check_disjoint(train, held_out)
         return train, held_out
 
     def demonstrations(
         self, n: int, seed: int = 0, *, speak: Speak | None = None, turns: int | None = None
     ) -> list[ScriptedEpisode]:
-        """Play `n` episodes on training tasks with a scripted player, by default the
-        demonstrator, else the solver.
+        """Play `n` episodes on training tasks with a scripted player.
 
-        Tasks repeat when there are fewer than `n`.
+        The player is `speak`, else the demonstrator, else the solver. Tasks repeat when there are
+        fewer than `n`.
 
         Raises:
             ConfigError: without an environment or a player.
         """
-        speak = speak or self.demonstrator or self.solver
-        if self.factory is None or speak is None:
+        player = speak or self.demonstrator or self.solver
+        factory = self.factory
+        if factory is None or player is None:
             raise ConfigError(
                 f"{self.name} has no demonstrations; give its class a demonstrator(messages, rng) "
                 "or a solver"
             )
-        factory, player, tasks = self.factory, speak, self.tasks("train", n, seed)
-        limit = turns or self.max_turns or 16
+        tasks = self.tasks("train", n, seed)
+        max_turns = turns or self.max_turns or _DEMONSTRATED_TURNS
 
         async def play(number: int) -> ScriptedEpisode:
-            task, rng = tasks[number % len(tasks)], random.Random(f"{seed}/{number}")
+            task = tasks[number % len(tasks)]
+            rng = random.Random(f"{seed}/{number}")
             try:
-                return await play_scripted(factory(), task, player, rng, turns=limit, seed=number)
+                return await play_scripted(
+                    factory(), task, player, rng, turns=max_turns, seed=number
+                )
+            except (asyncio.CancelledError, GeneratorExit):
+                raise
             except BaseException as error:
-                if is_interrupt(error) or isinstance(
-                    error, (asyncio.CancelledError, GeneratorExit)
-                ):
+                if is_interrupt(error):
                     raise
                 raise EnvError(
                     f"{self.name}: in a demonstration of task {task.id}, {_describe(error)}"
@@ -135,46 +148,47 @@ class EnvSpec:
     def texts(
         self, n: int = 500, seed: int = 0, render: Callable[[Tools], str] | None = None
     ) -> list[str]:
-        """Return sample texts for tokenizer training: `texts_function`, else tasks,
-        tools and demonstrations.
+        """Return sample texts for tokenizer training.
 
-        `render` returns a template's text for tools; without it only their
-        schemas are in the texts.
+        They are those of `texts_function`, else of tasks, tools and demonstrations. `render`
+        returns a template's text for tools; without it only their schemas are in the texts.
         """
         if self.texts_function is not None:
             return list(self.texts_function(n, seed))
-        if self.factory is None or (self.demonstrator or self.solver) is None:
-            return [
-                message.text for task in self.tasks("train", n, seed) for message in task.messages
-            ]
+
+        player = self.demonstrator or self.solver
+        if self.factory is None or player is None:
+            tasks = self.tasks("train", n, seed)
+            return [message.text for task in tasks for message in task.messages]
+
         texts: list[str] = []
-        schemas: dict[str, None] = {}
-        for played in self.demonstrations(n, seed):
-            texts.extend(
-                message.text for turn in played.trajectory.turns for message in turn.messages
-            )
-            texts.extend(played.replies)
-            schemas.update(
-                dict.fromkeys(json.dumps(dict(tool), ensure_ascii=False) for tool in played.tools)
-            )
-        prompts = (
-            [render([json.loads(schema) for schema in schemas])] * 2
-            if render is not None and schemas
-            else []
-        )
-        return [*prompts, *schemas, *texts]  # twice, since pairs that occur once are not merged
+        schemas: dict[str, None] = {}  # in order, each once
+        for episode in self.demonstrations(n, seed):
+            for turn in episode.trajectory.turns:
+                texts.extend(message.text for message in turn.messages)
+            texts.extend(episode.replies)
+            for tool in episode.tools:
+                schemas[json.dumps(dict(tool), ensure_ascii=False)] = None
+
+        if render is None or not schemas:
+            return [*schemas, *texts]
+        # Twice, since pairs that occur once are not merged.
+        prompt = render([json.loads(schema) for schema in schemas])
+        return [prompt, prompt, *schemas, *texts]
 
 
 def _describe(error: BaseException) -> str:
-    """Describe an exception of user code in one line: what it broke, or
-    what it raised and where."""
+    """Describe an exception of user code in one line: what it broke, or what it raised and where.
+
+    The phase of the episode is the first note, which `ScriptedRunner` adds.
+    """
     if isinstance(error, EnvError):
         return str(error)
-    phase, place = next(iter(getattr(error, "__notes__", [])), "it"), user_location(error)
-    return (
-        f"{phase} raised {type(error).__name__}: "
-        f"{shortened(str(error) + likely_name(error))}{place and f' ({place})'}"
-    )
+    phase = next(iter(getattr(error, "__notes__", [])), "it")
+    message = shortened(str(error) + likely_name(error))
+    place = user_location(error)
+    suffix = f" ({place})" if place else ""
+    return f"{phase} raised {type(error).__name__}: {message}{suffix}"
 
 
 def check_split(split: str) -> None:
@@ -185,8 +199,10 @@ def check_split(split: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FactoryOptions:
-    """Options of the factories that `tool_env`, `gym_env` and similar functions return;
-    named as on an Env class."""
+    """Options of the factories that `tool_env`, `gym_env` and similar functions return.
+
+    They are named as on an Env class.
+    """
 
     system: str | None
     """System message for tasks without one."""

@@ -1,5 +1,5 @@
-"""Alarms of user code in threads: `signal.alarm` works in the main thread alone, and tools
-and rewards run in others.
+"""Alarms of user code in threads: `signal.alarm` works in the main thread alone, and tools and
+rewards run in others.
 
 User code that bounds a call by `SIGALRM` gets an alarm of its own thread: a timer calls the handler
 when the time is over, and what the handler raises is raised in the thread. As with a real signal, a
@@ -20,7 +20,6 @@ from typing import Any
 
 Handler = Callable[[int, Any], Any] | int | None
 
-
 _lock = threading.RLock()
 """Held while a handler runs, which may set the alarm again."""
 
@@ -31,7 +30,8 @@ class _Alarm:
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._timer: threading.Timer | None = None
-        self._ends = 0.0  # time of the next alarm, by `time.monotonic`
+        self._ends = 0.0
+        """Time of the next alarm, by `time.monotonic`."""
         self.handler: Handler = signal.SIG_DFL
         self.interval = 0.0
         """Seconds between further alarms; 0 for one alarm."""
@@ -39,38 +39,44 @@ class _Alarm:
     @property
     def left(self) -> float:
         """Seconds to the next alarm; 0 without one."""
-        return max(0.0, self._ends - time.monotonic()) if self._timer is not None else 0.0
+        if self._timer is None:
+            return 0.0
+        return max(0.0, self._ends - time.monotonic())
 
     def handle_by(self, handler: Handler) -> Handler:
-        """Set the handler; return the one before."""
-        before, self.handler = self.handler, handler
-        return before
+        """Set the handler; return the last one."""
+        last = self.handler
+        self.handler = handler
+        return last
 
     def set(self, seconds: float, interval: float) -> tuple[float, float]:
         """Set the alarm, 0 for none; return what was left of the last one, and its interval."""
         with _lock:
-            before = self.left, self.interval
+            last = (self.left, self.interval)
             self._stop()
             if seconds > 0:
                 self._start(seconds, interval)
-        return before
+        return last
 
     def _start(self, seconds: float, interval: float) -> None:
-        self._ends, self.interval = time.monotonic() + seconds, interval
-        self._timer = timer = threading.Timer(seconds, self._ring)
+        self._ends = time.monotonic() + seconds
+        self.interval = interval
+        timer = threading.Timer(seconds, self._ring)
+        self._timer = timer
         timer.daemon = True
         timer.start()
 
     def _stop(self) -> None:
-        """Stop the timer. What it raised before is met here, by a call, if the
-        thread has not met it yet.
+        """Stop the timer. What it raised already is met here, by a call, if the thread has not met
+        it yet.
 
         Taking it back is no way: CPython 3.11 then keeps asking all threads whether they have an
         exception to raise. That is slow, and never ends in a thread whose profiler is on.
         """
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self.interval = None, 0.0
+        self._timer = None
+        self.interval = 0.0
         _meet()
 
     def _ring(self) -> None:
@@ -103,6 +109,7 @@ def _meet() -> None:
 
 _alarms: dict[int, _Alarm] = {}
 """By the number of the thread."""
+
 _ringing: ContextVar[_Alarm | None] = ContextVar("ringing", default=None)
 """The alarm whose handler runs in this thread, a timer's; what the handler sets is that alarm."""
 
@@ -115,8 +122,8 @@ def clear() -> None:
 
 
 def clear_late() -> None:
-    """Forget the alarm of this thread; what it raises until it is forgotten meets no user
-    code, and is dropped."""
+    """Forget the alarm of this thread; what it raises until it is forgotten meets no user code, and
+    is dropped."""
     while True:
         try:
             clear()
@@ -139,8 +146,10 @@ def _in_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
-def _own() -> _Alarm:
-    if (ringing := _ringing.get()) is not None:
+def _current_alarm() -> _Alarm:
+    """Return the alarm of this thread; in a handler, that which rings."""
+    ringing = _ringing.get()
+    if ringing is not None:
         return ringing
     thread = threading.get_ident()
     return _alarms.setdefault(thread, _Alarm(thread))
@@ -149,31 +158,33 @@ def _own() -> _Alarm:
 def _signal(signalnum: int, handler: Handler) -> Any:
     if _in_main_thread() or signalnum != signal.SIGALRM:
         return signal.signal(signalnum, handler)
-    return _own().handle_by(handler)
+    return _current_alarm().handle_by(handler)
 
 
 def _getsignal(signalnum: int) -> Any:
     if _in_main_thread() or signalnum != signal.SIGALRM:
         return signal.getsignal(signalnum)
-    return _own().handler
+    return _current_alarm().handler
 
 
 def _alarm(seconds: int) -> int:
     if _in_main_thread():
         return signal.alarm(seconds)
-    return math.ceil(_own().set(float(int(seconds)), 0.0)[0])
+    left, _ = _current_alarm().set(float(int(seconds)), 0.0)
+    return math.ceil(left)
 
 
 def _setitimer(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
     if _in_main_thread() or which != signal.ITIMER_REAL:
         return signal.setitimer(which, seconds, interval)
-    return _own().set(float(seconds), float(interval))
+    return _current_alarm().set(float(seconds), float(interval))
 
 
 def _getitimer(which: int) -> tuple[float, float]:
     if _in_main_thread() or which != signal.ITIMER_REAL:
         return signal.getitimer(which)
-    return _own().left, _own().interval
+    alarm = _current_alarm()
+    return alarm.left, alarm.interval
 
 
 _OURS = {

@@ -1,4 +1,9 @@
-"""Tool environment: the model calls tools until it replies without a call."""
+"""Tool environment: the model calls tools until it replies without a call.
+
+`tool_env` checks the tools once and returns a factory; `ToolEnv.step` is a turn. How a call is
+checked, run and answered is in `Tools.call_all` of `tools/tool.py`; tools with a state of their own
+are in `tools/stateful.py`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +37,6 @@ Reward = Callable[..., Any]
 """``reward(trajectory)`` or ``reward(trajectory, task)``, sync or async; returns a float, `Scores`,
 or None (not computed)."""
 
-
 NO_REWARD = (
     "a tool_env without reward= or calc_reward, so only rewards that its tools return count, and "
     "without those nothing is learned; give reward=function, which takes the finished trajectory"
@@ -53,12 +57,21 @@ def tool_env(
     result_chars: int | None = 32_768,
     result_keeps: Keeps = "start",
 ) -> ToolEnvFactory:
-    """Make an environment of tools: results answer a reply with tool calls; a reply
-    without calls ends the episode.
+    """Make an environment of tools: results answer a reply with tool calls; a reply without calls
+    ends the episode.
 
     Example::
 
-        env = tool_env(tools=[calculator], reward=correct, max_turns=6)
+        >>> def double(number: int) -> int:
+        ...     '''Double a number.
+        ...
+        ...     Args:
+        ...         number: the number
+        ...     '''
+        ...     return 2 * number
+        >>> env = tool_env(tools=[double], max_turns=6)
+        >>> env
+        tool_env(tools=[double], max_turns=6)
 
     Args:
         tools: functions (schema from hints and docstring) or `@tool` objects; classes,
@@ -93,6 +106,7 @@ def tool_env(
         )
     if result_chars is not None and result_chars < 1:
         raise ConfigError(f"tool_env: result_chars is {result_chars}; it is at least 1, or None")
+
     kit = parse_tools(tools, lifetime, ResultLimit(result_chars, result_keeps))
     return ToolEnvFactory(
         system, max_turns, tasks, solver, demonstrator, single_turn_best, reward, kit
@@ -107,27 +121,24 @@ class ToolEnvFactory(RewardedFactory):
 
     @property
     def needs_rewards_of_calls(self) -> bool:
-        """Whether only results of tools can have rewards: there is no function, and no
-        class with `calc_reward`."""
+        """Whether only results of tools can have rewards: there is no function, and no class with
+        `calc_reward`."""
         return self.reward is None and not self.kit.rewards_episode
 
     def __call__(self) -> ToolEnv:
         return ToolEnv(self)
 
     def __repr__(self) -> str:
-        names = [
-            *(tool.name for tool in self.kit.shared),
-            *(source.name for source in self.kit.sources),
-        ]
-        given = [f"tools=[{', '.join(names)}]"]
+        names = [tool.name for tool in self.kit.shared]
+        names += [source.name for source in self.kit.sources]
+        arguments = [f"tools=[{', '.join(names)}]"]
         if self.reward is not None:
-            given.append(f"reward={getattr(self.reward, '__name__', repr(self.reward))}")
-        given.extend(
-            f"{key}={getattr(self, key)!r}"
-            for key in ("max_turns", "system")
-            if getattr(self, key) is not None
-        )
-        return f"tool_env({', '.join(given)})"
+            arguments.append(f"reward={getattr(self.reward, '__name__', repr(self.reward))}")
+        if self.max_turns is not None:
+            arguments.append(f"max_turns={self.max_turns!r}")
+        if self.system is not None:
+            arguments.append(f"system={self.system!r}")
+        return f"tool_env({', '.join(arguments)})"
 
 
 class ToolEnv(Env):
@@ -140,9 +151,8 @@ class ToolEnv(Env):
         self._factory = factory
         self._task: Task | None = None
         self._tools: Tools = factory.kit.known if factory.kit.sources else factory.kit.shared
-        self.instances: list[
-            ToolInstance
-        ] = []  # tool instances of the episode, released at its end
+        self.instances: list[ToolInstance] = []
+        """Tool instances of the episode, released at its end."""
         self.abandoned: list[str] = []
         """Calls of synchronous tools that missed their deadline; each may hold a thread forever."""
         self.tools = self._tools.schemas
@@ -156,38 +166,39 @@ class ToolEnv(Env):
         return self._factory.opening(add_to_opening(task.messages, created))
 
     async def step(self, action: Action) -> Step:
-        """Run the tool calls of a reply, async ones concurrently; a reply without
-        calls ends the episode."""
+        """Run the tool calls of a reply, async ones concurrently; a reply without calls ends the
+        episode."""
         if not action.tool_calls:
             return Step(terminated=True)
         outcomes = await self._tools.call_all(action.tool_calls)
+
         info: dict[str, Any] = {}
         for outcome in outcomes:
             for key, value in outcome.metrics.items():
                 info[key] = info[key] + value if key in info else value
         info["tool_calls"] = len(outcomes)
         info["tool_log"] = [
-            {"tool": one.tool[:80], "s": one.seconds, "error": one.error} for one in outcomes
+            {"tool": outcome.tool[:80], "s": outcome.seconds, "error": outcome.error}
+            for outcome in outcomes
         ]
-        if errors := [outcome.error for outcome in outcomes if outcome.error is not None]:
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if errors:
             info["tool_errors"] = len(errors)
-            info |= {f"tool_errors/{kind}": errors.count(kind) for kind in dict.fromkeys(errors)}
-        if cut := sum(outcome.cut for outcome in outcomes):
-            info["tool_results_cut"] = cut
-        return Step(
-            tuple(outcome.message for outcome in outcomes),
-            sum(outcome.reward for outcome in outcomes),
-            info=info,
-        )
+            for kind in dict.fromkeys(errors):
+                info[f"tool_errors/{kind}"] = errors.count(kind)
+        cut_results = sum(outcome.cut for outcome in outcomes)
+        if cut_results:
+            info["tool_results_cut"] = cut_results
+
+        messages = tuple(outcome.message for outcome in outcomes)
+        reward = sum(outcome.reward for outcome in outcomes)
+        return Step(messages, reward, info=info)
 
     @property
     def isolated_rewards(self) -> Sequence[Reward]:
         """Reward parts that run in a separate process."""
-        return (
-            self._factory.reward.isolated_rewards
-            if isinstance(self._factory.reward, Rewards)
-            else ()
-        )
+        function = self._factory.reward
+        return function.isolated_rewards if isinstance(function, Rewards) else ()
 
     @property
     def functions(self) -> Sequence[Reward]:
@@ -198,32 +209,35 @@ class ToolEnv(Env):
         return [] if function is None else [function]
 
     async def reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """Compute the reward function of the finished trajectory plus the
-        rewards of stateful tools."""
+        """Compute the reward function of the finished trajectory plus the rewards of stateful
+        tools."""
         return await self._scored(trajectory, self._factory.reward)
 
     async def isolated_reward(self, trajectory: Trajectory) -> float | Scores | None:
-        """Compute the reward with the function in a separate process; stateful
-        tools stay in this one."""
+        """Compute the reward with the function in a separate process; stateful tools stay in this
+        one."""
         function = self._factory.reward
         if isinstance(function, Rewards):
             function = function.isolated()
         elif function is not None:
-            function = partial(
-                run_isolated, getattr(function, "__name__", type(function).__name__), function
-            )
+            name = getattr(function, "__name__", type(function).__name__)
+            function = partial(run_isolated, name, function)
         return await self._scored(trajectory, function)
 
     async def _scored(
         self, trajectory: Trajectory, function: Reward | None
     ) -> float | Scores | None:
+        """Return what `function` computes, plus the rewards of the tool instances."""
         scores = Scores()
         if function is not None:
             args = self._factory.reward_args(trajectory, self._task or trajectory.task)
-            found: float | Scores | None = await call_user(partial(function, *args), {})
-            if found is None or not self.instances:
-                return found
-            scores = found if isinstance(found, Scores) else Scores(as_number(found, "the reward"))
+            reward: float | Scores | None = await call_user(partial(function, *args), {})
+            if reward is None or not self.instances:
+                return reward
+            if isinstance(reward, Scores):
+                scores = reward
+            else:
+                scores = Scores(as_number(reward, "the reward"))
         for instance in self.instances:
             scores = scores.with_added(await instance.reward())
         return scores
@@ -233,8 +247,8 @@ class ToolEnv(Env):
 
         Raises `ToolFailure`: the first failed release.
         """
-        for result in await asyncio.gather(
-            *(instance.release() for instance in self.instances), return_exceptions=True
-        ):
+        releases = [instance.release() for instance in self.instances]
+        results = await asyncio.gather(*releases, return_exceptions=True)
+        for result in results:
             if isinstance(result, BaseException):
                 raise result

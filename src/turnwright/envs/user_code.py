@@ -1,4 +1,9 @@
-"""Load and call user code; classify its exceptions; locate the user's line."""
+"""Load and call user code; classify its exceptions; locate the user's line.
+
+`load_user_module` executes a file that a recipe names, `call_user` calls what is in it, and
+`failure_of` makes a `Failure` of what it raises. What such a file can import is in
+`user_imports.py`.
+"""
 
 from __future__ import annotations
 
@@ -65,15 +70,17 @@ Exceptions of libraries and of the system (OSError) may be transient.
 """
 
 LARGEST = 1e15
-"""Largest size of a reward: squares and sums over the episodes of a run stay in
-the range of float32."""
+"""Largest size of a reward: squares and sums over the episodes of a run stay in the range of
+float32."""
 
 _FINITE = f"rewards are finite and at most {LARGEST:g} in size"
 
-USER_MODULE = "turnwright_user_"  # prefix of the names of modules that `load_user_module` makes
+USER_MODULE = "turnwright_user_"
+"""Prefix of the names of modules that `load_user_module` makes."""
 
 _RETRIED = (FailureKind.ENVIRONMENT, FailureKind.TOOL, FailureKind.TIMEOUT)
 _PASSING = (*_RETRIED, FailureKind.ENGINE, FailureKind.REWARD)
+
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 )
@@ -115,14 +122,17 @@ def retryable(failure: Failure) -> bool:
 
 
 def passing(failure: Failure) -> bool:
-    """Whether replaying the episode may succeed; a bug in the code and a
-    non-finite reward would recur."""
+    """Whether replaying the episode may succeed; a bug in the code and a non-finite reward would
+    recur."""
     return failure.kind in _PASSING and failure.type != RewardError.__name__
 
 
 def failure_of(error: BaseException, phase: str, turn: int = -1, env: str = "") -> Failure:
     """Convert an exception to a `Failure`, whose message names the environment of a reward that is
-    refused. Never raises, even if methods of the exception do."""
+    refused.
+
+    Never raises, even if methods of the exception do.
+    """
     failure = _failure_of(error, phase, turn)
     # A replayed failure is raised with its recorded message.
     is_named = failure.message.startswith("environment ")
@@ -135,24 +145,16 @@ def _failure_of(error: BaseException, phase: str, turn: int) -> Failure:
     try:
         if issubclass(type(error), RemoteException):
             remote = cast(RemoteException, error).failure  # mypy does not narrow by type()
-            return Failure(
-                remote.type,
-                remote.message,
-                phase,
-                remote.traceback,
-                remote.kind,
-                remote.place,
-                turn,
-            )
+            return replace(remote, phase=phase, turn=turn, recovery="")
+
         message = words(error) + likely_name(error)
         if not message and issubclass(type(error), TimeoutError):
             message = f"{phase} did not answer by its deadline"
-        text = "".join(traceback.format_exception(error, limit=-8))
         return Failure(
             class_name(error),
             message,
             phase,
-            text,
+            "".join(traceback.format_exception(error, limit=-8)),
             failure_kind(error, phase),
             user_location(error),
             turn,
@@ -184,28 +186,32 @@ def is_interrupt(error: BaseException) -> bool:
 
 def user_location(error: BaseException) -> str:
     """Return `file.py:line` of the innermost user code in the traceback; empty without any."""
-    found = ""
+    location = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if _is_user_code(frame):
-            found = f"{frame.f_code.co_filename}:{line}"
-    return found
+            location = f"{frame.f_code.co_filename}:{line}"
+    return location
 
 
 def user_line(frame: FrameType | None) -> str:
     """Return `file.py:line` of the innermost user code of a running call; empty without any."""
-    for caller, line in traceback.walk_stack(frame) if frame is not None else ():
+    if frame is None:
+        return ""
+    for caller, line in traceback.walk_stack(frame):
         if _is_user_code(caller):
             return f"{caller.f_code.co_filename}:{line}"
     return ""
 
 
 def _is_user_code(frame: FrameType) -> bool:
+    """Return whether code is the user's; our built-in environments count as the user's."""
     file = frame.f_code.co_filename
-    ours = file.startswith(plugins.FOLDERS) and not file.startswith(_BUILTIN)
-    return not ours and not file.startswith((*_LIBRARIES, "<"))
+    is_ours = file.startswith(plugins.FOLDERS) and not file.startswith(_BUILTIN)
+    return not is_ours and not file.startswith((*_LIBRARIES, "<"))
 
 
 def _is_bug(error: BaseException) -> bool:
+    """Return whether the same code would raise an exception again."""
     kind = type(error)
     if issubclass(kind, (ControlTextError, ProcessDied)):
         return False
@@ -225,8 +231,10 @@ def is_awaitable(value: Any) -> bool:
 
 
 async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    """Call a function, a sync one in a thread; SystemExit, which would end the event loop,
-    becomes a RuntimeError."""
+    """Call a function, a sync one in a thread.
+
+    SystemExit, which would end the event loop, becomes a RuntimeError.
+    """
     try:
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
@@ -237,8 +245,8 @@ async def call_user(function: Callable[..., Any], arguments: Mapping[str, Any]) 
 
 
 def as_number(value: Any, what: str) -> float | None:
-    """Convert a number returned by user code (reward, score, metric) to a float; None
-    (not computed) stays None.
+    """Convert a number returned by user code (reward, score, metric) to a float; None (not
+    computed) stays None.
 
     Accepts ints, floats, other real numbers (NumPy scalars, fractions, decimals) and
     zero-dimensional arrays and tensors. Raises `RewardError`, with the name `what`, for anything
@@ -267,8 +275,10 @@ def as_number(value: Any, what: str) -> float | None:
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number as a float, infinite if it overflows; None for anything
-    else. See `as_number`."""
+    """Return a number as a float, infinite if it overflows; None for anything else.
+
+    See `as_number`.
+    """
     if type(value) is float:
         return value
     plain = scalar(value)
@@ -292,22 +302,20 @@ def as_flag(value: Any, what: str) -> bool:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value for an error: its truncated repr, with the type where the
-    repr does not show it."""
+    """Describe a value for an error: its truncated repr, with the type where the repr does not show
+    it."""
     try:
         text = f"{value!r:.80}"
     except Exception:
         return f"a {type(value).__name__} without a repr"
-    return (
-        text
-        if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple))
-        else f"{text} ({type(value).__name__})"
-    )
+    if isinstance(value, (str, bytes, bool, type(None), dict, list, tuple)):
+        return text
+    return f"{text} ({type(value).__name__})"
 
 
 def scalar(value: Any) -> Any:
-    """Return the item of a zero-dimensional array, tensor or NumPy scalar; any
-    other value unchanged."""
+    """Return the item of a zero-dimensional array, tensor or NumPy scalar; any other value
+    unchanged."""
     try:
         return value.item() if tuple(value.shape) == () else value
     except Exception:  # not an array
@@ -319,6 +327,9 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
 
     It can import modules of its directory and of its package, and what
     `turnwright.envs.user_imports` finds.
+
+    Raises:
+        ConfigError: where there is no such file, or its code raises.
     """
     path = resolved(path)
     if not path.is_file():
@@ -327,30 +338,29 @@ def load_user_module(path: Path, name_in_errors: str) -> ModuleType:
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
+
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{name_in_errors}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     module.__package__ = user_imports.private_package(path)
     user_imports.prepare(module)
+
     sys.modules[name] = module
     try:
-        with (
-            user_imports.registrations_of_a_load(
-                path.read_text(encoding="utf-8", errors="replace")
-            ),
-            _on_path(path.parent),
-        ):
+        source = path.read_text(encoding="utf-8", errors="replace")
+        with user_imports.registrations_of_a_load(source), _on_path(path.parent):
             spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if not isinstance(error, (Exception, SystemExit)):
             raise
         raise ConfigError(f"{name_in_errors}: {_place(error, path)}{_why(error)}") from error
-    source = (
+
+    load_there = (
         f"from turnwright.envs.user_code import load_again\n\nload_again(__name__, {str(path)!r})\n"
     )
-    user_imports.publish(name, source)
+    user_imports.publish(name, load_there)
     return module
 
 
@@ -364,23 +374,22 @@ def _on_path(folder: Path) -> Iterator[None]:
 
 
 def load_again(name: str, file: str) -> None:
-    """Load the file of a module, in place of the module that asks for it, in a process
-    that knows only its name."""
+    """Load the file of a module, in place of the module that asks for it, in a process that knows
+    only its name."""
     del sys.modules[name]
     UserModules({name: file}).create_module(ModuleSpec(name, None))
 
 
 def _module_name(path: Path) -> str:
     """Return the module name of a file's present version."""
-    version = hashlib.blake2b(
-        f"{path}\0{path.stat().st_mtime_ns}".encode(), digest_size=6
-    ).hexdigest()
-    return f"{USER_MODULE}{path.stem}_{version}"
+    version = f"{path}\0{path.stat().st_mtime_ns}"
+    digest = hashlib.blake2b(version.encode(), digest_size=6).hexdigest()
+    return f"{USER_MODULE}{path.stem}_{digest}"
 
 
 class UserModules(MetaPathFinder, Loader):
-    """Loads files when pickled objects first need them, under the names that their modules
-    have in another process."""
+    """Loads files when pickled objects first need them, under the names that their modules have in
+    another process."""
 
     def __init__(self, files: Mapping[str, str]) -> None:
         """`files`: file of each module's name."""
@@ -390,11 +399,9 @@ class UserModules(MetaPathFinder, Loader):
         self, fullname: str, path: object = None, target: object = None
     ) -> ModuleSpec | None:
         """Return the spec of a module of the other process."""
-        return (
-            ModuleSpec(fullname, self, origin=self._files[fullname])
-            if fullname in self._files
-            else None
-        )
+        if fullname not in self._files:
+            return None
+        return ModuleSpec(fullname, self, origin=self._files[fullname])
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Execute the file; `ImportError` if it is not as the other process loaded it."""
@@ -414,10 +421,12 @@ def _why(error: BaseException) -> str:
     modules by their names."""
     missing = user_imports.missing_module(error)
     if missing is not None:
-        return f"ModuleNotFoundError: No module named {missing[0]!r}; {missing[1]}"
+        module, remedy = missing
+        return f"ModuleNotFoundError: No module named {module!r}; {remedy}"
     name = user_imports.missing_name(error)
     if name is not None:
         return f"ImportError: {name}"
+
     message = " ".join(f"{type(error).__name__}: {error}".split())
     private = rf"{re.escape(user_imports.PACKAGE)}[0-9a-f]+\.|{re.escape(user_imports.STAND_INS)}\."
     return re.sub(private, "", message)
@@ -425,10 +434,10 @@ def _why(error: BaseException) -> str:
 
 def _place(error: BaseException, path: Path) -> str:
     """Return `line N: ` of the innermost frame in a file; empty without one."""
-    lines = [error.lineno] if isinstance(error, SyntaxError) and error.filename == str(path) else []
-    lines += [
-        line
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == str(path)
-    ]
-    return f"line {lines[-1]}: " if lines else ""
+    last_line: int | None = None
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        last_line = error.lineno
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename == str(path):
+            last_line = line
+    return "" if last_line is None else f"line {last_line}: "

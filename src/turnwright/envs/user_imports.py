@@ -1,9 +1,13 @@
-"""Imports of user code: modules around its file, and stand-ins for
-frameworks that are not installed.
+"""Imports of user code: modules around its file, and stand-ins for frameworks that are not
+installed.
+
+`import_for_user` is the `__import__` of user code, which `prepare` gives a module: it takes a
+module beside the file, else an installed one, else our stand-in, else one around the file.
+`import_foreign` imports for our adapters in the same way.
 
 The modules found here have private names in `sys.modules`, so that files of one name do not
 collide, and no library takes a stand-in for an installed framework. User code sees them through its
-own `__import__`, for as long as it lives.
+own `__import__`, for as long as it lives. `_PrivateFinder` finds them by these names.
 """
 
 from __future__ import annotations
@@ -33,18 +37,25 @@ from turnwright import plugins
 from turnwright.envs.thread_alarm import SignalOfUserCode
 
 STAND_INS = "turnwright.envs.stand_ins"
+"""Package of the stand-ins; one has the name of its module below it."""
+
 PACKAGE = "turnwright_package_"
+"""Prefix of the names of private packages, each of which has a folder of user code."""
+
 _PROJECT = (".git", "pyproject.toml", "setup.py", "setup.cfg")
+"""What the root of a project has."""
+
 _HOMES: dict[Path, None] = {}
 """Folders of the files that recipes name, in the order of their first use."""
+
 _ON_PATH: dict[str, set[Path]] = {}
 """Packages of users that are importable by themselves, with entries of `sys.path`: they get the
 imports of user code too."""
 
 
 def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> ModuleType:
-    """Import a module of a framework, else our stand-in, else one around `near` or
-    around a file that is loaded.
+    """Import a module of a framework, else our stand-in, else one around `near` or around a file
+    that is loaded.
 
     A module directly beside one of those files comes first, as for an import statement of the file.
     Of a stand-in without `attribute` and a module around a file it is the latter, which is newer.
@@ -52,68 +63,82 @@ def import_foreign(name: str, near: Path | None = None, attribute: str = "") -> 
     Raises:
         ImportError: the framework's, where none of them has it.
     """
-    new = _top(name) not in sys.modules
+    is_new = _top(name) not in sys.modules
     if _comes_first(name):
-        found = importlib.import_module(f"{STAND_INS}.{name}")
-        if not attribute or _offers(found, name, attribute):
-            return found
-    if new:
-        beside = _beside(name, near)
-        if beside is not None:
-            return importlib.import_module(f"{beside}.{name}")
+        stand_in = importlib.import_module(f"{STAND_INS}.{name}")
+        if not attribute or _offers(stand_in, name, attribute):
+            return stand_in
+    if is_new:
+        package = _beside(name, near)
+        if package is not None:
+            return importlib.import_module(f"{package}.{name}")
         _adopt_around(name, near)
+
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if not _lacks(error, name):
             raise
-        _forget_folder(name, new)
-        stand_in = f"{STAND_INS}.{name}" if _has_stand_in(name) else None
-        if stand_in is not None and (
-            not attribute or _offers(importlib.import_module(stand_in), name, attribute)
-        ):
-            return importlib.import_module(stand_in)
-        files = [near] if near is not None else []
-        files += [home / "_" for home in _HOMES]
-        names = [
-            f"{package}.{name}"
-            for file in files
-            if (package := _around_file(file, name)) is not None
-        ]
-        names += [] if stand_in is None else [stand_in]
-        if not names:
+        _forget_folder(name, is_new)
+        module = _import_in_place(name, near, attribute)
+        if module is None:
             raise
-        return importlib.import_module(names[0])
+        return module
+
+
+def _import_in_place(name: str, near: Path | None, attribute: str) -> ModuleType | None:
+    """Import what takes the place of a module that is not installed; None where nothing does."""
+    stand_in = stand_in_of(name)
+    if stand_in is not None and (not attribute or _offers(stand_in, name, attribute)):
+        return stand_in
+
+    # The first module around a file, else the stand-in although it lacks the attribute.
+    packages = [_around_file(file, name) for file in _files_around(near)]
+    for package in packages:
+        if package is not None:
+            return importlib.import_module(f"{package}.{name}")
+    return stand_in
+
+
+def _files_around(near: Path | None) -> list[Path]:
+    """Return the files around which modules are looked for: `near`, and one in each home."""
+    files = [] if near is None else [near]
+    return [*files, *(home / "_" for home in _HOMES)]
 
 
 def _beside(name: str, near: Path | None) -> str | None:
-    """Return the private package of the folder of a user's file that has a module, whose name
-    is not a framework's."""
+    """Return the private package of the folder of a user's file that has a module, whose name is
+    not a framework's."""
     top = _top(name)
     if top in sys.stdlib_module_names or _has_stand_in(top):
         return None
-    folders = [near.parent] if near is not None else []
+    folders = [] if near is None else [near.parent]
     for folder in (*folders, *_HOMES):
-        if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
+        if _has_module(folder, top):
             return _register(folder)
     return None
 
 
+def _has_module(folder: Path, top: str) -> bool:
+    """Return whether a folder has the file or the package of a name."""
+    return (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file()
+
+
 def _adopt_around(name: str, near: Path | None) -> None:
     """Adopt the package of a module that is around a user's file and on `sys.path`."""
-    for file in (near, *(home / "_" for home in _HOMES)):
-        package = None if file is None else _around_file(file, name)
-        if (
-            package is not None
-            and (folder := Path(sys.modules[package].__path__[0])) in _installed()
-        ):
+    for file in _files_around(near):
+        package = _around_file(file, name)
+        if package is None:
+            continue
+        folder = Path(sys.modules[package].__path__[0])
+        if folder in _installed():
             _adopt(folder, _top(name))
             return
 
 
 def _adopt(folder: Path, top: str) -> None:
-    """Give the modules of a package on `sys.path` the imports of user code,
-    when they are loaded."""
+    """Give the modules of a package on `sys.path` the imports of user code, when they are
+    loaded."""
     not_users = ("turnwright", *plugins.PACKAGES, *_stand_ins().ALWAYS)
     if folder.name not in ("site-packages", "dist-packages") and top not in not_users:
         _ON_PATH.setdefault(top, set()).add(folder)
@@ -121,18 +146,20 @@ def _adopt(folder: Path, top: str) -> None:
 
 def stand_in_of(name: str) -> ModuleType | None:
     """Return our stand-in for a module of a framework; None where there is none."""
-    return importlib.import_module(f"{STAND_INS}.{name}") if _has_stand_in(name) else None
+    if not _has_stand_in(name):
+        return None
+    return importlib.import_module(f"{STAND_INS}.{name}")
 
 
 def loaded_foreign(name: str) -> list[ModuleType]:
     """Return what something imported already of a framework's module: the installed one, its
     stand-in, those of trees."""
     suffix = f".{name}"
-    return [
-        module
-        for full, module in list(sys.modules.items())
-        if full == name or (full.endswith(suffix) and public_name(full) == name)
-    ]
+    modules = []
+    for full_name, module in list(sys.modules.items()):
+        if full_name == name or (full_name.endswith(suffix) and public_name(full_name) == name):
+            modules.append(module)
+    return modules
 
 
 REGISTRIES = (
@@ -156,29 +183,32 @@ def registrations_of_a_load(source: str) -> Iterator[None]:
     """Undo what a file registered if loading it fails, so that a second try neither finds half of
     it nor collides with it.
 
-    `source` is the file's text: the registries of frameworks that it imports are loaded
-    first, to know what they had.
+    `source` is the file's text: the registries of frameworks that it imports are loaded first, to
+    know what they had.
     """
     imported = set(re.findall(r"^\s*(?:from|import)\s+(\w+)", source, re.MULTILINE))
     for module, _ in REGISTRIES:
         if _top(module) in imported:
             with suppress(Exception):  # the file's own import tells what is wrong
                 import_foreign(module)
-    before = [(registry, dict(registry)) for registry in _registries()]
-    for registry, _ in before:
-        # The file, or one that it imports, may have been executed before: under another name, or
+
+    registered_before = [(registry, dict(registry)) for registry in _registries()]
+    for registry, _ in registered_before:
+        # The file, or one that it imports, may have been executed already: under another name, or
         # from a copy of its tree.
-        for key in [key for key, entry in registry.items() if _is_refused_twice(entry)]:
+        refused = [key for key, entry in registry.items() if _is_refused_twice(entry)]
+        for key in refused:
             del registry[key]
+
     try:
         yield
     except BaseException:
-        for registry, known in before:
+        for registry, entries in registered_before:
             registry.clear()
-            registry.update(known)
+            registry.update(entries)
         raise
-    for registry, known in before:
-        registry.update({**known, **registry})
+    for registry, entries in registered_before:
+        registry.update({**entries, **registry})
 
 
 def _is_refused_twice(entry: Any) -> bool:
@@ -194,11 +224,12 @@ def _is_refused_twice(entry: Any) -> bool:
 
 
 def _registries() -> Iterator[dict[Any, Any]]:
-    for module, name in REGISTRIES:
-        for loaded in loaded_foreign(module):
-            found = vars(loaded).get(name)
-            if isinstance(found, dict):
-                yield found
+    """Yield the registries of `REGISTRIES` whose modules are imported."""
+    for module_name, name in REGISTRIES:
+        for module in loaded_foreign(module_name):
+            registry = vars(module).get(name)
+            if isinstance(registry, dict):
+                yield registry
 
 
 PROJECTS = {
@@ -220,13 +251,13 @@ PROJECTS = {
     "bs4": "Beautiful Soup (pip install beautifulsoup4)",
     "dotenv": "python-dotenv (pip install python-dotenv)",
 }
-"""Projects that ship a module whose name is not theirs on the package index, or is
-another project's there."""
+"""Projects that ship a module whose name is not theirs on the package index, or is another
+project's there."""
 
 
 def missing_module(error: BaseException) -> tuple[str, str] | None:
-    """Return what is missing, by the name that user code has for it, and the remedy;
-    None for another error."""
+    """Return what is missing, by the name that user code has for it, and the remedy; None for
+    another error."""
     if not isinstance(error, ModuleNotFoundError) or not error.name:
         return None
     name = public_name(error.name)
@@ -243,13 +274,11 @@ def missing_name(error: BaseException) -> str | None:
     """Return what a stand-in lacks and the remedy; None for another error."""
     if not isinstance(error, ImportError) or not (error.name or "").startswith(f"{STAND_INS}."):
         return None
-    name, top = (
-        re.search(r"cannot import name '(\w+)'", str(error)),
-        _top(public_name(error.name or "")),
-    )
+    name = re.search(r"cannot import name '(\w+)'", str(error))
     if name is None:
         return None
     module = public_name(error.name or "")
+    top = _top(module)
     return (
         f"cannot import name {name[1]!r} from {module!r}; our stand-in lacks it, install "
         f"{PROJECTS.get(top, top)}"
@@ -265,20 +294,18 @@ def public_name(module: str) -> str:
 
 
 def private_package(path: Path) -> str:
-    """Return the name of the package that the file's relative imports are relative to, and
-    make its root importable.
+    """Return the name of the package that the file's relative imports are relative to, and make its
+    root importable.
 
     The root is the nearest directory upwards without `__init__.py`. Below a root on `sys.path` it
     is the installed package.
     """
-    folder, inner = path.parent, list[str]()
-    while (
-        (folder / "__init__.py").is_file()
-        and folder.name.isidentifier()
-        and folder != folder.parent
-    ):
+    folder = path.parent
+    inner: list[str] = []  # names of the packages between the root and the file
+    while (folder / "__init__.py").is_file() and folder.name.isidentifier():
         inner.insert(0, folder.name)
         folder = folder.parent
+
     if inner and folder in _installed():
         _adopt(folder, inner[0])
         return ".".join(inner)
@@ -293,29 +320,33 @@ def prepare(module: ModuleType) -> None:
 
 
 class _ImportlibOfUserCode(ModuleType):
-    """`importlib` as user code sees it: what it imports by name or loads from a file is found
-    as by an import statement."""
+    """`importlib` as user code sees it: what it imports by name or loads from a file is found as by
+    an import statement."""
 
     def __init__(self, real: ModuleType, globals: Mapping[str, Any]) -> None:
         super().__init__(real.__name__, real.__doc__)
         self.__dict__.update(_real=real, _globals=globals)
 
     def __getattr__(self, key: str) -> Any:
-        real, globals = self.__dict__["_real"], self.__dict__["_globals"]
-        found = getattr(real, key)
-        if found is importlib.import_module:
+        real = self.__dict__["_real"]
+        globals = self.__dict__["_globals"]
+        value = getattr(real, key)
+        if value is importlib.import_module:
             return functools.partial(_import_module, globals)
-        if found is importlib.util.spec_from_file_location:
+        if value is importlib.util.spec_from_file_location:
             return _spec_of_user_file
-        return _ImportlibOfUserCode(found, globals) if found is importlib.util else found
+        if value is importlib.util:
+            return _ImportlibOfUserCode(value, globals)
+        return value
 
 
 def _import_module(globals: Mapping[str, Any], name: str, package: str | None = None) -> ModuleType:
     """Import a module for user code, as `importlib.import_module`."""
     if name.startswith("."):
         return importlib.import_module(name, package)
-    found: ModuleType = import_for_user(name, globals, None, ("__name__",))
-    return found
+    # Asked for a name in it, `__import__` returns the module itself and not its first package.
+    module: ModuleType = import_for_user(name, globals, None, ("__name__",))
+    return module
 
 
 def _spec_of_user_file(name: str, location: Any = None, **options: Any) -> Any:
@@ -328,12 +359,10 @@ def _spec_of_user_file(name: str, location: Any = None, **options: Any) -> Any:
 
 
 def _register(folder: Path) -> str:
-    """Make a directory the root of private modules; return the name of the
-    package that holds them."""
-    name = (
-        PACKAGE
-        + hashlib.blake2b(str(folder).encode("utf-8", "surrogateescape"), digest_size=6).hexdigest()
-    )
+    """Make a directory the root of private modules; return the name of the package that holds
+    them."""
+    folder_bytes = str(folder).encode("utf-8", "surrogateescape")
+    name = PACKAGE + hashlib.blake2b(folder_bytes, digest_size=6).hexdigest()
     if name not in sys.modules:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
@@ -352,9 +381,8 @@ def publish(name: str, source: str) -> None:
 
     `source` makes the module there. Here it is in `sys.modules` and the file is never read.
     """
+    # Without room for temporary files, functions of the module cannot be sent to such a process.
     with suppress(OSError):
-        # Without room for temporary files, functions of the module cannot be sent to such
-        # a process.
         if not _PUBLISHED:
             folder = Path(tempfile.mkdtemp(prefix="turnwright-modules-"))
             _PUBLISHED.append(folder)
@@ -369,6 +397,7 @@ def _unpublish(folder: Path, process: int) -> None:
 
 
 def _installed() -> set[Path]:
+    """Return the directories of `sys.path`."""
     return {Path(entry or ".").resolve() for entry in sys.path}
 
 
@@ -387,53 +416,66 @@ def import_for_user(
     if globals is None:
         globals = sys._getframe(1).f_globals
     names = tuple(fromlist or ())
-    if level:
+
+    if level:  # a relative import
         base = globals.get("__package__") or ""
-        if not base.startswith(PACKAGE):
-            return builtins.__import__(
-                name, dict(globals, __name__=f"{base}._", __spec__=None), locals, names, level
-            )
-        return _named(importlib.util.resolve_name("." * level + name, base), "", names)
+        if base.startswith(PACKAGE):
+            return _named(importlib.util.resolve_name("." * level + name, base), "", names)
+        globals = dict(globals, __name__=f"{base}._", __spec__=None)
+        return builtins.__import__(name, globals, locals, names, level)
+
+    # A file of a framework's own source tree has that tree's modules, also where another version is
+    # installed.
     top = _top(name)
-    new = top not in sys.modules
-    # A file of a framework's own source tree has that tree's modules, also where
-    # another version is installed.
-    if top not in sys.stdlib_module_names and (
-        new or (_has_stand_in(top) and not _comes_first(name))
-    ):
-        own = _own_package(globals, name) if new else _own_tree(globals, top)
-        if own is not None:
-            return _named(f"{own}.{name}", own, names)
+    is_new = top not in sys.modules
+    package = None
+    if top not in sys.stdlib_module_names:
+        if is_new:
+            package = _own_package(globals, name)
+        elif _has_stand_in(top) and not _comes_first(name):
+            package = _own_tree(globals, top)
+    if package is not None:
+        return _named(f"{package}.{name}", package, names)
     return _import_absolute(name, names, globals, locals)
 
 
 def _import_absolute(
     name: str, names: tuple[str, ...], globals: Mapping[str, Any], locals: Mapping[str, Any] | None
 ) -> Any:
-    """Import an installed module, else a stand-in, else a module around the file;
-    see `import_for_user`."""
+    """Import an installed module, else a stand-in, else a module around the file; see
+    `import_for_user`."""
     top = _top(name)
-    new = top not in sys.modules
-    first = _named(f"{STAND_INS}.{name}", STAND_INS, names) if _comes_first(name) else None
-    if first is not None and all(hasattr(first, one) for one in names if one != "*"):
-        return first if names or top not in sys.modules else _Overlay(first, sys.modules[top])
+    is_new = top not in sys.modules
+    wanted = [attribute for attribute in names if attribute != "*"]
+
+    # A few stand-ins come first, with what they lack from the installed module.
+    first = None
+    if _comes_first(name):
+        first = _named(f"{STAND_INS}.{name}", STAND_INS, names)
+        if all(hasattr(first, attribute) for attribute in wanted):
+            if names or top not in sys.modules:
+                return first
+            return _Overlay(first, sys.modules[top])
+
     try:
-        found = builtins.__import__(name, globals, locals, names, 0)
+        installed = builtins.__import__(name, globals, locals, names, 0)
     except ModuleNotFoundError as error:
         if not _lacks(error, name):
             raise
-        _forget_folder(name, new)
+        _forget_folder(name, is_new)
         return _not_installed(name, globals, names, error)
+
     if first is not None:
-        return _Overlay(first, found)
-    if any(not hasattr(found, one) for one in names if one != "*") and _has_stand_in(name):
-        return _Overlay(found, _named(f"{STAND_INS}.{name}", STAND_INS, names))
-    return _as_user_code_sees(found, globals)
+        return _Overlay(first, installed)
+    lacks_some = any(not hasattr(installed, attribute) for attribute in wanted)
+    if lacks_some and _has_stand_in(name):
+        return _Overlay(installed, _named(f"{STAND_INS}.{name}", STAND_INS, names))
+    return _as_user_code_sees(installed, globals)
 
 
 def _as_user_code_sees(module: ModuleType, globals: Mapping[str, Any]) -> Any:
-    """Return a module that works in another way for user code, in a thread and around its own
-    file; else the module."""
+    """Return a module that works in another way for user code, in a thread and around its own file;
+    else the module."""
     if module in (importlib, importlib.util):
         return _ImportlibOfUserCode(module, globals)
     return _SIGNAL if module is signal else module
@@ -448,48 +490,57 @@ def _not_installed(
     name: str, globals: Mapping[str, Any], names: tuple[str, ...], error: ModuleNotFoundError
 ) -> ModuleType | _Overlay:
     """Import a stand-in or a module around the file, for user code."""
-    package, top = _around(globals, name), _top(name)
-    found: ModuleType
+    package = _around(globals, name)
+    top = _top(name)
+    stand_in: ModuleType | None = None
     if _has_stand_in(name):
-        found = _named(f"{STAND_INS}.{name}", STAND_INS, names)
-        lacks = any(one != "*" and not _offers(found, name, one) for one in names)
-        if package is None or not lacks:
-            return found if names or top not in sys.modules else _Overlay(sys.modules[top], found)
-        # The framework's own source is around the file, and has more.
+        stand_in = _named(f"{STAND_INS}.{name}", STAND_INS, names)
+        lacks_some = any(
+            attribute != "*" and not _offers(stand_in, name, attribute) for attribute in names
+        )
+        # Where it lacks some, the framework's own source may be around the file, and has more.
+        if package is None or not lacks_some:
+            if names or top not in sys.modules:
+                return stand_in
+            return _Overlay(sys.modules[top], stand_in)
+
     if package is None:
         error.__dict__["asked"] = name  # Python names only the first package that is missing
         raise error
-    own: ModuleType = _named(f"{package}.{name}", package, names)
-    return _Overlay(found, own) if _comes_first(name) and names else own
+    around: ModuleType = _named(f"{package}.{name}", package, names)
+    if stand_in is not None and names and _comes_first(name):
+        return _Overlay(stand_in, around)
+    return around
 
 
 def _top(name: str) -> str:
     return name.partition(".")[0]
 
 
-def _forget_folder(name: str, new: bool) -> None:
-    """Take out of `sys.modules` what a failed import found for the first part of its name,
-    if that is a bare folder.
+def _forget_folder(name: str, is_new: bool) -> None:
+    """Take out of `sys.modules` what a failed import found for the first part of its name, if that
+    is a bare folder.
 
-    A folder `examples` in the working directory, which Python takes for a package,
-    shall not hide another one.
+    A folder `examples` in the working directory, which Python takes for a package, shall not hide
+    another one.
     """
-    if (
-        new
-        and (found := sys.modules.get(_top(name))) is not None
-        and getattr(found, "__file__", None) is None
-    ):
-        for one in [one for one in sys.modules if f"{one}.".startswith(f"{_top(name)}.")]:
-            del sys.modules[one]
+    top = _top(name)
+    package = sys.modules.get(top)
+    if not is_new or package is None or getattr(package, "__file__", None) is not None:
+        return
+    modules = [module for module in sys.modules if f"{module}.".startswith(f"{top}.")]
+    for module in modules:
+        del sys.modules[module]
 
 
-def _named(full: str, package: str, names: tuple[str, ...]) -> Any:
+def _named(full_name: str, package: str, names: tuple[str, ...]) -> Any:
     """Return what an import of a private module binds: the module with `names`, else its first
     package below `package`."""
     if names:
-        return builtins.__import__(full, None, None, names, 0)
-    importlib.import_module(full)
-    return sys.modules[f"{package}.{full.removeprefix(f'{package}.').partition('.')[0]}"]
+        return builtins.__import__(full_name, None, None, names, 0)
+    importlib.import_module(full_name)
+    top = _top(full_name.removeprefix(f"{package}."))
+    return sys.modules[f"{package}.{top}"]
 
 
 class _Overlay(ModuleType):
@@ -500,39 +551,39 @@ class _Overlay(ModuleType):
         self.__dict__.update(_installed=installed, _stand_in=stand_in)
 
     def __getattr__(self, key: str) -> Any:
-        installed, stand_in = self.__dict__["_installed"], self.__dict__["_stand_in"]
+        installed = self.__dict__["_installed"]
+        stand_in = self.__dict__["_stand_in"]
         if not hasattr(installed, key):
             return getattr(stand_in, key)
-        found, other = getattr(installed, key), getattr(stand_in, key, None)
-        return (
-            _Overlay(found, other)
-            if isinstance(found, ModuleType) and isinstance(other, ModuleType)
-            else found
-        )
+        value = getattr(installed, key)
+        other = getattr(stand_in, key, None)
+        if isinstance(value, ModuleType) and isinstance(other, ModuleType):
+            return _Overlay(value, other)
+        return value
 
 
 def _lacks(error: ModuleNotFoundError, name: str) -> bool:
-    """Whether the module of an import, or a package of it, does not exist; otherwise one of
-    its own imports failed."""
+    """Whether the module of an import, or a package of it, does not exist; otherwise one of its own
+    imports failed."""
     return error.name is not None and f"{name}.".startswith(f"{error.name}.")
 
 
 def _own_package(globals: Mapping[str, Any], name: str) -> str | None:
-    """Return the private package that comes before installed ones: the file's own, or the
-    folder of a file in a recipe."""
-    root = str(globals.get("__package__") or "").partition(".")[0]
+    """Return the private package that comes before installed ones: the file's own, or the folder of
+    a file in a recipe."""
+    root = _top(str(globals.get("__package__") or ""))
     if not root.startswith(PACKAGE):
         return None
     top = _top(name)
     tree = _own_tree(globals, top)
     if tree is not None:
         return tree
-    folder = Path(str(globals.get("__file__") or "")).parent
-    for place in (folder, Path(sys.modules[root].__path__[0])):
-        if place in _HOMES and (
-            (place / f"{top}.py").is_file() or (place / top / "__init__.py").is_file()
-        ):
-            return _register(place)
+
+    file_folder = Path(str(globals.get("__file__") or "")).parent
+    root_folder = Path(sys.modules[root].__path__[0])
+    for folder in (file_folder, root_folder):
+        if folder in _HOMES and _has_module(folder, top):
+            return _register(folder)
     return None
 
 
@@ -541,26 +592,24 @@ def _own_tree(globals: Mapping[str, Any], top: str) -> str | None:
     root, _, inner = str(globals.get("__package__") or "").partition(".")
     if not root.startswith(PACKAGE):
         return None
-    if inner.partition(".")[0] == top:
+    if _top(inner) == top:
         return root
+
     # A folder without __init__.py may lie between a file and its package.
-    for above in Path(str(globals.get("__file__") or "")).parents:
-        if (
-            above.name == top
-            and (above / "__init__.py").is_file()
-            and not (above.parent / "__init__.py").is_file()
-        ):
-            return _register(above.parent)
+    for folder in Path(str(globals.get("__file__") or "")).parents:
+        is_package = folder.name == top and (folder / "__init__.py").is_file()
+        if is_package and not (folder.parent / "__init__.py").is_file():
+            return _register(folder.parent)
     return None
 
 
 def _around(globals: Mapping[str, Any], name: str) -> str | None:
-    """Return the private package of the nearest directory above a file that has a module, up to
-    the root of its project.
+    """Return the private package of the nearest directory above a file that has a module, up to the
+    root of its project.
 
-    The root's `src`, and the projects beside each other in it, are searched too. Beyond
-    that root only directories on the path of the file itself are found, such as
-    `examples` of `examples.game.env`.
+    The root's `src`, and the projects beside each other in it, are searched too. Beyond that root
+    only directories on the path of the file itself are found, such as `examples` of
+    `examples.game.env`.
     """
     if not str(globals.get("__package__") or "").startswith(PACKAGE):
         return None
@@ -568,19 +617,19 @@ def _around(globals: Mapping[str, Any], name: str) -> str | None:
 
 
 def _around_file(file: Path, name: str) -> str | None:
-    """Return the private package of the nearest directory above a file that has a
-    module; see `_around`."""
+    """Return the private package of the nearest directory above a file that has a module; see
+    `_around`."""
     file = file.resolve()
-    inside = True
+    in_project = True
     for folder in file.parents:
-        on_path = folder / _top(name) in file.parents
-        if (inside or on_path) and _places(folder, name):
+        is_on_path = folder / _top(name) in file.parents
+        if (in_project or is_on_path) and _places(folder, name):
             return _register(folder)
-        if inside and any((folder / mark).exists() for mark in _PROJECT):
-            member = next((one for one in _members(folder) if _places(one, name)), None)
-            if member is not None:
-                return _register(member)
-            inside = False
+        if in_project and any((folder / mark).exists() for mark in _PROJECT):
+            for member in _members(folder):
+                if _places(member, name):
+                    return _register(member)
+            in_project = False
         if folder == Path.home() or folder == folder.parent:
             break
     return None
@@ -596,6 +645,7 @@ def _members(root: Path) -> Iterator[Path]:
 
 
 def _places(folder: Path, name: str) -> bool:
+    """Return whether a folder has the file or the directory of a module."""
     place = folder.joinpath(*name.split("."))
     return place.with_suffix(".py").is_file() or place.is_dir()
 
@@ -624,27 +674,34 @@ def _has_below(package: str, names: Iterable[str]) -> bool:
 
 def _same_as(name: str) -> str | None:
     """Return the stand-in whose names another one has."""
-    head, tail, same = name, "", _stand_ins().SAME
-    while head not in same and head:
-        head, _, last = head.rpartition(".")
-        tail = f".{last}{tail}"
-    return found if head and _is_listed(found := same[head] + tail) else None
+    same = _stand_ins().SAME
+    package = name
+    below = ""  # the rest of the name, with its dot
+    while package and package not in same:
+        package, _, last = package.rpartition(".")
+        below = f".{last}{below}"
+    if not package:
+        return None
+    stand_in = same[package] + below
+    return stand_in if _is_listed(stand_in) else None
 
 
 class _PrivateFinder:
-    """Finds stand-ins and the modules around user code, by their private names, and
-    packages of users on `sys.path`."""
+    """Finds stand-ins and the modules around user code, by their private names, and packages of
+    users on `sys.path`."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         """Return the spec of a private module, whose loader prepares it."""
-        if (roots := _ON_PATH.get(_top(name))) is not None:
+        roots = _ON_PATH.get(_top(name))
+        if roots is not None:
             spec = importlib.machinery.PathFinder.find_spec(name, path, target)
             if spec is None or type(spec.loader) is not importlib.machinery.SourceFileLoader:
                 return spec
             if not roots.isdisjoint(Path(spec.loader.path).resolve().parents):
                 spec.loader = _PrivateLoader(spec.loader.name, spec.loader.path)
             return spec
+
         if name.startswith(f"{STAND_INS}."):
             return _spec_of_stand_in(name)
         if not name.startswith(PACKAGE):
@@ -655,22 +712,21 @@ class _PrivateFinder:
         return spec
 
 
-def _spec_of_stand_in(full: str) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of a stand-in: of a table, or of one whose names another one
-    has; None for neither."""
-    name = public_name(full)
+def _spec_of_stand_in(full_name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of a stand-in: of a table, or of one whose names another one has; None for
+    neither."""
+    name = public_name(full_name)
     if _is_listed(name):
         modules = _stand_ins().MODULES
         is_package = name in modules.get(name, ()) or _has_below(
             name, (*modules, *_stand_ins().SAME)
         )
-        return importlib.machinery.ModuleSpec(full, _TableLoader(name), is_package=is_package)
+        loader = _TableLoader(name)
+        return importlib.machinery.ModuleSpec(full_name, loader, is_package=is_package)
     same = _same_as(name)
-    return (
-        None
-        if same is None
-        else importlib.machinery.ModuleSpec(full, _SameLoader(same), is_package=True)
-    )
+    if same is None:
+        return None
+    return importlib.machinery.ModuleSpec(full_name, _SameLoader(same), is_package=True)
 
 
 class _PrivateLoader(importlib.machinery.SourceFileLoader):
@@ -699,15 +755,21 @@ class _PrivateLoader(importlib.machinery.SourceFileLoader):
 
 
 def _of_an_import(error: Exception, path: str) -> bool:
-    """Whether an error that ended the execution of a file is one of what the file
-    imported, not of its own code."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inner = (
-        files[max(at for at, file in enumerate(files) if file == path) + 1 :]
-        if path in files
-        else []
-    )
-    return any(file == __file__ for file in inner)
+    """Whether an error that ended the execution of a file is one of what the file imported, not of
+    its own code.
+
+    Imports of a prepared module pass through `import_for_user`, which is in this file.
+    """
+    is_below_file = False
+    is_import = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if file == path:
+            is_below_file = True
+            is_import = False
+        elif is_below_file and file == __file__:
+            is_import = True
+    return is_import
 
 
 class _UserFileLoader(importlib.machinery.SourceFileLoader):
@@ -732,42 +794,46 @@ class _TableLoader(importlib.abc.Loader):
                 for name, _ in pairs:
                     importlib.import_module(f"{module.__name__}.{name}")
             elif _has_stand_in(source):
-                wanted = tuple(own for _, own in pairs)
-                found = import_for_user(source, {}, None, wanted)
-                module.__dict__.update({name: getattr(found, own) for name, own in pairs})
+                names_there = tuple(name_there for _, name_there in pairs)
+                other = import_for_user(source, {}, None, names_there)
+                for name, name_there in pairs:
+                    module.__dict__[name] = getattr(other, name_there)
             else:
-                home = importlib.import_module(source)
-                _name_as_in_tables(home)
-                module.__dict__.update(_imported_by(home))
-                for name, own in pairs:
-                    found = vars(home)[own]
-                    module.__dict__[name] = found
-                    # As an import statement would, for who looks at what is imported.
-                    owner = getattr(found, "__module__", None)
-                    if (
-                        isinstance(owner, str)
-                        and owner.startswith(f"{STAND_INS}.")
-                        and owner != module.__name__
-                    ):
-                        importlib.import_module(owner)
-                # Tools that look for the source of a class find it by its module's file.
-                module.__dict__.setdefault("__file__", home.__file__)
+                _fill_from_home(module, importlib.import_module(source), pairs)
+
+
+def _fill_from_home(module: ModuleType, home: ModuleType, pairs: list[tuple[str, str]]) -> None:
+    """Give a stand-in the names that its home, a module of ours, defines for it."""
+    _name_as_in_tables(home)
+    module.__dict__.update(_imported_by(home))
+    for name, name_there in pairs:
+        value = vars(home)[name_there]
+        module.__dict__[name] = value
+
+        # As an import statement would, for who looks at what is imported.
+        owner = getattr(value, "__module__", None)
+        if not isinstance(owner, str) or owner == module.__name__:
+            continue
+        if owner.startswith(f"{STAND_INS}."):
+            importlib.import_module(owner)
+
+    # Tools that look for the source of a class find it by its module's file.
+    module.__dict__.setdefault("__file__", home.__file__)
 
 
 def _imported_by(home: ModuleType) -> dict[str, Any]:
-    """Return what a module imports of others than ours: annotations of its classes are
-    evaluated with these names."""
+    """Return what a module imports of others than ours: annotations of its classes are evaluated
+    with these names."""
     ours = ("turnwright", *plugins.PACKAGES)
-    listed = {
-        own
-        for sources in _stand_ins().MODULES.values()
-        for _, own in _pairs(sources.get(home.__name__, ""))
-    }
+    listed: set[str] = set()
+    for sources in _stand_ins().MODULES.values():
+        listed.update(name_there for _, name_there in _pairs(sources.get(home.__name__, "")))
+
     imported = {}
     for name, value in vars(home).items():
-        source = (
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        )
+        source = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            source = value.__name__
         is_others = isinstance(source, str) and _top(source) not in ours
         if is_others and name not in listed and not name.startswith("_"):
             imported[name] = value
@@ -775,11 +841,12 @@ def _imported_by(home: ModuleType) -> dict[str, Any]:
 
 
 def _pairs(listed: str) -> list[tuple[str, str]]:
-    """Return the names that a stand-in has with those of its home: of `name`, or of `name=own`."""
+    """Return the names that a stand-in has with those of its home: of `name`, or of
+    `name=name_there`."""
     pairs = []
     for entry in listed.split():
-        name, _, own = entry.partition("=")
-        pairs.append((name, own or name))
+        name, _, name_there = entry.partition("=")
+        pairs.append((name, name_there or name))
     return pairs
 
 
@@ -789,11 +856,12 @@ def _name_as_in_tables(home: ModuleType) -> None:
     Objects of user code's base classes are recognized, pickled and shown by these names.
     """
     for stand_in, sources in _stand_ins().MODULES.items():
-        for name, own in _pairs(sources.get(home.__name__, "")):
-            thing = vars(home)[own]
+        for name, name_there in _pairs(sources.get(home.__name__, "")):
+            thing = vars(home)[name_there]
             if isinstance(thing, (type, FunctionType)) and thing.__module__ == home.__name__:
-                if name != own:
-                    thing.__name__ = thing.__qualname__ = name
+                if name != name_there:
+                    thing.__name__ = name
+                    thing.__qualname__ = name
                 _move(thing, home.__name__, f"{STAND_INS}.{stand_in}")
 
 
@@ -809,8 +877,8 @@ def _move(thing: Any, home: str, stand_in: str) -> None:
 
 
 class _SameLoader(importlib.abc.Loader):
-    """Gives a module the names of another one, which is the installed one where there is
-    one, as for user code."""
+    """Gives a module the names of another one, which is the installed one where there is one, as
+    for user code."""
 
     def __init__(self, other: str) -> None:
         self.other = other

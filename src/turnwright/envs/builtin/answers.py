@@ -1,5 +1,5 @@
-r"""The checker of answers: numbers, expressions, words, units and lists, in
-whatever wrapper they come.
+r"""The checker of answers: numbers, expressions, words, units and lists, in whatever wrapper they
+come.
 
 An answer is read as what it is, and compared with another of its kind alone:
 
@@ -11,9 +11,12 @@ An answer is read as what it is, and compared with another of its kind alone:
 - an expression or relation: by math-verify.
 - several: a set or a list in any order, tuples and intervals in theirs and with their brackets.
 
-Nothing is equal to an empty answer. Answers come from models and datasets: what cannot be
-bounded by its length runs in a helper process (`call_bounded`), and one that exceeds its
-bounds is compared as text.
+Nothing is equal to an empty answer. Answers come from models and datasets: what cannot be bounded
+by its length runs in a helper process (`call_bounded`), and one that exceeds its bounds is compared
+as text.
+
+`is_correct` is the whole: `_plain` drops wrappers and spellings, `read` says what an answer is, and
+`_same` compares.
 """
 
 from __future__ import annotations
@@ -30,25 +33,33 @@ from turnwright.errors import EnvError
 
 LONGEST = 80
 """Characters of an answer that a tool takes."""
+
 READ = 400
 """Characters of an answer that are read as mathematics; a longer one is compared as text."""
+
 EXACT = 1e-6
-"""Absolute and relative tolerance of exact answers; rounded answers allow half of
-the last decimal place."""
+"""Absolute and relative tolerance of exact answers; rounded answers allow half of the last decimal
+place."""
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the only ``\boxed{...}`` of a text; None if there is none,
-    several, or an unclosed one."""
-    _, found, rest = text.partition("\\boxed")
+    r"""Return the content of the only ``\boxed{...}`` of a text; None if there is none, several, or
+    an unclosed one.
+
+    Example::
+
+        >>> boxed(r"So x is \boxed{\frac{1}{2}}.")
+        '\\frac{1}{2}'
+    """
+    _, command, rest = text.partition("\\boxed")
     rest = rest.lstrip()
-    if not found or "\\boxed" in rest or not rest.startswith("{"):
+    if not command or "\\boxed" in rest or not rest.startswith("{"):
         return None
     depth = 0
-    for at, char in enumerate(rest):
+    for position, char in enumerate(rest):
         depth += (char == "{") - (char == "}")
         if depth == 0:
-            return rest[1:at].strip()
+            return rest[1:position].strip()
     return None
 
 
@@ -57,8 +68,14 @@ def is_correct(given: str, right: str) -> bool:
 
     Raises:
         EnvError: without the packages of the extra `math`, where they are needed.
+
+    Example::
+
+        >>> is_correct("x = 3.50", "7/2 cm"), is_correct("(A)", "A."), is_correct("", "")
+        (True, True, False)
     """
-    given, right = _plain(given), _plain(right)
+    given = _plain(given)
+    right = _plain(right)
     if not given or not right:
         return False
     if _as_text(given) == _as_text(right):
@@ -68,8 +85,7 @@ def is_correct(given: str, right: str) -> bool:
     return _same(read(given), read(right))
 
 
-# --- reading
-# ------------------------------------------------------------------------------------------------------------  # noqa: E501
+# Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +111,8 @@ def read(text: str) -> Answer:
     several = _several(text)
     if several is not None:
         brackets, members = several
-        return Answer(
-            text, parts=tuple(read(_plain(member)) for member in members), brackets=brackets
-        )
+        parts = tuple(read(_plain(member)) for member in members)
+        return Answer(text, parts=parts, brackets=brackets)
 
     letter = _LETTER.fullmatch(text)
     if letter is not None:
@@ -155,8 +170,8 @@ _PERIOD = re.compile(r"(?<!\\)[\s.;:,?]+$")
 
 
 def _plain(text: str) -> str:
-    """Return an answer without the wrappers and spellings that mean nothing; empty
-    where nothing is left."""
+    """Return an answer without the wrappers and spellings that mean nothing; empty where nothing is
+    left."""
     if len(text) > 10 * READ:  # neither read nor rewritten
         return text.strip()
     text = _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)
@@ -177,28 +192,29 @@ def _plain(text: str) -> str:
 def _unwrapped(text: str) -> str:
     r"""Return a text with ``\text{...}`` and its kin replaced by what they hold, between spaces."""
     pieces: list[str] = []
-    closing: list[int] = []  # depths at which a wrapper ends
-    depth = at = 0
-    while at < len(text):
-        wrapper = _WRAPPERS.match(text, at) if text[at] == "\\" else None
+    wrapper_depths: list[int] = []  # of wrappers that are open
+    depth = 0
+    position = 0
+    while position < len(text):
+        is_command = text[position] == "\\"
+        wrapper = _WRAPPERS.match(text, position) if is_command else None
         if wrapper is not None:
             depth += 1
-            closing.append(depth)
+            wrapper_depths.append(depth)
             pieces.append(" ")
-            at = wrapper.end()
+            position = wrapper.end()
             continue
 
-        escaped = text[at] == "\\"
-        piece = text[at : at + 2] if escaped else text[at]
+        piece = text[position : position + 2] if is_command else text[position]
+        position += len(piece)
         if piece == "{":
             depth += 1
         elif piece == "}":
-            if closing and closing[-1] == depth:
-                closing.pop()
+            if wrapper_depths and wrapper_depths[-1] == depth:
+                wrapper_depths.pop()
                 piece = " "
             depth -= 1
         pieces.append(piece)
-        at += len(piece) if piece != " " else 1
     return "".join(pieces)
 
 
@@ -207,10 +223,11 @@ def _without_braces(text: str) -> str:
     if not (text.startswith("{") and text.endswith("}") and not text.endswith("\\}")):
         return text
     depth = 0
-    for at, char in enumerate(text):
+    for position, char in enumerate(text):
         depth += (char == "{") - (char == "}")
         if depth == 0:
-            return text[1:-1] if at == len(text) - 1 else text
+            is_last = position == len(text) - 1
+            return text[1:-1] if is_last else text
     return text
 
 
@@ -240,21 +257,30 @@ _SHORT_UNITS = re.compile(
 Other short ones need three letters.
 """
 _FUNCTIONS = (
-    *(
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-    ),
-    *("log", "ln", "exp", "sqrt", "pi", "min", "max", "gcd", "lcm", "det", "inf", "infty"),
+    "arcsin",
+    "arccos",
+    "arctan",
+    "sinh",
+    "cosh",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "cot",
+    "sec",
+    "csc",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "pi",
+    "min",
+    "max",
+    "gcd",
+    "lcm",
+    "det",
+    "inf",
+    "infty",
 )
 _SAME_UNITS = {
     "centimeter": "cm",
@@ -287,27 +313,31 @@ _SAME_UNITS = {
 
 
 def _without_name(text: str) -> tuple[str, str]:
-    """Return the left side of `x=5`, without spaces, and the right side; no
-    name for another text."""
+    """Return the left side of `x=5`, without spaces, and the right side; no name for another
+    text."""
     named = _NAME.fullmatch(text)
-    return ("", text) if named is None else ("".join(named[1].split()).casefold(), named[2].strip())
+    if named is None:
+        return "", text
+    return "".join(named[1].split()).casefold(), named[2].strip()
 
 
 def _without_unit(text: str) -> tuple[str, str]:
     """Return an answer without its unit, and the unit in one spelling."""
-    found = _UNIT_TEXT.fullmatch(text)
-    if found is None:
+    match = _UNIT_TEXT.fullmatch(text)
+    if match is None:
         return text, ""
-    if found["percent"]:
-        return found["number"], "%"
-    if found["degrees"]:
-        return found["number"], "degree"
-    unit = found["unit"]
+    if match["percent"]:
+        return match["number"], "%"
+    if match["degrees"]:
+        return match["number"], "degree"
+
+    unit = match["unit"]
     letters = re.sub(r"\s*\^.*", "", unit)
     is_function = any(word in _FUNCTIONS or word in _JOINING for word in letters.split())
-    if is_function or not _is_unit(letters, apart=text[found.start("unit") - 1] in " }"):
+    is_apart = text[match.start("unit") - 1] in " }"
+    if is_function or not _is_unit(letters, apart=is_apart):
         return text, ""
-    return found["number"], _unit(unit)
+    return match["number"], _unit(unit)
 
 
 def _is_unit(letters: str, *, apart: bool) -> bool:
@@ -320,16 +350,15 @@ def _is_unit(letters: str, *, apart: bool) -> bool:
 def _unit(text: str) -> str:
     """Return a unit in one spelling: `square meters` and ``m^{2}`` are `m^2`."""
     base, _, power = re.sub(r"[\s{}]+", " ", text).strip().partition("^")
-    words = base.lower().replace("/", " / ").split()
     powers = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
-    found = [
-        _SAME_UNITS.get(word.removesuffix("s") or word, word.removesuffix("s") or word)
-        for word in words
-    ]
-    for number, word in enumerate(words):
+    units = []
+    for word in base.lower().replace("/", " / ").split():
         if word in powers:
-            power, found[number] = powers[word], ""
-    unit = "".join(found)
+            power = powers[word]
+            continue
+        singular = word.removesuffix("s") or word
+        units.append(_SAME_UNITS.get(singular, singular))
+    unit = "".join(units)
     return f"{unit}^{power.strip()}" if power.strip() and unit else unit
 
 
@@ -344,8 +373,8 @@ _PLAIN_FUNCTION = re.compile(rf"(?<![\\A-Za-z])({'|'.join(_FUNCTIONS)})(?![A-Za-
 
 
 def _as_latex(text: str) -> str:
-    r"""Return an expression as LaTeX: `sqrt(3)` as ``\sqrt{3}``, `1 1/2` as a sum,
-    `1,000` without the comma."""
+    r"""Return an expression as LaTeX: `sqrt(3)` as ``\sqrt{3}``, `1 1/2` as a sum, `1,000` without
+    the comma."""
     text = _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = _MIXED.sub(lambda m: rf"({m[1]}+\frac{{{m[2] or m[4]}}}{{{m[3] or m[5]}}})", text)
@@ -362,8 +391,8 @@ _JOINING = ("and", "or")
 
 
 def _has_words(latex: str) -> bool:
-    """Whether a text has words, or letters that are no unknowns; commands and names
-    of functions are none."""
+    """Whether a text has words, or letters that are no unknowns; commands and names of functions
+    are none."""
     letters = re.sub(r"\\(?:begin|end)\{[a-z]+\}|\\[A-Za-z]+", " ", latex)
     return _WORD.search(_PRODUCT.sub(" ", letters)) is not None
 
@@ -401,22 +430,23 @@ def _plus_and_minus(text: str) -> tuple[str, list[str]] | None:
 
 
 def _depth(text: str) -> int:
+    """Return how many brackets of a text are open at its end."""
     return sum((char in _OPEN) - (char in _CLOSE) for char in text)
 
 
 def _closes_at_end(text: str) -> bool:
     """Whether the first bracket is closed by the last character."""
     depth = 0
-    for at, char in enumerate(text):
+    for position, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)
         if depth == 0:
-            return at == len(text) - 1
+            return position == len(text) - 1
     return False
 
 
 def _split(text: str) -> list[str]:
-    """Return the members of a list: between commas, `and` and `or`; words in it are no list
-    unless all have a number."""
+    """Return the members of a list: between commas, `and` and `or`; words in it are no list unless
+    all have a number."""
     members = _split_at(re.sub(r",?\s+(?:and|or)\s+", ",", text), ",")
     if len(members) > 1 and all(_is_member(member) for member in members):
         return members
@@ -424,42 +454,49 @@ def _split(text: str) -> list[str]:
 
 
 def _is_member(text: str) -> bool:
-    return _LETTER.fullmatch(text) is not None or not _has_words(
-        _as_latex(_without_unit(_without_name(text)[1])[0])
-    )
+    """Whether a text is a letter or has no words beside name and unit."""
+    if _LETTER.fullmatch(text) is not None:
+        return True
+    _, value = _without_name(text)
+    number, _ = _without_unit(value)
+    return not _has_words(_as_latex(number))
 
 
 def _split_at(text: str, mark: str) -> list[str]:
     """Return the parts of a text between marks that are in no brackets."""
-    parts, depth, start = [], 0, 0
-    for at, char in enumerate(text):
+    parts = []
+    depth = 0
+    start = 0
+    for position, char in enumerate(text):
         depth += (char in _OPEN) - (char in _CLOSE)
-        if depth == 0 and text.startswith(mark, at):
-            parts.append(text[start:at].strip())
-            start = at + len(mark)
-    return [part for part in (*parts, text[start:].strip()) if part]
+        if depth == 0 and text.startswith(mark, position):
+            parts.append(text[start:position].strip())
+            start = position + len(mark)
+    parts.append(text[start:].strip())
+    return [part for part in parts if part]
 
 
-# --- comparing
-# ----------------------------------------------------------------------------------------------------------  # noqa: E501
+# Comparing
 
 
 def _same(given: Answer, right: Answer) -> bool:
+    """Whether two answers are equal."""
     if given.parts or right.parts:
         return _same_parts(given, right)
     if given.words or right.words:
         return given.words == right.words and given.text == right.text
     if given.name and right.name and given.name != right.name:
         return False
-    percent = "%" in (given.unit, right.unit)
     if given.unit and right.unit and given.unit != right.unit:
         return False
     if _same_value(given.text, right.text):
         return True
-    return percent and given.unit != right.unit and _same_as_percent(given, right)
+    has_one_percent = (given.unit == "%") != (right.unit == "%")
+    return has_one_percent and _same_as_percent(given, right)
 
 
 def _same_parts(given: Answer, right: Answer) -> bool:
+    """Whether the parts of two answers are equal, in order where there are brackets."""
     if len(given.parts) != len(right.parts):
         return False
     if given.brackets and right.brackets and given.brackets != right.brackets:
@@ -467,35 +504,43 @@ def _same_parts(given: Answer, right: Answer) -> bool:
     if given.brackets or right.brackets:
         return all(map(_same, given.parts, right.parts))
 
-    left = list(given.parts)
-    for part in right.parts:
-        match = next((one for one in left if _same(one, part)), None)
+    unmatched = list(given.parts)
+    for right_part in right.parts:
+        match = next((part for part in unmatched if _same(part, right_part)), None)
         if match is None:
             return False
-        left.remove(match)
+        unmatched.remove(match)
     return True
 
 
 def _same_value(given: str, right: str) -> bool:
     """Compare as numbers, within half of the last decimal place; else as expressions."""
-    found, target = value(given), value(right)
-    if found is None and target is None:
+    given_value = value(given)
+    right_value = value(right)
+    if given_value is None and right_value is None:
         return _same_expression(given, right)
-    if found is None or target is None:
+    if given_value is None or right_value is None:
         return False
+
     decimals = len(right.partition(".")[2]) if _NUMBER.fullmatch(right) else 0
-    return abs(found - target) <= (
-        0.5 * 10.0**-decimals + EXACT if decimals else EXACT * max(1.0, abs(target))
-    )
+    if decimals:
+        tolerance = 0.5 * 10.0**-decimals + EXACT
+    else:
+        tolerance = EXACT * max(1.0, abs(right_value))
+    return abs(given_value - right_value) <= tolerance
 
 
 def _same_as_percent(given: Answer, right: Answer) -> bool:
     """Whether a share is the percentage that the other answer is: 0.5 and 50%."""
-    found, target = value(given.text), value(right.text)
-    if found is None or target is None:
+    given_value = value(given.text)
+    right_value = value(right.text)
+    if given_value is None or right_value is None:
         return False
-    found, target = (found / 100, target) if given.unit == "%" else (found, target / 100)
-    return abs(found - target) <= EXACT * max(1.0, abs(target))
+    if given.unit == "%":
+        given_value /= 100
+    else:
+        right_value /= 100
+    return abs(given_value - right_value) <= EXACT * max(1.0, abs(right_value))
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})", re.ASCII)
@@ -514,20 +559,22 @@ _LARGE = re.compile(r"\d{3,}|[\^!]")
 
 
 def _is_bounded(latex: str) -> bool:
-    """Whether an expression is one to evaluate: commands of mathematics alone, no towers of
-    powers, no large ones."""
+    """Whether an expression is one to evaluate: commands of mathematics alone, no towers of powers,
+    no large ones."""
     if len(latex) > READ or not all(map(_KNOWN.fullmatch, _COMMAND.findall(latex))):
         return False
-    if _UNREADABLE.search(latex) or (_GROWS.search(latex) and re.search(r"\d{4}", latex)):
+    if _UNREADABLE.search(latex):
         return False
-    powers = [power for found in _POWER.findall(latex) for power in found if power]
+    if _GROWS.search(latex) and re.search(r"\d{4}", latex):
+        return False
+    powers = [power for groups in _POWER.findall(latex) for power in groups if power]
     return len(powers) == latex.count("^") and not any(map(_LARGE.search, powers))
 
 
 @lru_cache(maxsize=4096)
 def value(text: str) -> float | None:
-    """Return the value of a number or LaTeX expression; None for other text, and for what
-    is not finite or real."""
+    """Return the value of a number or LaTeX expression; None for other text, and for what is not
+    finite or real."""
     if len(text) > READ:
         return None
     if _NUMBER.fullmatch(text):
@@ -545,10 +592,10 @@ def _same_expression(given: str, right: str) -> bool:
 
 
 def _evaluated(name: str, *args: str) -> float | None:
-    """Call a function below in the helper process; None for what exceeds its
-    bounds or cannot be read."""
+    """Call a function below in the helper process; None for what exceeds its bounds or cannot be
+    read."""
     try:
-        found: float | None = call_bounded(globals()[name], *args)
+        result: float | None = call_bounded(globals()[name], *args)
     except BoundExceeded:
         return None
     except CallFailed as error:
@@ -557,31 +604,39 @@ def _evaluated(name: str, *args: str) -> float | None:
                 f"answers of mathematics need math-verify ({error}); pip install 'turnwright[math]'"
             ) from error
         return None
-    return found
+    return result
 
 
 def _value_of(latex: str) -> float | None:
+    """Return the value of an expression, by SymPy."""
     parsed = _parsed(latex)
-    number = complex(parsed[0].evalf()) if parsed else complex("nan")
+    if not parsed:
+        return None
+    number = complex(parsed[0].evalf())
     return number.real if math.isfinite(number.real) and number.imag == 0 else None
 
 
 def _are_equal(given: str, right: str) -> bool:
+    """Whether two expressions are equal, by math-verify."""
     from math_verify import verify
 
-    one, other = _parsed(given), _parsed(right)
-    if not one or not other:
+    parsed_given = _parsed(given)
+    parsed_right = _parsed(right)
+    if not parsed_given or not parsed_right:
         return False
     # The verifier reads its first argument as the right one; equality has no direction.
-    return all(bool(verify(*pair, timeout_seconds=None)) for pair in ((one, other), (other, one)))
+    if not verify(parsed_given, parsed_right, timeout_seconds=None):
+        return False
+    return bool(verify(parsed_right, parsed_given, timeout_seconds=None))
 
 
 def _parsed(latex: str) -> list[Any]:
+    """Return what math-verify reads out of an expression."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse
 
     # By default the library takes unknowns after a number for a unit, and drops them.
-    reading = NormalizationConfig(
+    normalization = NormalizationConfig(
         basic_latex=True,
         units=False,
         malformed_operators=True,
@@ -589,12 +644,11 @@ def _parsed(latex: str) -> list[Any]:
         boxed="last",
         equations=False,
     )
+    extraction = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)
     # The library's timeout uses a signal; the helper process has bounds of its own.
     parsed: list[Any] = parse(
         f"\\boxed{{{latex}}}",
-        extraction_config=[
-            LatexExtractionConfig(boxed_match_priority=0, normalization_config=reading)
-        ],
+        extraction_config=[extraction],
         fallback_mode="no_fallback",
         parsing_timeout=None,
     )

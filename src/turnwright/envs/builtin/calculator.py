@@ -1,5 +1,5 @@
-"""Calculator: arithmetic that is hard without the given tool. Tool calls in JSON; the
-answer is a plain number.
+"""Calculator: arithmetic that is hard without the given tool. Tool calls in JSON; the answer is a
+plain number.
 
 ::
 
@@ -44,8 +44,8 @@ def tasks(split: str, n: int, seed: int) -> list[Task]:
 
     def draw(rng: random.Random) -> tuple[str, Task]:
         a, b, c = (rng.randint(11, 99) for _ in range(3))
-        sum_ = rng.choice(_FORMS).format(a=a, b=b, c=c)
-        return sum_, Task(f"{sum_} = ?", answer=str(arithmetic(sum_)))
+        expression = rng.choice(_FORMS).format(a=a, b=b, c=c)
+        return expression, Task(f"{expression} = ?", answer=str(arithmetic(expression)))
 
     return sample_tasks("calculator", split, n, seed, draw)
 
@@ -60,11 +60,9 @@ def solver(messages: Sequence[Message], rng: random.Random) -> str:
 def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
     """Play poorly: guess instead of calling the tool, with probability 0.5."""
     reply = solver(messages, rng)
-    return (
-        str(rng.randint(100, 9999))
-        if reply.startswith("<tool_call>") and rng.random() < 0.5
-        else reply
-    )
+    if reply.startswith("<tool_call>") and rng.random() < 0.5:
+        return str(rng.randint(100, 9999))
+    return reply
 
 
 CALCULATOR = tool_env(

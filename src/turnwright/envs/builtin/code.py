@@ -20,7 +20,8 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 from turnwright.envs.builtin.common import sample_tasks
 from turnwright.envs.env import Action, Env, Step
@@ -28,35 +29,48 @@ from turnwright.envs.isolation.sandbox import Sandbox, SandboxProtocol, SandboxR
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task
 
-Kind = tuple[str, str, str, Callable[[Any, int, int], Any]]
-_KINDS: dict[str, Kind] = {
-    "line": ("x times {a} plus {b}", "x * {a} + {b}", "int", lambda x, a, b: x * a + b),
-    "over": (
+
+@dataclass(frozen=True, slots=True)
+class FunctionKind:
+    """One kind of function that is asked for, of an input x and the constants a and b."""
+
+    asked: str
+    """What the function returns, in the question."""
+    solution: str
+    """The same as an expression."""
+    input: Literal["int", "list", "text"]
+    """Type of x."""
+    right: Callable[[Any, int, int], Any]
+    """Returns the right value for x, a and b."""
+
+
+_KINDS = {
+    "line": FunctionKind("x times {a} plus {b}", "x * {a} + {b}", "int", lambda x, a, b: x * a + b),
+    "over": FunctionKind(
         "the sum of the numbers in x over {a}",
         "sum(n for n in x if n > {a})",
         "list",
-        lambda x, a, b: _sum_over(x, a),
+        lambda x, a, b: sum(n for n in x if n > a),
     ),
-    "by": (
+    "by": FunctionKind(
         "how many numbers in x {a} divides",
         "sum(n % {a} == 0 for n in x)",
         "list",
-        lambda x, a, b: _divided(x, a),
+        lambda x, a, b: sum(n % a == 0 for n in x),
     ),
-    "add": (
+    "add": FunctionKind(
         "the list x with {a} added to each",
         "[n + {a} for n in x]",
         "list",
         lambda x, a, b: [n + a for n in x],
     ),
-    "say": (
+    "say": FunctionKind(
         "the text x backwards, {a} times",
         "x[::-1] * {a}",
         "text",
         lambda x, a, b: x[::-1] * a,
     ),
 }
-"""(question, solution expression, type of x, reference function) by kind."""
 
 _DRIVER = """\
 import json, os
@@ -71,9 +85,15 @@ exec(compile(source, "solution.py", "exec"), space)
 for value in inputs:
     os.write(answers, json.dumps(space["f"](value)).encode() + b"\\n")
 """
+"""The program in the sandbox: it returns the values of f by descriptor 3."""
+
 _FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)
+
 _MAX_FEEDBACK = 300
+"""Characters of feedback that a program decides."""
+
 _CHANNEL = 65_536
+"""Bytes of values that a program returns."""
 
 
 class Code(Env):
@@ -103,21 +123,24 @@ class Code(Env):
     ) -> None:
         if not 1 <= tests <= 100:
             raise ConfigError("code: tests are 1 to 100")
-        self._box = sandbox or Sandbox(seconds=seconds, cpu_seconds=2, processes=8, output=4096)
-        self._tests, self._rules = tests, rules
+        self._sandbox = sandbox or Sandbox(seconds=seconds, cpu_seconds=2, processes=8, output=4096)
+        self._tests = tests
+        self._rules = rules
         self._inputs: list[Any] = []
         self._right: list[Any] = []
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        kind, numbers = task.info.get("kind"), task.info.get("numbers")
-        if kind not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
+        name = task.info.get("kind")
+        numbers = task.info.get("numbers")
+        if name not in _KINDS or not isinstance(numbers, list) or len(numbers) != 2:
             raise EnvError(
                 f"task {task.id} is not one of code's: it needs info['kind'] and info['numbers']"
             )
-        _, _, given, right = _KINDS[kind]
+        kind = _KINDS[name]
         rng = random.Random(f"hidden {task.id}")
-        self._inputs = [task.info["example"], *(_draw(given, rng) for _ in range(self._tests))]
-        self._right = [right(value, *numbers) for value in self._inputs]
+        hidden = [_draw(kind.input, rng) for _ in range(self._tests)]
+        self._inputs = [task.info["example"], *hidden]
+        self._right = [kind.right(value, *numbers) for value in self._inputs]
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
@@ -125,45 +148,45 @@ class Code(Env):
         blocks = _FENCED.findall(action.text)
         if len(blocks) > 1:
             return Step("Give one block of code.", info={"right": False})
+
         source = blocks[0] if blocks else action.text
         files = {"solution.py": source, "inputs.json": json.dumps(self._inputs)}
-        ran = await self._box.arun(_DRIVER, files, channel=_CHANNEL)
-        values = _values(ran.channel)
-        right = len(values) == len(self._right) and all(map(_same, values, self._right))
-        info = {"right": right, "timed_out": ran.timed_out}
-        if right:
+        result = await self._sandbox.arun(_DRIVER, files, channel=_CHANNEL)
+        values = _values(result.channel)
+        is_right = len(values) == len(self._right) and all(map(_same, values, self._right))
+        info = {"right": is_right, "timed_out": result.timed_out}
+        if is_right:
             return Step(reward=1.0, terminated=True, info=info)
-        return Step(self._feedback(values, ran), info=info)
+        return Step(self._feedback(values, result), info=info)
 
-    def _feedback(self, values: list[Any], ran: SandboxResult) -> str:
+    def _feedback(self, values: list[Any], result: SandboxResult) -> str:
         """Describe the error on the example, without revealing hidden inputs."""
         if values and not _same(values[0], self._right[0]):
             return (
                 f"f({self._inputs[0]!r}) is {values[0]!r:.{_MAX_FEEDBACK}}, not {self._right[0]!r}"
             )
         if not values:
-            return f"no value: {ran.text.strip().splitlines()[-1][:_MAX_FEEDBACK]}"
+            return f"no value: {result.text.strip().splitlines()[-1][:_MAX_FEEDBACK]}"
         return "wrong on a hidden test"
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Return functions of one argument with one or two constants; no
-        function is in both splits."""
+        """Return functions of one argument with one or two constants; no function is in both
+        splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
-            kind = rng.choice(tuple(_KINDS))
-            asked, _, given, right = _KINDS[kind]
-            limit = 9 if kind in ("by", "say") else 60
-            numbers = [rng.randint(2, limit), rng.randint(1, 99) if kind == "line" else 0]
-            example = _draw(given, random.Random(f"{kind} {numbers}"))
+            name = rng.choice(tuple(_KINDS))
+            kind = _KINDS[name]
+            a = rng.randint(2, 9 if name in ("by", "say") else 60)
+            b = rng.randint(1, 99) if name == "line" else 0
+            key = f"{name} {[a, b]}"
+            example = _draw(kind.input, random.Random(key))
             question = (
-                "Write a Python function f(x) that returns "
-                f"{asked.format(a=numbers[0], b=numbers[1])}."
+                f"Write a Python function f(x) that returns {kind.asked.format(a=a, b=b)}. "
+                f"Example: f({example!r}) is {kind.right(example, a, b)!r}."
             )
-            question += f" Example: f({example!r}) is {right(example, *numbers)!r}."
-            return f"{kind} {numbers}", Task(
-                question, info={"kind": kind, "numbers": numbers, "example": example}
-            )
+            info = {"kind": name, "numbers": [a, b], "example": example}
+            return key, Task(question, info=info)
 
         return sample_tasks("code", split, n, seed, draw)
 
@@ -171,57 +194,44 @@ class Code(Env):
     def texts(n: int, seed: int) -> list[str]:
         """Return sample questions, solutions and feedback, without running code."""
         rng = random.Random(seed)
-        asked = Code.tasks("train", n, seed)
+        texts = []
+        for task in Code.tasks("train", n, seed):
+            texts += [task.messages[0].text, Code.solver(task.messages, rng)]
         feedback = [
             "f(5) is 12, not 19",
             "wrong on a hidden test",
             "no value: SyntaxError: invalid syntax",
             "Give one block of code.",
         ]
-        return [
-            text
-            for task in asked
-            for text in (task.messages[0].text, Code.solver(task.messages, rng))
-        ] + feedback
+        return texts + feedback
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally, knowing the kinds of functions."""
         question = next(message.text for message in messages if message.role == "user")
-        for asked, solution, _, _ in _KINDS.values():
-            pattern = (
-                re.escape(asked).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
-            )
-            if found := re.search(pattern, question):
-                return (
-                    f"def f(x): return {solution.format(**{'a': '', 'b': '', **found.groupdict()})}"
-                )
+        for kind in _KINDS.values():
+            pattern = re.escape(kind.asked)
+            pattern = pattern.replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+            match = re.search(pattern, question)
+            if match:
+                numbers = {"a": "", "b": "", **match.groupdict()}
+                return f"def f(x): return {kind.solution.format(**numbers)}"
         return "def f(x): return x"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: write wrong numbers with probability 0.67."""
         reply = Code.solver(messages, rng)
-        return (
-            re.sub(r"\d+", lambda _: str(rng.randint(2, 9)), reply)
-            if rng.random() < 0.67
-            else reply
-        )
+        if rng.random() < 0.67:
+            return re.sub(r"\d+", lambda _: str(rng.randint(2, 9)), reply)
+        return reply
 
 
-def _sum_over(numbers: list[int], minimum: int) -> int:
-    return sum(number for number in numbers if number > minimum)
-
-
-def _divided(numbers: list[int], by: int) -> int:
-    return sum(number % by == 0 for number in numbers)
-
-
-def _draw(given: str, rng: random.Random) -> Any:
+def _draw(kind: str, rng: random.Random) -> Any:
     """Draw an input: a number, a list of numbers, or a text."""
-    if given == "int":
+    if kind == "int":
         return rng.randint(-99, 99)
-    if given == "text":
+    if kind == "text":
         return "".join(rng.choice("abcdefgh") for _ in range(rng.randint(2, 8)))
     return [rng.randint(-20, 40) for _ in range(rng.randint(3, 8))]
 

@@ -16,8 +16,8 @@ from turnwright.types import ContentPart, Message, Task, ToolCall, join_texts
 
 
 class CallError(ValueError):
-    """Error in the tool calls of a reply; the message is for the model, the one-word
-    `cause` for the record."""
+    """Error in the tool calls of a reply; the message is for the model, the one-word `cause` for
+    the record."""
 
     def __init__(self, message: str, cause: str) -> None:
         super().__init__(message)
@@ -53,30 +53,27 @@ def error_results(
 ) -> tuple[tuple[Message, ...], Mapping[str, Any]]:
     """Return error messages for the calls, and the step's `info`."""
     messages = tool_results(calls, name, f"Error: {mistake}")
-    return messages, {
-        "tool_calls": len(calls),
-        "tool_errors": len(calls),
-        f"tool_errors/{mistake.cause}": len(calls),
-    }
+    count = len(calls)
+    info = {"tool_calls": count, "tool_errors": count, f"tool_errors/{mistake.cause}": count}
+    return messages, info
 
 
 def visible_texts(messages: Sequence[Message]) -> list[str]:
     """Return each message as text for a scripted player, with the alt text of images."""
-    return [
-        m.content
-        if isinstance(m.content, str)
-        else join_texts([p if isinstance(p, str) else p.alt or "" for p in m.content])
-        for m in messages
-    ]
+    texts = []
+    for message in messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            parts = [part if isinstance(part, str) else part.alt or "" for part in message.content]
+            texts.append(join_texts(parts))
+    return texts
 
 
 def question_text(messages: Sequence[Message]) -> str:
     """Return the first user message as text for a scripted player."""
-    return next(
-        text
-        for text, message in zip(visible_texts(messages), messages, strict=True)
-        if message.role == "user"
-    )
+    roles = [message.role for message in messages]
+    return visible_texts(messages)[roles.index("user")]
 
 
 def tool_call(name: str, **arguments: Any) -> str:
@@ -85,24 +82,28 @@ def tool_call(name: str, **arguments: Any) -> str:
 
 
 _HELD_OUT_SHARE = 4
-_MAX_IDLE_DRAWS = 1000  # consecutive draws without a new task before sampling stops
+"""One key in so many is held out."""
+
+_MAX_IDLE_DRAWS = 1000
+"""Consecutive draws without a new task before sampling stops."""
 
 
 def sample_tasks(
     env: str, split: str, n: int, seed: int, draw: Callable[[random.Random], tuple[str, Task]]
 ) -> list[Task]:
-    """Sample up to `n` tasks, drawn with a key that decides their split; about a quarter of
-    the keys is held out."""
+    """Sample up to `n` tasks, drawn with a key that decides their split; about a quarter of the
+    keys is held out."""
     check_split(split)
     rng = random.Random(f"{env}/{split}/{seed}")
     tasks: dict[str, Task] = {}
-    idle = 0
-    while len(tasks) < n and idle < _MAX_IDLE_DRAWS:
+    idle_draws = 0
+    while len(tasks) < n and idle_draws < _MAX_IDLE_DRAWS:
         key, task = draw(rng)
-        idle += 1
-        if is_held_out(env, key) == (split == "eval") and task.id not in tasks:
+        idle_draws += 1
+        is_of_split = is_held_out(env, key) == (split == "eval")
+        if is_of_split and task.id not in tasks:
             tasks[task.id] = task
-            idle = 0
+            idle_draws = 0
     return list(tasks.values())
 
 

@@ -1,5 +1,5 @@
-"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game.
-The ice is not slippery.
+"""Frozen lake: Gymnasium's text game. Reach G over frozen fields; a hole ends the game. The ice is
+not slippery.
 
 ::
 
@@ -31,7 +31,9 @@ from turnwright.types import Message, Messages, Task
 
 _MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 """(row, column) change of each move, in the order of Gymnasium's actions."""
+
 _HOLES = 0.25
+"""Share of fields that are drawn as holes."""
 
 
 class FrozenLake(Env):
@@ -52,7 +54,8 @@ class FrozenLake(Env):
         if not 3 <= size <= 8:
             raise ConfigError("frozen_lake: size is 3 to 8")
         require_extra("gym", "gymnasium")
-        self._size, self._rules = size, rules
+        self._size = size
+        self._rules = rules
         self._game: GymEnv | None = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> Messages:
@@ -81,15 +84,15 @@ class FrozenLake(Env):
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return random solvable maps; none is in both splits."""
+        size = self._size
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             while True:
-                fields = ["H" if rng.random() < _HOLES else "F" for _ in range(self._size**2)]
-                fields[0], fields[-1] = "S", "G"
-                rows = [
-                    "".join(fields[at : at + self._size])
-                    for at in range(0, len(fields), self._size)
-                ]
+                fields = ["H" if rng.random() < _HOLES else "F" for _ in range(size**2)]
+                fields[0] = "S"
+                fields[-1] = "G"
+                starts = range(0, len(fields), size)
+                rows = ["".join(fields[start : start + size]) for start in starts]
                 if _way(rows, (0, 0)):
                     return " ".join(rows), Task(info={"map": rows})
 
@@ -98,19 +101,19 @@ class FrozenLake(Env):
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally: follow a shortest path from the current field."""
-        rows = [
-            line for line in messages[-1].text.splitlines() if re.fullmatch(r"[SFHG\[\]]+", line)
-        ]
-        row = next(number for number, line in enumerate(rows) if "[" in line)
-        here = row, rows[row].index("[")
-        return _way([line.replace("[", "").replace("]", "") for line in rows], here)[0]
+        lines = messages[-1].text.splitlines()
+        marked = [line for line in lines if re.fullmatch(r"[SFHG\[\]]+", line)]
+        row = next(number for number, line in enumerate(marked) if "[" in line)
+        column = marked[row].index("[")
+        rows = [line.replace("[", "").replace("]", "") for line in marked]
+        return _way(rows, (row, column))[0]
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: move at random with probability 0.25."""
-        return (
-            rng.choice(tuple(_MOVES)) if rng.random() < 0.25 else FrozenLake.solver(messages, rng)
-        )
+        if rng.random() < 0.25:
+            return rng.choice(tuple(_MOVES))
+        return FrozenLake.solver(messages, rng)
 
 
 def _way(rows: Sequence[str], start: tuple[int, int]) -> list[str]:
@@ -118,13 +121,14 @@ def _way(rows: Sequence[str], start: tuple[int, int]) -> list[str]:
     ways: dict[tuple[int, int], list[str]] = {start: []}
     queue = deque([start])
     while queue:
-        here = queue.popleft()
-        if rows[here[0]][here[1]] == "G":
-            return ways[here]
+        row, column = queue.popleft()
+        way = ways[row, column]
+        if rows[row][column] == "G":
+            return way
         for move, (down, right) in _MOVES.items():
-            there = here[0] + down, here[1] + right
-            inside = 0 <= there[0] < len(rows) and 0 <= there[1] < len(rows[0])
-            if inside and there not in ways and rows[there[0]][there[1]] != "H":
-                ways[there] = [*ways[here], move]
+            there = (row + down, column + right)
+            is_inside = 0 <= there[0] < len(rows) and 0 <= there[1] < len(rows[0])
+            if is_inside and there not in ways and rows[there[0]][there[1]] != "H":
+                ways[there] = [*way, move]
                 queue.append(there)
     return []

@@ -1,5 +1,5 @@
-r"""Geometry: a drawn figure with lengths or angles, a question about it, and a
-tool that checks answers.
+r"""Geometry: a drawn figure with lengths or angles, a question about it, and a tool that checks
+answers.
 
 ::
 
@@ -49,11 +49,14 @@ class Canvas:
         self.picture = Image.new("RGB", (side, side), BACKGROUND)
         self._draw = ImageDraw.Draw(self.picture)
         self._font = ImageFont.load_default(size=max(8.0, side / 13))
-        self._side, self._ink, self._turned = side, ink, turned % 4
+        self._side = side
+        self._ink = ink
+        self._turned = turned % 4
 
     def at(self, point: Point) -> Point:
         """Return the position of a point in pixels."""
-        x, y = point[0] - 0.5, point[1] - 0.5
+        x = point[0] - 0.5
+        y = point[1] - 0.5
         for _ in range(self._turned):
             x, y = -y, x
         return (x + 0.5) * self._side, (y + 0.5) * self._side
@@ -99,10 +102,14 @@ def draw(kind: str, a: int, b: int, turned: int, ink: int, side: int) -> Any:
 
 
 def _right_angled(canvas: Canvas, a: int, b: int, kind: str) -> None:
-    """Draw a rectangle or a right triangle with the sides a and b; the longer one
-    is 0.6 of the canvas."""
-    x, y = (max(0.1, 0.3 * side / max(a, b)) for side in (a, b))
-    left, right, top, bottom = 0.5 - x, 0.5 + x, 0.5 - y, 0.5 + y
+    """Draw a rectangle or a right triangle with the sides a and b; the longer one is 0.6 of the
+    canvas."""
+    half_width = max(0.1, 0.3 * a / max(a, b))
+    half_height = max(0.1, 0.3 * b / max(a, b))
+    left = 0.5 - half_width
+    right = 0.5 + half_width
+    top = 0.5 - half_height
+    bottom = 0.5 + half_height
     if kind in ("area", "around"):
         canvas.shape((left, top), (right, top), (right, bottom), (left, bottom))
     else:
@@ -115,22 +122,29 @@ def _right_angled(canvas: Canvas, a: int, b: int, kind: str) -> None:
 
 
 def _triangle(canvas: Canvas, a: int, b: int) -> None:
-    """Draw a triangle with angles a and b at the base and x at the top, each labeled
-    outside of its corner."""
-    one, two = math.radians(a), math.radians(b)
-    height = math.sin(one) * math.sin(two) / math.sin(one + two)
+    """Draw a triangle with angles a and b at the base and x at the top, each labeled outside of its
+    corner."""
+    alpha = math.radians(a)
+    beta = math.radians(b)
+    height = math.sin(alpha) * math.sin(beta) / math.sin(alpha + beta)  # of a base of 1
     scale = min(0.64, 0.64 / height)
-    left, base = 0.5 - scale / 2, 0.5 + scale * height / 2
+    left = 0.5 - scale / 2
+    base = 0.5 + scale * height / 2
+    top_x = left + scale * math.sin(beta) * math.cos(alpha) / math.sin(alpha + beta)
     corners: Sequence[Point] = (
         (left, base),
         (left + scale, base),
-        (left + scale * math.sin(two) * math.cos(one) / math.sin(one + two), base - scale * height),
+        (top_x, base - scale * height),
     )
     canvas.shape(*corners)
-    middle = sum(x for x, _ in corners) / 3, sum(y for _, y in corners) / 3
+
+    middle_x = sum(x for x, _ in corners) / 3
+    middle_y = sum(y for _, y in corners) / 3
     for text, (x, y) in zip((f"{a}°", f"{b}°", "x"), corners, strict=True):
-        away = math.dist((x, y), middle)
-        canvas.label(text, (x + 0.09 * (x - middle[0]) / away, y + 0.09 * (y - middle[1]) / away))
+        distance = math.dist((x, y), (middle_x, middle_y))
+        label_x = x + 0.09 * (x - middle_x) / distance
+        label_y = y + 0.09 * (y - middle_y) / distance
+        canvas.label(text, (label_x, label_y))
 
 
 def _on_a_line(canvas: Canvas, a: int) -> None:
@@ -146,9 +160,11 @@ class QuestionKind(NamedTuple):
     """One kind of question."""
 
     question: str
-    alt: str  # description of the figure; {a} and {b} are its numbers
+    alt: str
+    """Description of the figure; {a} and {b} are its numbers."""
     solve: Callable[[int, int], float]
-    limits: tuple[tuple[int, int], tuple[int, int]]  # (minimum, maximum) of each number
+    limits: tuple[tuple[int, int], tuple[int, int]]
+    """(minimum, maximum) of each number."""
 
 
 _RECTANGLE = "a rectangle with the sides {a} and {b}"
@@ -195,15 +211,15 @@ class Geometry(Env):
     Args:
         turns: maximum replies; the last feedback of the tool announces that it is the last.
         side: pixels per side of the figure.
-        reward: `final`: by the answer in ``\boxed{}`` of the last reply; `checked`: by
-            the last checked answer.
+        reward: `final`: by the answer in ``\boxed{}`` of the last reply; `checked`: by the last
+            checked answer.
     """
 
     single_turn_best: ClassVar[float] = 1.0
     tools: Sequence[Any] = (TOOL.schema,)
     asks: ClassVar[str] = (
-        r"Answer the question about the figure. Check an answer with check_answer, one call a turn; at last give it as "  # noqa: E501
-        r"\boxed{ANSWER}, without a call."
+        r"Answer the question about the figure. Check an answer with check_answer, one call a "
+        r"turn; at last give it as \boxed{ANSWER}, without a call."
     )
     rule: ClassVar[str] = f"{asks} Round to one decimal where it is no whole number."
 
@@ -215,29 +231,36 @@ class Geometry(Env):
         common.require_extra("vision", "PIL")
         common.require_extra("math", "math_verify")
         self.max_turns = turns
-        self._side, self._by, self._left = side, reward, turns
+        self._side = side
+        self._rewarded = reward
+        self._left = turns
         self._answer = ""
-        self._checked: bool = False
+        self._checked = False
 
     def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
-        """Return the figure and the question; a task with its own answer and
-        images is used unchanged."""
+        """Return the figure and the question; a task with its own answer and images is used
+        unchanged."""
         if not str(task.answer or "").strip():
             raise EnvError(f"task {task.id} has no answer; geometry needs one to check with")
         self._answer = str(task.answer).strip()
-        messages, rule = task.messages, self.asks
-        if task.info.get("kind") in KINDS:
+
+        messages = task.messages
+        rule = self.asks
+        kind = task.info.get("kind")
+        has_media = any(message.has_raw_media or message.media for message in messages)
+        if kind in KINDS:
             rule = self.rule
             parts: tuple[ContentPart, ...] = (
                 figure(task.info, self._side),
-                KINDS[task.info["kind"]].question,
+                KINDS[kind].question,
             )
             messages = (Message("user", parts),)
-        elif task.images and not any(
-            message.has_raw_media or message.media for message in messages
-        ):
-            messages = (Message("user", (*task.images, *(message.text for message in messages))),)
-        return (Message("system", rule), *messages) if messages[0].role != "system" else messages
+        elif task.images and not has_media:
+            texts = [message.text for message in messages]
+            messages = (Message("user", (*task.images, *texts)),)
+        if messages[0].role == "system":
+            return messages
+        return (Message("system", rule), *messages)
 
     def step(self, action: Action) -> Step:
         """Check an answer, or end."""
@@ -248,36 +271,40 @@ class Geometry(Env):
             answer = read_answer(action)
         except common.CallError as mistake:
             messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
-            return self._end(action) if not self._left else Step(messages, info=info)
-        self._checked = right = is_correct(answer, self._answer)
+            return Step(messages, info=info) if self._left else self._end(action)
+
+        is_right = is_correct(answer, self._answer)
+        self._checked = is_right
         if not self._left:
             return self._end(action)
-        feedback = (
-            f"{answer} is right. Now give it as \\boxed{{}}."
-            if right
-            else f"{answer} is wrong. Think again."
-        )
-        if not right and self._left == 1:
-            feedback += " There is no further check: give your answer as \\boxed{}, without a call."
-        return Step(
-            common.tool_results(action.tool_calls, TOOL.name, feedback),
-            info={"tool_calls": 1, "right": right},
-        )
+        if is_right:
+            feedback = f"{answer} is right. Now give it as \\boxed{{}}."
+        else:
+            feedback = f"{answer} is wrong. Think again."
+            if self._left == 1:
+                feedback += (
+                    " There is no further check: give your answer as \\boxed{}, without a call."
+                )
+        results = common.tool_results(action.tool_calls, TOOL.name, feedback)
+        return Step(results, info={"tool_calls": 1, "right": is_right})
 
     def _end(self, action: Action) -> Step:
-        given = boxed(action.text)
-        final = given is not None and is_correct(given, self._answer)
-        right = self._checked if self._by == "checked" else final
-        return Step(reward=float(right), terminated=True, info={"right": right})
+        """End the episode with its reward."""
+        answer = boxed(action.text)
+        is_right = answer is not None and is_correct(answer, self._answer)
+        if self._rewarded == "checked":
+            is_right = self._checked
+        return Step(reward=float(is_right), terminated=True, info={"right": is_right})
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
-        """Return figures of seven kinds with two numbers; no kind has the same
-        numbers in both splits."""
+        """Return figures of seven kinds with two numbers; no kind has the same numbers in both
+        splits."""
 
         def draw(rng: random.Random) -> tuple[str, Task]:
             name = rng.choice(tuple(KINDS))
-            a, b = (rng.randint(*limits) for limits in KINDS[name].limits)
+            kind = KINDS[name]
+            a, b = (rng.randint(*limits) for limits in kind.limits)
             info = {
                 "kind": name,
                 "a": a,
@@ -285,9 +312,8 @@ class Geometry(Env):
                 "turned": rng.randrange(4),
                 "ink": rng.randrange(3),
             }
-            return f"{name} {min(a, b)} {max(a, b)}", Task(
-                answer=format_number(KINDS[name].solve(a, b)), info=info
-            )
+            key = f"{name} {min(a, b)} {max(a, b)}"
+            return key, Task(answer=format_number(kind.solve(a, b)), info=info)
 
         return common.sample_tasks("geometry", split, n, seed, draw)
 
@@ -313,16 +339,14 @@ class Geometry(Env):
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
         """Play optimally, knowing the formulas: check once, then answer."""
         answer = _solved(messages)
-        return (
-            f"\\boxed{{{answer}}}"
-            if f"{answer} is right." in common.visible_texts(messages)[-1]
-            else _call(answer)
-        )
+        if f"{answer} is right." in common.visible_texts(messages)[-1]:
+            return f"\\boxed{{{answer}}}"
+        return _call(answer)
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up
-        with probability 0.33."""
+        """Play poorly: wrong by 1 or 2 with probability 0.5; after a wrong answer give up with
+        probability 0.33."""
         last = common.visible_texts(messages)[-1]
         checked = re.match(r"(\S+) is (right|wrong)\.", last)
         if checked and (checked[2] == "right" or rng.random() < 0.33):
@@ -334,8 +358,8 @@ class Geometry(Env):
 
 
 def read_answer(action: Action) -> str:
-    """Return the answer of a reply's call of `check_answer`; raise
-    `CallError` for any other call."""
+    """Return the answer of a reply's call of `check_answer`; raise `CallError` for any other
+    call."""
     answer = str(common.read_single_call(action.tool_calls, TOOL)["answer"]).strip()
     if not answer or len(answer) > LONGEST:
         raise common.CallError(f"an answer is 1 to {LONGEST} characters", "no_answer")
@@ -350,20 +374,19 @@ def format_number(value: float) -> str:
 def figure(info: Any, side: int) -> Image:
     """Draw the figure of a task, with its description as `alt`."""
     alt = KINDS[info["kind"]].alt.format(**info)
-    return Image(
-        draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side), alt=f"{alt}. "
-    )
+    drawing = draw(info["kind"], info["a"], info["b"], info["turned"], info["ink"], side)
+    return Image(drawing, alt=f"{alt}. ")
 
 
 def _solved(messages: Sequence[Message]) -> str:
+    """Return the answer to a conversation's question, by its formula."""
     opening = common.question_text(messages)
     for kind in KINDS.values():
-        pattern = (
-            re.escape(kind.alt).replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
-        )
-        found = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
-        if found:
-            numbers = found.groupdict()
+        pattern = re.escape(kind.alt)
+        pattern = pattern.replace(r"\{a\}", r"(?P<a>\d+)").replace(r"\{b\}", r"(?P<b>\d+)")
+        match = re.fullmatch(rf"{pattern}\. {re.escape(kind.question)}", opening)
+        if match:
+            numbers = match.groupdict()
             return format_number(kind.solve(int(numbers["a"]), int(numbers.get("b", 0))))
     return "0"
 

@@ -9,9 +9,9 @@
     user       That is wrong. How many marbles are there at first?
     assistant  ...
 
-The answer follows a single ``####`` at the end, as in GSM8K. With ``form = "continuation"``
-the hint replaces the answer inside the model's own message and the model continues; the
-removed answer is not trained.
+The answer follows a single ``####`` at the end, as in GSM8K. With ``form = "continuation"`` the
+hint replaces the answer inside the model's own message and the model continues; the removed answer
+is not trained.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HintedMath(Env):
     """Word problems with hints after wrong answers.
 
     Args:
-        form: `round`: a hint is a separate message; `continuation`: it is inserted
-            into the model's message.
+        form: `round`: a hint is a separate message; `continuation`: it is inserted into the model's
+            message.
         rules: open with a system message that states the rules.
     """
 
@@ -60,7 +60,8 @@ class HintedMath(Env):
     def __init__(
         self, form: Literal["round", "continuation"] = "round", rules: bool = False
     ) -> None:
-        self._form, self._rules = form, rules
+        self._form = form
+        self._rules = rules
         self._hints: list[str] = []
         self._answer = ""
 
@@ -69,27 +70,28 @@ class HintedMath(Env):
             raise EnvError(
                 f"task {task.id} is not one of hinted_math's: it needs info['hints'] and an answer"
             )
-        self._hints, self._answer = list(task.info["hints"]), str(task.answer)
+        self._hints = list(task.info["hints"])
+        self._answer = str(task.answer)
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
         """End the episode at the right answer; give a hint for a wrong one while hints are left."""
-        found = _ANSWER.search(action.text)
-        only = found is not None and action.text.count("####") == 1
-        right = only and found is not None and found[1] == self._answer
-        if right or not self._hints:
-            return Step(
-                reward=float(right),
-                terminated=True,
-                info={"right": right, "hints": _HINTS - len(self._hints)},
-            )
+        answer = _ANSWER.search(action.text)
+        is_right = (
+            answer is not None and action.text.count("####") == 1 and answer[1] == self._answer
+        )
+        if is_right or not self._hints:
+            info = {"right": is_right, "hints": _HINTS - len(self._hints)}
+            return Step(reward=float(is_right), terminated=True, info=info)
+
         hint = self._hints.pop(0)
         if self._form == "round":
             return Step(f"That is wrong. {hint}", info={"right": False})
-        keep = action.raw.find("####")
-        keep_chars = keep if keep >= 0 else None
+        answer_start = action.raw.find("####")
         inserted = InlineObservation(
-            f"\nWait, that is wrong. {hint}\n", keep_chars=keep_chars, tail="untrained"
+            f"\nWait, that is wrong. {hint}\n",
+            keep_chars=answer_start if answer_start >= 0 else None,
+            tail="untrained",
         )
         return Step(inserted, info={"right": False})
 
@@ -118,33 +120,33 @@ class HintedMath(Env):
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
         """Play poorly: make an error in the first line with probability 0.75, after a hint 0.5."""
         first, second = _solve(messages)
-        hinted = "wrong." in messages[-1].text
-        if rng.random() < (0.5 if hinted else 0.75):
-            left, _, value = first.rpartition(" ")
-            wrong = str(int(value) + rng.choice((-2, -1, 1, 2)))
+        is_hinted = "wrong." in messages[-1].text
+        if rng.random() < (0.5 if is_hinted else 0.75):
+            term, _, value = first.rpartition(" ")
+            wrong = int(value) + rng.choice((-2, -1, 1, 2))
             _, sign, last, _, _ = second.split()
-            first, second = (
-                f"{left} {wrong}",
-                f"{wrong} {sign} {last} = {_OPERATORS[sign](int(wrong), int(last))}",
-            )
+            first = f"{term} {wrong}"
+            second = f"{wrong} {sign} {last} = {_OPERATORS[sign](wrong, int(last))}"
         return f"{first}\n{second}\n#### {second.split()[-1]}"
 
 
 def _steps(signs: str, a: int, b: int, c: int) -> tuple[str, str]:
     """Return the two lines of the solution, such as ``12 * 5 = 60`` and ``60 - 8 = 52``."""
-    middle = _OPERATORS[signs[0]](a, b)
-    return (
-        f"{a} {signs[0]} {b} = {middle}",
-        f"{middle} {signs[1]} {c} = {_OPERATORS[signs[1]](middle, c)}",
-    )
+    first = signs[0]
+    second = signs[1]
+    middle = _OPERATORS[first](a, b)
+    result = _OPERATORS[second](middle, c)
+    return f"{a} {first} {b} = {middle}", f"{middle} {second} {c} = {result}"
 
 
 def _solve(messages: Sequence[Message]) -> tuple[str, str]:
+    """Return the two lines of the solution of a conversation's question."""
     question = next(message.text for message in messages if message.role == "user")
     for story, signs, _ in _STORIES:
         pattern = re.escape(story).replace(r"\{who\}", r"\w+")
         for name in "abc":
             pattern = pattern.replace(rf"\{{{name}\}}", rf"(?P<{name}>\d+)")
-        if found := re.fullmatch(pattern, question):
-            return _steps(signs, *(int(found[name]) for name in "abc"))
+        match = re.fullmatch(pattern, question)
+        if match:
+            return _steps(signs, *(int(match[name]) for name in "abc"))
     return "0 + 0 = 0", "0 + 0 = 0"

@@ -1,5 +1,5 @@
-"""Hop: a code reached over one to three look-ups, as plain text or JSON. The
-environment of the quickstart.
+"""Hop: a code reached over one to three look-ups, as plain text or JSON. The environment of the
+quickstart.
 
 A conversation as plain text, and the same with JSON tool calls::
 
@@ -38,17 +38,19 @@ NAMES = (
 )  # fmt: skip
 CODES = tuple("0123456789")
 MAX_HOPS = 3
-GIVE_UP = 0.6  # probability per turn that the demonstrator guesses before it has seen the code
+
+GIVE_UP = 0.6
+"""Probability per turn that the demonstrator guesses before it has seen the code."""
 
 
 class Hop(Env):
     """Multi-hop key look-up as plain text.
 
     Args:
-        rules: open with a system message that states the rules, for models without a
-            warm-up on demonstrations.
-        think: players repeat the last message between <think> and </think> first, for
-            templates that strip thinking.
+        rules: open with a system message that states the rules, for models without a warm-up on
+            demonstrations.
+        think: players repeat the last message between <think> and </think> first, for templates
+            that strip thinking.
     """
 
     max_turns: ClassVar[int] = 6
@@ -57,7 +59,11 @@ class Hop(Env):
         "Find the code of a name. Say one action each turn: 'lookup NAME' tells what stands under "
         "the name, which may send you on to another; 'answer CODE' ends. Say nothing else."
     )
-    question, see, code, answer, call = "code of {}", "see {}", "code {}", "answer {}", "lookup {}"
+    question = "code of {}"
+    see = "see {}"
+    code = "code {}"
+    answer = "answer {}"
+    call = "lookup {}"
 
     def __init__(self, rules: bool = False, think: bool = False) -> None:
         self._rules = rules
@@ -74,7 +80,8 @@ class Hop(Env):
                 f"task {task.id} is not a Hop task: it needs info['table'] and an answer of '0' to "
                 "'9'"
             )
-        self._table, self._answer = table, task.answer
+        self._table = table
+        self._answer = task.answer
         return (Message("system", self.rule), *task.messages) if self._rules else task.messages
 
     async def step(self, action: Action) -> Step:
@@ -87,8 +94,9 @@ class Hop(Env):
         return Step("lookup or answer")
 
     def _judge(self, answer: str | None) -> Step:
-        right = answer is not None and answer == self._answer
-        return Step(reward=float(right), terminated=True, info={"right": right})
+        """End the episode with an answer; None for a reply that is none."""
+        is_right = answer is not None and answer == self._answer
+        return Step(reward=float(is_right), terminated=True, info={"right": is_right})
 
     @classmethod
     def tasks(cls, split: str, n: int, seed: int) -> list[Task]:
@@ -101,9 +109,9 @@ class Hop(Env):
         """Play optimally: look up the last name, or answer with the code."""
         text = messages[-1].text
         value = _next(text)
-        return (
-            cls.answer if value in CODES and text == cls.code.format(value) else cls.call
-        ).format(value)
+        if value in CODES and text == cls.code.format(value):
+            return cls.answer.format(value)
+        return cls.call.format(value)
 
     @classmethod
     def demonstrator(cls, messages: Sequence[Message], rng: random.Random) -> str:
@@ -124,10 +132,11 @@ def _with_thinking(
 def chain_of(task: Task) -> tuple[str, ...]:
     """Return the names on a task's path in order, which decide its split."""
     table: dict[str, str] = task.info["table"]
+    chain: list[str] = []
     name = task.info["start"]
-    chain = [name]
-    while (name := _next(table[name])) in NAMES and name not in chain:
+    while not chain or (name in NAMES and name not in chain):
         chain.append(name)
+        name = _next(table[name])
     return tuple(chain)
 
 
@@ -158,7 +167,10 @@ def draw(
     for _ in range(n):
         hops_deck = hops_deck or rng.sample(range(1, MAX_HOPS + 1), MAX_HOPS)
         codes_deck = codes_deck or rng.sample(CODES, len(CODES))
-        hops, answer = hops_deck.pop(), codes_deck.pop()
+        hops = hops_deck.pop()
+        answer = codes_deck.pop()
+
+        # Draw until the chain is of the split and the task is new.
         while True:
             chain = tuple(rng.sample(NAMES, hops))
             if held_out(chain) != (split == "eval"):
@@ -174,6 +186,7 @@ def draw(
 
 
 def _off_chain(name: str, rng: random.Random, see: str, code: str) -> str:
+    """Draw an entry for a name that need not be looked up."""
     if rng.random() < 0.5:
         return code.format(rng.choice(CODES))
     return see.format(rng.choice([other for other in NAMES if other != name]))
@@ -194,26 +207,24 @@ SCHEMA: dict[str, Any] = {
 
 
 class HopJson(Hop):
-    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly
-    ``{"answer": "7"}``. Arguments as for `Hop`."""
+    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer":
+    "7"}``. Arguments as for `Hop`."""
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
     rule: ClassVar[str] = (
         "Find the code of a name. Call the tool once each turn: it tells what stands under the "
-        "name, which may send you on to "
-        'another. When you see the code, say {"answer": "CODE"} and nothing else.'
+        "name, which may send you on to another. When you see the code, say "
+        '{"answer": "CODE"} and nothing else.'
     )
-    question, see, code, answer = (
-        'code of "{}"',
-        '{{"see": "{}"}}',
-        '{{"code": "{}"}}',
-        '{{"answer": "{}"}}',
-    )
+    question = 'code of "{}"'
+    see = '{{"see": "{}"}}'
+    code = '{{"code": "{}"}}'
+    answer = '{{"answer": "{}"}}'
     call = '<tool_call>{{"name": "lookup", "arguments": {{"key": "{}"}}}}</tool_call>'
 
     async def step(self, action: Action) -> Step:
-        """Run the look-ups of a reply; a reply without a call is the answer
-        and ends the episode."""
+        """Run the look-ups of a reply; a reply without a call is the answer and ends the
+        episode."""
         if action.tool_calls:
             return Step(tuple(self._look_up(call) for call in action.tool_calls))
         text = action.text.strip()

@@ -31,32 +31,34 @@ from turnwright.envs.spec import check_split
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Image, Message, Task
 
-MOVES = {
-    "up": (0, 1),
-    "down": (0, -1),
-    "left": (-1, 0),
-    "right": (1, 0),
-}  # (right, up) change of each move
+MOVES = {"up": (0, 1), "down": (0, -1), "left": (-1, 0), "right": (1, 0)}
+"""(right, up) change of each move."""
+
 COLOURS = ((255, 48, 48), (255, 144, 32), (240, 224, 48), (255, 64, 176))
 """Colors of the goal: red, orange, yellow, pink."""
+
 PLAYER = (64, 96, 255)
 SIDE = 32  # pixels per side of an image
 GROUND = 16  # maximum brightness of the ground, of 255
-# number of grounds of a split; the splits share none, so no held-out image occurs in training
+
 GROUNDS = 4
-HABIT, SENSE = 0.5, 0.4
-"""Probabilities that the demonstrator moves in a fixed direction of an axis, and toward the
-goal; else at random."""
+"""Number of grounds of a split; the splits share none, so no held-out image occurs in training."""
+
+HABIT = 0.5
+"""Probability that the demonstrator moves in a fixed direction of an axis."""
+
+SENSE = 0.4
+"""Probability that it moves toward the goal; else it moves at random."""
 
 
 class Radar(Env):
     """Egocentric images, one move per turn.
 
     Args:
-        reach: maximum distance of player and goal along each axis in fields; moves
-            beyond it have no effect.
-        rules: open with a system message that states the rules, for models without a
-            warm-up on demonstrations.
+        reach: maximum distance of player and goal along each axis in fields; moves beyond it have
+            no effect.
+        rules: open with a system message that states the rules, for models without a warm-up on
+            demonstrations.
     """
 
     single_turn_best: ClassVar[float] = 0.0
@@ -69,7 +71,8 @@ class Radar(Env):
         if not 2 <= reach <= 4:
             raise ConfigError("radar: reach is 2 to 4")
         require_extra("vision", "numpy")
-        self._reach, self._rules = reach, rules
+        self._reach = reach
+        self._rules = rules
         self.max_turns = 2 * reach + 1
         self._rng = random.Random()
         self._side = ""
@@ -80,14 +83,16 @@ class Radar(Env):
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         right, up, colour = (task.info.get(name, -SIDE) for name in ("right", "up", "colour"))
-        known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
-        if not known or abs(right) + abs(up) < 2:
+        is_known = right in self._fields and up in self._fields and colour in range(len(COLOURS))
+        if not is_known or abs(right) + abs(up) < 2:
             raise EnvError(
                 f"task {task.id} is not one of radar's, of this reach: it needs info['right'], "
                 "['up'] and ['colour']"
             )
-        self._goal, self._colour = (right, up), colour
-        self._side, self._ground = str(task.info.get("side")), -1
+        self._goal = (right, up)
+        self._colour = colour
+        self._side = str(task.info.get("side"))
+        self._ground = -1
         self._rng = random.Random(f"{self._side} {task.info.get('number')}")
         self._moves = abs(right) + abs(up) + 1
         opening = self._observe()
@@ -100,18 +105,18 @@ class Radar(Env):
         """
         self._moves -= 1
         right, up = MOVES.get(action.text.strip(), (0, 0))
-        there = self._goal[0] - right, self._goal[1] - up
-        if max(map(abs, there)) <= self._reach:  # the goal must stay within the image
-            self._goal = there
-        reached = self._goal == (0, 0)
-        if reached or not self._moves:
-            return Step(reward=float(reached), terminated=True, info={"reached": reached})
+        goal = (self._goal[0] - right, self._goal[1] - up)
+        if max(map(abs, goal)) <= self._reach:  # the goal must stay within the image
+            self._goal = goal
+        is_reached = self._goal == (0, 0)
+        if is_reached or not self._moves:
+            return Step(reward=float(is_reached), terminated=True, info={"reached": is_reached})
         return Step(self._observe())
 
     def _observe(self) -> Message:
-        self._ground = self._rng.choice(
-            [number for number in range(GROUNDS) if number != self._ground]
-        )
+        """Return the image of this turn, with another ground than the last."""
+        grounds = [number for number in range(GROUNDS) if number != self._ground]
+        self._ground = self._rng.choice(grounds)
         pixels = draw(self._goal, self._reach, self._colour, f"{self._side} {self._ground}")
         return Message("user", (Image(pixels, alt=describe_goal(self._goal)),))
 
@@ -122,18 +127,18 @@ class Radar(Env):
         """
         check_split(split)
         rng = random.Random(f"radar/{split}/{seed}")
-        kinds = [
-            (x, y, c)
-            for x in self._fields
-            for y in self._fields
-            for c in range(len(COLOURS))
-            if abs(x) + abs(y) >= 2
-        ]
-        kinds = [kind for kind in kinds if held_out(*kind) == (split == "eval")]
+        openings = []
+        for right in self._fields:
+            for up in self._fields:
+                for colour in range(len(COLOURS)):
+                    is_of_split = held_out(right, up, colour) == (split == "eval")
+                    if abs(right) + abs(up) >= 2 and is_of_split:
+                        openings.append((right, up, colour))
+
         deck: list[tuple[int, int, int]] = []
-        found = []
+        tasks = []
         for number in range(n):
-            deck = deck or rng.sample(kinds, len(kinds))
+            deck = deck or rng.sample(openings, len(openings))
             right, up, colour = deck.pop()
             info = {
                 "right": right,
@@ -142,8 +147,8 @@ class Radar(Env):
                 "side": split,
                 "number": f"{seed} {number}",
             }
-            found.append(Task(info=info))
-        return found
+            tasks.append(Task(info=info))
+        return tasks
 
     @property
     def _fields(self) -> range:
@@ -151,8 +156,12 @@ class Radar(Env):
 
     def texts(self, n: int, seed: int) -> list[str]:
         """Return sample texts: the rule, moves, and alt texts."""
-        places = [(right, up) for right in self._fields for up in self._fields if right or up]
-        return [self.rule, *(word for place in places for word in (describe_goal(place), *MOVES))]
+        texts = [self.rule]
+        for right in self._fields:
+            for up in self._fields:
+                if right or up:
+                    texts += [describe_goal((right, up)), *MOVES]
+        return texts
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
@@ -161,8 +170,8 @@ class Radar(Env):
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: on an axis toward the goal go up or right (`HABIT`) or toward it
-        (`SENSE`); else move at random."""
+        """Play poorly: on an axis toward the goal go up or right (`HABIT`) or toward it (`SENSE`);
+        else move at random."""
         way = rng.choice(_nearer(messages))
         chance = rng.random()
         if chance < HABIT:
@@ -177,18 +186,19 @@ def held_out(right: int, up: int, colour: int) -> bool:
 
 @lru_cache(maxsize=8192)
 def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
-    """Draw a read-only image, [32, 32, 3] uint8: dark noise seeded by `ground`, the player, and
-    the goal (right, up)."""
+    """Draw a read-only image, [32, 32, 3] uint8: dark noise seeded by `ground`, the player, and the
+    goal (right, up)."""
     import numpy as np
 
-    field = SIDE // (2 * reach + 1)
-    noise = np.frombuffer(
-        random.Random(f"ground {ground}").randbytes(SIDE * SIDE), np.uint8
-    ).reshape(SIDE, SIDE, 1)
+    noise_bytes = random.Random(f"ground {ground}").randbytes(SIDE * SIDE)
+    noise = np.frombuffer(noise_bytes, np.uint8).reshape(SIDE, SIDE, 1)
     pixels = np.repeat(noise // (256 // GROUND), 3, axis=2)
+
+    field = SIDE // (2 * reach + 1)
     middle = (SIDE - field) // 2
     for (right, up), paint in (((0, 0), PLAYER), (goal, COLOURS[colour])):
-        top, left = middle - up * field, middle + right * field
+        top = middle - up * field
+        left = middle + right * field
         pixels[top : top + field, left : left + field] = paint
     pixels.flags.writeable = False
     return pixels
@@ -197,9 +207,12 @@ def draw(goal: tuple[int, int], reach: int, colour: int, ground: str) -> Any:
 def describe_goal(goal: tuple[int, int]) -> str:
     """Describe an image as text."""
     right, up = goal
-    across = f"{abs(right)} {'right' if right > 0 else 'left'}" if right else ""
-    along = f"{abs(up)} {'up' if up > 0 else 'down'}" if up else ""
-    return f"goal: {', '.join(filter(None, (across, along)))}"
+    distances = []
+    if right:
+        distances.append(f"{abs(right)} {'right' if right > 0 else 'left'}")
+    if up:
+        distances.append(f"{abs(up)} {'up' if up > 0 else 'down'}")
+    return f"goal: {', '.join(distances)}"
 
 
 def _nearer(messages: Sequence[Message]) -> list[str]:

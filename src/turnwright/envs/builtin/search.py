@@ -9,9 +9,9 @@
     user       1. Kelmor was founded by Tarn Obask. 2. ...
     assistant  <answer>Tarn Obask</answer>
 
-The reward is 1 when the answer is exactly the founder. Each town is equally often correct in
-both splits and has its own founder, so the best success rate without a search is 1 / `towns`.
-Needs the extra `search` (bm25s).
+The reward is 1 when the answer is exactly the founder. Each town is equally often correct in both
+splits and has its own founder, so the best success rate without a search is 1 / `towns`. Needs the
+extra `search` (bm25s).
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class Search(Env):
                 "search: towns are 2 to 100, people of each town 4 to 100, results 1 to 10"
             )
         require_extra("search", "bm25s")
-        self._size, self._results, self._rules = (towns, people, corpus_seed), results, rules
+        self._size = (towns, people, corpus_seed)
+        self._results = results
+        self._rules = rules
         self.single_turn_best = 1.0 / towns
         self._answer: str | None = None
 
@@ -96,46 +98,42 @@ class Search(Env):
     def step(self, action: Action) -> Step:
         """Search, or end with an answer; a reply ends with exactly one of them."""
         before, _, tag = action.text.strip().partition("<")
-        found = _REPLY.fullmatch(tag)
-        if found is None or ">" in before:
+        reply = _REPLY.fullmatch(tag)
+        if reply is None or ">" in before:
             raise InvalidAction("Say <search>WORDS</search> or <answer>NAME</answer>.")
-        if found["kind"] == "search":
-            return Step(self._search(found["text"]))
-        right = found["text"].strip() == self._answer
-        return Step(reward=float(right), terminated=True, info={"right": right})
+        if reply["kind"] == "search":
+            return Step(self._search(reply["text"]))
+        is_right = reply["text"].strip() == self._answer
+        return Step(reward=float(is_right), terminated=True, info={"right": is_right})
 
     def _search(self, query: str) -> str:
+        """Return the best documents for a query, numbered."""
         documents, index = _index(*self._size)
         words = _words(query)[:_MAX_QUERY_WORDS]
-        scores = index.get_scores(words) if words else [0.0] * len(documents)
-        ranked = sorted(range(len(documents)), key=lambda i: (-float(scores[i]), i))[
-            : self._results
-        ]
-        results = [documents[i] for i in ranked if float(scores[i]) > 0.0]
-        return (
-            " ".join(f"{rank}. {text}" for rank, text in enumerate(results, 1)) or "nothing found"
-        )
+        if not words:
+            return "nothing found"
+        scores = [float(score) for score in index.get_scores(words)]
+        ranked = sorted(range(len(documents)), key=lambda number: (-scores[number], number))
+        best = [number for number in ranked[: self._results] if scores[number] > 0.0]
+        lines = [f"{rank}. {documents[number]}" for rank, number in enumerate(best, 1)]
+        return " ".join(lines) or "nothing found"
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return up to `n` questions, at most one per person; the splits have different people."""
         check_split(split)
         _, people, _ = self._size
         facts = _facts(*self._size)
-        held = people // _HELD_OUT_SHARE
+        held_out_people = people // _HELD_OUT_SHARE
         rng = random.Random(f"search/{split}/{seed}")
-        asked: list[Task] = []
+        tasks: list[Task] = []
         for number in rng.sample(range(people), people):
-            if (number < held) == (split == "eval"):
-                for town, founder, born in rng.sample(facts, len(facts)):
-                    info = {"corpus": list(self._size), "town": town}
-                    asked.append(
-                        Task(
-                            f"Who founded the town where {born[number]} was born?",
-                            answer=founder,
-                            info=info,
-                        )
-                    )
-        return asked[: n or None]
+            if (number < held_out_people) != (split == "eval"):
+                continue
+            for town, founder, born in rng.sample(facts, len(facts)):
+                question = f"Who founded the town where {born[number]} was born?"
+                info = {"corpus": list(self._size), "town": town}
+                tasks.append(Task(question, answer=founder, info=info))
+        return tasks[: n or None]
 
     @staticmethod
     def solver(messages: Sequence[Message], rng: random.Random) -> str:
@@ -145,14 +143,15 @@ class Search(Env):
         founded = re.search(r" was founded by (\w+ \w+)\.", texts[-1])
         if founded and re.match(r"1\. (\w+) was founded", texts[-1]):
             return f"<answer>{founded[1]}</answer>"
-        if born := re.search(rf"{person} was born in (\w+)\.", texts[-1]):
+        born = re.search(rf"{person} was born in (\w+)\.", texts[-1])
+        if born:
             return f"<search>{born[1]} founded</search>"
         return f"<search>{person} born</search>"
 
     @staticmethod
     def demonstrator(messages: Sequence[Message], rng: random.Random) -> str:
-        """Play poorly: with probability 0.5 answer with a name from the last message
-        instead of searching."""
+        """Play poorly: with probability 0.5 answer with a name from the last message instead of
+        searching."""
         reply = Search.solver(messages, rng)
         if reply.startswith("<search>") and rng.random() < 0.5:
             names = re.findall(r"[A-Z]\w+ [A-Z]\w+", messages[-1].text)
@@ -164,10 +163,13 @@ def _words(text: str) -> list[str]:
     return re.findall(r"\w+", text.casefold())
 
 
-def _name(rng: random.Random, taken: set[str], first: bool) -> str:
+def _name(rng: random.Random, taken: set[str], has_first: bool) -> str:
+    """Draw a name that is not taken, of a person with a first name or of a town."""
     while True:
-        name = "".join(rng.choice(_SYLLABLES) for _ in range(2 if first else 3)).capitalize()
-        name = f"{rng.choice(_FIRST)} {name}" if first else name
+        count = 2 if has_first else 3
+        name = "".join(rng.choice(_SYLLABLES) for _ in range(count)).capitalize()
+        if has_first:
+            name = f"{rng.choice(_FIRST)} {name}"
         if name not in taken:
             taken.add(name)
             return name
@@ -178,14 +180,13 @@ def _facts(towns: int, people: int, seed: int) -> tuple[tuple[str, str, tuple[st
     """Return (town, founder, people born there) of every town."""
     rng = random.Random(f"search corpus {towns} {people} {seed}")
     taken: set[str] = set()
-    return tuple(
-        (
-            _name(rng, taken, False),
-            _name(rng, taken, True),
-            tuple(_name(rng, taken, True) for _ in range(people)),
-        )
-        for _ in range(towns)
-    )
+    facts = []
+    for _ in range(towns):
+        town = _name(rng, taken, False)
+        founder = _name(rng, taken, True)
+        born = tuple(_name(rng, taken, True) for _ in range(people))
+        facts.append((town, founder, born))
+    return tuple(facts)
 
 
 @functools.lru_cache(maxsize=8)

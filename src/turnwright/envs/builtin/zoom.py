@@ -7,10 +7,10 @@
     tool       (image: that part at full resolution)
     assistant  47
 
-The digits are 14 pixels high, and less than 2 in the scaled-down full image. A box is [left,
-top, right, bottom] in pixels of the full image; a crop larger than the pixel limit is scaled
-down too. The reward is 1 when the last reply is exactly the number. A text-only model reads the
-`alt` of image and crops.
+The digits are 14 pixels high, and less than 2 in the scaled-down full image. A box is [left, top,
+right, bottom] in pixels of the full image; a crop larger than the pixel limit is scaled down too.
+The reward is 1 when the last reply is exactly the number. A text-only model reads the `alt` of
+image and crops.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from turnwright.envs.tools.tool_schema import tool_signature
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Image, Message, Task
 
-SIDE = 512  # pixels per side of the full image
-SQUARE = 32  # pixels per side of a colored square
-DIGITS = 20  # font size of the numbers
-MIN_SIDE = 16  # minimum pixels per side of a box
+SIDE = 512
+"""Pixels per side of the full image."""
+
+SQUARE = 32
+"""Pixels per side of a colored square."""
+
+DIGITS = 20
+"""Font size of the numbers."""
+
+MIN_SIDE = 16
+"""Minimum pixels per side of a box."""
+
 COLOURS = {
     "red": (200, 30, 30),
     "green": (20, 130, 40),
@@ -37,7 +45,9 @@ COLOURS = {
     "black": (20, 20, 20),
     "purple": (130, 30, 150),
 }
-LEGIBLE = 2  # numbers are legible in crops scaled down by less than this factor
+
+LEGIBLE = 2
+"""Numbers are legible in crops scaled down by less than this factor."""
 
 
 def zoom(box: list[int]) -> str:
@@ -75,7 +85,8 @@ class Zoom(Env):
         self._answer = ""
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
-        squares, colour = task.info.get("squares"), task.info.get("colour")
+        squares = task.info.get("squares")
+        colour = task.info.get("colour")
         if not isinstance(squares, Mapping) or not isinstance(colour, str) or colour not in squares:
             raise EnvError(
                 f"task {task.id} is not one of zoom's: it needs info['squares'] and info['colour']"
@@ -84,61 +95,55 @@ class Zoom(Env):
             name: (int(left), int(top), int(number))
             for name, (left, top, number) in squares.items()
         }
-        self._answer = str(self._squares[colour][2])
+        _, _, answer = self._squares[colour]
+        self._answer = str(answer)
         self._picture = draw(self._squares)
-        question = (
-            f"The image is {SIDE} x {SIDE} pixels. What number stands in the {colour} square?"
-        )
-        return Message("user", (self._part((0, 0, SIDE, SIDE)), question))
+        return Message("user", (self._part((0, 0, SIDE, SIDE)), _question(colour)))
 
     def step(self, action: Action) -> Step:
         """Return a crop; a reply without a call is the answer."""
         if not action.tool_calls:
-            right = action.text.strip() == self._answer
-            return Step(reward=float(right), terminated=True, info={"right": right})
+            is_right = action.text.strip() == self._answer
+            return Step(reward=float(is_right), terminated=True, info={"right": is_right})
         try:
             box = read_box(common.read_single_call(action.tool_calls, TOOL)["box"])
         except common.CallError as mistake:
             messages, info = common.error_results(action.tool_calls, TOOL.name, mistake)
             return Step(messages, info=info)
-        return Step(
-            common.tool_results(action.tool_calls, TOOL.name, (self._part(box),)),
-            info={"tool_calls": 1},
-        )
+        results = common.tool_results(action.tool_calls, TOOL.name, (self._part(box),))
+        return Step(results, info={"tool_calls": 1})
 
     def _part(self, box: tuple[int, int, int, int]) -> Image:
+        """Return a crop of the image; its `alt` has the numbers that are legible in it."""
         left, top, right, bottom = box
         scale = max(1.0, ((right - left) * (bottom - top)) ** 0.5 / self._shown)
-        seen = []
+        squares = []
         for name, (x, y, number) in self._squares.items():
             if left <= x and top <= y and x + SQUARE <= right and y + SQUARE <= bottom:
                 what = str(number) if scale < LEGIBLE else "too small to read"
-                seen.append(f"{name} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: {what}")
-        alt = f"{'; '.join(seen) or 'no whole square'}. "
+                squares.append(f"{name} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: {what}")
+        alt = f"{'; '.join(squares) or 'no whole square'}. "
         return Image(self._picture.crop(box), alt=alt, max_pixels=self._shown**2)
 
     @staticmethod
     def tasks(split: str, n: int, seed: int) -> list[Task]:
         """Return tasks with five squares each; no pair of number and color is in both splits."""
+        cell_side = SIDE // 4
+        free = cell_side - SQUARE
 
-        def one(rng: random.Random) -> tuple[str, Task]:
+        def draw_task(rng: random.Random) -> tuple[str, Task]:
             cells = rng.sample(range(16), len(COLOURS))
             squares = {}
             for name, cell in zip(COLOURS, cells, strict=True):
-                x, y = (cell % 4 * SIDE // 4, cell // 4 * SIDE // 4)
-                free = SIDE // 4 - SQUARE
-                squares[name] = [
-                    x + rng.randrange(free),
-                    y + rng.randrange(free),
-                    rng.randint(10, 99),
-                ]
+                left = cell % 4 * cell_side + rng.randrange(free)
+                top = cell // 4 * cell_side + rng.randrange(free)
+                squares[name] = [left, top, rng.randint(10, 99)]
             colour = rng.choice(tuple(COLOURS))
             answer = str(squares[colour][2])
-            return f"{colour} {answer}", Task(
-                answer=answer, info={"squares": squares, "colour": colour}
-            )
+            task = Task(answer=answer, info={"squares": squares, "colour": colour})
+            return f"{colour} {answer}", task
 
-        return common.sample_tasks("zoom", split, n, seed, one)
+        return common.sample_tasks("zoom", split, n, seed, draw_task)
 
     @staticmethod
     def texts(n: int, seed: int) -> list[str]:
@@ -146,14 +151,11 @@ class Zoom(Env):
         rng = random.Random(seed)
         texts = []
         for task in Zoom.tasks("train", n, seed):
-            question = (
-                f"The image is {SIDE} x {SIDE} pixels. What number stands in the "
-                f"{task.info['colour']} square?"
-            )
-            x, y, number = task.info["squares"][task.info["colour"]]
-            alt = f"{task.info['colour']} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: "
+            colour = task.info["colour"]
+            x, y, number = task.info["squares"][colour]
+            alt = f"{colour} square at [{x}, {y}, {x + SQUARE}, {y + SQUARE}]: "
             texts += [
-                question,
+                _question(colour),
                 f"{alt}too small to read. ",
                 f"{alt}{number}. ",
                 str(number),
@@ -175,6 +177,10 @@ class Zoom(Env):
         return _played(messages, -4 if chance < 0.5 else 16)
 
 
+def _question(colour: str) -> str:
+    return f"The image is {SIDE} x {SIDE} pixels. What number stands in the {colour} square?"
+
+
 def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
     """Validate a box of the full image."""
     if len(box) != 4:
@@ -192,22 +198,19 @@ def read_box(box: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def draw(squares: Mapping[str, tuple[int, int, int]]) -> Any:
-    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers, (left,
-    top, number) by color."""
+    """Draw the full PIL image of 512 x 512 pixels: colored squares with white numbers, (left, top,
+    number) by color."""
     from PIL import Image as Pillow
     from PIL import ImageDraw, ImageFont
 
     picture = Pillow.new("RGB", (SIDE, SIDE), (225, 225, 215))
-    pen, font = ImageDraw.Draw(picture), ImageFont.load_default(size=DIGITS)
+    pen = ImageDraw.Draw(picture)
+    font = ImageFont.load_default(size=DIGITS)
+    white = (255, 255, 255)
     for name, (left, top, number) in squares.items():
         pen.rectangle((left, top, left + SQUARE - 1, top + SQUARE - 1), fill=COLOURS[name])
-        pen.text(
-            (left + SQUARE / 2, top + SQUARE / 2),
-            str(number),
-            fill=(255, 255, 255),
-            font=font,
-            anchor="mm",
-        )
+        middle = (left + SQUARE / 2, top + SQUARE / 2)
+        pen.text(middle, str(number), fill=white, font=font, anchor="mm")
     return picture
 
 
@@ -216,14 +219,15 @@ def _played(messages: Sequence[Message], around: int) -> str:
     opening = common.question_text(messages)
     asked = re.search(r"stands in the (\w+) square", opening)
     colour = asked[1] if asked else "red"
-    read = re.search(rf"{colour} square at [^:]*: (\d+)", common.visible_texts(messages)[-1])
-    if read:
-        return read[1]
-    found = re.search(rf"{colour} square at \[(\d+), (\d+),", opening)
-    return _call(int(found[1]), int(found[2]), around) if found else "0"
+    legible = re.search(rf"{colour} square at [^:]*: (\d+)", common.visible_texts(messages)[-1])
+    if legible:
+        return legible[1]
+    place = re.search(rf"{colour} square at \[(\d+), (\d+),", opening)
+    return _call(int(place[1]), int(place[2]), around) if place else "0"
 
 
 def _call(left: int, top: int, around: int) -> str:
+    """Return the text of a call that zooms to a square, with so many pixels around it."""
     box = [
         max(0, left - around),
         max(0, top - around),

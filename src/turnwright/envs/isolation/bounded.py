@@ -1,5 +1,5 @@
-"""Calls of functions of this package on untrusted text, bounded in processor time and
-memory, from any thread.
+"""Calls of functions of this package on untrusted text, bounded in processor time and memory, from
+any thread.
 
 An expression such as `9**9**9**9` has no bound, and a time limit by a signal holds in the main
 thread alone. `call_bounded` therefore runs the function in a process of a pool, which is kept for
@@ -26,17 +26,23 @@ from turnwright.errors import ProcessDied, TurnwrightError
 
 SECONDS = 3
 """Processor time of a call, which takes milliseconds unless it does not end."""
+
 MEMORY = 768 * 2**20
 """Bytes that a call may allocate beyond what its imports take."""
+
 WALL_S = 90.0
 """Time on the clock for a call, for a process that sleeps or gets no processor."""
+
 MAX_DEATHS = 3
 """Maximum processes that one call may lose to something outside of it, before the call fails."""
+
 MAX_PROCESSES = 4
 """Most processes; there are no more than cores."""
+
 MODULES = ("math_verify", "pylatexenc")
-"""What functions import: a process that takes the place of one that a call ended has them
-from its first moment."""
+"""What functions import: a process that takes the place of one that a call ended has them from its
+first moment."""
+
 CLOSE_S = 10.0
 """Seconds that the end of this program waits for the processes to end."""
 
@@ -63,8 +69,8 @@ class CallFailed(TurnwrightError, RuntimeError):
 
 
 def call_bounded(function: Callable[..., Any], *args: Any) -> Any:
-    """Return what a function of a module returns, called in a process with plain
-    data, which it also returns.
+    """Return what a function of a module returns, called in a process with plain data, which it
+    also returns.
 
     Raises:
         BoundExceeded: when the call used too much processor time or memory, or ended the process.
@@ -76,8 +82,8 @@ def call_bounded(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _BoundedCalls:
-    """A pool of processes on an event loop in a thread: callers may have a loop
-    of their own, or none."""
+    """A pool of processes on an event loop in a thread: callers may have a loop of their own, or
+    none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -96,6 +102,7 @@ class _BoundedCalls:
             raise
 
     def _start(self) -> asyncio.AbstractEventLoop:
+        """Start the thread; the processes start with the first call."""
         loop = asyncio.new_event_loop()
         limit = max(1, min(MAX_PROCESSES, os.cpu_count() or 1))
         self._pool = ProcessPool(limit, modules=MODULES, for_user_code=False)
@@ -103,6 +110,7 @@ class _BoundedCalls:
         return loop
 
     async def _call(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Call a function, again where something else ends its process."""
         deaths = 0
         while True:
             worker = await self._pool.take(function)
@@ -118,7 +126,8 @@ class _BoundedCalls:
             except RemoteException as error:
                 raise CallFailed(f"{error.failure.type}: {error.failure.message}"[:500]) from error
             except ProcessDied as error:
-                if error.status is None or error.status >= 0 or -error.status in _OWN_DEATHS:
+                status = error.status
+                if status is None or status >= 0 or -status in _OWN_DEATHS:
                     raise BoundExceeded(
                         f"the call ended its process; it may use {SECONDS} s of processor time"
                     ) from error
@@ -129,16 +138,18 @@ class _BoundedCalls:
     def close(self) -> None:
         """End every process."""
         with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None:
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(self._pool.close(), loop).result(CLOSE_S)
-            loop.call_soon_threadsafe(loop.stop)
+            loop = self._loop
+            self._loop = None
+        if loop is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._pool.close(), loop).result(CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
 
 
 def _within_bounds(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Call the function in its process, which has imported its module: the first call has
-    as much as the others."""
+    """Call the function in its process, which has imported its module: the first call has as much
+    as the others."""
     _set_bounds()
     try:
         return function(*args)
@@ -149,12 +160,15 @@ def _within_bounds(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 def _set_bounds() -> None:
     """Allow this process `SECONDS` and `MEMORY` more than it has used."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
     with contextlib.suppress(OSError, ValueError):  # no /proc: processor time alone is limited
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, hard))
 
 

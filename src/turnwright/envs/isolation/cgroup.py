@@ -20,6 +20,10 @@ from pathlib import Path
 
 OWN = Path("/proc/self/cgroup")
 MOUNTS = Path("/proc/self/mountinfo")
+
+_PROBE_BYTES = 64 << 20
+"""Memory of the group by which is tried whether groups work."""
+
 _REMOVAL_S = 1.0
 """Maximum seconds until a group whose processes were killed is empty."""
 
@@ -45,24 +49,18 @@ class MemoryGroup:
 
     def command(self, words: list[str]) -> list[str]:
         """Return a command line that joins the group before it runs `words`."""
-        return [
-            "/bin/sh",
-            "-c",
-            'echo 0 > "$0" && exec "$@"',
-            str(self.path / "cgroup.procs"),
-            *words,
-        ]
+        join = 'echo 0 > "$0" && exec "$@"'
+        return ["/bin/sh", "-c", join, str(self.path / "cgroup.procs"), *words]
 
     @property
     def was_exceeded(self) -> bool:
         """Whether the kernel has killed a process because the group had all of its memory."""
         try:
-            rows = dict(
-                line.split() for line in (self.path / "memory.events").read_text().splitlines()
-            )
+            lines = (self.path / "memory.events").read_text().splitlines()
+            counts = dict(line.split() for line in lines)
         except (OSError, ValueError):
             return False
-        return rows.get("oom_kill", "0") != "0"
+        return counts.get("oom_kill", "0") != "0"
 
     def remove(self) -> None:
         """Remove the group; its processes have been killed, and may take a moment to end."""
@@ -79,32 +77,33 @@ class MemoryGroup:
 
 @functools.cache
 def delegated_group() -> Path | None:
-    """Return the directory in which this user may make groups with a limit on memory; None if there is none."""  # noqa: E501
+    """Return the directory in which this user may make groups with a limit on memory.
+
+    None if there is none.
+    """
     parent = _parent_group(OWN, MOUNTS)
     return parent if parent is not None and _works(parent) else None
 
 
 def _parent_group(own: Path, mounts: Path) -> Path | None:
-    """Return the group above that of this process, if it is delegated to this user with
-    the memory controller."""
+    """Return the group above that of this process, if it is delegated to this user with the memory
+    controller."""
     try:
-        paths = [
-            line.removeprefix("0::")
-            for line in own.read_text().splitlines()
-            if line.startswith("0::")
-        ]
-        mounted = [
-            line.split() for line in mounts.read_text().splitlines() if " - cgroup2 " in line
-        ]
-        if not paths or not mounted or paths[0] == "/" or ".." in paths[0].split("/"):
+        mark = "0::"  # of version 2
+        groups = [line for line in own.read_text().splitlines() if line.startswith(mark)]
+        mounted = [line for line in mounts.read_text().splitlines() if " - cgroup2 " in line]
+        if not groups or not mounted:
+            return None
+        group = groups[0].removeprefix(mark)
+        if group == "/" or ".." in group.split("/"):
             return None
 
-        # Fields of a mount: id, parent, device, directory of the hierarchy that is
-        # mounted, where it is mounted.
-        root, target = mounted[0][3], mounted[0][4]
-        if paths[0] == root or not paths[0].startswith(root):
+        # Fields of a mount: id, parent, device, directory of the hierarchy that is mounted, where
+        # it is mounted.
+        _, _, _, root, target, *_ = mounted[0].split()
+        if group == root or not group.startswith(root):
             return None
-        parent = (Path(target) / os.path.relpath(paths[0], root)).parent
+        parent = (Path(target) / os.path.relpath(group, root)).parent
         controllers = (parent / "cgroup.subtree_control").read_text().split()
     except OSError:
         return None
@@ -112,12 +111,12 @@ def _parent_group(own: Path, mounts: Path) -> Path | None:
 
 
 def _is_delegated(group: Path) -> bool:
-    """Return whether a group is this user's: by its owner, or for root by systemd's mark on
-    groups that it gave away."""
+    """Return whether a group is this user's: by its owner, or for root by systemd's mark on groups
+    that it gave away."""
     user = os.geteuid()
     if user != 0:
-        writable = all(os.access(path, os.W_OK) for path in (group, group / "cgroup.procs"))
-        return writable and group.stat().st_uid == user
+        is_writable = os.access(group, os.W_OK) and os.access(group / "cgroup.procs", os.W_OK)
+        return is_writable and group.stat().st_uid == user
     for name in ("user.delegate", "trusted.delegate"):
         with contextlib.suppress(OSError):
             if os.getxattr(group, name) == b"1":
@@ -128,13 +127,14 @@ def _is_delegated(group: Path) -> bool:
 def _works(parent: Path) -> bool:
     """Return whether a process can be limited in a new group below `parent`."""
     try:
-        group = MemoryGroup.make(parent, 64 << 20)
+        group = MemoryGroup.make(parent, _PROBE_BYTES)
     except OSError:
         return False
+    command = group.command(["/bin/true"])
     try:
-        command = group.command(["/bin/true"])
-        return subprocess.run(command, capture_output=True, timeout=10, check=False).returncode == 0
+        probe = subprocess.run(command, capture_output=True, timeout=10, check=False)
     except (OSError, subprocess.SubprocessError):
         return False
     finally:
         group.remove()
+    return probe.returncode == 0

@@ -1,5 +1,5 @@
-"""What a forked process does: it serves the calls of one environment, or of
-functions, one at a time.
+"""What a forked process does: it serves the calls of one environment, or of functions, one at a
+time.
 
 Requests are a method's name and its pickled arguments, from the process that started this one and
 hence trusted. An answer is ("ok", value), ("invalid", words) for an `InvalidAction`, or ("error",
@@ -46,11 +46,14 @@ class EnvServer:
 
     def __init__(self, sock: socket.socket, make: Callable[[], Env], grace_s: float) -> None:
         """`grace_s` is the time in which it has ended after SIGTERM."""
-        self._sock, self._stream = sock, sock.makefile("rb")
-        self._make, self._grace_s = make, grace_s
+        self._sock = sock
+        self._stream = sock.makefile("rb")
+        self._make = make
+        self._grace_s = grace_s
         self._env: Env | None = None
         self._runner = asyncio.Runner()
-        self._task: asyncio.Task[Any] | None = None  # of the last call that ran on the loop
+        self._task: asyncio.Task[Any] | None = None
+        """That of the last call that ran on the loop."""
         self._stopping = False
         self._pid = os.getpid()
 
@@ -82,14 +85,14 @@ class EnvServer:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     async def _quiet(self) -> None:
-        """Cancel the tasks that an interrupted call left on the loop, without
-        reporting their exceptions."""
+        """Cancel the tasks that an interrupted call left on the loop, without reporting their
+        exceptions."""
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        if left:
-            await asyncio.wait(left, timeout=self._grace_s / 4)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._grace_s / 4)
 
     def _stop(self, *_: Any) -> None:
         """End the current call: cancel it where asyncio runs, which would report an exception and
@@ -110,19 +113,23 @@ class EnvServer:
         raise _Stop
 
     def _answer(self, number: int, method: str, arguments: bytes) -> None:
+        """Call a method, and send what it returns or raises."""
+        answer: tuple[str, Any]
         try:
-            answer = "ok", self._call(method, *pickle.loads(arguments))
+            answer = ("ok", self._call(method, *pickle.loads(arguments)))
         except InvalidAction as mistake:
-            answer = "invalid", words(mistake)
+            answer = ("invalid", words(mistake))
         except BaseException as error:
             if self._stopping:
                 raise _Stop from error
             if not issubclass(type(error), Exception):
                 error = RuntimeError(f"raised {words(error, repr)}")
-            answer = "error", failure_of(error, "reward" if method == "score" else method)
+            phase = "reward" if method == "score" else method
+            answer = ("error", failure_of(error, phase))
         self._send(number, answer)
 
     def _call(self, method: str, *args: Any) -> Any:
+        """Call a method of the environment, or a function; return plain data."""
         if method == "reset":
             return self._reset(*args)
         if method == "score":
@@ -143,7 +150,9 @@ class EnvServer:
         return _number(result) if method == "reward" else None
 
     def _reset(self, task: Task, seed: int | None, limits: Limits | None) -> Any:
-        self._env = env = self._make()
+        """Make and reset the environment; return its opening and what `ProcessEnv` asks of it."""
+        env = self._make()
+        self._env = env
         if limits is not None and isinstance(env, NeedsLimits):
             env.set_limits(limits)
         opening = self._settle(env.reset(task, seed=seed))
@@ -151,15 +160,13 @@ class EnvServer:
         messages = None if opening is None else media_as_bytes(as_messages(opening))
         tools = picklable_value([dict(tool) for tool in env.tools])
         max_turns = getattr(env, "max_turns", None)
-        own_reward, snapshots = (
-            type(env).reward is not Env.reward,
-            type(env).snapshot is not Env.snapshot,
-        )
-        return messages, tools, own_reward, snapshots, max_turns, env.on_turn_length
+        has_reward = type(env).reward is not Env.reward
+        has_snapshots = type(env).snapshot is not Env.snapshot
+        return messages, tools, has_reward, has_snapshots, max_turns, env.on_turn_length
 
     def _call_function(self, data: bytes) -> Any:
-        """Call a function with arguments, pickled together, which loads the
-        function's module here."""
+        """Call a function with arguments, pickled together, which loads the function's module
+        here."""
         try:
             function, args = pickle.loads(data)
         except AttributeError as error:
@@ -169,6 +176,7 @@ class EnvServer:
         return self._settle(function(*args))
 
     def _settle(self, value: Any) -> Any:
+        """Return a value, awaited on the loop if it is awaitable."""
         return self._runner.run(self._await(value)) if isawaitable(value) else value
 
     async def _await(self, value: Awaitable[Any]) -> Any:
@@ -194,8 +202,8 @@ class EnvServer:
 
 
 def _plain_step(step: Step) -> Step:
-    """Return a step whose images are bytes and whose `info` is plain data, which
-    can leave the process."""
+    """Return a step whose images are bytes and whose `info` is plain data, which can leave the
+    process."""
     observation = step.observation
     if isinstance(observation, InlineObservation):
         (inserted,) = media_as_bytes((observation.message,))
@@ -208,6 +216,7 @@ def _plain_step(step: Step) -> Step:
 
 
 def _numbers(rewards: Any) -> Any:
+    """Convert a reward, or a list of them."""
     if isinstance(rewards, (list, tuple)):
         return [_number(reward) for reward in rewards]
     return _number(rewards)
@@ -215,8 +224,6 @@ def _numbers(rewards: Any) -> Any:
 
 def _number(reward: Any) -> Any:
     """Convert a reward to plain floats, which can leave the process."""
-    return (
-        reward.checked("the reward")
-        if isinstance(reward, Scores)
-        else as_number(reward, "the reward")
-    )
+    if isinstance(reward, Scores):
+        return reward.checked("the reward")
+    return as_number(reward, "the reward")

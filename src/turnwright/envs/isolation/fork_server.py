@@ -32,25 +32,29 @@ ISOLATED_ENV_VAR = "TURNWRIGHT_NURSERY"
 """Environment variable that is set in isolated processes."""
 
 
-def in_isolated_process() -> bool:
-    """Whether this process is isolated."""
-    return bool(os.environ.get(ISOLATED_ENV_VAR))
-
-
-_RETRY_S = 0.005
 MAX_STARTS = 9
 """Maximum starts of the process that forks in one rollout, restarts after it is killed included."""
+
 EXIT_GRACE_S = 1.0
 """Seconds that a process may take to close its environment before it is killed."""
+
+_RETRY_S = 0.005
+"""Seconds until a request is sent again for which the socket had no room."""
+
 _MAIN = (
     "import sys; from turnwright.envs.isolation.forking import serve_forks; "
     "serve_forks(int(sys.argv[1]))"
 )
 
 
+def in_isolated_process() -> bool:
+    """Whether this process is isolated."""
+    return bool(os.environ.get(ISOLATED_ENV_VAR))
+
+
 class ForkServer:
-    """Starts processes as forks of one that has loaded an object, such as a
-    factory of environments.
+    """Starts processes as forks of one that has loaded an object, such as a factory of
+    environments.
 
     That one starts with the first `fork`, and again if it dies.
 
@@ -66,21 +70,20 @@ class ForkServer:
     def __init__(
         self, load: Callable[..., Any], *, modules: Sequence[str] = (), for_user_code: bool = True
     ) -> None:
-        """`load` is sent pickled; `modules` are imported before the first
-        fork, if they are installed.
+        """`load` is sent pickled; `modules` are imported before the first fork, if they are
+        installed.
 
         For code of users the file that this program was started with is run there as well, since
         `load` may be defined in it. Else nothing that the processes print is shown.
 
         Raises:
-            UsageError: where `load` cannot be pickled, or a rollout is begun in an
-                environment's own process.
+            UsageError: where `load` cannot be pickled, or a rollout is begun in an environment's
+                own process.
         """
         if for_user_code and in_isolated_process():
             raise UsageError(
                 "an environment's process cannot start a rollout: importing the file that defines "
-                "the environment does so; "
-                'put that code under `if __name__ == "__main__":`'
+                'the environment does so; put that code under `if __name__ == "__main__":`'
             )
         try:
             self._load = pickle.dumps(load)
@@ -95,19 +98,25 @@ class ForkServer:
         """Number of forked processes."""
         self.starts = 0
         """Number of starts of the process that forks."""
-        self._modules, self._for_user_code = tuple(modules), for_user_code
+        self._modules = tuple(modules)
+        self._for_user_code = for_user_code
         self._forker: ChildProcess | None = None
+        """The process that forks."""
         self._control: socket.socket | None = None
+        """The socket of its requests."""
         self._folder = ""
+        """Its temporary directory."""
         self._ends: dict[int, asyncio.Future[int]] = {}
+        """Exit statuses of forked processes, by process id."""
         self._dead: list[tuple[ChildProcess, str]] = []
+        """Earlier processes that forked, with their directories."""
 
     async def fork(self) -> ForkedProcess:
         """Start a process; where the one that forks has died, start that again.
 
         Raises:
-            ProcessDied: when it ended during its start, or the process that
-                forks has died too often.
+            ProcessDied: when it ended during its start, or the process that forks has died too
+                often.
         """
         loop = asyncio.get_running_loop()
         while True:
@@ -133,6 +142,7 @@ class ForkServer:
                     raise ProcessDied("the environment's process ended during its start") from error
 
     async def _fork_once(self, loop: asyncio.AbstractEventLoop) -> ForkedProcess:
+        """Ask for a fork, and wait until it says its process id."""
         assert self._control is not None
         ours, theirs = socket.socketpair()
         try:
@@ -146,7 +156,8 @@ class ForkServer:
             raise
 
         self.forks += 1
-        return ForkedProcess(self, ours, pid, self._ends.setdefault(pid, loop.create_future()))
+        end = self._ends.setdefault(pid, loop.create_future())
+        return ForkedProcess(self, ours, pid, end)
 
     def kill(self, pid: int, end: asyncio.Future[int], *, at_once: bool = False) -> None:
         """End a process; kill it after one second, or `at_once`.
@@ -158,9 +169,8 @@ class ForkServer:
         try:
             self._control.send(REQUEST.pack(b"x" if at_once else b"k", pid))
         except BlockingIOError:  # earlier requests are still queued
-            asyncio.get_running_loop().call_later(
-                _RETRY_S, partial(self.kill, pid, end, at_once=at_once)
-            )
+            retry = partial(self.kill, pid, end, at_once=at_once)
+            asyncio.get_running_loop().call_later(_RETRY_S, retry)
         except OSError:
             self._on_forker_exit()
 
@@ -192,6 +202,7 @@ class ForkServer:
             self._control = None
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the process that forks, and send it what to load."""
         self.starts += 1
         self._folder = tempfile.mkdtemp(prefix="turnwright-env-")
         ours, theirs = socket.socketpair()
@@ -222,13 +233,15 @@ class ForkServer:
         loop.add_reader(ours, self._read_exits)
 
     def _preparation(self) -> dict[str, Any]:
-        preparation = spawn.get_preparation_data("turnwright-env")
+        """Return what `multiprocessing` tells a spawned process, as far as it is wanted."""
         left_out = ["authkey"]
         if not self._for_user_code:
             left_out += ["init_main_from_name", "init_main_from_path"]
+        preparation = spawn.get_preparation_data("turnwright-env")
         return {name: value for name, value in preparation.items() if name not in left_out}
 
     def _read_exits(self) -> None:
+        """Read which processes have ended, where the process that forks has said so."""
         assert self._control is not None
         try:
             data = self._control.recv(ENDED.size * 256)
@@ -246,8 +259,8 @@ class ForkServer:
                 end.set_result(status)
 
     def _on_forker_exit(self) -> None:
-        """Clean up after the process that forks died, on Linux with its children; the next
-        fork starts a new one."""
+        """Clean up after the process that forks died, on Linux with its children; the next fork
+        starts a new one."""
         self._disconnect()
         if self._forker is not None:
             self._forker.kill()  # it may be alive without its socket
@@ -261,6 +274,7 @@ class ForkServer:
         self._end_all()
 
     def _end_all(self) -> None:
+        """Count all processes as killed."""
         for end in self._ends.values():
             if not end.done():
                 end.set_result(signal.SIGKILL)
@@ -269,11 +283,11 @@ class ForkServer:
 
 def _files_of_users() -> dict[str, str]:
     """Return the files of modules that were loaded from a file of a user, by the module's name."""
-    return {
-        name: str(module.__file__)
-        for name, module in list(sys.modules.items())
-        if name.startswith(USER_MODULE)
-    }
+    files = {}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(USER_MODULE):
+            files[name] = str(module.__file__)
+    return files
 
 
 class ForkedProcess:
@@ -285,8 +299,10 @@ class ForkedProcess:
         """`end` gets its status, as `os.waitpid` has it."""
         self._fork_server = fork_server
         self._sock: socket.socket | None = sock
-        self._pid, self._end = pid, end
-        self._asked = 0  # number of the last request
+        self._pid = pid
+        self._end = end
+        self._asked = 0
+        """Number of the last request."""
         self.what = "the environment's process"
         """Its name in errors."""
 
@@ -301,15 +317,15 @@ class ForkedProcess:
         return self._end.done()
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """Call a method there and return its result. Cancelling this ends the process, since
-        the result has no receiver.
+        """Call a method there and return its result. Cancelling this ends the process, since the
+        result has no receiver.
 
         Raises:
             EnvError: for arguments that cannot be pickled, and for results that are no plain data.
             InvalidAction: as the environment raises it.
             RemoteException: for any other exception there.
-            ProcessDied: when the process has ended; `status` is its exit
-                status, negative for a signal.
+            ProcessDied: when the process has ended; `status` is its exit status, negative for a
+                signal.
         """
         if self._sock is None:
             raise ProcessDied(f"{self.what} has ended; {method} cannot be called")
@@ -340,14 +356,15 @@ class ForkedProcess:
         return value
 
     async def _death(self, method: str) -> ProcessDied:
+        """Return the error of a process that has ended in a call."""
         self.drop()  # it may have closed its socket and still run
         status = os.waitstatus_to_exitcode(await asyncio.shield(self._end))
         where = "" if method in ("score", "call") else f" in {method}"
         return ProcessDied(f"{self.what} {exit_words(status)}{where}", status)
 
     def drop(self, *, at_once: bool = False) -> None:
-        """Disconnect, which lets it close its environment; kill it after one
-        second, or `at_once`."""
+        """Disconnect, which lets it close its environment; kill it after one second, or
+        `at_once`."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

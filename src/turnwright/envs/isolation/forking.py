@@ -1,5 +1,5 @@
-"""The process that forks: small and single-threaded, with what user code needs in memory,
-forked for each environment.
+"""The process that forks: small and single-threaded, with what user code needs in memory, forked
+for each environment.
 
 `fork_server.py` starts it and connects over a socket. It first sends what to load, then requests of
 nine bytes: `s`, with a socket attached, forks a process for an environment or a reward, `k` ends a
@@ -59,11 +59,42 @@ class _Forker:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._folder, self._grace_s = "", 0.0
+        self._folder = ""
+        self._grace_s = 0.0
         self._living: dict[int, str] = {}
-        self._kill_at: dict[int, float] = {}  # deadline of processes that received SIGTERM
+        """Temporary directories of processes that run, by process id."""
+        self._kill_at: dict[int, float] = {}
+        """Deadlines of processes that received SIGTERM."""
 
     def serve(self) -> None:
+        """Serve requests until the socket closes."""
+        wake_end = self._watch_children()
+        make = self._receive_setup()
+
+        # select() rejects descriptors above 1023, which the parent may have open.
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        poll.register(wake_end, select.POLLIN)
+        while True:
+            wait_ms = None
+            if self._kill_at:
+                wait_ms = math.ceil(1000 * max(0.0, min(self._kill_at.values()) - time.monotonic()))
+            ready = [descriptor for descriptor, _ in poll.poll(wait_ms)]
+            if wake_end in ready:
+                os.read(wake_end, 4096)
+            self._reap()
+
+            for pid, deadline in list(self._kill_at.items()):
+                if time.monotonic() >= deadline:
+                    self._signal(pid, signal.SIGKILL)
+                    del self._kill_at[pid]
+
+            if self._control.fileno() in ready and not self._serve_one(make):
+                return
+
+    def _watch_children(self) -> int:
+        """Become the parent of all that is left of processes; return the descriptor that can be
+        read when one has ended."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_write, False)
         os.set_blocking(wake_read, False)
@@ -71,39 +102,24 @@ class _Forker:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _become_subreaper()
+        return wake_read
 
+    def _receive_setup(self) -> Callable[[], Env]:
+        """Receive what comes first, and load the factory of environments."""
         head = self._control.recv(SETUP.size, socket.MSG_WAITALL)
         data = self._control.recv(SETUP.unpack(head)[0], socket.MSG_WAITALL)
         setup: ForkSetup = pickle.loads(data)  # sent by the parent process, hence trusted
-        self._folder, self._grace_s = setup.folder, setup.grace_s
-        make = _load(setup)
-
-        # select() rejects descriptors above 1023, which the parent may have open.
-        watched = select.poll()
-        watched.register(self._control, select.POLLIN)
-        watched.register(wake_read, select.POLLIN)
-        while True:
-            wait_ms = None
-            if self._kill_at:
-                wait_ms = math.ceil(1000 * max(0.0, min(self._kill_at.values()) - time.monotonic()))
-            ready = [descriptor for descriptor, _ in watched.poll(wait_ms)]
-            if wake_read in ready:
-                os.read(wake_read, 4096)
-            self._reap()
-
-            for pid, when in list(self._kill_at.items()):
-                if time.monotonic() >= when:
-                    self._signal(pid, signal.SIGKILL)
-                    del self._kill_at[pid]
-
-            if self._control.fileno() in ready and not self._serve_one(make):
-                return
+        self._folder = setup.folder
+        self._grace_s = setup.grace_s
+        return _load(setup)
 
     def _serve_one(self, make: Callable[[], Env]) -> bool:
+        """Serve one request; return False after the last."""
         try:
             data, sockets, _, _ = socket.recv_fds(self._control, REQUEST.size, 1)
         except ConnectionResetError:  # killed before it read which processes had ended
-            data, sockets = b"", []
+            data = b""
+            sockets = []
         if len(data) < REQUEST.size:
             self._end_all()
             return False
@@ -129,8 +145,8 @@ class _Forker:
             os.kill(pid, number)
 
     def _reap(self) -> None:
-        """Kill the process group of an ended process while its id is still
-        reserved, then reap it."""
+        """Kill the process group of an ended process while its id is still reserved, then reap
+        it."""
         while self._living:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
@@ -150,8 +166,11 @@ class _Forker:
     def _kill_orphans(self) -> None:
         """Kill descendants of ended processes in other sessions (MCP servers, daemons), which were
         reparented to this one."""
-        until = time.monotonic() + self._grace_s
-        while (orphans := child_processes() - self._living.keys()) and time.monotonic() < until:
+        deadline = time.monotonic() + self._grace_s
+        while True:
+            orphans = child_processes() - self._living.keys()
+            if not orphans or time.monotonic() >= deadline:
+                return
             for pid in orphans:
                 self._signal(pid, signal.SIGKILL)
             for pid in orphans:
@@ -172,11 +191,11 @@ class _Forker:
 
 def child_processes() -> set[int]:
     """Return the ids of child processes; empty on systems without /proc."""
-    found: set[int] = set()
+    pids: set[int] = set()
     with contextlib.suppress(OSError):
         for thread in Path("/proc/self/task").iterdir():
-            found.update(map(int, (thread / "children").read_text().split()))
-    return found
+            pids.update(map(int, (thread / "children").read_text().split()))
+    return pids
 
 
 def open_resources() -> dict[str, int]:
@@ -189,7 +208,9 @@ def open_resources() -> dict[str, int]:
     living = 0
     for pid in child_processes():
         with contextlib.suppress(OSError):
-            living += Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            stat = Path(f"/proc/{pid}/stat").read_text()
+            state = stat.rpartition(")")[2].split()[0]
+            living += state != "Z"
     return {"processes": living, "open files": files}
 
 
@@ -200,8 +221,8 @@ def _become_subreaper() -> None:
 
 
 def _load(setup: ForkSetup) -> Callable[[], Env]:
-    """Load the factory; on failure return one that raises in each process, where
-    the error is reported."""
+    """Load the factory; on failure return one that raises in each process, where the error is
+    reported."""
     try:
         spawn.prepare(setup.preparation)
         from turnwright.envs.user_code import UserModules
@@ -212,37 +233,39 @@ def _load(setup: ForkSetup) -> Callable[[], Env]:
                 importlib.import_module(module)
         factory: Callable[[], Env] = pickle.loads(setup.factory)
         return factory
+    except Exception as error:
+        failure: Exception = error
     except BaseException as error:
-        failure = (
-            error if isinstance(error, Exception) else RuntimeError(f"raised {words(error, repr)}")
-        )
+        failure = RuntimeError(f"raised {words(error, repr)}")
 
-        def fail() -> Env:
-            raise failure
+    def fail() -> Env:
+        raise failure
 
-        return fail
+    return fail
 
 
 def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) -> NoReturn:
+    """Be the process of an environment, and end with it."""
     status = 1
     try:
         os.setsid()
         end_with_parent(signal.SIGKILL)
-        # daemons stay below this process while it lives, and pass to the fork server when it ends
+        # Daemons stay below this process while it lives, and pass to the fork server when it ends.
         _become_subreaper()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-        # Nothing of the fork server stays open here: a socket that a grandchild kept
-        # would outlive its owner.
+        # Nothing of the fork server stays open here: a socket that a grandchild kept would outlive
+        # its owner.
         os.dup2(sock, 3)
         if sys.platform == "linux":
-            end = max(map(int, os.listdir("/proc/self/fd"))) + 1
+            descriptors = max(map(int, os.listdir("/proc/self/fd"))) + 1
         else:
-            end = os.sysconf("SC_OPEN_MAX")
-        os.closerange(4, end)
+            descriptors = os.sysconf("SC_OPEN_MAX")
+        os.closerange(4, descriptors)
 
-        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        os.environ["TMPDIR"] = folder
+        tempfile.tempdir = folder
         EnvServer(socket.socket(fileno=3), make, grace_s).serve()
         status = 0
     except BrokenPipeError:  # the caller disconnected
@@ -257,6 +280,6 @@ def _serve_env(sock: int, folder: str, make: Callable[[], Env], grace_s: float) 
 
 
 def serve_forks(control: int) -> None:
-    """Be the process that forks environments, for the requests of a socket,
-    given by its descriptor."""
+    """Be the process that forks environments, for the requests of a socket, given by its
+    descriptor."""
     _Forker(socket.socket(fileno=control)).serve()

@@ -1,4 +1,8 @@
-"""Environments in separate processes."""
+"""Environments in separate processes.
+
+`ProcessEnvs` is a factory like the one that it runs elsewhere; its environments pass each call to
+their process, which `fork_server.py` starts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ class ProcessEnv(Env):
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._process: ForkedProcess | None = None
-        self._rewards = True
+        self._has_reward = True
         self._limits: Limits | None = None
 
     @property
@@ -46,20 +50,27 @@ class ProcessEnv(Env):
         """Begin the episode; start the process if `start` was not called."""
         if self._process is None:
             await self.start()
-        messages: tuple[Message, ...] | None
         opened = await self._ask("reset", task, seed, self._limits)
-        messages, self.tools, self._rewards, self.snapshots, self.max_turns, self.on_turn_length = (
-            opened
-        )
+        messages: tuple[Message, ...] | None
+        messages, tools, has_reward, has_snapshots, max_turns, on_turn_length = opened
+        self.tools = tools
+        self._has_reward = has_reward
+        self.snapshots = has_snapshots
+        self.max_turns = max_turns
+        self.on_turn_length = on_turn_length
         return messages
 
     async def step(self, action: Action) -> Step:
-        step: Step = await self._ask("step", replace(action, raw_source=partial(str, action.raw)))
+        """Call `step` of the environment, with the action's text computed here."""
+        sent = replace(action, raw_source=partial(str, action.raw))
+        step: Step = await self._ask("step", sent)
         return step
 
     async def reward(self, trajectory: Trajectory) -> float | None:
         """Call `reward` of the environment; 0.0 without a call if it is not overridden."""
-        reward: float | None = await self._ask("reward", trajectory) if self._rewards else 0.0
+        if not self._has_reward:
+            return 0.0
+        reward: float | None = await self._ask("reward", trajectory)
         return reward
 
     async def isolated_reward(self, trajectory: Trajectory) -> float | None:
@@ -129,11 +140,13 @@ class ProcessEnvFactories:
         """Return the factory's, made at the first request."""
         if id(factory) not in self._in_processes:
             # The reference keeps the id unique.
-            self._in_processes[id(factory)] = ProcessEnvs(factory), factory
-        return self._in_processes[id(factory)][0]
+            self._in_processes[id(factory)] = (ProcessEnvs(factory), factory)
+        envs, _ = self._in_processes[id(factory)]
+        return envs
 
     async def close(self) -> None:
         """End the processes of all."""
-        in_processes, self._in_processes = self._in_processes, {}
+        in_processes = self._in_processes
+        self._in_processes = {}
         for envs, _ in in_processes.values():
             await envs.close()

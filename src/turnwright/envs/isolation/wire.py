@@ -20,11 +20,14 @@ from turnwright.records.run_dir import to_json
 MARK = b"twn1"
 HEAD = struct.Struct("<4sQQ")
 """Header of each message: `MARK`, the number of the request, and the bytes that follow."""
+
 REQUEST = struct.Struct("<cq")
 """A request to the fork server: its kind, and the process that it is about."""
+
 ENDED = struct.Struct("<qi")
-"""What the fork server says of a process that has ended: its id and status,
-as `os.waitpid` has it."""
+"""What the fork server says of a process that has ended: its id and status, as `os.waitpid` has
+it."""
+
 SETUP = struct.Struct("<Q")
 """Bytes of the pickled set-up, which is what the fork server receives first."""
 
@@ -34,18 +37,20 @@ _PLAIN = {
     "datetime": "date datetime timedelta",
     "decimal": "Decimal",
 }
+"""Classes of plain data, by module; others come as JSON types."""
 
 
 class RestrictedUnpickler(pickle.Unpickler):
-    """Unpickler of messages from environment processes: Turnwright data classes and
-    plain values, no code."""
+    """Unpickler of messages from environment processes: Turnwright data classes and plain values,
+    no code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        ours = module.startswith("turnwright.types.") or module == "turnwright.envs.env"
-        if "." not in name and (ours or name in _PLAIN.get(module, "").split()):
-            kind = super().find_class(module, name)
-            if isinstance(kind, type):
-                return kind
+        is_ours = module.startswith("turnwright.types.") or module == "turnwright.envs.env"
+        is_plain = name in _PLAIN.get(module, "").split()
+        if "." not in name and (is_ours or is_plain):
+            value = super().find_class(module, name)
+            if isinstance(value, type):  # a function could do anything
+                return value
         raise pickle.UnpicklingError(f"{module}.{name} cannot leave the environment's process")
 
 
@@ -58,8 +63,8 @@ def restricted_loads(data: bytes) -> Any:
 
 
 def picklable_value(value: Any) -> Any:
-    """Return the value unchanged if `restricted_loads` accepts it, else converted to JSON
-    types as in the record."""
+    """Return the value unchanged if `restricted_loads` accepts it, else converted to JSON types as
+    in the record."""
     try:
         restricted_loads(pickle.dumps(value))
     except Exception:
@@ -93,6 +98,7 @@ async def receive(loop: asyncio.AbstractEventLoop, sock: socket.socket, number: 
 
 
 async def _exactly(loop: asyncio.AbstractEventLoop, sock: socket.socket, size: int) -> bytes:
+    """Receive so many bytes; raise `EOFError` where there are no more."""
     data = bytearray()
     while len(data) < size:
         piece = await loop.sock_recv(sock, min(size - len(data), 1 << 20))

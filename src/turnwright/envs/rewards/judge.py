@@ -1,4 +1,9 @@
-"""LLM judges: rewards from verdicts of a model, and a client for chat endpoints."""
+"""LLM judges: rewards from verdicts of a model, and a client for chat endpoints.
+
+`judged` makes a reward function of a judge; `JudgedReward.question` is what the judge reads, and
+`read_verdict` how its answer is read. `ChatJudge` asks an endpoint, with cache, budget, rate and
+retries; `EngineJudge` of `rollouts/engine_judge.py` asks an engine of the run.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,8 @@ _UNPLAIN = re.compile(
 
 @runtime_checkable
 class Judge(Protocol):
-    """Model that answers a conversation with text: a `ChatJudge`, an
-    `EngineJudge`, or a user's object."""
+    """Model that answers a conversation with text: a `ChatJudge`, an `EngineJudge`, or a user's
+    object."""
 
     async def ask(self, messages: Sequence[Message]) -> str:
         """Return the answer, or raise a `JudgeError`."""
@@ -61,8 +66,8 @@ def judged(
     deadline_s: float = 50.0,
     most_chars: int = 50_000,
 ) -> JudgedReward:
-    """Make a reward function from a judge: a part of `rewards`, per episode or
-    turn, or a complete reward.
+    """Make a reward function from a judge: a part of `rewards`, per episode or turn, or a complete
+    reward.
 
     Example::
 
@@ -83,31 +88,27 @@ def judged(
     Raises:
         ConfigError: for an inverted scale, an unknown policy, or an object without `ask`.
     """
-    if not (
-        len(scale) == 2
-        and math.isfinite(scale[0])
-        and math.isfinite(scale[1])
-        and scale[0] < scale[1]
-    ):
+    is_scale = len(scale) == 2 and all(map(math.isfinite, scale)) and scale[0] < scale[1]
+    if not is_scale:
         raise ConfigError(f"judged: the scale is {scale!r}; write (minimum, maximum)")
     if not isinstance(judge, Judge):
         raise ConfigError(
             f"judged: {type(judge).__name__} is no judge; it needs async def ask(messages) -> str"
         )
-    number = (
+    is_number = (
         isinstance(on_failure, (int, float))
         and not isinstance(on_failure, bool)
         and math.isfinite(on_failure)
     )
-    if on_failure not in ("error", "none") and not number:
+    if on_failure not in ("error", "none") and not is_number:
         raise ConfigError(f"judged: on_failure = {on_failure!r}; write 'error', 'none' or a number")
     return JudgedReward(judge, rubric, scale, on_failure, reference, deadline_s, most_chars)
 
 
 @dataclass(eq=False, repr=False)
 class JudgedReward:
-    """Reward function made by `judged`: call it with a trajectory, or with a trajectory
-    and the index of a turn."""
+    """Reward function made by `judged`: call it with a trajectory, or with a trajectory and the
+    index of a turn."""
 
     judge: Judge
     rubric: str
@@ -118,13 +119,13 @@ class JudgedReward:
     most_chars: int
 
     async def __call__(self, trajectory: Trajectory, turn: int | None = None) -> float | None:
-        """Return the verdict from 0 to 1 on the complete conversation, or on the conversation
-        up to the reply of a turn."""
-        messages = (
-            [*trajectory.messages, *trajectory.final]
-            if turn is None
-            else trajectory.conversation(turn)
-        )
+        """Return the verdict from 0 to 1 on the complete conversation, or on the conversation up to
+        the reply of a turn."""
+        messages: Sequence[Message]
+        if turn is None:
+            messages = [*trajectory.messages, *trajectory.final]
+        else:
+            messages = trajectory.conversation(turn)
         answer = trajectory.task.answer if self.reference else None
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -136,6 +137,7 @@ class JudgedReward:
         else:
             low, high = self.scale
             return (verdict - low) / (high - low)
+
         count_metric("judge_failed")
         count_metric(f"judge_failed/{failure.cause}")
         if self.on_failure == "error":
@@ -143,6 +145,7 @@ class JudgedReward:
         return None if self.on_failure == "none" else float(self.on_failure)
 
     async def _verdict(self, messages: Sequence[Message], answer: Any) -> float:
+        """Return the verdict on the judge's scale; ask again once where it cannot be read."""
         question, mark = self.question(messages, answer)
         low, high = self.scale
         for _ in range(2):
@@ -177,28 +180,38 @@ class JudgedReward:
             "verdict. Think if you need to. Then end with one line of exactly this form, where N "
             f"is a number from {low:g} to {high:g}:\nVERDICT {mark} N"
         )
-        prefix = f"The right answer, for you alone, in JSON: {reference}\n\n" if reference else ""
-        return (
-            Message("system", rules),
-            Message("user", f"{prefix}BEGIN {mark}\n{quoted}\nEND {mark}"),
-        ), mark
+        material = f"BEGIN {mark}\n{quoted}\nEND {mark}"
+        if reference:
+            material = f"The right answer, for you alone, in JSON: {reference}\n\n{material}"
+        return (Message("system", rules), Message("user", material)), mark
 
 
 def read_verdict(text: Any, mark: str, scale: tuple[float, float]) -> float | None:
     """Parse the number of an answer's last line, if it is the only verdict with this mark and on
-    the scale; else None."""
-    lines = [line.strip() for line in str(text).strip().splitlines() if line.strip()]
-    found = re.compile(rf"VERDICT {re.escape(mark)} (-?[0-9]{{1,12}}(?:\.[0-9]{{1,12}})?)")
-    verdicts = [match for line in lines if (match := found.fullmatch(line))]
-    if not lines or len({match[1] for match in verdicts}) != 1 or not found.fullmatch(lines[-1]):
+    the scale; else None.
+
+    Example::
+
+        >>> read_verdict("Polite throughout.\\nVERDICT 1f3a 8", "1f3a", (0, 10))
+        8.0
+    """
+    lines = [line.strip() for line in str(text).splitlines()]
+    lines = [line for line in lines if line]
+    verdict_line = re.compile(rf"VERDICT {re.escape(mark)} (-?[0-9]{{1,12}}(?:\.[0-9]{{1,12}})?)")
+    numbers = set()
+    for line in lines:
+        match = verdict_line.fullmatch(line)
+        if match:
+            numbers.add(match[1])
+    if len(numbers) != 1 or not verdict_line.fullmatch(lines[-1]):
         return None
-    value = float(verdicts[-1][1])
+    value = float(numbers.pop())
     return value if scale[0] <= value <= scale[1] else None
 
 
 def verdict_token(*parts: str) -> str:
-    """Return a token that occurs in none of the texts: a hash of them all, so no author can
-    write it into a text."""
+    """Return a token that occurs in none of the texts: a hash of them all, so no author can write
+    it into a text."""
     for attempt in range(1000):
         # JSON marks the boundaries between parts.
         mark = blake2b(json.dumps([attempt, *parts]).encode(), digest_size=8).hexdigest()
@@ -208,34 +221,33 @@ def verdict_token(*parts: str) -> str:
 
 
 def quote_lines(messages: Sequence[Message], most_chars: int = 50_000) -> str:
-    """Format a conversation as JSON, one message per line, so no text can imitate a
-    message, a line or control text.
+    """Format a conversation as JSON, one message per line, so no text can imitate a message, a line
+    or control text.
 
     Reasoning is omitted; an image is replaced by its `alt` text or `[image]`.
     """
     rows = []
     for message in messages:
-        row: dict[str, Any] = {
-            "role": message.role,
-            "content": _truncate(message.text_with_alt, most_chars),
-        }
+        content = _truncate(message.text_with_alt, most_chars)
+        row: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
-            calls = (
-                json.dumps([call.name, call.arguments], default=str) for call in message.tool_calls
-            )
-            row["calls"] = [_truncate(call, most_chars) for call in calls]
+            row["calls"] = []
+            for call in message.tool_calls:
+                call_json = json.dumps([call.name, call.arguments], default=str)
+                row["calls"].append(_truncate(call_json, most_chars))
         rows.append(safe_json(row))
     return "\n".join(rows)
 
 
 def safe_json(value: Any) -> str:
-    """Format a value as one line of JSON, with all line breaks, invisible
-    characters and `<` escaped."""
+    """Format a value as one line of JSON, with all line breaks, invisible characters and `<`
+    escaped."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return _UNPLAIN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return _UNPLAIN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def _truncate(text: str, limit: int) -> str:
+    """Replace the middle of a text that is longer than `limit` by a marker, and count it."""
     if len(text) <= limit:
         return text
     count_metric("judge_cut")
@@ -251,8 +263,11 @@ def chat_messages(messages: Any) -> list[dict[str, str]]:
     ]
 
 
-MAX_ANSWER_BYTES = 8_000_000  # maximum size of one answer
-MAX_CACHED_ANSWERS = 65_536  # maximum answers in memory; the oldest are dropped first
+MAX_ANSWER_BYTES = 8_000_000
+"""Maximum size of one answer."""
+
+MAX_CACHED_ANSWERS = 65_536
+"""Maximum answers in memory; the oldest are dropped first."""
 
 
 class _TransientError(JudgeError):
@@ -265,8 +280,12 @@ class _TransientError(JudgeError):
 
 @dataclass(slots=True)
 class _LoopState:
+    """What the calls on one event loop share."""
+
     slots: asyncio.Semaphore
+    """Requests that may run at once."""
     running: dict[str, asyncio.Future[str]]
+    """By the key of a question that is being asked; done when it has been."""
 
 
 class ChatJudge:
@@ -300,11 +319,11 @@ class ChatJudge:
             model: model name at the endpoint.
             key_env: environment variable with the API key; read at each call and never stored.
             options: further request fields; defaults are `temperature = 0` and `max_tokens = 1024`.
-            cache: cache answers by the content of the question; a directory
-                keeps them for later runs.
+            cache: cache answers by the content of the question; a directory keeps them for later
+                runs.
             most_calls: maximum requests, retries included.
-            most_tokens: maximum tokens as counted by the endpoint; requests
-                in flight may exceed it.
+            most_tokens: maximum tokens as counted by the endpoint; requests in flight may exceed
+                it.
             per_minute: maximum requests started per minute, evenly spaced.
             at_once: maximum concurrent requests.
             retries: retries per question, after transient failures (connection, deadline, 408, 409,
@@ -322,14 +341,15 @@ class ChatJudge:
                 f"ChatJudge: the URL is {url!r}; it begins with http:// or https:// and ends with "
                 "the API's version"
             )
-        for name, value in (
-            ("calls", most_calls),
-            ("tokens", most_tokens),
-            ("rate", per_minute),
-            ("at_once", at_once),
-        ):
-            if value is not None and not value > 0:
-                raise ConfigError(f"ChatJudge: {name} is {value!r}; it is over 0")
+        limits = {
+            "calls": most_calls,
+            "tokens": most_tokens,
+            "rate": per_minute,
+            "at_once": at_once,
+        }
+        for name, limit in limits.items():
+            if limit is not None and not limit > 0:
+                raise ConfigError(f"ChatJudge: {name} is {limit!r}; it is over 0")
         if not (attempt_s > 0 and deadline_s > 0):
             raise ConfigError("ChatJudge: attempt_s and deadline_s are over 0")
         if key_env is not None and key_env not in os.environ:
@@ -340,18 +360,27 @@ class ChatJudge:
             raise ConfigError("ChatJudge needs aiohttp: pip install 'turnwright[judge]'")
         if retries < 0 or backoff_s < 0:
             raise ConfigError("ChatJudge: retries and backoff_s must be at least 0")
+
         self.url = url.rstrip("/") + "/chat/completions"
         self.model = model
         self.counts: Counter[str] = Counter()
         self._key_env = key_env
         self._options = {"temperature": 0, "max_tokens": 1024} | dict(options or {})
-        self._cache = bool(cache)
-        self._folder = Path(cache) if isinstance(cache, (str, Path)) else None
-        self._known: dict[str, str] = {}
-        self._most_calls, self._most_tokens, self._per_minute = most_calls, most_tokens, per_minute
-        self._at_once, self._retries, self._backoff_s = at_once, retries, backoff_s
-        self._attempt_s, self._deadline_s = attempt_s, deadline_s
-        self._next = 0.0
+        self._has_cache = bool(cache)
+        self._cache_folder = Path(cache) if isinstance(cache, (str, Path)) else None
+        self._answers: dict[str, str] = {}
+        """Cached answers, by the key of their question."""
+
+        self._most_calls = most_calls
+        self._most_tokens = most_tokens
+        self._per_minute = per_minute
+        self._at_once = at_once
+        self._retries = retries
+        self._backoff_s = backoff_s
+        self._attempt_s = attempt_s
+        self._deadline_s = deadline_s
+        self._next_request = 0.0
+        """Earliest time of the next request by the rate, by `time.monotonic`."""
         self._sessions = HttpSessions(at_once, proxies=True)
         self._states: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = WeakKeyDictionary()
 
@@ -366,54 +395,56 @@ class ChatJudge:
         return f"ChatJudge({self.url!r}, {self.model!r})"
 
     async def ask(self, messages: Sequence[Message]) -> str:
-        """Return the answer of model or cache, or raise a `JudgeError`; concurrent equal
-        questions share one request."""
+        """Return the answer of model or cache, or raise a `JudgeError`; concurrent equal questions
+        share one request."""
         body = {"model": self.model, "messages": chat_messages(messages)} | self._options
+        ask = self._ask_cached if self._has_cache else self._ask_with_retries
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await (
-                    self._ask_cached(body) if self._cache else self._ask_with_retries(body)
-                )
+                return await ask(body)
         except TimeoutError:
             error = JudgeError("deadline", f"{self!r} gave no answer in {self._deadline_s:g} s")
-        except JudgeError as failed:
-            error = failed
+        except JudgeError as failure:
+            error = failure
         self.counts[f"failed/{error.cause}"] += 1
         raise error
 
     async def _ask_cached(self, body: dict[str, Any]) -> str:
-        state, key = (
-            self._state(),
-            blake2b(
-                json.dumps([self.url, body], sort_keys=True).encode(), digest_size=20
-            ).hexdigest(),
-        )
+        """Return the cached answer to a question, else ask for it."""
+        state = self._state()
+        question = json.dumps([self.url, body], sort_keys=True)
+        key = blake2b(question.encode(), digest_size=20).hexdigest()
         while key in state.running:
             # Another episode asks the same question: wait for its answer under this deadline.
             await asyncio.wait([state.running[key]])
-        found = self._known.get(key)
-        if found is not None:
+        answer = self._answers.get(key)
+        if answer is not None:
             self._count("cached")
-            return found
-        running = state.running[key] = asyncio.get_running_loop().create_future()
+            return answer
+
+        running: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        state.running[key] = running
         try:
-            file = None if self._folder is None else self._folder / key[:2] / f"{key}.json"
-            found = None if file is None else await asyncio.to_thread(self._read, file)
-            if found is not None:
+            file = None
+            if self._cache_folder is not None:
+                file = self._cache_folder / key[:2] / f"{key}.json"
+                answer = await asyncio.to_thread(self._read, file)
+            if answer is not None:
                 self._count("cached")
             else:
-                found = await self._ask_with_retries(body)
+                answer = await self._ask_with_retries(body)
                 if file is not None:
-                    await asyncio.to_thread(self._write, file, found)
-            self._known[key] = found
-            while len(self._known) > MAX_CACHED_ANSWERS:
-                del self._known[next(iter(self._known))]
+                    await asyncio.to_thread(self._write, file, answer)
+            self._answers[key] = answer
+            while len(self._answers) > MAX_CACHED_ANSWERS:
+                del self._answers[next(iter(self._answers))]
         finally:
             del state.running[key]
             running.cancel()
-        return found
+        return answer
 
     async def _ask_with_retries(self, body: dict[str, Any]) -> str:
+        """Send requests until one is answered, within the deadline of a question."""
         state = self._state()
         end = time.monotonic() + self._deadline_s
         for attempt in range(self._retries + 1):
@@ -423,33 +454,37 @@ class ChatJudge:
                     self._spend()
                     return await self._post(body)
             except TimeoutError:
-                failed = _TransientError(
+                failure = _TransientError(
                     "deadline", f"{self!r} did not answer a request in {self._attempt_s:g} s"
                 )
-            except _TransientError as passing:
-                failed = passing
-            wait = max(self._backoff_s * 2**attempt * random.uniform(0.5, 1.5), failed.after)
+            except _TransientError as error:
+                failure = error
+
+            backoff = self._backoff_s * 2**attempt * random.uniform(0.5, 1.5)
+            wait = max(backoff, failure.after)
             if attempt == self._retries or time.monotonic() + wait >= end:
                 break
             self._count("retries")
             await asyncio.sleep(wait)
-        raise JudgeError(failed.cause, f"{failed} (after {attempt + 1} requests)")
+        raise JudgeError(failure.cause, f"{failure} (after {attempt + 1} requests)")
 
     async def _wait_for_rate(self, end: float) -> None:
+        """Wait until the rate allows a request; raise `JudgeError` where that is after `end`."""
         if self._per_minute is None:
             return
         now = time.monotonic()
-        at = max(now, self._next)
-        if at >= end:
+        start = max(now, self._next_request)
+        if start >= end:
             raise JudgeError(
                 "deadline",
                 f"{self!r}: the rate of {self._per_minute:g} a minute allows no request before the "
                 "deadline",
             )
-        self._next = at + 60.0 / self._per_minute
-        await asyncio.sleep(at - now)
+        self._next_request = start + 60.0 / self._per_minute
+        await asyncio.sleep(start - now)
 
     def _spend(self) -> None:
+        """Count a request; raise `JudgeError` where a budget is used up."""
         for unit, most in (("calls", self._most_calls), ("tokens", self._most_tokens)):
             if most is not None and self.counts[unit] >= most:
                 raise JudgeError("budget", f"{self!r}: its budget of {most} {unit} is used up")
@@ -474,17 +509,19 @@ class ChatJudge:
         except NoResponse as error:
             raise _TransientError("connection", f"{self!r}: {error}") from error
         except ResponseTooLong:
-            text = f"{self!r} answered with more than {MAX_ANSWER_BYTES} bytes"
-            raise JudgeError("schema", text) from None
+            message = f"{self!r} answered with more than {MAX_ANSWER_BYTES} bytes"
+            raise JudgeError("schema", message) from None
+
         if response.status != 200:
-            said = response.excerpt(200, key)
-            text = f"{self!r} answered with the HTTP status {response.status}: {said}"
+            excerpt = response.excerpt(200, key)
+            message = f"{self!r} answered with the HTTP status {response.status}: {excerpt}"
             if response.status in PASSING_STATUSES:
-                raise _TransientError("status", text, response.retry_after)
-            raise JudgeError("status", text)
+                raise _TransientError("status", message, response.retry_after)
+            raise JudgeError("status", message)
         return self._read_answer(response.body)
 
     def _read_answer(self, raw: bytes) -> str:
+        """Return the text of a chat completion, and count its tokens."""
         try:
             answer = json.loads(raw)
             text = answer["choices"][0]["message"]["content"]
@@ -493,6 +530,7 @@ class ChatJudge:
             raise _TransientError(
                 "schema", f"{self!r} returned no chat completion ({error}): {raw[:200]!r}"
             ) from error
+
         if isinstance(tokens, int) and not isinstance(tokens, bool) and tokens >= 0:
             self._count("tokens", tokens)
         elif self._most_tokens is not None:
@@ -516,6 +554,7 @@ class ChatJudge:
         count_metric(f"judge_{name}", amount)
 
     def _read(self, file: Path) -> str | None:
+        """Read an answer of the cache; None where there is none."""
         try:
             text = json.loads(file.read_text(encoding="utf-8"))["answer"]
         except FileNotFoundError:
@@ -526,6 +565,7 @@ class ChatJudge:
         return text if isinstance(text, str) else None
 
     def _write(self, file: Path, answer: str) -> None:
+        """Write an answer to the cache, complete or not at all."""
         draft = file.with_name(f"{file.name}.{uuid4().hex}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)

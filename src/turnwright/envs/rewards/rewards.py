@@ -1,5 +1,10 @@
-"""Rewards of weighted, named parts, sync or async: per episode, per turn, or per group
-of episodes of a task."""
+"""Rewards of weighted, named parts, sync or async: per episode, per turn, or per group of episodes
+of a task.
+
+`rewards` makes a `Rewards`: calling it computes the parts of an episode and of its turns, and
+`Rewards.group` those that compare the episodes of a task. Parts in processes of their own are in
+`workers.py`; what a reward becomes in training is in `training/advantages.py`.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +63,17 @@ def rewards(
     isolation: Isolation = "thread",
     **parts: RewardPart | Callable[..., Any] | tuple[Callable[..., Any], float],
 ) -> Rewards:
-    """Make a reward function of named parts, each a function, (function,
-    weight), or a `RewardPart`.
+    """Make a reward function of named parts, each a function, (function, weight), or a
+    `RewardPart`.
 
     Example::
 
-        reward = tw.rewards(correct=(correct, 1.0), brief=(brief, 0.2), range=(0, 1.2))
-        env = tw.tool_env(tools=[search], reward=reward)
+        >>> def correct(trajectory, task):
+        ...     return float(trajectory.turns[-1].reply.text == task.answer)
+        >>> def brief(trajectory):
+        ...     return float(len(trajectory.turns) < 4)
+        >>> rewards(correct=correct, brief=(brief, 0.2), range=(0, 1.2))
+        rewards(correct, brief)
 
     Args:
         range: minimum and maximum of the weighted sum; a sum outside raises a `RewardError`.
@@ -80,10 +89,10 @@ def rewards(
             "rewards() has no parts; write rewards(correct=function) or "
             "rewards(correct=(function, 1.0))"
         )
-    made = {name: _part(name, part, isolation) for name, part in parts.items()}
+    checked = {name: _part(name, part, isolation) for name, part in parts.items()}
     if range is not None:
         _check_range("rewards(range=...)", range)
-    return Rewards(made, range)
+    return Rewards(checked, range)
 
 
 class Rewards:
@@ -99,124 +108,139 @@ class Rewards:
             part.function for part in self.parts.values() if part.isolation == "process"
         ]
         """Functions of the parts that run in a process."""
-        self._with_task = {
-            name
-            for name, part in self.parts.items()
-            if part.of == "episode" and takes_task(part.function)
-        }
+        self._with_task: set[str] = set()
+        """Parts of episodes that are called with the task."""
+        for name, part in self.parts.items():
+            if part.of == "episode" and takes_task(part.function):
+                self._with_task.add(name)
 
     def isolated(self) -> Rewards:
         """Return a copy with every part in a process."""
-        return Rewards(
-            {name: replace(part, isolation="process") for name, part in self.parts.items()},
-            self.range,
-        )
+        parts = {name: replace(part, isolation="process") for name, part in self.parts.items()}
+        return Rewards(parts, self.range)
 
     def __repr__(self) -> str:
         return f"rewards({', '.join(self.parts)})"
 
     async def __call__(self, trajectory: Trajectory, task: Task | None = None) -> Scores:
-        """Compute the episode and turn parts; sync functions run one by one in a thread,
-        async ones concurrently.
+        """Compute the episode and turn parts; sync functions run one by one in a thread, async ones
+        concurrently.
 
         Raises `RewardError`, naming the part, for a non-finite or out-of-range value.
         """
-        # Turns of failed attempts are excluded from training.
-        trained = [span.trained for span in trajectory.spans]
-        turns = [
-            n
-            for n, turn in enumerate(trajectory.turns)
-            if not turn.spans or any(trained[span] for span in turn.spans)
-        ]
-        calls = {
-            name: [_call(name, part, trajectory, number) for number in turns]
-            if part.of == "turn"
-            else [
-                _call(
-                    name,
-                    part,
-                    trajectory,
-                    *((task or trajectory.task,) if name in self._with_task else ()),
-                )
-            ]
-            for name, part in self.parts.items()
-            if part.of != "group"
-        }
+        turns = _trained_turns(trajectory)
+        calls: dict[str, list[Callable[[], Any]]] = {}
+        for name, part in self.parts.items():
+            if part.of == "turn":
+                calls[name] = [_call(name, part, trajectory, turn) for turn in turns]
+            elif part.of == "episode":
+                args = (task or trajectory.task,) if name in self._with_task else ()
+                calls[name] = [_call(name, part, trajectory, *args)]
         with collect_counts() as counts:
             values = await _call_all(calls)
-        own, by_turn, found = 0.0, [0.0] * len(trajectory.turns), {}
-        for name, given in values.items():
+
+        episode_reward = 0.0
+        turn_rewards = [0.0] * len(trajectory.turns)
+        sums: dict[str, float] = {}
+        for name, returned in values.items():
             part = self.parts[name]
-            read = [_value(value, f"the reward {name!r}", part.range) for value in given]
-            known = [value for value in read if value is not None]
-            if len(known) < len(read):
+            numbers = []
+            for value in returned:
+                number = _value(value, f"the reward {name!r}", part.range)
+                if number is not None:
+                    numbers.append(number)
+            if len(numbers) < len(returned):
                 counts[f"reward_missing/{name}"] = 1.0
                 continue
-            found[name] = math.fsum(known)
+
+            sums[name] = math.fsum(numbers)
             if part.of == "turn":
-                for number, value in zip(turns, known, strict=True):
-                    by_turn[number] += part.weight * value
+                for turn, number in zip(turns, numbers, strict=True):
+                    turn_rewards[turn] += part.weight * number
             else:
-                own += part.weight * found[name]
-        if len(found) < len(values):
-            return Scores(None, (), found, counts)
-        scores = Scores(own, tuple(by_turn) if any(by_turn) else (), found, counts)
-        if self.group is None:
+                episode_reward += part.weight * sums[name]
+
+        if len(sums) < len(values):
+            return Scores(None, (), sums, counts)
+        scores = Scores(
+            episode_reward, tuple(turn_rewards) if any(turn_rewards) else (), sums, counts
+        )
+        if self.group is None:  # else group parts are added first
             _check_total(scores.total, self.range)
         return scores
 
     @property
     def group(self) -> GroupReward | None:
-        """Function of a group's trajectories that computes the group parts;
-        None without group parts."""
+        """Function of a group's trajectories that computes the group parts; None without group
+        parts."""
         return self._group if any(part.of == "group" for part in self.parts.values()) else None
 
     async def _group(self, trajectories: Sequence[Trajectory]) -> Sequence[Scores]:
-        calls = {
-            name: [_call(name, part, trajectories)]
-            for name, part in self.parts.items()
-            if part.of == "group"
-        }
+        """Compute the group parts; return their scores by trajectory."""
+        calls = {}
+        for name, part in self.parts.items():
+            if part.of == "group":
+                calls[name] = [_call(name, part, trajectories)]
         with collect_counts() as counts:
-            answers = await _call_all(calls)
-        own: list[float | None] = [0.0] * len(trajectories)
-        found: list[dict[str, float]] = [{} for _ in trajectories]
-        missing: list[dict[str, float]] = [
-            dict(counts) if number == 0 else {} for number in range(len(trajectories))
-        ]
-        for name, (given,) in answers.items():
+            values = await _call_all(calls)
+
+        # What was counted for the group is in the metrics of its first trajectory.
+        size = len(trajectories)
+        totals: list[float | None] = [0.0] * size
+        parts: list[dict[str, float]] = [{} for _ in trajectories]
+        metrics: list[dict[str, float]] = [{} for _ in trajectories]
+        if metrics:
+            metrics[0].update(counts)
+        for name, (returned,) in values.items():
             part = self.parts[name]
-            for number, value in enumerate(_one_each(given, len(trajectories), name)):
-                read, before = _value(value, f"the reward {name!r}", part.range), own[number]
-                if read is None:
-                    own[number], missing[number][f"reward_missing/{name}"] = None, 1.0
-                else:
-                    found[number][name] = read
-                    own[number] = None if before is None else before + part.weight * read
-        for trajectory, added in zip(trajectories, own, strict=True):
-            if added is not None:
-                computed = [
-                    (self.parts[name], value)
-                    for name, value in trajectory.rewards.items()
-                    if name in self.parts
-                ]
-                earlier = (part.weight * value for part, value in computed if part.of != "group")
-                _check_total(math.fsum((*earlier, added)), self.range)
-        return [Scores(*row) for row in zip(own, [()] * len(own), found, missing, strict=True)]
+            for number, value in enumerate(_one_each(returned, size, name)):
+                reward = _value(value, f"the reward {name!r}", part.range)
+                if reward is None:
+                    totals[number] = None
+                    metrics[number][f"reward_missing/{name}"] = 1.0
+                    continue
+                parts[number][name] = reward
+                total = totals[number]
+                if total is not None:
+                    totals[number] = total + part.weight * reward
+
+        for trajectory, total in zip(trajectories, totals, strict=True):
+            if total is not None:
+                _check_total(math.fsum((*self._earlier(trajectory), total)), self.range)
+        scores = []
+        for total, by_name, counted in zip(totals, parts, metrics, strict=True):
+            scores.append(Scores(total, (), by_name, counted))
+        return scores
+
+    def _earlier(self, trajectory: Trajectory) -> Iterator[float]:
+        """Yield the weighted parts of a trajectory that were computed without its group."""
+        for name, value in trajectory.rewards.items():
+            part = self.parts.get(name)
+            if part is not None and part.of != "group":
+                yield part.weight * value
+
+
+def _trained_turns(trajectory: Trajectory) -> list[int]:
+    """Return the turns that are rewarded: those of failed attempts are not trained."""
+    is_trained = [span.trained for span in trajectory.spans]
+    turns = []
+    for number, turn in enumerate(trajectory.turns):
+        if not turn.spans or any(is_trained[span] for span in turn.spans):
+            turns.append(number)
+    return turns
 
 
 @dataclass(frozen=True, slots=True)
 class RewardedFactory(FactoryOptions):
-    """Factory of environments whose reward is a function of the finished trajectory, or
-    of (trajectory, task)."""
+    """Factory of environments whose reward is a function of the finished trajectory, or of
+    (trajectory, task)."""
 
     reward: Callable[..., Any] | None
     reward_takes_task: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "reward_takes_task", self.reward is not None and takes_task(self.reward)
-        )
+        reward_takes_task = self.reward is not None and takes_task(self.reward)
+        object.__setattr__(self, "reward_takes_task", reward_takes_task)
 
     @property
     def group_reward(self) -> Callable[..., Any] | None:
@@ -247,8 +271,11 @@ def count_metric(name: str, amount: float = 1.0) -> None:
 
 
 def takes_task(reward: Callable[..., Any]) -> bool:
-    """Whether a reward function is called with (trajectory, task); raise `ConfigError` if
-    (trajectory) does not fit either."""
+    """Whether a reward function is called with (trajectory, task).
+
+    Raises:
+        ConfigError: if (trajectory) does not fit either.
+    """
     if not callable(reward):
         raise ConfigError(
             f"the reward is {type(reward).__name__}; it is a function of the trajectory"
@@ -257,13 +284,17 @@ def takes_task(reward: Callable[..., Any]) -> bool:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):
         return False
+
+    # A second parameter is the task, unless it is an option of another name.
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    second = [parameter for parameter in signature.parameters.values() if parameter.kind in kinds][
-        1:2
+    positional = [
+        parameter for parameter in signature.parameters.values() if parameter.kind in kinds
     ]
-    takes = bool(second) and (
-        second[0].name == "task" or second[0].default is inspect.Parameter.empty
-    )
+    takes = False
+    if len(positional) > 1:
+        second = positional[1]
+        takes = second.name == "task" or second.default is inspect.Parameter.empty
+
     try:
         signature.bind(*([None, None] if takes else [None]))
     except TypeError as error:
@@ -275,22 +306,24 @@ def takes_task(reward: Callable[..., Any]) -> bool:
 
 
 def _call(name: str, part: RewardPart, *args: Any) -> Callable[[], Any]:
-    return (
-        partial(run_isolated, name, part.function, *args)
-        if part.isolation == "process"
-        else partial(part.function, *args)
-    )
+    """Return a call of a part, in a process where it is isolated."""
+    if part.isolation == "process":
+        return partial(run_isolated, name, part.function, *args)
+    return partial(part.function, *args)
 
 
 def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
-    part = (
-        given
-        if isinstance(given, RewardPart)
-        else RewardPart(*given)
-        if isinstance(given, tuple)
-        else RewardPart(given)
-    )
-    part = replace(part, isolation=isolation) if isolation != "thread" else part
+    """Return a part as `rewards` takes it, a function, (function, weight) or `RewardPart`,
+    checked."""
+    if isinstance(given, RewardPart):
+        part = given
+    elif isinstance(given, tuple):
+        part = RewardPart(*given)
+    else:
+        part = RewardPart(given)
+    if isolation != "thread":
+        part = replace(part, isolation=isolation)
+
     if part.of not in ("episode", "turn", "group"):
         raise ConfigError(
             f'the reward {name!r}: of = {part.of!r}; write "episode", "turn" or "group"'
@@ -300,6 +333,21 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
             f"the reward {name!r} is {type(part.function).__name__}; give a function of the "
             "trajectory"
         )
+    _check_isolation(name, part)
+    is_number = isinstance(part.weight, (int, float)) and not isinstance(part.weight, bool)
+    if not is_number or not abs(part.weight) <= LARGEST:
+        raise ConfigError(
+            f"the reward {name!r} has the weight {part.weight!r}; a weight is a number of at most "
+            f"{LARGEST:g}"
+        )
+    if part.range is not None:
+        _check_range(f"the reward {name!r}", part.range)
+    _check_signature(name, part)
+    return part
+
+
+def _check_isolation(name: str, part: RewardPart) -> None:
+    """Check where a part runs, and that its function can be sent there."""
     if part.isolation not in ("thread", "process"):
         raise ConfigError(
             f'the reward {name!r}: isolation = {part.isolation!r}; write "thread" or "process"'
@@ -312,27 +360,25 @@ def _part(name: str, given: Any, isolation: Isolation = "thread") -> RewardPart:
                 f'the reward {name!r}: isolation = "process", and no other process can find its '
                 f"function ({error}); define it at the top level of a file"
             ) from error
-    is_number = isinstance(part.weight, (int, float)) and not isinstance(part.weight, bool)
-    if not is_number or not abs(part.weight) <= LARGEST:
+
+
+def _check_signature(name: str, part: RewardPart) -> None:
+    """Check how a part of turns or of groups is called; `takes_task` checks those of episodes."""
+    if part.of == "episode":
+        return
+    wanted = "(trajectory, turn)" if part.of == "turn" else "(trajectories)"
+    args: list[Any] = [None, 0] if part.of == "turn" else [()]
+    try:
+        inspect.signature(part.function).bind(*args)
+    except TypeError as error:
         raise ConfigError(
-            f"the reward {name!r} has the weight {part.weight!r}; a weight is a number of at most "
-            f"{LARGEST:g}"
-        )
-    if part.range is not None:
-        _check_range(f"the reward {name!r}", part.range)
-    if part.of != "episode":
-        try:
-            inspect.signature(part.function).bind(*([None, 0] if part.of == "turn" else [()]))
-        except TypeError as error:
-            wanted = "(trajectory, turn)" if part.of == "turn" else "(trajectories)"
-            raise ConfigError(
-                f"the reward {name!r} of a {part.of} is called with {wanted}: {error}"
-            ) from error
-    return part
+            f"the reward {name!r} of a {part.of} is called with {wanted}: {error}"
+        ) from error
 
 
 def _check_range(where: str, given: Any) -> None:
-    if not (isinstance(given, tuple) and len(given) == 2 and given[0] < given[1]):
+    is_range = isinstance(given, tuple) and len(given) == 2 and given[0] < given[1]
+    if not is_range:
         raise ConfigError(f"{where}: the range is {given!r}; write (minimum, maximum)")
 
 
@@ -358,66 +404,88 @@ def _check_total(total: float | None, allowed: tuple[float, float] | None) -> No
         )
 
 
-def _one_each(given: Any, n: int, name: str) -> Sequence[Any]:
+def _one_each(returned: Any, size: int, name: str) -> Sequence[Any]:
+    """Return the values of a group part, checked to be one for each of `size` trajectories."""
     try:
-        values = list(given)
+        values = list(returned)
     except TypeError:
         values = []
-    if len(values) != n:
+    if len(values) != size:
         raise RewardError(
-            f"the reward {name!r} gave {given!r:.80} for a group of {n}; give a value for each "
-            "trajectory"
+            f"the reward {name!r} gave {returned!r:.80} for a group of {size}; give a value for "
+            "each trajectory"
         )
     return values
 
 
-async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
-    """Call functions: sync ones sequentially in a thread, async ones concurrently on the loop."""
+@dataclass(frozen=True, slots=True)
+class _PartCall:
+    """One call of a part, and where its value belongs."""
 
-    def is_async(call: Callable[[], Any]) -> bool:
-        function = call.func if isinstance(call, partial) else call
+    name: str
+    number: int
+    """Its index among the calls of the part."""
+    function: Callable[[], Any]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether it returns a coroutine, for all that is known without calling it."""
+        function = self.function.func if isinstance(self.function, partial) else self.function
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             type(function).__call__
         )
 
-    found: dict[str, list[Any]] = {name: [None] * len(group) for name, group in calls.items()}
-    flat = [
-        (name, number, call) for name, group in calls.items() for number, call in enumerate(group)
-    ]
-    blocking = [row for row in flat if not is_async(row[2])]
 
-    def one_after_another() -> list[Any]:
-        results = []
-        for name, _, call in blocking:
-            with _named(name):
-                results.append(call())
-        return results
+async def _call_all(calls: Mapping[str, Sequence[Callable[[], Any]]]) -> dict[str, list[Any]]:
+    """Call functions: sync ones sequentially in a thread, async ones concurrently on the loop."""
+    values: dict[str, list[Any]] = {}
+    blocking: list[_PartCall] = []
+    asynchronous: list[_PartCall] = []
+    for name, functions in calls.items():
+        values[name] = [None] * len(functions)
+        for number, function in enumerate(functions):
+            call = _PartCall(name, number, function)
+            if call.is_async:
+                asynchronous.append(call)
+            else:
+                blocking.append(call)
 
-    async def one(name: str, number: int, waiting: Awaitable[Any]) -> None:
+    # A sync function may return an awaitable, too.
+    awaited: list[tuple[_PartCall, Awaitable[Any]]] = []
+    results = await run_in_thread(_call_blocking, {"calls": blocking}) if blocking else []
+    for call, result in zip(blocking, results, strict=True):
+        values[call.name][call.number] = result
+        if inspect.isawaitable(result):
+            awaited.append((call, result))
+    awaited += [(call, call.function()) for call in asynchronous]
+    unfinished = [call.name for call, _ in awaited]
+
+    async def finish(call: _PartCall, awaitable: Awaitable[Any]) -> None:
         try:
-            with _named(name):
-                found[name][number] = await waiting
-                missing.remove(name)
+            with _named(call.name):
+                values[call.name][call.number] = await awaitable
+                unfinished.remove(call.name)
         except SystemExit as end:  # raised in a task, it would end the loop
-            raise RuntimeError(f"the reward {name!r} raised {words(end, repr)}") from end
+            raise RuntimeError(f"the reward {call.name!r} raised {words(end, repr)}") from end
 
-    results = await run_in_thread(one_after_another, {}) if blocking else []
-    waiting: list[tuple[str, int, Awaitable[Any]]] = []
-    for (name, number, _), value in zip(blocking, results, strict=True):
-        found[name][number] = value
-        if inspect.isawaitable(value):
-            waiting.append((name, number, value))
-    waiting += [(name, number, call()) for name, number, call in flat if is_async(call)]
-    missing = [name for name, _, _ in waiting]
     try:
         async with asyncio.TaskGroup() as group:
-            for row in waiting:
-                group.create_task(one(*row))
+            for call, awaitable in awaited:
+                group.create_task(finish(call, awaitable))
     except BaseExceptionGroup as errors:
         raise first_exception(errors) from None
-    if missing:  # a task group treats a cancelled task as finished
-        raise RuntimeError(f"the reward {missing[0]!r} cancelled itself")
-    return found
+    if unfinished:  # a task group treats a cancelled task as finished
+        raise RuntimeError(f"the reward {unfinished[0]!r} cancelled itself")
+    return values
+
+
+def _call_blocking(calls: Sequence[_PartCall]) -> list[Any]:
+    """Call sync functions one after another; return what they return, in order."""
+    results = []
+    for call in calls:
+        with _named(call.name):
+            results.append(call.function())
+    return results
 
 
 @contextmanager

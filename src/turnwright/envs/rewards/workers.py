@@ -52,13 +52,15 @@ async def reserve_worker(*functions: Callable[..., Any]) -> list[ForkedProcess]:
     """Reserve a worker for `use_worker`, so that its start does not count toward the reward's time;
     empty if none is needed."""
     pool = _POOL.get()
-    return [] if pool is None or in_isolated_process() else [await pool.take(*functions)]
+    if pool is None or in_isolated_process():
+        return []
+    return [await pool.take(*functions)]
 
 
 @contextmanager
 def use_worker(workers: list[ForkedProcess]) -> Iterator[None]:
-    """Give the reserved worker to the first `run_isolated` within the block;
-    release it if unused."""
+    """Give the reserved worker to the first `run_isolated` within the block; release it if
+    unused."""
     pool = _POOL.get()
     try:
         with _set(_RESERVED, workers):
@@ -69,21 +71,22 @@ def use_worker(workers: list[ForkedProcess]) -> Iterator[None]:
 
 
 async def run_isolated(name: str, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a reward function in a process, which is killed with its descendants
-    if the call is cancelled.
+    """Call a reward function in a process, which is killed with its descendants if the call is
+    cancelled.
 
     Its exceptions are raised as `RemoteException`; `ProcessDied` when the process ended by itself.
     """
+    what = f"the reward {name!r}"
     with mark_running(name):
         if in_isolated_process():  # already isolated
             return await call_user(partial(function, *args), {})
         pool = _POOL.get()
         if pool is not None:
-            kept = _RESERVED.get()
-            worker = kept.pop() if kept else None
-            return await pool.call(f"the reward {name!r}", function, *args, worker=worker)
-        async with reward_processes() as alone:
-            return await alone.call(f"the reward {name!r}", function, *args)
+            reserved = _RESERVED.get()
+            worker = reserved.pop() if reserved else None
+            return await pool.call(what, function, *args, worker=worker)
+        async with reward_processes() as own_pool:
+            return await own_pool.call(what, function, *args)
 
 
 def track_running() -> AbstractContextManager[list[str]]:

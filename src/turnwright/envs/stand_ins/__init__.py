@@ -1,5 +1,5 @@
-"""Interfaces of other frameworks, which user code imports under their names where the
-framework is not installed.
+"""Interfaces of other frameworks, which user code imports under their names where the framework is
+not installed.
 
 A framework (`turnwright.plugins`) has a table of them, `stand_ins.py` beside its module::
 
@@ -23,19 +23,20 @@ from turnwright.envs import user_imports as _user_imports  # noqa: F401  # makes
 
 
 def _tables() -> Iterator[dict[str, Any]]:
-    """Read the table of each installed framework, without its package, which may need
-    what is not installed."""
-    packages = (
-        point.module.rpartition(".")[0] for point in plugins.installed("frameworks").values()
-    )
-    for package in dict.fromkeys(packages):
+    """Read the table of each installed framework, without its package, which may need what is not
+    installed."""
+    modules = [point.module for point in plugins.installed("frameworks").values()]
+    packages = dict.fromkeys(module.rpartition(".")[0] for module in modules)
+    for package in packages:
         if not package:
             continue  # a module without a folder of its own
         try:
             spec = find_spec(package)
         except ModuleNotFoundError:  # a package that was removed, but not uninstalled
             continue
-        for place in () if spec is None else spec.submodule_search_locations or ():
+        if spec is None:
+            continue
+        for place in spec.submodule_search_locations or ():
             file = Path(place, "stand_ins.py")
             if not file.is_file():
                 continue
@@ -49,9 +50,11 @@ def _tables() -> Iterator[dict[str, Any]]:
 
 MODULES: dict[str, Mapping[str, str]] = {}
 """Modules of frameworks: for each, names by the module that has them."""
+
 SAME: dict[str, str] = {}
-"""Modules that are another one, where they are not in `MODULES`, and so are
-the modules below them."""
+"""Modules that are another one, where they are not in `MODULES`, and so are the modules below
+them."""
+
 ALWAYS: list[str] = []
 """Frameworks whose stand-ins are used where they are installed too."""
 

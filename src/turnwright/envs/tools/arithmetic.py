@@ -1,5 +1,5 @@
-"""Safe evaluation of arithmetic: no names, no calls, no `eval`, and limits on
-length, depth and size."""
+"""Safe evaluation of arithmetic: no names, no calls, no `eval`, and limits on length, depth and
+size."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_LENGTH = 500  # maximum characters of an expression
-MAX_DEPTH = 60  # maximum nesting of operations
-MAX_BITS = 4096  # maximum bits of any intermediate integer, about 1,200 digits
+MAX_LENGTH = 500
+"""Maximum characters of an expression."""
+
+MAX_DEPTH = 60
+"""Maximum nesting of operations."""
+
+MAX_BITS = 4096
+"""Maximum bits of any intermediate integer, about 1,200 digits."""
 
 _FOREIGN = re.compile(r"[^0-9eE_.+\-*/%()\s]")
+_HINTS = {"^": "; write powers as **", ",": "; write 1000, not 1,000"}
+"""What to write in place of a character, in an error."""
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -27,14 +34,17 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def arithmetic(expression: str) -> int | float:
-    """Evaluate an expression of numbers, ``+ - * / // % **`` and parentheses
-    with Python's semantics.
-
-    Example: ``arithmetic("(3 + 4) * 5") == 35``
+    """Evaluate an expression of numbers, ``+ - * / // % **`` and parentheses with Python's
+    semantics.
 
     Raises:
-        ValueError: for other syntax, a division by zero, or a value that is too
-            large or not a real number.
+        ValueError: for other syntax, a division by zero, or a value that is too large or not a real
+            number.
+
+    Example::
+
+        >>> arithmetic("(3 + 4) * 5")
+        35
     """
     if not isinstance(expression, str):
         raise ValueError(f"an expression is a string, not {type(expression).__name__}")
@@ -42,20 +52,16 @@ def arithmetic(expression: str) -> int | float:
         raise ValueError(
             f"the expression has {len(expression)} characters; at most {MAX_LENGTH} are allowed"
         )
-    if foreign := _FOREIGN.search(expression):
-        hint = (
-            "; write powers as **"
-            if foreign[0] == "^"
-            else "; write 1000, not 1,000"
-            if foreign[0] == ","
-            else ""
-        )
+    foreign = _FOREIGN.search(expression)
+    if foreign:
+        hint = _HINTS.get(foreign[0], "")
         raise ValueError(
             f"{foreign[0]!r} is not arithmetic; use numbers, + - * / // % ** and parentheses{hint}"
         )
     text = " ".join(expression.split())
     if not text:
         raise ValueError("the expression is empty")
+
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -77,10 +83,12 @@ def _value(node: ast.expr, depth: int) -> int | float:
 
 
 def _apply(op: ast.operator, left: int | float, right: int | float) -> int | float:
-    # check the size of a power before computing it, so that 9**9**9 costs nothing
-    integer_power = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
-    if integer_power and abs(left) > 1 and (int(abs(left)).bit_length() - 1) * right > MAX_BITS:
-        raise ValueError("the value is too large")
+    """Apply an operator to two values."""
+    # Check the size of a power before computing it, so that 9**9**9 costs nothing.
+    if isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
+        least_bits = (int(abs(left)).bit_length() - 1) * right
+        if abs(left) > 1 and least_bits > MAX_BITS:
+            raise ValueError("the value is too large")
     try:
         return _bounded(_BINARY[type(op)](left, right))
     except ZeroDivisionError:
@@ -90,11 +98,12 @@ def _apply(op: ast.operator, left: int | float, right: int | float) -> int | flo
 
 
 def _bounded(value: Any) -> int | float:
+    """Return a value after checking its size."""
     if isinstance(value, complex):
         raise ValueError("the value is not a real number")
-    if (isinstance(value, float) and not math.isfinite(value)) or (
-        isinstance(value, int) and value.bit_length() > MAX_BITS
-    ):
+    is_infinite = isinstance(value, float) and not math.isfinite(value)
+    is_long = isinstance(value, int) and value.bit_length() > MAX_BITS
+    if is_infinite or is_long:
         raise ValueError("the value is too large")
     number: int | float = value
     return number

@@ -3,6 +3,9 @@
 The official client must be closed by the task that opened it, and closing a server process can take
 seconds. A rollout may be cancelled meanwhile, or its event loop closed. So sessions run in the
 event loop of a separate thread, which ends with the last session.
+
+`mcp_tools` makes the source `McpTools`, which opens an `McpInstance` for each episode: a session of
+its own or a shared one. `McpSession._run_session` is the life of a session, in the thread.
 """
 
 from __future__ import annotations
@@ -37,8 +40,12 @@ T = TypeVar("T")
 _CLOSING_S = 10.0
 """Maximum seconds to close a session: the client waits 2 s for a process to end, 2 s after
 SIGTERM, then kills it."""
+
 _PAGES = 100
+"""Maximum pages of a server's list of tools."""
+
 _LOG_BYTES = 1 << 20
+"""What is kept of the standard error of servers."""
 
 _NO_AUDIO = "models here see images and videos, and hear nothing; give a transcript"
 """Read by the model in place of the audio."""
@@ -49,7 +56,8 @@ class SessionThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115  what servers write to stderr
+        self.log: Any = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115
+        """What servers write to stderr."""
         self.sessions: set[McpSession] = set()
         self._thread = threading.Thread(target=self._run_loop, name="turnwright-mcp", daemon=True)
         self._thread.start()
@@ -63,23 +71,20 @@ class SessionThread:
 
     def kill(self, token: str) -> None:
         """Kill the process group started with this token in its environment; needs /proc."""
+        children = Path(f"/proc/self/task/{self._thread.native_id}/children")
         with contextlib.suppress(OSError):
-            for pid in (
-                Path(f"/proc/self/task/{self._thread.native_id}/children").read_text().split()
-            ):
-                if token.encode() in Path(f"/proc/{pid}/environ").read_bytes() and os.getpgid(
-                    int(pid)
-                ) == int(pid):
-                    os.killpg(int(pid), signal.SIGKILL)
+            for word in children.read_text().split():
+                pid = int(word)
+                has_token = token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
+                if has_token and os.getpgid(pid) == pid:
+                    os.killpg(pid, signal.SIGKILL)
 
     def _run_loop(self) -> None:
-        with (
-            self.log,
-            asyncio.Runner(loop_factory=lambda: self.loop) as runner,
-        ):
-            # It cancels the tasks that are left.
+        """Run the loop until it is stopped; the body of the thread."""
+        with self.log, asyncio.Runner(loop_factory=lambda: self.loop) as runner:
             runner.get_loop().run_forever()
-            self.loop.set_exception_handler(lambda *_: None)  # and does not report their exceptions
+            # The runner cancels the tasks that are left, and must not report their exceptions.
+            self.loop.set_exception_handler(lambda *_: None)
         atexit.unregister(self._close_sessions)
 
     def _close_sessions(self) -> None:
@@ -97,12 +102,14 @@ class McpSession:
     _connect: Callable[[McpSession, AsyncExitStack], Awaitable[Any]]
     _connect_s: float
     users: int = 0
-    broken: bool = (
-        False  # whether the server closed it or missed a deadline; a broken session is not shared
-    )
-    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # identifies the process
-    ready: Future[list[Any]] = field(default_factory=Future)  # the server's tools, or the failure
+    broken: bool = False
+    """Whether the server closed it or missed a deadline; a broken session is not shared."""
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Identifies the server's process."""
+    ready: Future[list[Any]] = field(default_factory=Future)
+    """The server's tools, or the failure."""
     over: Future[None] = field(default_factory=Future)
+    """Done when it is closed."""
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
     _client: Any = None
     _in_flight: int = 0
@@ -128,11 +135,13 @@ class McpSession:
         self._session_task = self.session_thread.loop.create_task(self._run_session())
 
     def _close(self) -> None:
+        """Close the session; runs in the thread."""
         self._stop.set()
         assert self._session_task is not None
-        if not self.ready.done():
+        is_connecting = not self.ready.done()
+        if is_connecting:
             self._session_task.cancel()
-        if not self.ready.done() or self._in_flight:
+        if is_connecting or self._in_flight:
             # It hangs: a graceful close would take seconds.
             self.session_thread.kill(self.token)
         self._session_task.add_done_callback(lambda _: self._finish())
@@ -143,6 +152,8 @@ class McpSession:
             self.over.set_result(None)
 
     async def _run_session(self) -> None:
+        """Connect, list the tools, wait for the end and close; all in one task, as the client
+        demands."""
         stack = AsyncExitStack()
         try:
             # The first import takes a second or more, which must not count against the server.
@@ -155,10 +166,9 @@ class McpSession:
         except BaseException as error:
             self.broken = True
             if not self.ready.done():
-                self.ready.set_exception(
-                    self._failure(error, f"could not be reached within {self._connect_s:g} s")
-                )
-            if not isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+                late = f"could not be reached within {self._connect_s:g} s"
+                self.ready.set_exception(self._failure(error, late))
+            if not isinstance(error, (Exception, asyncio.CancelledError)):
                 raise
         finally:
             try:
@@ -168,17 +178,19 @@ class McpSession:
                 self.broken = True
 
     async def _list(self) -> list[Any]:
-        found: list[Any] = []
+        """Return the server's tools, of all pages."""
+        tools: list[Any] = []
         cursor: str | None = None
         for _ in range(_PAGES):
             page = await self._client.list_tools(cursor=cursor)
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
-                return found
+                return tools
         raise ToolFailure(f"MCP server {self.name}: its list of tools has over {_PAGES} pages")
 
     async def _call(self, name: str, arguments: dict[str, Any], seconds: float) -> Any:
+        """Call a tool; runs in the thread. One without an answer stays in flight."""
         from mcp.shared.exceptions import MCPError
         from mcp_types import INVALID_PARAMS
 
@@ -196,33 +208,40 @@ class McpSession:
             raise self._failure(error, "") from error
         except Exception as error:
             self.broken = True
-            raise self._failure(
-                error, f"did not answer a call of {name!r} within {seconds:g} s"
-            ) from error
+            late = f"did not answer a call of {name!r} within {seconds:g} s"
+            raise self._failure(error, late) from error
 
     def _failure(self, error: BaseException, late: str) -> ToolFailure:
+        """Return the failure of a server, `late` where it missed a deadline, with the end of its
+        log."""
         if isinstance(error, ToolFailure):
             return error
         first = first_exception(error)
-        timed_out = isinstance(first, (TimeoutError, asyncio.CancelledError))
-        problem = late if timed_out else f"failed: {type(first).__name__}: {first}".rstrip(": ")
+        if isinstance(first, (TimeoutError, asyncio.CancelledError)):
+            problem = late
+        else:
+            problem = f"failed: {type(first).__name__}: {first}".rstrip(": ")
+
         log = self.session_thread.log
         log.seek(max(0, log.seek(0, 2) - 400))
         tail = " ".join(log.read().split())[-200:]
-        return ToolFailure(
-            f"MCP server {self.name} {problem}" + (f" (stderr: {tail})" if tail else "")
-        )
+        message = f"MCP server {self.name} {problem}"
+        return ToolFailure(f"{message} (stderr: {tail})" if tail else message)
 
 
 async def _result_of(future: Future[T]) -> T:
-    """Wait for a future of another thread; cancelling the wait leaves it untouched,
-    even if this loop closes."""
+    """Wait for a future of another thread; cancelling the wait leaves it untouched, even if this
+    loop closes."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
 
+    def wake() -> None:
+        if not done.done():
+            done.set_result(None)
+
     def notify(_: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: None if done.done() else done.set_result(None))
+            loop.call_soon_threadsafe(wake)
 
     future.add_done_callback(notify)
     await done
@@ -246,8 +265,8 @@ def mcp_tools(
     connect_s: float = 30.0,
     call_s: float = 30.0,
 ) -> McpTools:
-    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`;
-    needs `pip install '.[mcp]'`.
+    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install
+    '.[mcp]'`.
 
     Example::
 
@@ -255,17 +274,17 @@ def mcp_tools(
         web = mcp_tools("http://127.0.0.1:8000/mcp", session="shared", prefix="web_")
 
     Args:
-        server: a command with arguments, connected over standard input and output;
-            or a URL (streamable HTTP).
+        server: a command with arguments, connected over standard input and output; or a URL
+            (streamable HTTP).
         name: name in errors; by default the URL, or the last part of the command.
         session: `trajectory`, one per episode (a command is then a process per episode); or
             `shared`, one for all concurrent episodes, closed with the last.
         only: the server's names of the tools to use; by default all.
         prefix: prefix of each tool's name.
-        rename: new names, without the prefix, by the server's names; for
-            invalid or duplicate names.
-        env, cwd: environment variables of the process, besides PATH, HOME and
-            such, and its directory.
+        rename: new names, without the prefix, by the server's names; for invalid or duplicate
+            names.
+        env, cwd: environment variables of the process, besides PATH, HOME and such, and its
+            directory.
         headers: headers of each HTTP request.
         connect_s: deadline in seconds to open a session, including the start of a process.
         call_s: deadline in seconds of one call.
@@ -273,7 +292,7 @@ def mcp_tools(
     Raises:
         ConfigError: without the package `mcp`, or for an invalid setting.
     """
-    url = isinstance(server, str)
+    is_url = isinstance(server, str)
     if isinstance(server, str) and not server.startswith(("http://", "https://")):
         raise ConfigError(
             f"mcp_tools({server!r}): a URL begins with http:// or https://; a command is a list, "
@@ -288,27 +307,29 @@ def mcp_tools(
     for key, value in (("connect_s", connect_s), ("call_s", call_s)):
         if not value > 0:
             raise ConfigError(f"mcp_tools: {key} is {value}; it is over 0 seconds")
-    if url and (env is not None or cwd is not None):
+    if is_url and (env is not None or cwd is not None):
         raise ConfigError("mcp_tools: env and cwd are for commands; a server at a URL has its own")
-    if not url and headers is not None:
+    if not is_url and headers is not None:
         raise ConfigError("mcp_tools: headers are for URLs; give a command its env")
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError("mcp_tools needs the package mcp; pip install 'mcp>=2'")
-    command = server if isinstance(server, str) else tuple(map(str, server))
-    name = name or (str(server) if url else Path(command[-1]).name)
-    only, env = None if only is None else tuple(only), None if env is None else dict(env)
+
+    if not isinstance(server, str):
+        server = tuple(map(str, server))
+    if not name:
+        name = server if isinstance(server, str) else Path(server[-1]).name
     return McpTools(
-        command,
-        name,
-        session,
-        only,
-        prefix,
-        dict(rename or {}),
-        env,
-        cwd,
-        dict(headers or {}),
-        connect_s,
-        call_s,
+        server=server,
+        name=name,
+        session=session,
+        only=None if only is None else tuple(only),
+        prefix=prefix,
+        rename=dict(rename or {}),
+        env=None if env is None else dict(env),
+        cwd=cwd,
+        headers=dict(headers or {}),
+        connect_s=connect_s,
+        call_s=call_s,
     )
 
 
@@ -322,15 +343,11 @@ class ListedSignature:
 
 
 def _signature(name: str, description: str, listed: Mapping[str, Any], where: str) -> ToolSignature:
-    """Make the signature of a server's tool: its schema without titles, its definitions in
-    place of their names."""
+    """Make the signature of a server's tool: its schema without titles, its definitions in place of
+    their names."""
     try:
         parameters = flatten(listed)
-    except (
-        ValueError,
-        KeyError,
-        RecursionError,
-    ):
+    except (ValueError, KeyError, RecursionError):
         # A recursive type, or other references: the model reads it unchanged.
         parameters = dict(listed)
     if "type" not in parameters:
@@ -364,14 +381,15 @@ class McpTools:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the settings only: sessions belong to this process."""
-        return McpTools, tuple(getattr(self, one.name) for one in fields(self) if one.init)
+        settings = [setting.name for setting in fields(self) if setting.init]
+        return McpTools, tuple(getattr(self, name) for name in settings)
 
     @property
     def names(self) -> None:
         """None: unknown before a session is open."""
         return None
 
-    def open(self, row: RowArguments, lives: list[ToolInstance]) -> ToolInstance:
+    def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
         """Make the instance of one episode."""
         return McpInstance(self)
 
@@ -381,14 +399,15 @@ class McpTools:
             if self._shared is not None and not self._shared.broken:
                 self._shared.users += 1
                 return self._shared
+
             if self._session_thread is None:
                 self._session_thread = SessionThread()
-            made = McpSession(self._session_thread, self.name, self._connect, self.connect_s)
-            made.users = 1
+            session = McpSession(self._session_thread, self.name, self._connect, self.connect_s)
+            session.users = 1
             if self.session == "shared":
-                self._shared = made
-            made.over.add_done_callback(self._on_session_closed)
-            return made
+                self._shared = session
+            session.over.add_done_callback(self._on_session_closed)
+            return session
 
     def release(self, session: McpSession) -> None:
         """Release a session; the last release closes it."""
@@ -400,37 +419,39 @@ class McpTools:
                 self._shared = None
         session.start_closing()
 
-    def made(self, tools: list[Any], call: Call) -> tuple[Tool, ...]:
-        """Convert the server's tools."""
+    def convert(self, tools: list[Any], call: Call) -> tuple[Tool, ...]:
+        """Convert the server's tools, which are called by `call`."""
         listed = {tool.name: tool for tool in tools}
-        for key, named in (("only", self.only or ()), ("rename", self.rename)):
-            for one in named:
-                if one not in listed:
-                    near = suggest_or_list(one, listed) or "it has none"
+        for setting, names in (("only", self.only or ()), ("rename", self.rename)):
+            for name in names:
+                if name not in listed:
+                    near = suggest_or_list(name, listed) or "it has none"
                     raise ToolSchemaError(
-                        f"MCP server {self.name} has no tool {one!r}, which {key} names; {near}"
+                        f"MCP server {self.name} has no tool {name!r}, which {setting} names; "
+                        f"{near}"
                     )
-        return tuple(
-            self._tool(tool, call) for tool in tools if self.only is None or tool.name in self.only
-        )
+        chosen = [tool for tool in tools if self.only is None or tool.name in self.only]
+        return tuple(self._tool(tool, call) for tool in chosen)
 
     def _tool(self, listed: Any, call: Call) -> Tool:
+        """Convert one tool of the server's list."""
         where = f"MCP server {self.name}"
-        name = checked_name(
-            self.prefix + self.rename.get(listed.name, listed.name), where, "rename="
-        )
-        raw = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
+        new_name = self.prefix + self.rename.get(listed.name, listed.name)
+        name = checked_name(new_name, where, "rename=")
+        schema = listed.input_schema if isinstance(listed.input_schema, Mapping) else {}
         description = listed.description or ""
-        signature = self._signatures.get(name)
+
         # Each episode lists the tools; the same schema is read, and its validator made, once.
-        if signature is None or (signature.listed, signature.description) != (raw, description):
-            signature = ListedSignature(raw, description, _signature(name, description, raw, where))
-            self._signatures[name] = signature
+        last = self._signatures.get(name)
+        if last is None or (last.listed, last.description) != (schema, description):
+            signature = _signature(name, description, schema, where)
+            last = ListedSignature(schema, description, signature)
+            self._signatures[name] = last
 
         async def run(**arguments: Any) -> ToolResult:
             return await call(listed.name, arguments)
 
-        return Tool(run, signature.signature, source=where)
+        return Tool(run, last.signature, source=where)
 
     def _on_session_closed(self, _: Any) -> None:
         """End the session thread after its last session; runs in that thread."""
@@ -441,6 +462,7 @@ class McpTools:
                 self._session_thread = None
 
     async def _connect(self, session: McpSession, stack: AsyncExitStack) -> Any:
+        """Return a client of the server, whose connection `stack` closes."""
         from mcp import Client, StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
         from mcp.shared._httpx_utils import create_mcp_http_client
@@ -453,7 +475,7 @@ class McpTools:
             transport = streamable_http_client(self.server, http_client=client)
         else:
             command, *args = self.server
-            env = dict(self.env or {}) | {"TURNWRIGHT_MCP_SESSION": session.token}
+            env = {**(self.env or {}), "TURNWRIGHT_MCP_SESSION": session.token}
             settings = StdioServerParameters(command=command, args=args, env=env, cwd=self.cwd)
             transport = stdio_client(settings, errlog=session.session_thread.log)
         return await stack.enter_async_context(Client(transport))
@@ -475,7 +497,8 @@ class McpInstance:
     async def create(self) -> Content:
         """Open the session."""
         self._session = self._source.acquire()
-        self.tools = self._source.made(await _result_of(self._session.ready), self._call)
+        listed = await _result_of(self._session.ready)
+        self.tools = self._source.convert(listed, self._call)
         return ""
 
     async def reward(self) -> float | None:
@@ -487,11 +510,13 @@ class McpInstance:
 
         Cancelling the wait does not cancel the close.
         """
-        session, self._session = self._session, None
-        if session is not None:
-            self._source.release(session)
-            if not session.users:
-                await _result_of(session.over)
+        session = self._session
+        self._session = None
+        if session is None:
+            return
+        self._source.release(session)
+        if not session.users:
+            await _result_of(session.over)
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         assert self._session is not None
@@ -507,19 +532,22 @@ class McpInstance:
 def _read(block: Any) -> Content:
     """Convert a content block of a result: text, an image, or a visible marker."""
     resource = getattr(block, "resource", None)
-    data = (
-        getattr(block, "data", None) if block.type == "image" else getattr(resource, "blob", None)
-    )
-    mime = str(
-        getattr(block, "mime_type", None) or getattr(resource, "mime_type", None) or block.type
-    )
-    left_out = (
-        f"[left out: {mime}; {_NO_AUDIO}]" if mime.startswith("audio") else f"[left out: {mime}]"
-    )
+    resource_text = getattr(resource, "text", None)
+    if block.type == "image":
+        data = getattr(block, "data", None)
+    else:
+        data = getattr(resource, "blob", None)
+    mime_type = getattr(block, "mime_type", None) or getattr(resource, "mime_type", None)
+    mime = str(mime_type or block.type)
+    reason = f"; {_NO_AUDIO}" if mime.startswith("audio") else ""
+    left_out = f"[left out: {mime}{reason}]"
+
     if isinstance(data, str) and mime.startswith("image/") and "svg" not in mime:
         return (Image(f"data:{mime};base64,{data}", alt=left_out),)
     if block.type == "text":
         return str(block.text)
-    if block.type == "resource" and getattr(resource, "text", None) is not None:
-        return str(block.resource.text)
-    return f"[{block.uri}]" if block.type == "resource_link" else left_out
+    if block.type == "resource" and resource_text is not None:
+        return str(resource_text)
+    if block.type == "resource_link":
+        return f"[{block.uri}]"
+    return left_out

@@ -3,6 +3,10 @@
 The package `jsonschema` decides; it is imported by the first value that needs it. Python runs each
 pattern of a schema with a guard, because an MCP server's schema is not to be trusted, and unknown
 keys of an object are refused unless the schema allows them.
+
+`SchemaCheck` checks values and says what is wrong, `quick_checks_of` makes checks that need no
+validator, `Pattern` bounds the time of a pattern, and `_make_validator` sets up `jsonschema`. How a
+schema is read is in `types/json_schema.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ _KINDS = {
 
 _MAX_CHOICES = 20
 """Choices of an enum in a message."""
+
 _MAX_STEPS = 200_000
 """Keywords applied to one call's arguments; a keyword takes a microsecond or two."""
+
 _MAX_PATTERN_WORK = 100_000_000
 """Positions that Python's own matcher may try, where the linear one cannot read a pattern."""
 
@@ -59,6 +65,7 @@ _LIMITS = {
     "maxProperties": "must have at most {limit} keys, not {value}",
     "not": "must be something else than {value}",
 }
+"""What is wrong with a value, by keyword."""
 
 Path = tuple[Any, ...]
 
@@ -82,7 +89,8 @@ class Problem:
 
     def below(self, depth: int) -> str:
         """Return the text, with the place below the first `depth` keys."""
-        return "".join(f"at [{quoted(part)}] " for part in self.path[depth:]) + self.text
+        place = "".join(f"at [{quoted(part)}] " for part in self.path[depth:])
+        return place + self.text
 
 
 @dataclass(slots=True)
@@ -98,18 +106,20 @@ class SchemaCheck:
 
     @classmethod
     def of(cls, schema: Any) -> SchemaCheck:
-        """Read a schema and its patterns; the validator is made by the first value,
-        or by `make_validator`."""
+        """Read a schema and its patterns; the validator is made by the first value, or by
+        `make_validator`."""
         check = cls(read_schema(schema))
         members = list(_all_schemas(check.resolved.root))
-        evaluates = any("unevaluatedProperties" in member for member in members)
+        has_unevaluated = any("unevaluatedProperties" in member for member in members)
         for member in members:
-            own_pattern = member.get("pattern")
-            for pattern in (own_pattern, *(member.get("patternProperties") or ())):
-                if isinstance(pattern, str):
-                    # `unevaluatedProperties` of jsonschema runs the patterns of
-                    # keys without our guard
-                    Pattern.of(pattern).check(for_python=evaluates and pattern != own_pattern)
+            value_pattern = member.get("pattern")
+            key_patterns = member.get("patternProperties") or ()
+            for pattern in (value_pattern, *key_patterns):
+                if not isinstance(pattern, str):
+                    continue
+                # `unevaluatedProperties` of jsonschema runs the patterns of keys without our guard.
+                for_python = has_unevaluated and pattern != value_pattern
+                Pattern.of(pattern).check(for_python=for_python)
         return check
 
     def make_validator(self) -> None:
@@ -141,132 +151,135 @@ class SchemaCheck:
                 yield self._explained(error)
         except RecursionError:
             raise TooComplex("is nested too deep") from None
-        except (
-            ArithmeticError,
-            TypeError,
-            ValueError,
-        ) as error:  # a keyword's value that makes no sense
+        except (ArithmeticError, TypeError, ValueError) as error:
+            # A keyword's value makes no sense.
             raise TooComplex(f"cannot be checked: {error}") from error
 
     def unknown_key(self, value: Any, nodes: Iterable[Any], path: Path = ()) -> Problem | None:
-        """Return the first key in a value that no schema there knows, of objects
-        whose schema names keys."""
+        """Return the first key in a value that no schema there knows, of objects whose schema names
+        keys."""
         if isinstance(value, (list, tuple)):
-            inner = (
-                (index, item, self.resolved.items(nodes, index)) for index, item in enumerate(value)
-            )
-            return next(
-                filter(
-                    None, (self.unknown_key(item, found, (*path, at)) for at, item, found in inner)
-                ),
-                None,
-            )
+            for index, item in enumerate(value):
+                item_nodes = self.resolved.items(nodes, index)
+                problem = self.unknown_key(item, item_nodes, (*path, index))
+                if problem is not None:
+                    return problem
+            return None
         if not isinstance(value, Mapping):
             return None
+
         keys = self.resolved.keys(nodes)
         names_keys = bool(keys.named or keys.patterns)
         for key, item in value.items():
-            found = keys.schemas_of(key, self.matches)
-            if not found and names_keys:
+            item_nodes = keys.schemas_of(key, self.matches)
+            if not item_nodes and names_keys:
                 return Problem((*path, key), "is not known there", unknown=key)
-            problem = self.unknown_key(item, found, (*path, key))
+            problem = self.unknown_key(item, item_nodes, (*path, key))
             if problem is not None:
                 return problem
         return None
 
     def with_integers(self, value: Any, nodes: Iterable[Any]) -> Any:
-        """Return a valid value with floats such as 3.0 as integers where the
-        schema wants integers."""
+        """Return a valid value with floats such as 3.0 as integers where the schema wants
+        integers."""
         if isinstance(value, float):
             return int(value) if value.is_integer() and self._wants_integer(nodes) else value
         if isinstance(value, list):
-            return [
-                self.with_integers(item, self.resolved.items(nodes, at))
-                for at, item in enumerate(value)
-            ]
+            items = []
+            for index, item in enumerate(value):
+                items.append(self.with_integers(item, self.resolved.items(nodes, index)))
+            return items
         if isinstance(value, dict):
             keys = self.resolved.keys(nodes)
-            return {
-                key: self.with_integers(item, keys.schemas_of(key, self.matches))
-                for key, item in value.items()
-            }
+            members = {}
+            for key, item in value.items():
+                members[key] = self.with_integers(item, keys.schemas_of(key, self.matches))
+            return members
         return value
 
     def _wants_integer(self, nodes: Iterable[Any]) -> bool:
-        members = self.resolved.members(nodes)
-        named = {
-            name for member in members if isinstance(member, Mapping) for name in type_names(member)
-        }
-        return "integer" in named and "number" not in named
+        """Whether schemas name the type integer, and not number."""
+        names: set[str] = set()
+        for member in self.resolved.members(nodes):
+            if isinstance(member, Mapping):
+                names.update(type_names(member))
+        return "integer" in names and "number" not in names
 
     def _explained(self, error: Any, above: Path = ()) -> Problem:
         """Describe an error of `jsonschema` in the words of the tools."""
         path = (*above, *error.absolute_path)
-        keyword, limit, value = error.validator, error.validator_value, error.instance
+        keyword = error.validator
+        limit = error.validator_value
+        value = error.instance
+
+        # Keys.
+        missing: list[str] = []
         if keyword == "required":
-            missing = tuple(key for key in limit if key not in value)
-            return Problem(
-                path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1]
-            )
-        if keyword in ("dependentRequired", "dependencies"):
-            missing = tuple(key for key in _dependent_keys(limit, value) if key not in value)
-            if missing:
-                return Problem(
-                    path, f"lacks {self._wanted(missing[0], error.schema)}", missing=missing[:1]
-                )
+            missing = [key for key in limit if key not in value]
+        elif keyword in ("dependentRequired", "dependencies"):
+            missing = [key for key in _dependent_keys(limit, value) if key not in value]
+        if missing:
+            first = missing[0]
+            return Problem(path, f"lacks {self._wanted(first, error.schema)}", missing=(first,))
         if keyword in ("additionalProperties", "unevaluatedProperties"):
             unknown = self._unknown_to(error.schema, value)
             if unknown is not None:
                 return Problem((*path, unknown), "is not known there", unknown=unknown)
+
+        # Kinds of values.
         if keyword in ("anyOf", "oneOf"):
             return self._no_alternative(error, path)
         if keyword in ("type", "enum", "const"):
             return Problem(path, _must_be(describe(self.resolved, error.schema), value))
+
+        # Limits.
         if keyword == "not" and limit == {}:
             return Problem(path, f"must be left out, not {shortened(value)}")
         if keyword in _LIMITS:
-            return Problem(
-                path, _LIMITS[keyword].format(limit=shortened(limit), value=shortened(value))
-            )
+            text = _LIMITS[keyword].format(limit=shortened(limit), value=shortened(value))
+            return Problem(path, text)
         return Problem(path, f"is invalid: {error.message[:120]}")
 
     def _no_alternative(self, error: Any, path: Path) -> Problem:
         """Describe a value that fits none of several schemas, or more than one."""
-        alternatives: dict[Any, list[Any]] = {}
+        value = error.instance
+        errors_by_alternative: dict[Any, list[Any]] = {}
         for inner in error.context:
-            alternatives.setdefault(inner.schema_path[0], []).append(inner)
-        if len(alternatives) < len(error.validator_value):
-            return Problem(path, f"must fit one alternative only, not {shortened(error.instance)}")
-        # If only one alternative is for this kind of value, what it lacks
-        # there is the better answer.
-        alike = [
+            errors_by_alternative.setdefault(inner.schema_path[0], []).append(inner)
+        if len(errors_by_alternative) < len(error.validator_value):
+            return Problem(path, f"must fit one alternative only, not {shortened(value)}")
+
+        # If only one alternative is for this kind of value, what it lacks there is the better
+        # answer.
+        of_kind = [
             errors
-            for errors in alternatives.values()
-            if not any(_of_another_kind(one) for one in errors)
+            for errors in errors_by_alternative.values()
+            if not any(map(_of_another_kind, errors))
         ]
-        # An alternative that lacks no key, and is wrong within one, is the one that was meant.
-        within = [errors for errors in alike if all(one.relative_path for one in errors)]
-        meant = alike if len(alike) == 1 else within
-        if len(meant) == 1:
-            return self._explained(meant[0][0])
-        problems = [self._explained(errors[0]) for errors in alike]
-        missing = tuple(dict.fromkeys(key for problem in problems for key in problem.missing))
+        likely = of_kind
+        if len(of_kind) != 1:
+            # An alternative that lacks no key, and is wrong within one, is the one that was meant.
+            likely = [errors for errors in of_kind if all(inner.relative_path for inner in errors)]
+        if len(likely) == 1:
+            return self._explained(likely[0][0])
+
+        problems = [self._explained(errors[0]) for errors in of_kind]
         if problems and all(problem.missing and problem.path == path for problem in problems):
+            missing = tuple(dict.fromkeys(key for problem in problems for key in problem.missing))
             wanted = " or ".join(self._wanted(key, error.schema) for key in missing)
             return Problem(path, f"lacks {wanted}", missing=missing)
+
         kinds = describe(self.resolved, error.schema)
         if "any value" in kinds:
-            return Problem(
-                path,
-                f"must fit one of {len(error.validator_value)} alternatives, not "
-                f"{shortened(error.instance)}",
-            )
-        return Problem(path, _must_be(kinds, error.instance))
+            count = len(error.validator_value)
+            return Problem(path, f"must fit one of {count} alternatives, not {shortened(value)}")
+        return Problem(path, _must_be(kinds, value))
 
     def _wanted(self, key: str, node: Any) -> str:
         """Describe a key that is missing."""
-        found = self.resolved.keys([node]).named.get(key) or self.root_keys.named.get(key) or [True]
-        return f"{key!r} ({describe(self.resolved, found[0])})"
+        schemas = self.resolved.keys([node]).named.get(key) or self.root_keys.named.get(key)
+        schema = schemas[0] if schemas else True
+        return f"{key!r} ({describe(self.resolved, schema)})"
 
     def _unknown_to(self, node: Mapping[str, Any], value: Any) -> str | None:
         """Return the first key of a value that one schema does not name itself."""
@@ -274,7 +287,8 @@ class SchemaCheck:
         patterns = node.get("patternProperties") or ()
         if "unevaluatedProperties" in node:
             keys = self.resolved.keys([node])
-            named, patterns = keys.named, [pattern for pattern, _ in keys.patterns]
+            named = keys.named
+            patterns = [pattern for pattern, _ in keys.patterns]
         for key in value:
             if key not in named and not any(self.matches(pattern, key) for pattern in patterns):
                 return str(key)
@@ -282,8 +296,8 @@ class SchemaCheck:
 
 
 def _of_another_kind(error: Any) -> bool:
-    """Whether an alternative is for another kind of value, or has a constant in one of its
-    keys that tells it apart."""
+    """Whether an alternative is for another kind of value, or has a constant in one of its keys
+    that tells it apart."""
     if error.validator == "type":
         return not error.relative_path
     return error.validator in ("const", "enum") and len(error.relative_path) <= 1
@@ -291,26 +305,22 @@ def _of_another_kind(error: Any) -> bool:
 
 def _dependent_keys(rules: Mapping[str, Any], value: Any) -> list[str]:
     """Return the keys that the keys of a value need."""
-    return [
-        key
-        for given, needed in rules.items()
-        if given in value and isinstance(needed, list)
-        for key in needed
-    ]
+    keys: list[str] = []
+    for key, needed in rules.items():
+        if key in value and isinstance(needed, list):
+            keys += needed
+    return keys
 
 
 def _all_schemas(root: Any) -> Iterator[Mapping[str, Any]]:
     """Yield all mappings in a schema, in any order; those that are no schemas do no harm."""
+    data = ("const", "default", "enum", "examples")
     waiting = [root]
     while waiting:
         node = waiting.pop()
         if isinstance(node, Mapping):
             yield node
-            waiting += (
-                value
-                for key, value in node.items()
-                if key not in ("const", "default", "enum", "examples")
-            )
+            waiting += [value for key, value in node.items() if key not in data]
         elif isinstance(node, list):
             waiting += node
 
@@ -321,22 +331,24 @@ def describe(resolved: ResolvedSchema, node: Any, depth: int = 4) -> str:
         return "any value"
     if "enum" in node:
         choices = [json.dumps(choice, ensure_ascii=False) for choice in node["enum"]]
+        text = "one of " + ", ".join(choices[:_MAX_CHOICES])
         more = len(choices) - _MAX_CHOICES
-        return (
-            "one of " + ", ".join(choices[:_MAX_CHOICES]) + (f" ({more} more)" if more > 0 else "")
-        )
+        return f"{text} ({more} more)" if more > 0 else text
     if "const" in node:
         return json.dumps(node["const"], ensure_ascii=False)
+
     alternatives = node.get("anyOf") or node.get("oneOf")
     if alternatives and depth:
         kinds = [describe(resolved, member, depth - 1) for member in alternatives]
         return " or ".join(dict.fromkeys(kinds))
-    if types := type_names(node):
+    types = type_names(node)
+    if types:
         return " or ".join(_KINDS[kind] for kind in types)
-    for member in resolved.in_place(node) if depth else ():
-        described = describe(resolved, member, depth - 1)
-        if described != "any value":
-            return described
+    if depth:
+        for member in resolved.in_place(node):
+            described = describe(resolved, member, depth - 1)
+            if described != "any value":
+                return described
     return "any value"
 
 
@@ -357,15 +369,23 @@ def _must_be(kind: str, value: Any) -> str:
 
 
 def schema_error(value: Any, schema: Any) -> str:
-    """Describe how a value violates a schema, as text to follow the value's name;
-    empty if it is valid."""
+    """Describe how a value violates a schema, as text to follow the value's name; empty if it is
+    valid.
+
+    Example::
+
+        >>> schema_error({"x": 1, "y": 2}, {"type": "object", "properties": {"x": {}}})
+        "at ['y'] is not known there"
+    """
     check = SchemaCheck.of(schema)
     try:
-        problem = next(check.problems(value), None) or check.unknown_key(
-            value, [check.resolved.root]
-        )
-    except (TooComplex, RecursionError) as error:
-        return str(error) if isinstance(error, TooComplex) else "is nested too deep"
+        problem = next(check.problems(value), None)
+        if problem is None:
+            problem = check.unknown_key(value, [check.resolved.root])
+    except TooComplex as error:
+        return str(error)
+    except RecursionError:
+        return "is nested too deep"
     return "" if problem is None else problem.below(0)
 
 
@@ -386,22 +406,27 @@ _OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalPrope
 
 
 def quick_checks_of(root: Mapping[str, Any]) -> dict[str, QuickCheck]:
-    """Return the quick checks of an object's keys, as far as there are any; none if it
-    has other conditions."""
+    """Return the quick checks of an object's keys, as far as there are any; none if it has other
+    conditions."""
     if not isinstance(root, Mapping) or not _is_closed_object(root):
         return {}
-    checks = {key: _quick_check(schema) for key, schema in (root.get("properties") or {}).items()}
-    return {key: check for key, check in checks.items() if check is not None}
+    checks = {}
+    for key, schema in (root.get("properties") or {}).items():
+        check = _quick_check(schema)
+        if check is not None:
+            checks[key] = check
+    return checks
 
 
 def _is_closed_object(node: Mapping[str, Any]) -> bool:
+    """Whether an object has no condition but its keys, and no other keys."""
     conditions = node.keys() - ANNOTATIONS
     return conditions <= _OBJECT_KEYWORDS and node.get("additionalProperties", False) is False
 
 
 def _quick_check(node: Any) -> QuickCheck | None:
-    """Make the quick check of a schema of types, choices of texts, lists and
-    objects; None for any other."""
+    """Make the quick check of a schema of types, choices of texts, lists and objects; None for any
+    other."""
     if not isinstance(node, Mapping):
         return None
     conditions = node.keys() - ANNOTATIONS
@@ -413,21 +438,18 @@ def _quick_check(node: Any) -> QuickCheck | None:
             types |= {int, float}
         return lambda value: type(value) in types
 
-    if (
-        conditions == {"type", "enum"}
-        and kinds == ["string"]
-        and all(isinstance(choice, str) for choice in node["enum"])
-    ):
-        choices = frozenset(node["enum"])
-        return lambda value: type(value) is str and value in choices
+    if conditions == {"type", "enum"} and kinds == ["string"]:
+        choices = node["enum"]
+        if not all(isinstance(choice, str) for choice in choices):
+            return None
+        texts = frozenset(choices)
+        return lambda value: type(value) is str and value in texts
 
     if conditions == {"type", "items"} and kinds == ["array"]:
         check_item = _quick_check(node["items"])
-        return (
-            None
-            if check_item is None
-            else lambda value: type(value) is list and all(map(check_item, value))
-        )
+        if check_item is None:
+            return None
+        return lambda value: type(value) is list and all(map(check_item, value))
 
     if node.get("properties") and kinds == ["object"] and _is_closed_object(node):
         checks = quick_checks_of(node)
@@ -448,8 +470,8 @@ def _fits_object(value: Any, checks: Mapping[str, QuickCheck], required: frozens
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A regular expression of a schema, whose time is bounded: a pattern may take
-    exponential time in Python's `re`.
+    """A regular expression of a schema, whose time is bounded: a pattern may take exponential time
+    in Python's `re`.
 
     Rust's matcher, which pydantic has, is linear. What it cannot read (looking ahead or back) `re`
     matches, in texts of bounded length, if its repeats are not nested.
@@ -459,8 +481,8 @@ class Pattern:
     linear: Any
     """Validator of pydantic; None for a pattern that only Python can read."""
     repeats: int | None
-    """Unbounded repeats, each of which multiplies the work by the text's length; None for
-    nested ones, or no pattern."""
+    """Unbounded repeats, each of which multiplies the work by the text's length; None for nested
+    ones, or no pattern."""
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -477,15 +499,16 @@ class Pattern:
 
     def check(self, for_python: bool) -> None:
         """Raise `SchemaFault` for a pattern that cannot be matched, or only in unbounded time."""
-        if self.repeats is None and (self.linear is None or for_python):
-            with contextlib.suppress(re.error, RecursionError, OverflowError):
-                re.compile(self.text)
-                raise SchemaFault(
-                    f"the pattern {shortened(self.text)} repeats what repeats, which may take "
-                    "forever; write it without repeats in repeats, or without looking ahead and "
-                    "back"
-                )
-            raise SchemaFault(f"the pattern {shortened(self.text)} is no regular expression")
+        if self.repeats is not None or (self.linear is not None and not for_python):
+            return
+        with contextlib.suppress(re.error, RecursionError, OverflowError):
+            re.compile(self.text)
+            raise SchemaFault(
+                f"the pattern {shortened(self.text)} repeats what repeats, which may take "
+                "forever; write it without repeats in repeats, or without looking ahead and "
+                "back"
+            )
+        raise SchemaFault(f"the pattern {shortened(self.text)} is no regular expression")
 
     def occurs_in(self, text: str) -> bool:
         """Whether the pattern occurs in a text. Raises `TooComplex`."""
@@ -496,39 +519,41 @@ class Pattern:
         return re.search(self.text, text) is not None
 
 
+_FEW_REPEATS = 8
+"""Repeats that count as none."""
+
+
 def _count_repeats(text: str) -> int | None:
-    """Count the unbounded repeats of a pattern, and one for its search; None where they are
-    nested or it is no pattern."""
+    """Count the unbounded repeats of a pattern, and one for its search; None where they are nested
+    or it is no pattern."""
     from re import _parser  # type: ignore[attr-defined]
 
     count = 1
 
-    def walk(parsed: Any, repeated: bool) -> bool:
+    def walk(parsed: Any, is_repeated: bool) -> bool:
+        """Count the repeats of a part; return whether none is nested."""
         nonlocal count
         for operation, argument in parsed:
             name = str(operation)
-            inner_repeated = repeated
+            inner_is_repeated = is_repeated
             if name.endswith("_REPEAT"):
-                unbounded = argument[1] > _FEW_REPEATS
-                if unbounded and repeated:
+                is_unbounded = argument[1] > _FEW_REPEATS
+                if is_unbounded and is_repeated:
                     return False
-                count += unbounded
-                inner_repeated = repeated or unbounded
-            elif name == "BRANCH" and repeated:
+                count += is_unbounded
+                inner_is_repeated = is_repeated or is_unbounded
+            elif name == "BRANCH" and is_repeated:
                 return False  # (a|a)* tries both at each place
             for inner in _subpatterns(argument):
-                if not walk(inner, inner_repeated):
+                if not walk(inner, inner_is_repeated):
                     return False
         return True
 
     try:
-        return count if walk(_parser.parse(text), False) else None
+        is_flat = walk(_parser.parse(text), False)
     except (re.error, RecursionError, OverflowError):
         return None
-
-
-_FEW_REPEATS = 8
-"""Repeats that count as none."""
+    return count if is_flat else None
 
 
 def _subpatterns(argument: Any) -> Iterator[Any]:
@@ -577,8 +602,8 @@ def _make_validator(root: Any) -> Any:
     try:
         validator_class.check_schema(root)
     except SchemaError as error:
-        at = "/".join(map(str, error.absolute_path))
-        raise SchemaFault(f"/{at} of its schema is invalid: {error.message[:200]}") from error
+        path = "/".join(map(str, error.absolute_path))
+        raise SchemaFault(f"/{path} of its schema is invalid: {error.message[:200]}") from error
     return validator_class(root, registry=Registry())
 
 
@@ -595,8 +620,8 @@ def _validator_class(dialect: str) -> Any:
             "object": lambda _, value: isinstance(value, Mapping),
         }
     )
-    keywords = dict(base.VALIDATORS)
-    keywords |= {
+    keywords = {
+        **base.VALIDATORS,
         "pattern": _pattern_errors,
         "patternProperties": _pattern_properties_errors,
         "additionalProperties": _additional_properties_errors,
@@ -646,7 +671,8 @@ def _additional_properties_errors(
 
     if not isinstance(instance, Mapping):
         return
-    named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    named = schema.get("properties", {})
+    patterns = schema.get("patternProperties", {})
     for key, item in instance.items():
         if key in named or any(Pattern.of(pattern).occurs_in(key) for pattern in patterns):
             continue

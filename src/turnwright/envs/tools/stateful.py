@@ -1,5 +1,9 @@
-"""Stateful tools, their lifetimes, the tools of one episode, and what the row
-of a task sets of them."""
+"""Stateful tools, their lifetimes, the tools of one episode, and what the row of a task sets of
+them.
+
+`StatefulTool` is what a user writes, `stateful_source` reads a class of tools, and `ToolSet.open`
+opens the tools of an episode. `RowArguments` is the column `tools_kwargs` of a row.
+"""
 
 from __future__ import annotations
 
@@ -39,16 +43,20 @@ from turnwright.errors import (
 from turnwright.types import FailureKind, Message, Task
 
 Lifetime = Literal["trajectory", "call"]
+
 RESERVED_METHODS = ("create", "calc_reward", "release")
 """Lifetime methods, which the model cannot call."""
 
+PHASES = ("create", "execute", "calc_reward", "release")
+"""Methods for which a row can have arguments."""
+
 
 class StatefulTool:
-    """Tool with state: `create`, `execute`, `calc_reward`, `release`. Pass the class; each
-    lifetime has its own instance.
+    """Tool with state: `create`, `execute`, `calc_reward`, `release`. Pass the class; each lifetime
+    has its own instance.
 
-    All four may be async; sync ones run in a thread. The schema comes from the hints
-    and docstring of `execute`.
+    All four may be async; sync ones run in a thread. The schema comes from the hints and docstring
+    of `execute`.
 
     Example::
 
@@ -91,9 +99,6 @@ class StatefulTool:
         """Release all resources. Called once per instance, also when `create` failed."""
 
 
-PHASES = ("create", "execute", "calc_reward", "release")
-
-
 @dataclass(frozen=True, slots=True)
 class RowArguments:
     """Column `tools_kwargs` of a row:
@@ -108,84 +113,89 @@ class RowArguments:
         """Return the row's arguments for a method, or for the `from_row` parameters of a tool (the
         model sets all others)."""
         given = (self.given.get(name) or {}).get(f"{phase}_kwargs") or {}
-        tool = target if isinstance(target, Tool) else None
-        if not given and tool is not None and not tool.from_row:
-            return {}
+        if isinstance(target, Tool):
+            if not given and not target.from_row:
+                return {}
+            _, needed, _ = row_parameters(target.function)
+            named = target.from_row
+            takes_any = False
+        else:
+            named, needed, takes_any = row_parameters(target)
+
         where = f"task {self.task}: tools_kwargs[{name!r}][{phase + '_kwargs'!r}]"
-        named, needed, takes_any = row_parameters(target if tool is None else tool.function)
-        if tool is not None:
-            named, takes_any = tool.from_row, False
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for key, value in given.items():
             if key in named or (takes_any and value is not None):
-                found[key] = value
+                arguments[key] = value
             elif value is None:  # Arrow columns have all keys in all rows
                 continue
-            elif tool is not None:
-                set_by_model = key in (tool.signature.parameters.get("properties") or {})
-                problem = "is the model's to give" if set_by_model else "is no parameter of it"
+            elif isinstance(target, Tool):
+                is_models = key in (target.signature.parameters.get("properties") or {})
+                problem = "is the model's to give" if is_models else "is no parameter of it"
                 raise TaskError(
                     f"{where}: {key!r} {problem}; name parameters of the row in from_row"
                 )
             else:
-                raise TaskError(
-                    f"{where}: {key!r} is not taken; "
-                    f"{suggest_or_list(key, named) or 'it takes none'}"
-                )
+                near = suggest_or_list(key, named) or "it takes none"
+                raise TaskError(f"{where}: {key!r} is not taken; {near}")
         for key in named:
-            if key not in found and key in needed:
+            if key not in arguments and key in needed:
                 raise TaskError(f"{where} lacks {key!r}, which the tool needs of the row")
-        return found
+        return arguments
 
 
 def arguments_of(task: Task) -> RowArguments:
     """Read the `tools_kwargs` column of a task's row, or of its `extra_info`."""
     column = task.info.get("tools_kwargs")
-    if column is None and isinstance(extra := task.info.get("extra_info"), Mapping):
-        column = extra.get("tools_kwargs")
+    extra_info = task.info.get("extra_info")
+    if column is None and isinstance(extra_info, Mapping):
+        column = extra_info.get("tools_kwargs")
     if column is None:
         return RowArguments(task.id)
+
     form = (
         f"task {task.id}: tools_kwargs is {{tool: {{'create_kwargs': {{...}}, "
         "'execute_kwargs': {...}, ...}}"
     )
     if not isinstance(column, Mapping):
         raise TaskError(f"{form}, not {type(column).__name__}")
+    keys = [f"{phase}_kwargs" for phase in PHASES]
     given: dict[str, dict[str, Any]] = {}
-    known = [f"{phase}_kwargs" for phase in PHASES]
     for name, phases in column.items():
         if phases is None:
             continue
-        if not isinstance(phases, Mapping) or not all(
-            isinstance(v, (Mapping, type(None))) for v in phases.values()
-        ):
+        has_mappings = isinstance(phases, Mapping) and all(
+            isinstance(kwargs, (Mapping, type(None))) for kwargs in phases.values()
+        )
+        if not has_mappings:
             raise TaskError(f"{form}; that of {name!r} is {phases!r:.60}")
-        for phase in phases:
-            if phase not in known:
-                raise TaskError(
-                    f"{form}; {name!r} has {phase!r}; {suggest_or_list(str(phase), known)}"
-                )
-        given[name] = {phase: kwargs for phase, kwargs in phases.items() if kwargs}
+        for key in phases:
+            if key not in keys:
+                raise TaskError(f"{form}; {name!r} has {key!r}; {suggest_or_list(str(key), keys)}")
+        given[name] = {key: kwargs for key, kwargs in phases.items() if kwargs}
     return RowArguments(task.id, given)
 
 
 def tool_names_of(task: Task) -> tuple[str, ...] | None:
-    """Read the tools named in a row's column `tools` (names or schemas, also as JSON
-    text); None for all tools."""
+    """Read the tools named in a row's column `tools` (names or schemas, also as JSON text); None
+    for all tools."""
     column = task.info.get("tools")
     if column is None:
         return None
-    names = [_name(item) for item in read_tools(column, f"task {task.id}")]
-    if None in names:
-        raise TaskError(
-            f"task {task.id}: the column tools is a list of names of tools, not {column!r:.80}; or "
-            "of their schemas"
-        )
-    return tuple(dict.fromkeys(name for name in names if name is not None))
+    names: dict[str, None] = {}  # in order, each once
+    for item in read_tools(column, f"task {task.id}"):
+        name = _name(item)
+        if name is None:
+            raise TaskError(
+                f"task {task.id}: the column tools is a list of names of tools, not "
+                f"{column!r:.80}; or of their schemas"
+            )
+        names[name] = None
+    return tuple(names)
 
 
 def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column: str) -> None:
-    """Check tool names of a row."""
+    """Check tool names of a row; raise `TaskError` for one that is not among the `known`."""
     known = list(known)
     for name in wanted:
         if name not in known:
@@ -197,6 +207,7 @@ def check_names(wanted: Iterable[str], known: Iterable[str], task: Task, column:
 
 
 def _name(item: Any) -> str | None:
+    """Return the name in an item of the column `tools`, a name or a schema; None without one."""
     if isinstance(item, str):
         return item
     body = item.get("function", item) if isinstance(item, Mapping) else None
@@ -238,19 +249,21 @@ class ToolSource(Protocol):
         """Tool names; None if unknown before a session is open."""
 
     def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
-        """Make the instance of one episode; instances begun later are added to `instances`,
-        all released at the end."""
+        """Make the instance of one episode; instances begun later are added to `instances`, all
+        released at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatefulToolSource:
-    """Class instantiated per episode or call: a `StatefulTool`, or a class whose
-    public methods are tools."""
+    """Class instantiated per episode or call: a `StatefulTool`, or a class whose public methods are
+    tools."""
 
     make: Callable[..., Any]
     name: str
-    templates: Mapping[str, Tool]  # unbound tools by method name
-    hooks: tuple[str, ...] = ()  # lifetime methods of the class: `create`, `calc_reward`, `release`
+    templates: Mapping[str, Tool]
+    """Unbound tools by method name."""
+    hooks: tuple[str, ...] = ()
+    """Lifetime methods of the class: `create`, `calc_reward`, `release`."""
     lifetime: Lifetime = "trajectory"
 
     @property
@@ -261,65 +274,86 @@ class StatefulToolSource:
     def open(self, row: RowArguments, instances: list[ToolInstance]) -> ToolInstance:
         """Make the instance of one episode."""
         instance = _TrajectoryInstance(self, row)
+        # The row's arguments are checked here, before the model can call anything.
         for tool in self.templates.values():
             row.for_method(tool.name, "execute", tool)
         for hook in RESERVED_METHODS:
             instance.hook_kwargs(hook)
-        return (
-            _CallInstances(self, row, instances=instances) if self.lifetime == "call" else instance
-        )
+        if self.lifetime == "call":
+            return _CallInstances(self, row, instances=instances)
+        return instance
 
 
 def stateful_source(item: Any, lifetime: Lifetime | None = None) -> StatefulToolSource:
-    """Make a tool source of a class, or of a `functools.partial` of one; `lifetime`
-    overrides that of the class."""
+    """Make a tool source of a class, or of a `functools.partial` of one; `lifetime` overrides that
+    of the class."""
     owner = _class_of(item)
     lifetime = lifetime or getattr(owner, "lifetime", "trajectory")
     if lifetime not in ("trajectory", "call"):
         raise ToolSchemaError(
             f'{owner.__name__}: lifetime = {lifetime!r}; write "trajectory" or "call"'
         )
-    source = f"{owner.__module__}.{owner.__qualname__}"
     if issubclass(owner, StatefulTool):
-        method = getattr(owner, "execute", None)
-        if method is None:
-            raise ToolSchemaError(
-                f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a "
-                "docstring"
+        return _source_of_stateful_tool(item, owner, lifetime)
+    return _source_of_methods(item, owner, lifetime)
+
+
+def _source_of_stateful_tool(
+    item: Any, owner: type[StatefulTool], lifetime: Lifetime
+) -> StatefulToolSource:
+    """Return the source of a `StatefulTool`, whose tool is `execute`."""
+    method = getattr(owner, "execute", None)
+    if method is None:
+        raise ToolSchemaError(
+            f"{owner.__name__} has no execute; a StatefulTool has one, with hints and a docstring"
+        )
+    name = owner.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", owner.__name__).lower()
+    from_row = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
+    signature = tool_signature(method, name=name, schema=owner.schema, from_row=from_row)
+    execute = Tool(method, signature, from_row, source=_path_of(owner))
+
+    # A method that is not overridden does nothing.
+    hooks = tuple(
+        key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key)
+    )
+    return StatefulToolSource(item, name, {"execute": execute}, hooks, lifetime)
+
+
+def _source_of_methods(item: Any, owner: type, lifetime: Lifetime) -> StatefulToolSource:
+    """Return the source of a class whose public methods are tools; those with `@tool` alone where
+    it has any."""
+    ends = ("calc_reward", "release")  # `create` is a method like any other
+    methods: dict[str, Any] = {}  # in definition order, those of base classes first
+    for base in reversed(owner.__mro__[:-1]):
+        for key, value in vars(base).items():
+            is_method = isinstance(value, (Tool, staticmethod, classmethod)) or inspect.isfunction(
+                value
             )
-        name = owner.name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", owner.__name__).lower()
-        rows = (owner.from_row,) if isinstance(owner.from_row, str) else tuple(owner.from_row)
-        made = Tool(
-            method, tool_signature(method, name=name, schema=owner.schema, from_row=rows), rows
-        )
-        hooks = tuple(
-            key for key in RESERVED_METHODS if getattr(owner, key) is not getattr(StatefulTool, key)
-        )
-        return StatefulToolSource(
-            item, name, {"execute": replace(made, source=source)}, hooks, lifetime
-        )
-    methods = {  # in definition order, those of base classes first
-        key: raw
-        for base in reversed(owner.__mro__[:-1])
-        for key, raw in vars(base).items()
-        if not key.startswith("_")
-        and (isinstance(raw, (Tool, staticmethod, classmethod)) or inspect.isfunction(raw))
-        if key not in RESERVED_METHODS[1:]
-    }
-    marked = {key: raw for key, raw in methods.items() if isinstance(raw, Tool)}
+            if is_method and not key.startswith("_") and key not in ends:
+                methods[key] = value
+    marked = {key: value for key, value in methods.items() if isinstance(value, Tool)}
+
     templates = {}
-    for key, raw in (marked or methods).items():
-        method = getattr(owner, key) if isinstance(raw, (staticmethod, classmethod)) else raw
-        templates[key] = replace(
-            raw if isinstance(raw, Tool) else Tool(method, tool_signature(method)), source=source
-        )
+    for key, value in (marked or methods).items():
+        if isinstance(value, Tool):
+            template = value
+        else:
+            is_bound = isinstance(value, (staticmethod, classmethod))
+            method = getattr(owner, key) if is_bound else value
+            template = Tool(method, tool_signature(method))
+        templates[key] = replace(template, source=_path_of(owner))
     if not templates:
         raise ToolSchemaError(
             f"{owner.__name__} has no public method that could be a tool; give functions, or add "
             "one"
         )
-    hooks = tuple(key for key in RESERVED_METHODS[1:] if callable(getattr(owner, key, None)))
+    hooks = tuple(key for key in ends if callable(getattr(owner, key, None)))
     return StatefulToolSource(item, owner.__name__, templates, hooks, lifetime)
+
+
+def _path_of(owner: type) -> str:
+    """Return where a class is defined, for errors."""
+    return f"{owner.__module__}.{owner.__qualname__}"
 
 
 def _takes_nothing() -> None: ...
@@ -339,20 +373,21 @@ class _TrajectoryInstance:
     _object: Any = None
     _begun: bool = False
     _released: bool = False
-    _making: bool = False  # whether a thread is creating the object
-    _late: bool = (
-        False  # `release` was called meanwhile: that thread releases the object when it returns
-    )
+    _making: bool = False
+    """Whether a thread is creating the object."""
+    _late: bool = False
+    """`release` was called meanwhile: that thread releases the object when it returns."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    tools: tuple[Tool, ...] = ()  # tools bound to the object and to the row's arguments
+    tools: tuple[Tool, ...] = ()
+    """Tools bound to the object and to the row's arguments."""
 
     @property
     def name(self) -> str:
         return self.source.name
 
     def hook_kwargs(self, hook: str) -> dict[str, Any]:
-        """Return the row's arguments for a lifetime method; without `create` they
-        go to the constructor."""
+        """Return the row's arguments for a lifetime method; without `create` they go to the
+        constructor."""
         target = self.source.make if hook == "create" else _takes_nothing
         if hook in self.source.hooks:
             target = getattr(_class_of(self.source.make), hook)
@@ -362,20 +397,20 @@ class _TrajectoryInstance:
         """Make the object and call `create`."""
         with as_tool_failure(f"{self.name}: create"):
             created = await self._begin(self.hook_kwargs("create"))
+
         tools = []
-        for key, made in self.source.templates.items():
-            method = (
-                MethodType(made.function, self._object)
-                if takes_self(made)
-                else getattr(self._object, key)
-            )
-            tools.append(
-                replace(made, function=method, row=self.row.for_method(made.name, "execute", made))
-            )
+        for key, template in self.source.templates.items():
+            if takes_self(template):
+                method: Any = MethodType(template.function, self._object)
+            else:
+                method = getattr(self._object, key)
+            row = self.row.for_method(template.name, "execute", template)
+            tools.append(replace(template, function=method, row=row))
         self.tools = tuple(tools)
         return read_content(created, self.name)
 
     async def _begin(self, kwargs: Mapping[str, Any]) -> Any:
+        """Make the object, in a thread unless `create` is async; return what `create` does."""
         source = self.source
         self._begun = True
         if "create" in source.hooks and inspect.iscoroutinefunction(_class_of(source.make).create):
@@ -429,45 +464,44 @@ class _CallInstances(_TrajectoryInstance):
     """
 
     instances: list[ToolInstance] = field(default_factory=list)
+    """Those of the episode, released at its end."""
 
     async def create(self) -> Content:
         self.tools = tuple(
-            replace(made, function=self._around(key)) for key, made in self.source.templates.items()
+            replace(template, function=self._around(key))
+            for key, template in self.source.templates.items()
         )
         return ""
 
     def _around(self, key: str) -> Callable[..., Any]:
+        """Return a function that makes an instance, calls its method `key` and releases it."""
+
         async def call(**arguments: Any) -> ToolResult:
             instance = _TrajectoryInstance(self.source, self.row)
             # After a cancellation the end of the episode releases it, under its own deadline.
             self.instances.append(instance)
             try:
+                # A bug in `create` would count as the model's mistake.
                 with as_tool_failure(f"{self.name}: create", bugs=True):
-                    # Else it would count as the model's mistake.
                     created = await instance.create()
-                made = next(
-                    tool
-                    for name, tool in zip(self.source.templates, instance.tools, strict=True)
-                    if name == key
-                )
-                returned = read_result(
-                    await call_user(made.function, {**arguments, **made.row}), made.name
-                )
+                tool = instance.tools[list(self.source.templates).index(key)]
+                value = await call_user(tool.function, {**arguments, **tool.row})
+                result = read_result(value, tool.name)
             except Exception:
                 await instance.release()
                 raise
             with as_tool_failure(f"{self.name}: release", bugs=True):
                 await instance.release()
             self.instances.remove(instance)
-            return replace(returned, content=join_content(created, returned.content))
+            return replace(result, content=join_content(created, result.content))
 
         return call
 
 
 @contextlib.contextmanager
 def as_tool_failure(what: str, bugs: bool = False) -> Iterator[None]:
-    """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause
-    them; bugs only if `bugs`."""
+    """Convert exceptions of lifetime methods to ToolFailure, since the model did not cause them;
+    bugs only if `bugs`."""
     try:
         yield
     except (TurnwrightError, TimeoutError):
@@ -489,14 +523,12 @@ class ToolSet:
 
     @property
     def known(self) -> Tools:
-        """All tools known before an episode begins, for their schemas only;
-        they must not be called."""
-        return Tools(
-            [
-                *self.shared,
-                *(made for source in self._stateful for made in source.templates.values()),
-            ]
-        )
+        """All tools known before an episode begins, for their schemas only; they must not be
+        called."""
+        tools = list(self.shared)
+        for source in self._stateful:
+            tools += source.templates.values()
+        return Tools(tools)
 
     @property
     def rewards_episode(self) -> bool:
@@ -515,37 +547,38 @@ class ToolSet:
 
         Every instance begun is in `instances`, also after errors.
         """
-        row, chosen = arguments_of(task), tool_names_of(task)
-        if (
-            chosen is None
-            and not row.given
-            and not self.sources
-            and not any(tool.from_row for tool in self.shared)
-        ):
+        row = arguments_of(task)
+        named = tool_names_of(task)
+        sets_nothing = named is None and not row.given
+        if sets_nothing and not self.sources and not any(tool.from_row for tool in self.shared):
             return self.shared, ""
-        wanted = None if chosen is None else set(chosen)
-        shared = [tool for tool in self.shared if wanted is None or tool.name in wanted]
-        found = [replace(tool, row=row.for_method(tool.name, "execute", tool)) for tool in shared]
+
+        wanted = None if named is None else set(named)
+        tools = []
+        for tool in self.shared:
+            if wanted is None or tool.name in wanted:
+                arguments = row.for_method(tool.name, "execute", tool)
+                tools.append(replace(tool, row=arguments))
+
+        # Sources in order; what one does not say before it is open is known afterwards.
         created: Content = ""
-        names = dict.fromkeys(
-            [*(tool.name for tool in self.shared), *(source.name for source in self.sources)]
-        )
+        names = [tool.name for tool in self.shared] + [source.name for source in self.sources]
+        known = dict.fromkeys(names)
         for source in self.sources:
-            names |= dict.fromkeys(source.names or ())
-            if not _needed(source, wanted, names):
+            known |= dict.fromkeys(source.names or ())
+            if not _is_needed(source, wanted, known):
                 continue
             instance = source.open(row, instances)
             instances.append(instance)
             created = join_content(created, await instance.create())
-            names |= dict.fromkeys(tool.name for tool in instance.tools)
-            found += [
-                tool
-                for tool in instance.tools
-                if wanted is None or source.name in wanted or tool.name in wanted
-            ]
-        check_names(chosen or (), names, task, "the column tools")
-        check_names(row.given, names, task, "tools_kwargs")
-        return Tools(found, self.shared.cut), created
+            known |= dict.fromkeys(tool.name for tool in instance.tools)
+            for tool in instance.tools:
+                if wanted is None or source.name in wanted or tool.name in wanted:
+                    tools.append(tool)
+
+        check_names(named or (), known, task, "the column tools")
+        check_names(row.given, known, task, "tools_kwargs")
+        return Tools(tools, self.shared.cut), created
 
 
 def parse_tools(items: Iterable[Any], lifetime: Lifetime | None, cut: ResultLimit) -> ToolSet:
@@ -580,9 +613,11 @@ def add_to_opening(messages: tuple[Message, ...], created: Content) -> tuple[Mes
     return (*messages[:-1], replace(last, content=join_content(last.content, created)))
 
 
-def _needed(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -> bool:
-    """Whether an episode needs a source; a source with unknown tools is needed if a wanted
-    name is still unresolved."""
+def _is_needed(source: ToolSource, wanted: set[str] | None, known: Iterable[str]) -> bool:
+    """Whether an episode needs a source; a source with unknown tools is needed if a wanted name is
+    still unresolved."""
     if wanted is None or source.name in wanted:
         return True
-    return not (wanted <= set(known) if source.names is None else wanted.isdisjoint(source.names))
+    if source.names is None:
+        return not wanted <= set(known)
+    return not wanted.isdisjoint(source.names)

@@ -1,4 +1,9 @@
-"""Typed functions that a model may call, and the outcomes of calls."""
+"""Typed functions that a model may call, and the outcomes of calls.
+
+`tool` makes a `Tool` of a function, `Tools.call_all` runs the calls of a reply, and
+`Tools._call` says what becomes of one. Schemas and arguments are in `tool_schema.py`, return values
+in `results.py`, tools with a state of their own in `stateful.py`.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +68,10 @@ class Tool:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by name if `@tool` replaced the function, so another process can import it."""
         function = self.function
-        home, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-        known = _named(home, name)
-        if isinstance(known, Tool) and known.function is function:
+        home = getattr(function, "__module__", "")
+        name = getattr(function, "__qualname__", "")
+        named = _named(home, name)
+        if isinstance(named, Tool) and named.function is function:
             return _import_tool, (home, name, dict(self.row), self.source)
         return Tool, (function, self.signature, self.from_row, dict(self.row), self.source)
 
@@ -75,22 +81,22 @@ class Tool:
 
 def _named(home: str, name: str) -> Any:
     """Return the attribute of a loaded module by dotted name, or None."""
-    found: Any = sys.modules.get(home)
+    value: Any = sys.modules.get(home)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value
 
 
 def _import_tool(home: str, name: str, row: Mapping[str, Any], source: str) -> Tool:
     """Import a tool pickled in another process."""
     importlib.import_module(home)
-    found = _named(home, name)
-    if not isinstance(found, Tool):
+    imported = _named(home, name)
+    if not isinstance(imported, Tool):
         raise UsageError(
             f"{home}.{name} is no tool in this process; put @tool on a function at the top level "
             "of a file"
         )
-    return replace(found, row=row, source=source)
+    return replace(imported, row=row, source=source)
 
 
 @overload
@@ -122,28 +128,46 @@ def tool(
 
     Raises:
         ToolSchemaError: for a function that cannot be a tool.
+
+    Example::
+
+        >>> @tool("add")
+        ... def plus(a: int, b: int = 1) -> int:
+        ...     '''Add two numbers.'''
+        ...     return a + b
+        >>> plus
+        <tool add>
+        >>> plus.schema["function"]["parameters"]["required"]
+        ['a']
     """
-    if function is None or isinstance(function, str):
-        given = name or function
-        hidden = (from_row,) if isinstance(from_row, str) else tuple(from_row)
-        return lambda wrapped: Tool(
-            wrapped, tool_signature(wrapped, name=given, schema=schema, from_row=hidden), hidden
-        )
-    return Tool(function, tool_signature(function))
+    if function is not None and not isinstance(function, str):
+        return Tool(function, tool_signature(function))
+
+    tool_name = name or function
+    hidden = (from_row,) if isinstance(from_row, str) else tuple(from_row)
+
+    def make(wrapped: Callable[..., Any]) -> Tool:
+        signature = tool_signature(wrapped, name=tool_name, schema=schema, from_row=hidden)
+        return Tool(wrapped, signature, hidden)
+
+    return make
 
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
     """Outcome of one call."""
 
-    message: Message  # the `tool` message for the model
+    message: Message
+    """The `tool` message for the model."""
     error: str | None = None
     """Kind of error: the `cause` of a malformed call, or `unknown_tool`, `unknown_argument`,
     `missing_argument`, `wrong_type`, `raised`; None on success."""
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    cut: bool = False  # the result was truncated
-    tool: str = ""  # tool name in the call
+    cut: bool = False
+    """Whether the result was truncated."""
+    tool: str = ""
+    """Tool name in the call."""
     seconds: float = 0.0
 
 
@@ -156,14 +180,14 @@ class Tools:
         self.cut = cut or ResultLimit()
         self._tools: dict[str, Tool] = {}
         for item in tools:
-            made = as_tool(item)
-            if made.name in self._tools:
-                sources = f"{_source(self._tools[made.name])} and {_source(made)}"
+            tool = as_tool(item)
+            if tool.name in self._tools:
+                sources = f"{_source(self._tools[tool.name])} and {_source(tool)}"
                 raise ToolSchemaError(
-                    f"two tools are called {made.name!r}: {sources}; rename one with "
+                    f"two tools are called {tool.name!r}: {sources}; rename one with "
                     "@tool(name=...)"
                 )
-            self._tools[made.name] = made
+            self._tools[tool.name] = tool
 
     def __iter__(self) -> Iterator[Tool]:
         return iter(self._tools.values())
@@ -174,30 +198,34 @@ class Tools:
         return tuple(tool.schema for tool in self)
 
     async def call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
-        """Run the calls of one reply: async tools concurrently, sync ones sequentially;
-        outcomes in call order."""
+        """Run the calls of one reply: async tools concurrently, sync ones sequentially; outcomes in
+        call order."""
         if len(calls) == 1:
             return [await self.call(calls[0])]
+
+        concurrent: list[int] = []  # calls by number
+        sequential: list[int] = []
+        for number, call in enumerate(calls):
+            tool = self._tools.get(call.name)
+            if tool is not None and inspect.iscoroutinefunction(tool.function):
+                concurrent.append(number)
+            else:
+                sequential.append(number)
+
         outcomes: list[CallOutcome | None] = [None] * len(calls)
 
         async def run(numbers: Iterable[int]) -> None:
             for number in numbers:
                 outcomes[number] = await self.call(calls[number])
 
-        tools = [self._tools.get(call.name) for call in calls]
-        waiting = [
-            n
-            for n, tool in enumerate(tools)
-            if tool is not None and inspect.iscoroutinefunction(tool.function)
-        ]
-        in_order = [number for number in range(len(calls)) if number not in waiting]
-        if not waiting or len(waiting) + bool(in_order) == 1:
-            await run(range(len(calls)))
+        if not concurrent:
+            await run(sequential)
             return outcomes  # type: ignore[return-value]
         try:
             async with asyncio.TaskGroup() as group:
-                for numbers in (*((number,) for number in waiting), in_order):
-                    group.create_task(run(numbers))
+                for number in concurrent:
+                    group.create_task(run([number]))
+                group.create_task(run(sequential))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         if None in outcomes:
@@ -205,56 +233,58 @@ class Tools:
         return outcomes  # type: ignore[return-value]
 
     async def call(self, call: ToolCall) -> CallOutcome:
-        """Run one call; mistakes of the model and exceptions of the tool, except
-        `ToolFailure`, become `Error: ...`."""
+        """Run one call; mistakes of the model and exceptions of the tool, except `ToolFailure`,
+        become `Error: ...`."""
         began = time.monotonic()
-        returned, error = await self._call(call)
-        content, cut = self.cut(returned.content)
+        result, error = await self._call(call)
+        content, is_cut = self.cut(result.content)
         message = Message("tool", content, tool_call_id=call.id or None, name=call.name or None)
+        seconds = time.monotonic() - began
         return CallOutcome(
-            message,
-            error,
-            returned.reward,
-            returned.metrics,
-            cut,
-            call.name,
-            time.monotonic() - began,
+            message, error, result.reward, result.metrics, is_cut, call.name, seconds
         )
 
     async def _call(self, call: ToolCall) -> tuple[ToolResult, str | None]:
         """Return the result of one call, and its kind of error."""
+        # Mistakes of the model.
         if call.error is not None:
             return _error_result(call.error), call.cause or "malformed"
-        found = self._tools.get(call.name)
-        if found is None:
+        tool = self._tools.get(call.name)
+        if tool is None:
             near = suggest_or_list(call.name, self._tools) or "there is none"
             return _error_result(f"no tool {call.name!r}; {near}"), "unknown_tool"
         try:
-            arguments = found.signature.read(call.arguments)
+            arguments = tool.signature.read(call.arguments)
         except InvalidArguments as error:
             return _error_result(str(error)), error.cause
-        if found.row:
-            arguments = {**arguments, **found.row}
+        if tool.row:
+            arguments = {**arguments, **tool.row}
+
         try:
-            result = await call_user(found.function, arguments)
+            value = await call_user(tool.function, arguments)
         except (ToolFailure, ToolSchemaError):
             raise
         except Exception as error:
+            # A ValueError is what tools tell the model with: its text alone.
             text = words(error)
             if not text or not issubclass(type(error), ValueError):
                 text = f"{class_name(error)}: {text}".rstrip(": ")
             return _error_result(text), "raised"
-        returned = read_result(result, call.name)
-        if returned.error and isinstance(returned.content, str):
-            return _error_result(returned.content), "raised"
-        for what, value in (
-            ("reward", returned.reward),
-            *((f"metric {key!r}", n) for key, n in returned.metrics.items()),
-        ):
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
-                # One that is not finite would corrupt every mean.
-                as_number(value, f"the tool {call.name!r} gave the {what}, which")
-        return returned, "raised" if returned.error else None
+
+        result = read_result(value, call.name)
+        if result.error and isinstance(result.content, str):
+            return _error_result(result.content), "raised"
+        _check_number(call.name, "reward", result.reward)
+        for name, number in result.metrics.items():
+            _check_number(call.name, f"metric {name!r}", number)
+        return result, "raised" if result.error else None
+
+
+def _check_number(tool_name: str, what: str, value: Any) -> None:
+    """Raise `RewardError` for a number of a tool that is not finite: it would corrupt every
+    mean."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        as_number(value, f"the tool {tool_name!r} gave the {what}, which")
 
 
 def _error_result(text: str) -> ToolResult:
@@ -264,27 +294,28 @@ def _error_result(text: str) -> ToolResult:
 def as_tool(item: Any) -> Tool:
     """Convert a function to a tool; return a tool unchanged."""
     if isinstance(item, Tool):
-        made = item
+        tool = item
     elif callable(item) and not inspect.isclass(item):
-        made = Tool(item, tool_signature(item))
+        tool = Tool(item, tool_signature(item))
     else:
         raise ToolSchemaError(f"{item!r:.80} is not a tool; give functions or @tool objects")
-    if not made.source and takes_self(made):
+    if not tool.source and takes_self(tool):
         raise ToolSchemaError(
-            f"tool {made.name!r} is a method without its object; give the class, or "
-            f"object.{made.name}"
+            f"tool {tool.name!r} is a method without its object; give the class, or "
+            f"object.{tool.name}"
         )
-    return made
+    return tool
 
 
 def takes_self(tool: Tool) -> bool:
     """Whether the function of a tool is an unbound method."""
-    return (
-        inspect.isfunction(tool.function) and next(iter(parameters_of(tool.function)), "") == "self"
-    )
+    if not inspect.isfunction(tool.function):
+        return False
+    return next(iter(parameters_of(tool.function)), "") == "self"
 
 
 def _source(tool: Tool) -> str:
+    """Return where a tool comes from, for errors."""
     if tool.source:
         return tool.source
     name = getattr(tool.function, "__qualname__", type(tool.function).__name__)

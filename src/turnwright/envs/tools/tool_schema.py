@@ -2,6 +2,9 @@
 
 The rules are those of verl's `@function_tool`: hints give the types, a Google docstring the
 descriptions; `*args` and `**kwargs` are rejected; a name or a complete schema can be given instead.
+
+`tool_signature` makes the schema of a function, `ToolSignature.read` checks and converts the
+arguments of a call. What a schema means for a value is in `schema_check.py`.
 """
 
 from __future__ import annotations
@@ -29,77 +32,84 @@ from turnwright.envs.tools.schema_check import (
 from turnwright.errors import UsageError, suggest_or_list
 from turnwright.types.json_schema import SchemaFault, read_schema
 
+_ARGUMENT_SECTIONS = ("Args", "Arguments", "Parameters", "Params")
 _SECTION = re.compile(
-    r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Warnings?|See Also|References|Todo)\s*:\s*$"  # noqa: E501
+    r"(Args|Arguments|Parameters|Params|Returns?|Yields?|Raises|Examples?|Notes?|Warnings?"
+    r"|See Also|References|Todo)\s*:\s*$"
 )
 _ARGUMENT = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description (all text before the first section) and the text of each
-    argument; empty if missing.
+    """Return the description (all text before the first section) and the text of each argument;
+    empty if missing.
 
     Example: ``("Evaluate arithmetic.", {"expression": 'for example "(3 + 4) * 5".'})``
     """
     lines = inspect.cleandoc(function.__doc__ or "").splitlines()
-    starts = [index for index, line in enumerate(lines) if _SECTION.match(line)]
-    description = " ".join(" ".join(lines[: starts[0] if starts else len(lines)]).split())
+    starts = [number for number, line in enumerate(lines) if _SECTION.match(line)]
+    ends = [*starts[1:], len(lines)]
+
+    before_sections = lines[: starts[0]] if starts else lines
+    description = " ".join(" ".join(before_sections).split())
     arguments: dict[str, str] = {}
-    for start in starts:
-        if lines[start].strip().rstrip(": ") in ("Args", "Arguments", "Parameters", "Params"):
-            end = next((index for index in starts if index > start), len(lines))
+    for start, end in zip(starts, ends, strict=False):
+        if lines[start].strip().rstrip(": ") in _ARGUMENT_SECTIONS:
             arguments |= _arguments(lines[start + 1 : end])
     return description, arguments
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Parse an argument section; lines indented deeper than the first continue
-    the previous argument."""
-    found: dict[str, str] = {}
+    """Parse an argument section; lines indented deeper than the first continue the previous
+    argument."""
+    lines = [line for line in lines if line.strip()]
+    texts: dict[str, str] = {}
     current = ""
-    indent = next((len(line) - len(line.lstrip()) for line in lines if line.strip()), 0)
+    indent = _depth(lines[0]) if lines else 0
     for line in lines:
-        if not line.strip():
-            continue
-        depth = len(line) - len(line.lstrip())
+        depth = _depth(line)
         if depth == 0:
             break
         match = _ARGUMENT.match(line.strip()) if depth <= indent else None
         if match:
             current = match[1]
-            found[current] = match[2].strip()
+            texts[current] = match[2].strip()
         elif current:
-            found[current] = f"{found[current]} {line.strip()}".strip()
-    return found
+            texts[current] = f"{texts[current]} {line.strip()}".strip()
+    return texts
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def pydantic_hint(hint: Any) -> Any:
-    """Replace each `typing.TypedDict` of a hint by one of typing_extensions, which pydantic
-    needs on Python 3.11."""
+    """Replace each `typing.TypedDict` of a hint by one of typing_extensions, which pydantic needs
+    on Python 3.11."""
     if typing.is_typeddict(hint):
         import typing_extensions
 
-        members = {
-            key: pydantic_hint(inner)
-            for key, inner in get_type_hints(hint, include_extras=True).items()
-        }
-        members |= {
-            key: typing_extensions.NotRequired[members[key]] for key in hint.__optional_keys__
-        }
+        members = {}
+        for key, inner in get_type_hints(hint, include_extras=True).items():
+            members[key] = pydantic_hint(inner)
+        for key in hint.__optional_keys__:
+            members[key] = typing_extensions.NotRequired[members[key]]
         return typing_extensions.TypedDict(hint.__name__, members)  # type: ignore[operator]
+
     if isinstance(hint, types.UnionType):
-        return functools.reduce(
-            operator.or_, (pydantic_hint(member) for member in typing.get_args(hint))
-        )
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (list, dict, tuple, set, frozenset, typing.Union) and any(
-        map(typing.is_typeddict, _nested_hints(hint))
-    ):
-        return origin[tuple(pydantic_hint(member) for member in args)]
-    return hint
+        alternatives = [pydantic_hint(member) for member in typing.get_args(hint)]
+        return functools.reduce(operator.or_, alternatives)
+
+    origin = typing.get_origin(hint)
+    if origin not in (list, dict, tuple, set, frozenset, typing.Union):
+        return hint
+    if not any(map(typing.is_typeddict, _nested_hints(hint))):
+        return hint
+    return origin[tuple(pydantic_hint(member) for member in typing.get_args(hint))]
 
 
 def _nested_hints(hint: Any) -> typing.Iterator[Any]:
+    """Yield a hint and all hints within it."""
     yield hint
     for member in typing.get_args(hint):
         yield from _nested_hints(member)
@@ -107,8 +117,12 @@ def _nested_hints(hint: Any) -> typing.Iterator[Any]:
 
 _MAX_FLAT = 10_000
 """Schemas in a flattened schema: definitions that name others twice double it with each of them."""
+
 _DATA = ("const", "default", "enum", "examples")
+"""Keywords whose values are data, not schemas."""
+
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
 
 
 def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,6 +135,7 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
     count = 0
 
     def walk(value: Any, inside: tuple[str, ...]) -> Any:
+        """Return a flat value, `inside` the definitions of these names."""
         nonlocal count
         if isinstance(value, list):
             return [walk(item, inside) for item in value]
@@ -130,31 +145,28 @@ def flatten(schema: Mapping[str, Any]) -> dict[str, Any]:
         if count > _MAX_FLAT:
             raise ValueError(f"it has over {_MAX_FLAT} schemas without its references")
 
-        if isinstance(reference := value.get("$ref"), str):
+        reference = value.get("$ref")
+        if isinstance(reference, str):
             name = reference.removeprefix("#/$defs/")
             if name in inside:
                 raise ValueError(f"the type {name} contains itself")
             beside = {key: inner for key, inner in value.items() if key != "$ref"}
-            meant: dict[str, Any] = walk(definitions[name], (*inside, name))
-            return meant | walk(beside, inside)
+            definition: dict[str, Any] = walk(definitions[name], (*inside, name))
+            return definition | walk(beside, inside)
 
-        flat: dict[str, Any] = {}
+        # A union of plain types is a list of types, the usual form of an optional string in
+        # prompts.
         members = value.get("anyOf")
+        is_plain_union = members and "type" not in value and all(map(_is_bare_type, members))
+        flat: dict[str, Any] = {}
         for key, inner in value.items():
             if key in ("$defs", "title"):
                 continue
             if key in _MAPS and isinstance(inner, Mapping):
                 # A property may itself be called "title".
                 flat[key] = {name: walk(member, inside) for name, member in inner.items()}
-            elif (
-                key == "anyOf"
-                and "type" not in value
-                and members
-                and all(map(_is_bare_type, members))
-            ):
-                # a union of plain types is a list of types, the usual form of an
-                # optional string in prompts
-                flat["type"] = [member["type"] for member in members]
+            elif key == "anyOf" and is_plain_union:
+                flat["type"] = [member["type"] for member in inner]
             else:
                 flat[key] = inner if key in _DATA else walk(inner, inside)
         return flat
@@ -184,7 +196,8 @@ class InvalidArguments(ValueError):
 
     def __init__(self, message: str, cause: str = "wrong_type") -> None:
         super().__init__(message)
-        self.cause = cause  # `unknown_argument`, `missing_argument` or `wrong_type`
+        self.cause = cause
+        """`unknown_argument`, `missing_argument` or `wrong_type`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +207,16 @@ class ToolSignature:
     Raises `ToolSchemaError` for a schema whose arguments cannot be checked.
     """
 
-    schema: Mapping[str, Any]  # in OpenAI's shape, ``{"type": "function", "function": {...}}``
-    readers: Mapping[str, Any]  # one pydantic `TypeAdapter` per parameter that has a hint
-    # Arguments that may be null even where the schema does not say so.
+    schema: Mapping[str, Any]
+    """In OpenAI's shape, ``{"type": "function", "function": {...}}``."""
+    readers: Mapping[str, Any]
+    """One pydantic `TypeAdapter` per parameter that has a hint."""
     nullable: frozenset[str] = frozenset()
+    """Arguments that may be null even where the schema does not say so."""
     _check: SchemaCheck = field(init=False, repr=False, compare=False)
     _quick_checks: Mapping[str, QuickCheck] = field(init=False, repr=False, compare=False)
-    """Checks of those arguments that need no validator, if the arguments have
-    no condition together."""
+    """Checks of those arguments that need no validator, if the arguments have no condition
+    together."""
     _required: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -209,17 +224,8 @@ class ToolSignature:
             raise ToolSchemaError(
                 f"tool {self.name!r}: its parameters are no JSON schema of type object"
             )
-        schema = dict(self.parameters)
-        if self.nullable:
-            properties: Mapping[str, Any] = schema.get("properties") or {}
-            schema["properties"] = {
-                key: {**inner, "nullable": True}
-                if key in self.nullable and isinstance(inner, Mapping)
-                else inner
-                for key, inner in properties.items()
-            }
         try:
-            check = SchemaCheck.of(schema)
+            check = SchemaCheck.of(self._schema_with_null())
             quick_checks = quick_checks_of(check.resolved.root)
             if len(quick_checks) < len(check.root_keys.named) and not self.readers:
                 # its author may have erred; schemas made from hints are valid
@@ -229,6 +235,19 @@ class ToolSignature:
         object.__setattr__(self, "_check", check)
         object.__setattr__(self, "_quick_checks", quick_checks)
         object.__setattr__(self, "_required", frozenset(check.resolved.root.get("required") or ()))
+
+    def _schema_with_null(self) -> dict[str, Any]:
+        """Return the schema of the arguments, with null for those that may be null."""
+        schema = dict(self.parameters)
+        if not self.nullable:
+            return schema
+        properties: dict[str, Any] = {}
+        for key, inner in (schema.get("properties") or {}).items():
+            if key in self.nullable and isinstance(inner, Mapping):
+                inner = {**inner, "nullable": True}
+            properties[key] = inner
+        schema["properties"] = properties
+        return schema
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without the validator, which is made again."""
@@ -242,16 +261,16 @@ class ToolSignature:
     @property
     def parameters(self) -> Mapping[str, Any]:
         """The JSON schema of the arguments object."""
-        found: Mapping[str, Any] = self.schema["function"].get("parameters") or {}
-        return found
+        parameters: Mapping[str, Any] = self.schema["function"].get("parameters") or {}
+        return parameters
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Validate arguments and convert them to the hinted types, such as
-        nested dataclasses and tuples.
+        """Validate arguments and convert them to the hinted types, such as nested dataclasses and
+        tuples.
 
-        An integer is accepted for a float, and a float such as 3.0 for an integer,
-        which it becomes. Nothing else is coerced: no bool for a number, no string for
-        either. Raises `InvalidArguments`.
+        An integer is accepted for a float, and a float such as 3.0 for an integer, which it
+        becomes. Nothing else is coerced: no bool for a number, no string for either. Raises
+        `InvalidArguments`.
         """
         if not self._is_valid(arguments):
             arguments = self._checked(arguments)
@@ -262,8 +281,8 @@ class ToolSignature:
         }
 
     def _is_valid(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether quick checks show that the arguments are valid: the validator
-        takes 20 times as long."""
+        """Whether quick checks show that the arguments are valid: the validator takes 20 times as
+        long."""
         quick_checks = self._quick_checks
         for key, value in arguments.items():
             quick_check = quick_checks.get(key)
@@ -281,41 +300,43 @@ class ToolSignature:
             for key in arguments:
                 if not check.schemas_of(key):
                     raise self._unknown(key)
+
+            # The model reads the first problem alone.
             problems = list(check.problems(arguments))
             if problems:
-                raise self._refusal(
-                    min(problems, key=lambda problem: self._rank(problem, arguments))
-                )
+                first = min(problems, key=lambda problem: self._rank(problem, arguments))
+                raise self._refusal(first)
             for key, value in arguments.items():
                 unknown = check.unknown_key(value, check.schemas_of(key), (key,))
                 if unknown is not None:
                     raise self._refusal(unknown)
-            return {
-                key: check.with_integers(value, check.schemas_of(key))
-                for key, value in arguments.items()
-            }
+
+            converted = {}
+            for key, value in arguments.items():
+                converted[key] = check.with_integers(value, check.schemas_of(key))
+            return converted
         except (TooComplex, RecursionError) as error:
             problem = str(error) if isinstance(error, TooComplex) else "is nested too deep"
-            nested = [
-                key for key, value in arguments.items() if isinstance(value, (list, dict))
-            ] or list(arguments)
-            raise InvalidArguments(
-                f"argument {quoted(nested[0])} of {self.name} {problem}"
-            ) from None
+            nested = [key for key, value in arguments.items() if isinstance(value, (list, dict))]
+            key = (nested or list(arguments))[0]
+            raise InvalidArguments(f"argument {quoted(key)} of {self.name} {problem}") from None
 
     @staticmethod
     def _rank(problem: Problem, arguments: Mapping[str, Any]) -> int:
-        """Return the place of a problem: missing arguments come first, then the
-        arguments in their order."""
+        """Return the place of a problem: missing arguments come first, then the arguments in their
+        order."""
         if not problem.path:
             return -1
-        return list(arguments).index(problem.path[0]) if problem.path[0] in arguments else 0
+        key = problem.path[0]
+        return list(arguments).index(key) if key in arguments else 0
 
     def _unknown(self, key: Any) -> InvalidArguments:
+        """Return the error of an argument that the tool does not have."""
         keys = self._check.root_keys
         patterns = ", ".join(shortened(pattern) for pattern, _ in keys.patterns)
-        otherwise = f"its arguments match {patterns}" if patterns else "it takes none"
-        near = suggest_or_list(str(key), keys.named) or otherwise
+        near = suggest_or_list(str(key), keys.named)
+        if not near:
+            near = f"its arguments match {patterns}" if patterns else "it takes none"
         return InvalidArguments(
             f"{self.name} has no argument {quoted(key)}; {near}", "unknown_argument"
         )
@@ -334,18 +355,21 @@ class ToolSignature:
         )
 
     def _read_one(self, key: str, value: Any, reader: Any) -> Any:
+        """Convert one argument to its hinted type."""
         from pydantic import ValidationError
 
         try:
-            # through JSON, since strict mode reads enums and dataclasses from
-            # plain values only there
+            # Through JSON, since strict mode reads enums and dataclasses from plain values only
+            # there.
             return reader.validate_json(json.dumps(value), strict=True)
         except RecursionError:
             raise InvalidArguments(f"argument {key!r} of {self.name} is nested too deep") from None
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            at = "".join(f"[{part!r}]" for part in first["loc"])
-            raise InvalidArguments(f"argument {key!r}{at} of {self.name}: {first['msg']}") from None
+            place = "".join(f"[{part!r}]" for part in first["loc"])
+            raise InvalidArguments(
+                f"argument {key!r}{place} of {self.name}: {first['msg']}"
+            ) from None
 
 
 def tool_signature(
@@ -367,10 +391,14 @@ def tool_signature(
             raise ToolSchemaError(f"{where}: from_row names {key!r}, which is no parameter; {near}")
         del parameters[key]
     hints = _hints(function, where)
+
+    # With a schema, hints only convert.
     if schema is not None:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters_of(function).values())
-        made = _given(schema, name, parameters, where, takes_any)
-        return ToolSignature(made, _readers(parameters, hints, where, strict=False))
+        checked = _checked_schema(schema, name, parameters, where, takes_any)
+        return ToolSignature(checked, _readers(parameters, hints, where, strict=False))
+
+    # Without one, hints give the types and the docstring gives the texts.
     for parameter in parameters:
         if parameter not in hints:
             raise ToolSchemaError(
@@ -383,19 +411,19 @@ def tool_signature(
         raise ToolSchemaError(
             f"{where}: no docstring; describe the tool for the model in one (or give schema=)"
         )
-    for text in texts:
-        if text not in parameters and text not in from_row:
-            near = suggest_or_list(text, parameters) or "it takes none"
+    for key in texts:
+        if key not in parameters and key not in from_row:
+            near = suggest_or_list(key, parameters) or "it takes none"
             raise ToolSchemaError(
-                f"{where}: the docstring describes {text!r}, which is no parameter; {near}"
+                f"{where}: the docstring describes {key!r}, which is no parameter; {near}"
             )
-    properties = {
-        key: _property(readers[key], parameter, texts.get(key), where)
-        for key, parameter in parameters.items()
-    }
-    required = [
-        key for key, parameter in parameters.items() if parameter.default is parameter.empty
-    ]
+
+    properties: dict[str, Any] = {}
+    required: list[str] = []
+    for key, details in parameters.items():
+        properties[key] = _property(readers[key], details, texts.get(key), where)
+        if details.default is details.empty:
+            required.append(key)
     body: dict[str, Any] = {
         "name": checked_name(name or function.__name__, where),
         "description": description,
@@ -404,14 +432,15 @@ def tool_signature(
     return ToolSignature({"type": "function", "function": body}, readers)
 
 
-_kept_signature = functools.lru_cache(maxsize=256)(inspect.signature)
+_cached_signature = functools.lru_cache(maxsize=256)(inspect.signature)
 
 
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return a callable's parameters; those of functions and classes, which every episode
-    needs, are read once."""
-    kept = isinstance(function, (types.FunctionType, type))
-    return (_kept_signature if kept else inspect.signature)(function).parameters
+    """Return a callable's parameters; those of functions and classes, which every episode needs,
+    are read once."""
+    if isinstance(function, (types.FunctionType, type)):
+        return _cached_signature(function).parameters
+    return inspect.signature(function).parameters
 
 
 def nullable_parameters(function: Callable[..., Any]) -> frozenset[str]:
@@ -420,11 +449,11 @@ def nullable_parameters(function: Callable[..., Any]) -> frozenset[str]:
         hints = get_type_hints(function)
     except Exception:  # an unresolved hint; the defaults remain
         hints = {}
-    return frozenset(
-        key
-        for key, parameter in parameters_of(function).items()
-        if parameter.default is None or type(None) in typing.get_args(hints.get(key))
-    )
+    nullable = set()
+    for key, parameter in parameters_of(function).items():
+        if parameter.default is None or type(None) in typing.get_args(hints.get(key)):
+            nullable.add(key)
+    return frozenset(nullable)
 
 
 class RowParameters(NamedTuple):
@@ -438,37 +467,41 @@ class RowParameters(NamedTuple):
 
 
 def _row_parameters(function: Callable[..., Any]) -> RowParameters:
-    parameters = parameters_of(function)
-    named = [
-        key
-        for key, p in parameters.items()
-        if key != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    needed = frozenset(key for key, p in parameters.items() if p.default is p.empty)
-    return RowParameters(
-        tuple(named), needed, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    )
+    named = []
+    needed = set()
+    takes_any = False
+    for key, parameter in parameters_of(function).items():
+        is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if is_named and key != "self":
+            named.append(key)
+        if parameter.default is parameter.empty:
+            needed.add(key)
+        takes_any |= parameter.kind is parameter.VAR_KEYWORD
+    return RowParameters(tuple(named), frozenset(needed), takes_any)
 
 
-_kept_row_parameters = functools.lru_cache(maxsize=256)(_row_parameters)
+_cached_row_parameters = functools.lru_cache(maxsize=256)(_row_parameters)
 
 
 def row_parameters(function: Callable[..., Any]) -> RowParameters:
     """Return what a row can set of a callable, read as `parameters_of` does."""
-    kept = isinstance(function, (types.FunctionType, type))
-    return (_kept_row_parameters if kept else _row_parameters)(function)
+    if isinstance(function, (types.FunctionType, type)):
+        return _cached_row_parameters(function)
+    return _row_parameters(function)
 
 
 def _parameters(
     function: Callable[..., Any], where: str, own_schema: bool
 ) -> dict[str, inspect.Parameter]:
+    """Return the parameters that a call can give by name, without `self`."""
     try:
         parameters = parameters_of(function)
     except (TypeError, ValueError) as error:
         raise ToolSchemaError(
             f"{where}: its signature cannot be read ({error}); wrap it in a function of your own"
         ) from error
-    found: dict[str, inspect.Parameter] = {}
+
+    named: dict[str, inspect.Parameter] = {}
     for number, (key, parameter) in enumerate(parameters.items()):
         if number == 0 and key == "self" and parameter.annotation is parameter.empty:
             continue
@@ -483,11 +516,12 @@ def _parameters(
             raise ToolSchemaError(
                 f"{where}: {key!r} is positional-only, and tools are called by name; remove the '/'"
             )
-        found[key] = parameter
-    return found
+        named[key] = parameter
+    return named
 
 
 def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    """Return the hints of a callable; raise `ToolSchemaError` for one without a type."""
     target: Any = function if inspect.isroutine(function) else type(function).__call__
     try:
         return get_type_hints(target, include_extras=True)
@@ -500,13 +534,15 @@ def _hints(function: Callable[..., Any], where: str) -> dict[str, Any]:
 def _readers(
     parameters: Mapping[str, Any], hints: Mapping[str, Any], where: str, strict: bool
 ) -> dict[str, Any]:
-    """Make one reader per hinted parameter; unless strict, unreadable hints are skipped in
-    favor of the given schema."""
+    """Make one reader per hinted parameter; unless strict, unreadable hints are skipped in favor of
+    the given schema."""
     from pydantic import TypeAdapter
     from pydantic.errors import PydanticUserError
 
     readers: dict[str, Any] = {}
-    for key in filter(hints.__contains__, parameters):
+    for key in parameters:
+        if key not in hints:
+            continue
         try:
             readers[key] = TypeAdapter(pydantic_hint(hints[key]))
         except (PydanticUserError, TypeError) as error:
@@ -521,6 +557,7 @@ def _readers(
 def _property(
     reader: Any, parameter: inspect.Parameter, text: str | None, where: str
 ) -> dict[str, Any]:
+    """Return the schema of a parameter, with its text and its default."""
     from pydantic.errors import PydanticInvalidForJsonSchema
 
     try:
@@ -536,43 +573,50 @@ def _property(
     return schema
 
 
-def _given(
+def _checked_schema(
     schema: Mapping[str, Any],
     name: str | None,
     parameters: Mapping[str, Any],
     where: str,
     takes_any: bool,
 ) -> dict[str, Any]:
+    """Return a schema of the user's in OpenAI's shape, checked against the function's
+    parameters."""
     body = schema.get("function", schema) if isinstance(schema, Mapping) else None
     if not isinstance(body, Mapping) or not (name or isinstance(body.get("name"), str)):
         raise ToolSchemaError(
             f'{where}: schema= is an OpenAI tool schema: {{"name": ..., "parameters": {{"type": '
             '"object", ...}}'
         )
-    given = body.get("parameters") or {"type": "object", "properties": {}}
-    if not isinstance(given, Mapping) or str(given.get("type", "object")).lower() != "object":
+    arguments = body.get("parameters") or {"type": "object", "properties": {}}
+    is_mapping = isinstance(arguments, Mapping)
+    if not is_mapping or str(arguments.get("type", "object")).lower() != "object":
         raise ToolSchemaError(
             f'{where}: the "parameters" of schema= are a JSON schema of type object'
         )
     try:
-        resolved = read_schema(given)
+        resolved = read_schema(arguments)
     except SchemaFault as fault:
         raise ToolSchemaError(f"{where}: {fault}") from fault
+
     keys = resolved.keys([resolved.root])
     for key in keys.named:
         if key not in parameters and not takes_any:
             raise ToolSchemaError(
                 f"{where}: schema= has the parameter {key!r}, which the function does not take"
             )
+    # A pattern, or a schema for all other keys, may mean a parameter that is not named.
+    names_all = keys.closed and not keys.patterns and not keys.others
     for key, parameter in parameters.items():
-        # a pattern, or a schema for all other keys, may mean it
-        left_out = key not in keys.named and keys.closed and not keys.patterns and not keys.others
-        if left_out and parameter.default is parameter.empty:
+        is_left_out = names_all and key not in keys.named
+        if is_left_out and parameter.default is parameter.empty:
             raise ToolSchemaError(
                 f"{where}: schema= leaves out the parameter {key!r}, which has no default"
             )
-    made = {**body, "name": checked_name(name or body["name"], where), "parameters": dict(given)}
-    return {"type": "function", "function": made}
+
+    checked = checked_name(name or body["name"], where)
+    function = {**body, "name": checked, "parameters": dict(arguments)}
+    return {"type": "function", "function": function}
 
 
 def checked_name(name: str, where: str, remedy: str = "name=") -> str:
