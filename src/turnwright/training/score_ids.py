@@ -45,10 +45,10 @@ def score_ids(forward: ForwardPass, request: ScoreRequest, pixels: PixelCache | 
         features_md, head = forward.features(micro, pixels)
         stats = target_stats(features_md, head, micro.targets_m, law, entropy=False)
         if request.top:
-            top_ids_m, logp_m = top_logprobs(
+            top_mk, top_logp_mk = top_logprobs(
                 features_md, head, micro.targets_m, law, None, request.top
             )
-            for top_ids, logprobs in zip(top_ids_m.tolist(), logp_m.tolist(), strict=True):
+            for top_ids, logprobs in zip(top_mk.tolist(), top_logp_mk.tolist(), strict=True):
                 tops.append(dict(zip(top_ids, logprobs, strict=True)))
     return IdScores(stats.logprobs_m.tolist(), tops)
 

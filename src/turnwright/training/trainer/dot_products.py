@@ -1,7 +1,8 @@
 """Dot products of two gradients, in one pass over the memory: for large models, whose numbers fit
 into no cache.
 
-`gradient_signal.py` says what they are for, and computes the same with torch for small models.
+`gradient_signal.py` says what they are for; `optimizer.py` computes the same with torch for other
+models.
 """
 
 from __future__ import annotations
