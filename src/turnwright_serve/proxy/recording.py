@@ -99,13 +99,13 @@ class RecordedSessions:
 
     async def session(self, name: str) -> ProxySession:
         """Return the session of a name; begin one if none is open."""
-        opened = self._open.get(name)
-        if opened is None or opened.over.is_set():
-            opened = _Open(asyncio.get_running_loop().create_future(), time.monotonic())
-            self._open[name] = opened
-            self._begin(name, opened)
-        opened.used = time.monotonic()
-        return await asyncio.shield(opened.ready)
+        recording = self._open.get(name)
+        if recording is None or recording.over.is_set():
+            recording = _Open(asyncio.get_running_loop().create_future(), time.monotonic())
+            self._open[name] = recording
+            self._begin(name, recording)
+        recording.used = time.monotonic()
+        return await asyncio.shield(recording.ready)
 
     def end(self, name: str, reward: float | None) -> None:
         """End a session, with its reward.
@@ -113,35 +113,35 @@ class RecordedSessions:
         Raises:
             RequestFault: if none of that name is open.
         """
-        opened = self._open.get(name)
-        if opened is None or opened.over.is_set():
+        recording = self._open.get(name)
+        if recording is None or recording.over.is_set():
             raise RequestFault(f"no open session {name!r:.120}", 404)
-        opened.reward = reward
-        opened.over.set()
+        recording.reward = reward
+        recording.over.set()
 
     async def close(self) -> None:
         """End all sessions, and wait until they are recorded."""
-        for opened in self._open.values():
-            opened.over.set()
+        for recording in self._open.values():
+            recording.over.set()
         await asyncio.gather(*self._playing, return_exceptions=True)
 
-    def _begin(self, name: str, opened: _Open) -> None:
+    def _begin(self, name: str, recording: _Open) -> None:
         number = self._numbers[name]
         self._numbers[name] += 1
 
         async def play(task: Task, model: Model) -> Scores:
             session = ProxySession(model, self._settings)
-            opened.ready.set_result(session)
+            recording.ready.set_result(session)
             try:
-                await self._until_over(session, opened)
+                await self._until_over(session, recording)
             finally:
-                opened.over.set()
+                recording.over.set()
                 await session.end()
             if session.error is not None:
                 raise session.error
             if session.limit is None:
-                return Scores(opened.reward, status="completed")
-            return Scores(opened.reward, status=StopReason(session.limit.reason))
+                return Scores(recording.reward, status="completed")
+            return Scores(recording.reward, status=StopReason(session.limit.reason))
 
         async def record() -> list[Trajectory]:
             key = EpisodeKey(PHASE, 0, name, number)
@@ -158,21 +158,21 @@ class RecordedSessions:
         def finished(done: asyncio.Task[list[Trajectory]]) -> None:
             self._playing.discard(done)
             error = None if done.cancelled() else done.exception()
-            if not opened.ready.done():
+            if not recording.ready.done():
                 reason = error or "the recorder is closed"
                 fault = RequestFault(f"the session could not begin: {reason}")
-                opened.ready.set_exception(fault)
+                recording.ready.set_exception(fault)
             elif error is not None:
                 self._note(f"{name}: {error}")
 
         task.add_done_callback(finished)
 
-    async def _until_over(self, session: ProxySession, opened: _Open) -> None:
+    async def _until_over(self, session: ProxySession, recording: _Open) -> None:
         """Wait until a session is ended, by a request, a limit or its silence."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (opened.over, session.ended)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (recording.over, session.ended)]
         try:
             while not any(wait.done() for wait in waits):
-                left = opened.used + self._idle_s - time.monotonic()
+                left = recording.used + self._idle_s - time.monotonic()
                 if left <= 0 and not session.busy:
                     return
                 await asyncio.wait(
