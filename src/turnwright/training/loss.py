@@ -169,7 +169,6 @@ class Correction:
         which none is missing. r_t is the ratio of their probabilities, trainer / engine;
         `trajectory_n` are indices from 0.
 
-
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL
           framework secretly brings you off-policy RL training", 2025). With
           `old_logprobs = "trainer"` the policy loss is then decoupled PPO of stale tokens (arXiv

@@ -76,7 +76,7 @@ class PastPolicy:
         for partial in self._directory.glob(".*.dropped"):
             shutil.rmtree(partial, ignore_errors=True)
 
-        newest = max(checkpoints)
+        newest = max(checkpoints, default=-1)
         for path in self._directory.glob("step-*"):
             number = path.name.removeprefix("step-")
             if not number.isdecimal() or int(number) > newest:
