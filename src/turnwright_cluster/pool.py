@@ -309,7 +309,8 @@ class WorkerPool:
         while self._queue:
             asked, future = self._queue[0]
             if future.done():
-                self._queue.popleft()  # it does not wait any more
+                # It does not wait any more.
+                self._queue.popleft()
                 continue
 
             worker = self._best_free(asked, loads)

@@ -277,7 +277,8 @@ class RayEngines:
                 self._relays.pop(number, None)
                 fault = f"Ray: {type(error).__name__}"
                 if isinstance(error, ActorDiedError):
-                    self._replace(servers, number)  # Ray may not restart it
+                    # Ray may not restart it.
+                    self._replace(servers, number)
             except RayTaskError as error:
                 fault = str(error.cause)
                 failed += 1

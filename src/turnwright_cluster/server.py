@@ -229,8 +229,8 @@ class RunServer:
         count."""
         lease = self._config.scale.lease_s
         pause = min(lease / 4, 0.5)
+        # Until `extra` nobody is lost.
         extra = 0.0
-        """Time until which nobody is lost."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(pause)

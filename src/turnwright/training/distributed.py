@@ -175,7 +175,8 @@ class ProcessRanks(Ranks):
             # Torch 2.12: for a rank whose passes have no image.
             model.set_reduce_scatter_unused_params(True)
 
-        if forward.head is None:  # it calls the model itself
+        if forward.head is None:
+            # It calls the model itself.
             return forward.stats, forward.full_logprobs
 
         def run(*args: Any, **named: Any) -> tuple[Tensor, Tensor]:

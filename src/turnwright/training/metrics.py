@@ -47,13 +47,13 @@ Slot = tuple[int, int]
 
 def versions() -> dict[str, str]:
     """Return the versions of packages that results depend on."""
-    found = {"python": platform.python_version()}
+    packages = {"python": platform.python_version()}
     for name in ("turnwright", "torch", "transformers", "tokenizers", "numpy", "numba"):
         try:
-            found[name] = metadata.version(name)
+            packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = __version__ if name == "turnwright" else "not installed"
-    return found
+            packages[name] = __version__ if name == "turnwright" else "not installed"
+    return packages
 
 
 def hardware() -> dict[str, Any]:

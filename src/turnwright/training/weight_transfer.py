@@ -306,7 +306,8 @@ def _address_towards(url: str) -> str:
     parts = urlsplit(url)
     host = parts.hostname or LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, parts.port or 80))  # sends nothing
+        # This sends nothing.
+        probe.connect((host, parts.port or 80))
         return str(probe.getsockname()[0])
 
 

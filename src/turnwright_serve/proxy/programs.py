@@ -544,7 +544,8 @@ class _SharedServer:
         async with self._lock:
             self._users -= 1
             if not self._users and self._server is not None:
-                server, self._server = self._server, None
+                server = self._server
+                self._server = None
                 await server.__aexit__()
 
 

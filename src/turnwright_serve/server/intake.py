@@ -285,7 +285,8 @@ class ParseLane:
         self, result: asyncio.Future[Any], done: asyncio.Future[tuple[float, Any, Exception | None]]
     ) -> None:
         if done.cancelled():
-            result.cancel()  # the event loop ends
+            # The event loop ends.
+            result.cancel()
             return
 
         seconds, value, error = done.result()

@@ -242,15 +242,19 @@ class WeightRelay:
                 raise SyncError(f"{final}: cannot be written: {error}") from error
             raise
         finally:
-            for digest, arrival in missing.items():
-                if self._arrival.get(digest) is arrival:
-                    del self._arrival[digest]
-                if not arrival.done():
-                    arrival.set_exception(SyncError(f"the transfer of {name} ended"))
-                # Retrieved here: asyncio would log an exception for which no peer waits.
-                arrival.exception()
+            self._end_arrivals(missing, name)
         self._forget()
         return final
+
+    def _end_arrivals(self, arrivals: Mapping[str, asyncio.Future[None]], name: str) -> None:
+        """Let nobody wait any longer for the chunks of a transfer, whether it ended well or not."""
+        for digest, arrival in arrivals.items():
+            if self._arrival.get(digest) is arrival:
+                del self._arrival[digest]
+            if not arrival.done():
+                arrival.set_exception(SyncError(f"the transfer of {name} ended"))
+            # Retrieved here: asyncio would log an exception for which no peer waits.
+            arrival.exception()
 
     async def _from_peers(self, chunk: Chunk, sources: Sequence[str], old: str) -> list[bytes]:
         """Fetch and verify a chunk from the first source that has it.

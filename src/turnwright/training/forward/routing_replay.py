@@ -178,7 +178,7 @@ class RoutingReplay:
             return None
         logits, scores, own_experts = output
         recorded = self._chosen[number]
-        known = self._routes.known_p[:, None]
+        is_known = self._routes.known_p[:, None]
         if len(recorded) != len(logits):
             raise TurnwrightError(
                 f"router {self.routers[number].name} has {len(logits)} positions, but experts are "
@@ -188,7 +188,7 @@ class RoutingReplay:
         # The same experts in another order would change the last bits.
         in_order = recorded.sort(dim=-1).values == own_experts.sort(dim=-1).values
         same = in_order.all(dim=-1, keepdim=True)
-        experts = torch.where(known & ~same, recorded, own_experts)
+        experts = torch.where(is_known & ~same, recorded, own_experts)
         return logits, score(logits, experts).to(scores.dtype), experts
 
 

@@ -37,8 +37,8 @@ class PrefixTree:
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs, a token with itself included."""
-        own = sum((end - start) * (end - start + 1) // 2 for start, end in self.chains)
+        in_chains = sum((end - start) * (end - start + 1) // 2 for start, end in self.chains)
         to_chains = sum(
             (branch.last - branch.first) * (branch.keys - branch.key) for branch in self.branches
         )
-        return own + to_chains
+        return in_chains + to_chains

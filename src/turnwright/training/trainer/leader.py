@@ -45,10 +45,10 @@ class RankZeroTrainer(Trainer):
     def expected(self, ids: Sequence[int]) -> list[float]:
         """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned, to
         verify servers."""
-        known = list(ids)
-        ones = [1.0] * (len(known) - 1)
-        row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
-        (micro,) = padded([row], len(known), self.device)
+        ids = list(ids)
+        ones = [1.0] * (len(ids) - 1)
+        row = TrainingRow(ids[:-1], list(range(1, len(ids))), ids[1:], ones, ones, 0)
+        (micro,) = padded([row], len(ids), self.device)
         with torch.no_grad():
             stats = self._stats(micro, None, LogitDistribution(), entropy=False)
         return [float(logp) for logp in stats.logprobs_m]
