@@ -255,7 +255,7 @@ class DiscardingBatches(StreamBatches):
             self._scheduler.advance()
             assert isinstance(self._scheduler, DiscardingScheduler)
             for group in self._scheduler.discarded:
-                self._found.pop(group, None)
+                self._finished.pop(group, None)
                 if group in self._running:
                     self._running[group].cancel()
         return await super().next(step)

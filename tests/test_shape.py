@@ -120,6 +120,7 @@ RECORDS = {
     # what a function finds, makes or counts, and returns
     "found",
     "made",
+    "allocations",
     "response",
     "plan",
     "step_metrics",
@@ -157,7 +158,7 @@ RECORDS = {
     "module",
     "model",
     "config",
-    "own",
+    "own_config",
     "tokenizer",
     "options",
     "flags",

@@ -1,5 +1,9 @@
-"""The seam: a worker plays one group of episodes, given as plain data, and passes on
-each of their events."""
+"""The seam: a worker plays one group of episodes, given as plain data, and passes on each of their
+events.
+
+`GroupSpec` is what it is given, `RolloutWorker` what it does. The pool (`pool.py`) asks workers in
+other processes (`remote.py`), which play on a stream of their own (`local.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,8 @@ from turnwright.records.serialization import Event
 from turnwright.types import EpisodeKey, GroupKey, Task
 
 OnTurn = Callable[[Event], None]
-"""Receives every event of a group's episodes in order, as in the journal, each before
-the next turn begins."""
+"""Receives every event of a group's episodes in order, as in the journal, each before the next turn
+begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,5 +84,5 @@ class WorkerLost(TurnwrightError, RuntimeError):
 
 
 class WorkerFailed(WorkerLost):
-    """A worker that is there, but could not play a group, sent what does not fit, or did
-    nothing for too long."""
+    """A worker that is there, but could not play a group, sent what does not fit, or did nothing
+    for too long."""

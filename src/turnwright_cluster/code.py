@@ -1,5 +1,5 @@
-"""Fingerprints of the code that plays episodes, so that a worker with other code than
-the run's is noticed."""
+"""Fingerprints of the code that plays episodes, so that a worker with other code than the run's is
+noticed."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ from turnwright.envs.user_imports import PACKAGE
 def code_of(uses: Iterable[str]) -> dict[str, str]:
     """Return a hash of this package, and of each loaded file of user code by its name; `uses` are
     the recipe's environments."""
-    found = {"turnwright": _package()}
+    hashes = {"turnwright": _package()}
     named = {use.rpartition(":")[0] for use in uses}
     for name, module in sorted(sys.modules.items()):
-        path = module.__dict__.get("__file__")
-        if path and (name.startswith((USER_MODULE, PACKAGE)) or name in named):
-            found[Path(path).name] = _digest([Path(path)], found.get(Path(path).name, ""))
-    return found
+        file = module.__dict__.get("__file__")
+        if file and (name.startswith((USER_MODULE, PACKAGE)) or name in named):
+            # Files of one name share an entry, in the order of their modules.
+            path = Path(file)
+            hashes[path.name] = _digest([path], hashes.get(path.name, ""))
+    return hashes
 
 
 def difference(run: Mapping[str, str], worker: Mapping[str, str]) -> str:
     """Return the names of what differs, or an empty string; a file that only one of them has loaded
     so far does not count."""
-    return ", ".join(sorted(name for name in run if name in worker and run[name] != worker[name]))
+    differing = [name for name in run if name in worker and run[name] != worker[name]]
+    return ", ".join(sorted(differing))
 
 
 @cache

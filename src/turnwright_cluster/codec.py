@@ -1,5 +1,8 @@
-"""Groups, engine calls and images as JSON: the one form in which they travel,
-over HTTP and through Ray.
+"""Groups, engine calls and images as JSON: the one form in which they travel, over HTTP and through
+Ray.
+
+Each `..._row` writes what its `read_...` reads. An engine call sends the ids that it adds to the
+last context of its session (`Contexts`), and no images, whose hashes are listed by `image_hashes`.
 
 Values that JSON lacks are tagged: a tuple is `{"tuple": [...]}`. Nothing is unpickled.
 """
@@ -36,13 +39,11 @@ _TAG = "tuple"
 
 
 def pack(value: Any, where: str) -> Any:
-    """Return a value of a dataset as JSON that `unpack` reads back as it was; raise
-    `UsageError` for other values."""
-    if (
-        value is None
-        or isinstance(value, (bool, str))
-        or (type(value) is float and isfinite(value))
-    ):
+    """Return a value of a dataset as JSON that `unpack` reads back as it was; raise `UsageError`
+    for other values."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if type(value) is float and isfinite(value):
         return value
     if type(value) is int and -(2**63) <= value < 2**63:
         return value
@@ -50,11 +51,9 @@ def pack(value: Any, where: str) -> Any:
         return {_TAG: [pack(item, where) for item in value]}
     if type(value) is list:
         return [pack(item, where) for item in value]
-    if (
-        isinstance(value, Mapping)
-        and all(isinstance(key, str) for key in value)
-        and set(value) != {_TAG}
-    ):
+    # A table with the tag alone would be read as a tuple.
+    is_table = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if is_table and set(value) != {_TAG}:
         return {key: pack(item, where) for key, item in value.items()}
     raise UsageError(
         f"{where} has a {type(value).__name__}, which workers cannot be sent; use text, numbers, "
@@ -68,7 +67,9 @@ def unpack(value: Any) -> Any:
         if set(value) == {_TAG}:
             return tuple(unpack(item) for item in value[_TAG])
         return {key: unpack(item) for key, item in value.items()}
-    return [unpack(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    return value
 
 
 def _task_row(task: Task, store: MediaStore) -> dict[str, Any]:
@@ -80,36 +81,48 @@ def _task_row(task: Task, store: MediaStore) -> dict[str, Any]:
         if not isinstance(content, str):
             content = tuple(part if isinstance(part, str) else store.put(part) for part in content)
         messages.append(message_row(replace(message, content=content)))
-    other = {key: value for key, value in task.other_columns.items() if is_json(value)}
+
+    other_columns = {key: value for key, value in task.other_columns.items() if is_json(value)}
     row = {
         "id": task.id,
         "messages": messages,
         "answer": pack(task.answer, where),
         "info": pack(dict(task.info), where),
+        "other_columns": pack(other_columns, where),
+        "env": task.env,
     }
-    row["other_columns"] = pack(other, where)
-    images = [
-        store.put(image).to_dict() | {"raw": isinstance(image, Image)} for image in task.images
-    ]
-    return row | {"env": task.env, "images": images, "is_text": task.is_text}
+    images = []
+    for image in task.images:
+        images.append(store.put(image).to_dict() | {"raw": isinstance(image, Image)})
+    return row | {"images": images, "is_text": task.is_text}
 
 
 def _read_task(row: Mapping[str, Any], image: Callable[[ImageRef], Image]) -> Task:
     messages: list[Message] = [read_message(message) for message in row["messages"]]
-    refs = [(read_media(part), part["raw"]) for part in row["images"]]
-    images = [image(ref) if raw and isinstance(ref, ImageRef) else ref for ref, raw in refs]
-    info, answer = unpack(row["info"]), unpack(row["answer"])
-    other = unpack(row.get("other_columns") or {})
+
+    images: list[Any] = []
+    for part in row["images"]:
+        ref = read_media(part)
+        if part["raw"] and isinstance(ref, ImageRef):
+            images.append(image(ref))
+        else:
+            images.append(ref)
+    info = unpack(row["info"])
+    answer = unpack(row["answer"])
+    other_columns = unpack(row.get("other_columns") or {})
     if images:
-        other.setdefault("images", [one.value if isinstance(one, Image) else one for one in images])
-    given = {
-        "id": row["id"],
-        "images": images,
-        "info": info,
-        "env": row["env"],
-        "other_columns": other,
-    }
-    return Task(tuple(messages), answer, **given, is_text=bool(row.get("is_text")))
+        values = [media.value if isinstance(media, Image) else media for media in images]
+        other_columns.setdefault("images", values)
+    return Task(
+        tuple(messages),
+        answer,
+        id=row["id"],
+        images=images,
+        info=info,
+        env=row["env"],
+        other_columns=other_columns,
+        is_text=bool(row.get("is_text")),
+    )
 
 
 def spec_row(spec: GroupSpec, store: MediaStore) -> dict[str, Any]:
@@ -150,34 +163,36 @@ def group_row(group: PlayedGroup) -> dict[str, Any]:
 
 
 def read_group(row: Mapping[str, Any]) -> PlayedGroup:
-    """Return the end of a group that `group_row` wrote; ValueError or
-    KeyError for anything else."""
+    """Return the end of a group that `group_row` wrote; ValueError or KeyError for anything
+    else."""
     phase, step, task = row["group"]
     return PlayedGroup((str(phase), int(step), str(task)), int(row["events"]))
 
 
 class Contexts:
-    """Last context of each session, on both ends of a connection: a call sends only
-    the ids that it adds."""
+    """Last context of each session, on both ends of a connection: a call sends only the ids that it
+    adds."""
 
     def __init__(self) -> None:
         self._ids: dict[str, list[int]] = {}
 
     def added(self, session: str, ids: Sequence[int]) -> tuple[int, list[int]]:
-        """Return how many ids of the last context a context begins with, all or none of
-        them, and its other ids."""
-        before, now = self._ids.get(session, []), list(ids)
+        """Return how many ids of the last context a context begins with, all or none of them, and
+        its other ids."""
+        before = self._ids.get(session, [])
+        now = list(ids)
         kept = len(before) if now[: len(before)] == before else 0
         self._ids[session] = now
         return kept, now[kept:]
 
     def complete(self, session: str, kept: int, ids: Sequence[int]) -> list[int]:
-        """Return the context of which `added` returned the rest; ValueError when
-        another one was sent before."""
+        """Return the context of which `added` returned the rest; ValueError when another one was
+        sent before."""
         before = self._ids.get(session, [])
         if kept not in (0, len(before)):
             raise ValueError(f"{kept} ids of a context of {len(before)}")
-        self._ids[session] = now = [*before[:kept], *map(int, ids)]
+        now = [*before[:kept], *map(int, ids)]
+        self._ids[session] = now
         return list(now)
 
 
@@ -199,8 +214,8 @@ def request_row(
         "sampling": request.sampling.settings(),
         "agent": request.agent,
         "media": [
-            [one.media.to_dict(), one.start, one.length, one.grid, one.compact]
-            for one in request.media
+            [block.media.to_dict(), block.start, block.length, block.grid, block.compact]
+            for block in request.media
         ],
         "extras": sorted(request.extras),
         "routes_from": request.routes_from,
@@ -208,8 +223,11 @@ def request_row(
         "reply_position": request.reply_position,
         "messages": [message_row(message) for message in request.messages] if messages else [],
     }
-    row |= {"stop": list(request.stop_text.texts)} if request.stop_text is not None else {}
-    return row if request.banned_ids == banned_ids else row | {"banned": sorted(request.banned_ids)}
+    if request.stop_text is not None:
+        row["stop"] = list(request.stop_text.texts)
+    if request.banned_ids != banned_ids:
+        row["banned"] = sorted(request.banned_ids)
+    return row
 
 
 def read_request(
@@ -218,12 +236,10 @@ def read_request(
     banned_ids: frozenset[int],
     contexts: Contexts,
 ) -> Request:
-    """Return the engine call that `request_row` wrote; KeyError, TypeError or
-    ValueError for anything else."""
-    ids, position = (
-        contexts.complete(str(row["session"]), int(row["kept"]), row["ids"]),
-        int(row["reply_position"]),
-    )
+    """Return the engine call that `request_row` wrote; KeyError, TypeError or ValueError for
+    anything else."""
+    ids = contexts.complete(str(row["session"]), int(row["kept"]), row["ids"])
+    position = int(row["reply_position"])
     stop = StopText(row["stop"], decode) if "stop" in row else None
     if stop is not None and position:
         stop = stop.continued_after(ids[len(ids) - position :])
@@ -267,7 +283,8 @@ def generation_row(generation: Generation) -> dict[str, Any]:
         "fixed": generation.fixed,
     }
     if ROUTES in generation.extras:
-        start, routes = generation.extras[ROUTES][0], ExpertRoutes.of(generation.extras[ROUTES][1])
+        start, array = generation.extras[ROUTES]
+        routes = ExpertRoutes.of(array)
         row["routes"] = [
             start,
             base64.b64encode(routes.data).decode(),
@@ -321,8 +338,8 @@ def placed_hashes(request: Request) -> Iterator[str]:
     """Yield the hash of each image of an engine call."""
     for placement in request.media:
         media = placement.media
-        yield from (
-            (frame.sha256 for frame in media.frames)
-            if isinstance(media, VideoRef)
-            else (media.sha256,)
-        )
+        if isinstance(media, VideoRef):
+            for frame in media.frames:
+                yield frame.sha256
+        else:
+            yield media.sha256

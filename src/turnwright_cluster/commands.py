@@ -1,4 +1,4 @@
-"""Command worker."""
+"""The command `turnwright worker`: join a run and play for it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,6 @@ def add_worker(subparsers: Any) -> None:
 
 def run_worker(args: argparse.Namespace) -> int:
     """Play for a run until it ends, or Ctrl-C or SIGTERM."""
-    say = partial(print, flush=True)
     with stopped_by_signals():
         join_run(
             args.join,
@@ -55,7 +54,7 @@ def run_worker(args: argparse.Namespace) -> int:
             groups=args.groups,
             root=args.root,
             wait_s=args.wait,
-            note=say,
+            note=partial(print, flush=True),
         )
     return 0
 
@@ -79,9 +78,8 @@ def join_run(
             f"turnwright worker needs starlette and uvicorn ({error.name} is missing): pip install "
             "'turnwright[serve,servers]'"
         ) from None
-    run_sync(
-        WorkerProcess(url, name=name, room=groups, root=root, note=note).run(patience_s=wait_s)
-    )
+    worker = WorkerProcess(url, name=name, room=groups, root=root, note=note)
+    run_sync(worker.run(patience_s=wait_s))
 
 
 WORKER = Command(add_worker)

@@ -1,4 +1,9 @@
-"""Connection of a worker to its run."""
+"""Connection of a worker to its run: `RunLink`.
+
+A worker holds three requests at a time: `stay`, whose connection tells the run that the process is
+there; `work`, which waits for what is new at the run; and `report`, which sends what is new here.
+Their other end is `RunServer`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +34,15 @@ MAX_REPORT = 16 * 2**20
 
 
 class RunLink:
-    """Connection to a run: a request that reports what is new here, and one that waits
-    for what is new there."""
+    """Connection to a run: a request that reports what is new here, and one that waits for what is
+    new there."""
 
     def __init__(self, url: str, name: str) -> None:
         """Raises `ConfigError` for an invalid URL, or without `aiohttp`."""
-        self._client = HttpClient(
-            url, key_env=TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None, most=8
-        )
-        self.url, self.name = url, name
+        key_env = TOKEN_VARIABLE if os.environ.get(TOKEN_VARIABLE) else None
+        self._client = HttpClient(url, key_env=key_env, most=8)
+        self.url = url
+        self.name = name
         self._id: Mapping[str, str] = {}
         self.lease_s = 0.0
         self.reached = time.monotonic()
@@ -47,8 +52,13 @@ class RunLink:
         self._entries: list[tuple[str, str, bytes]] = []
         """Kind, lease and JSON of what is to be reported."""
         self._reports = 0
-        self._added = self._durable = self._wants_durable = 0
-        self._news, self._done = asyncio.Event(), asyncio.Condition()
+        self._added = 0
+        """Number of entries so far; `_durable` of them are on the run's disk, and somebody waits
+        for the first `_wants_durable`."""
+        self._durable = 0
+        self._wants_durable = 0
+        self._news = asyncio.Event()
+        self._done = asyncio.Condition()
         self._calls = 0
         self._replies: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         """Engine calls in flight by number."""
@@ -67,30 +77,34 @@ class RunLink:
         return await self._first("/hello", {})
 
     async def join(self, room: int, code: Mapping[str, str]) -> None:
-        """Join the run; raise `EngineUnavailable` while it cannot be reached, and
-        `TurnwrightError` when it refuses."""
-        found = await self._first("/join", {"name": self.name, "room": room, "code": code})
-        self._id, self.lease_s = {WORKER: found["id"]}, found["lease_s"]
-        self._entries, self._reports, self._got, self._sent = [], 0, [], set()
+        """Join the run; raise `EngineUnavailable` while it cannot be reached, and `TurnwrightError`
+        when it refuses."""
+        joined = await self._first("/join", {"name": self.name, "room": room, "code": code})
+        self._id = {WORKER: joined["id"]}
+        self.lease_s = joined["lease_s"]
+        self._entries = []
+        self._reports = 0
+        self._got = []
+        self._sent = set()
 
     async def _first(self, path: str, body: Any) -> dict[str, Any]:
         sent = time.monotonic()
         try:
-            found: dict[str, Any] = await self._client.post(path, body, 60.0)
+            answer: dict[str, Any] = await self._client.post(path, body, 60.0)
         except EngineUnavailable:
             raise
         except EngineError as error:
             token = f"; set {TOKEN_VARIABLE} to the token of the run" if error.status == 401 else ""
             raise TurnwrightError(f"{error}{token}") from None
         self.reached = sent
-        return found
+        return answer
 
     async def ask(self, path: str, body: Any, seconds: float) -> Any:
         """Send a request; errors as of `HttpClient.post`."""
         sent = time.monotonic()
-        found = await self._client.post(path, body, seconds, self._id)
+        answer = await self._client.post(path, body, seconds, self._id)
         self.reached = max(self.reached, sent)
-        return found
+        return answer
 
     async def stay(self) -> bool:
         """Hold a request at the run, which notices when this process ends."""
@@ -102,14 +116,14 @@ class RunLink:
     async def work(self) -> dict[str, Any]:
         """Return what is new at the run: groups, ended leases, and whether its engine is held;
         replies go to their calls."""
-        got, held = self._got, list(self.held)
-        found: dict[str, Any] = await self.ask("/work", {"held": held, "got": got}, self.lease_s)
-        self._got = [number for number, _ in found["replies"]]
-        for number, reply in found["replies"]:
+        here = {"held": list(self.held), "got": self._got}
+        news: dict[str, Any] = await self.ask("/work", here, self.lease_s)
+        self._got = [number for number, _ in news["replies"]]
+        for number, reply in news["replies"]:
             future = self._replies.pop(number, None)
             if future is not None and not future.done():
                 future.set_result(reply)
-        return found
+        return news
 
     async def call(self, lease: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the reply to an engine call."""
@@ -152,29 +166,40 @@ class RunLink:
         """Send reports until the run refuses one, which is raised."""
         while True:
             await self._news.wait()
-            sizes = accumulate(len(row) for _, _, row in self._entries)
-            count = 1 + sum(1 for _ in takewhile(lambda size: size < MAX_REPORT, sizes))
-            entries, self._entries = self._entries[:count], self._entries[count:]
-            if not self._entries:
-                self._news.clear()
+            entries = self._next_entries()
             number = self._added - len(self._entries)
             durable = self._wants_durable > self._durable
             self._reports += 1
-            for kind, _, row in entries if self._store is not None and self._store.encoded else ():
-                if kind == "event":
-                    await self.send_images(image_hashes(orjson.loads(row)))
+
+            # The run must have an image when it reads the event that refers to it.
+            if self._store is not None and self._store.encoded:
+                for kind, _, row in entries:
+                    if kind == "event":
+                        await self.send_images(image_hashes(orjson.loads(row)))
             rows = [
                 orjson.Fragment(b'["%s","%s",%s]' % (kind.encode(), lease.encode(), row))
                 for kind, lease, row in entries
             ]
             body = {"number": self._reports, "entries": rows, "durable": durable}
             await self._until_answered("/report", body, max(self.lease_s, 30.0))
+
             for kind, lease, _ in entries:
                 if kind == "answer":
                     self.held.pop(lease, None)
             async with self._done:
-                self._durable = number if durable else self._durable
+                if durable:
+                    self._durable = number
                 self._done.notify_all()
+
+    def _next_entries(self) -> list[tuple[str, str, bytes]]:
+        """Take the entries of the next report: at least one, else up to `MAX_REPORT`."""
+        sizes = accumulate(len(row) for _, _, row in self._entries)
+        count = 1 + sum(1 for _ in takewhile(lambda size: size < MAX_REPORT, sizes))
+        entries = self._entries[:count]
+        self._entries = self._entries[count:]
+        if not self._entries:
+            self._news.clear()
+        return entries
 
     async def _until_answered(self, path: str, body: Mapping[str, Any], seconds: float) -> None:
         """Repeat a request, each within some seconds, until the run answers or refuses it."""
@@ -201,8 +226,8 @@ class RunLink:
         assert self._store is not None
         missing = [name for name in dict.fromkeys(hashes) if name not in self._sent]
         if missing:
-            found = await self.ask("/images", {"sha256": missing}, 60.0)
-            for png in found.values():
+            images = await self.ask("/images", {"sha256": missing}, 60.0)
+            for png in images.values():
                 await asyncio.to_thread(self._store.put, Image(base64.b64decode(png)))
             self._sent.update(missing)
 

@@ -1,5 +1,8 @@
-"""The worker in a process: it plays groups on a stream there, and each group's
-events go to the caller."""
+"""The worker in a process: it plays groups on a stream there, and each group's events go to the
+caller.
+
+`StreamWorker` is a `RolloutWorker`. Its rollout writes to an `EventRouter` in place of a journal.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +36,17 @@ class EventRouter:
         self._definitions: dict[str, Event] = {}
 
     def open(self, group: GroupKey, on_turn: OnTurn, definitions: Mapping[str, Any]) -> None:
-        """Send the events of a group to `on_turn`; `definitions` are of tools, by name,
-        from an earlier play."""
-        self._routes[group], self._defined[group] = on_turn, set()
+        """Send the events of a group to `on_turn`; `definitions` are of tools, by name, from an
+        earlier play."""
+        self._routes[group] = on_turn
+        self._defined[group] = set()
         for name, value in definitions.items():
             self._definitions[name] = {"e": "tools", "name": name, "value": value}
 
     def close(self, group: GroupKey) -> None:
         """Drop what a group still sends."""
-        del self._routes[group], self._defined[group]
+        del self._routes[group]
+        del self._defined[group]
 
     def append(self, value: Any) -> None:
         """Pass an event to its group; raise `TraceError` for a group that was closed."""
@@ -76,10 +81,13 @@ class StreamWorker:
         router: EventRouter,
         specs: Mapping[str, EnvSpec],
     ) -> None:
-        """The rollout writes its events to `router`; `specs` are the environments
-        of the recipe by name."""
+        """The rollout writes its events to `router`; `specs` are the environments of the recipe by
+        name."""
         self.name = name
-        self._rollout, self._stream, self._router, self._specs = rollout, stream, router, specs
+        self._rollout = rollout
+        self._stream = stream
+        self._router = router
+        self._specs = specs
 
     @property
     def gate(self) -> CallGate:
@@ -93,23 +101,26 @@ class StreamWorker:
                 f"there is no environment {spec.env!r} here; environments are "
                 f"{', '.join(self._specs)}"
             )
+
         count = 0
 
-        def counted(event: Event) -> None:
+        def count_and_send(event: Event) -> None:
             nonlocal count
             count += 1
             on_turn(event)
 
-        self._router.open(spec.group, counted, spec.definitions)
+        self._router.open(spec.group, count_and_send, spec.definitions)
         try:
             self._rollout.resume(_interrupted(spec))
             episodes = [EpisodeSpec.of(env_spec, spec.task, key) for key in spec.keys]
-            given: dict[str, Any] = {
-                "extras": spec.extras,
-                "min_version": spec.min_version,
-                "sampling": spec.sampling,
-            }
-            await self._stream.submit(episodes, blank=spec.blank, training=spec.training, **given)
+            await self._stream.submit(
+                episodes,
+                blank=spec.blank,
+                training=spec.training,
+                extras=spec.extras,
+                min_version=spec.min_version,
+                sampling=spec.sampling,
+            )
         finally:
             self._router.close(spec.group)
         return PlayedGroup(spec.group, count)
@@ -120,11 +131,12 @@ class StreamWorker:
 
 def _interrupted(spec: GroupSpec) -> Mapping[Any, Any]:
     """Return the episodes that the group's recorded plays began."""
-    found = InterruptedEpisodes()
+    interrupted = InterruptedEpisodes()
     for name, value in spec.definitions.items():
-        found.read({"e": "tools", "name": name, "value": value})
+        interrupted.read({"e": "tools", "name": name, "value": value})
     for key, plays in spec.plays.items():
         for play in plays:
-            for event in ({"e": "opened", "k": key_row(key)}, *play):
-                found.read(event)
-    return found.episodes(lambda _: spec.task)
+            interrupted.read({"e": "opened", "k": key_row(key)})
+            for event in play:
+                interrupted.read(event)
+    return interrupted.episodes(lambda _: spec.task)

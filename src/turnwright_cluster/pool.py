@@ -1,4 +1,9 @@
-"""Pool of workers: places groups, and asks again elsewhere when a worker is lost or fails."""
+"""Pool of workers: places groups, and asks again elsewhere when a worker is lost or fails.
+
+`WorkerPool.play` is one group from its request to its trajectories: placed (`_place`), asked of a
+worker (`_ask`), and asked for again until each of its episodes ended. What arrives is written to
+the run's journal by a `GroupRecord`; workers join at a `RunServer`.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ from turnwright.types import EpisodeKey, Trajectory
 from turnwright_cluster.base import GroupSpec, WorkerFailed, WorkerLost
 from turnwright_cluster.code import code_of
 from turnwright_cluster.record import GroupRecord
-from turnwright_cluster.remote import Lease, RemoteWorker
+from turnwright_cluster.remote import RemoteWorker
 from turnwright_cluster.server import RunServer
 
 if TYPE_CHECKING:
@@ -42,18 +47,26 @@ class _Asked:
 
     spec: GroupSpec
     effects: bool
+    """Whether its environment changes something lasting."""
     grouped: bool
+    """Whether its episodes are rewarded together, so that none is finished without the others."""
     since: float = field(default_factory=time.monotonic)
     finished: dict[EpisodeKey, Trajectory] = field(default_factory=dict)
     plays: dict[EpisodeKey, list[tuple[Event, ...]]] = field(default_factory=dict)
+    """Events of interrupted plays of its episodes."""
     definitions: dict[str, Any] = field(default_factory=dict)
+    """Values that they refer to, by name."""
     worker: str = ""
     """Name of the worker that has it; empty while it waits for one."""
     tried: Counter[str] = field(default_factory=Counter)
+    """How often each worker had it."""
     failed: int = 0
     record: GroupRecord | None = None
+    """What the present worker sent so far."""
     resumed: int = 0
+    """Turns that were not sampled again."""
     tools: int = 0
+    """Maximum number of tools offered in a turn."""
 
     def left(self) -> GroupSpec:
         """Return what is not finished, with the turns that are known of it."""
@@ -63,7 +76,8 @@ class _Asked:
 
     def give(self, worker: str) -> None:
         """Give it to a worker, or with an empty name to none."""
-        self.worker, self.record = worker, None
+        self.worker = worker
+        self.record = None
         self.tried[worker] += bool(worker)
 
     def start(self, record: GroupRecord) -> None:
@@ -77,8 +91,9 @@ class _Asked:
 
     def turns(self, key: EpisodeKey) -> int:
         """Return the number of turns of an episode so far."""
-        events = self.record.events.get(key, []) if self.record is not None else []
-        return sum(event["e"] == "turn" for event in events)
+        if self.record is None:
+            return 0
+        return sum(event["e"] == "turn" for event in self.record.events.get(key, []))
 
     def take(self, record: GroupRecord) -> None:
         """Take what a worker finished and began."""
@@ -86,9 +101,8 @@ class _Asked:
             self.finished |= record.finished
         for key, events in record.events.items():
             if key not in self.finished and events:
-                self.plays.setdefault(key, []).append(
-                    tuple(event for event in events if event["e"] != "closed")
-                )
+                play = tuple(event for event in events if event["e"] != "closed")
+                self.plays.setdefault(key, []).append(play)
         self.definitions |= record.definitions
         self.resumed += record.resumed_turns
         self.tools = max(self.tools, record.tools)
@@ -108,8 +122,8 @@ class WorkerPool:
         note: Callable[[str], None],
         resumed: bool = False,
     ) -> None:
-        """`source` is the directory of tokenizer and template; the environments must be those
-        that the recipe names."""
+        """`source` is the directory of tokenizer and template; the environments must be those that
+        the recipe names."""
         names = [spec.name for spec in env_specs]
         if not config.env and config.rollout.function is None:
             raise ConfigError(
@@ -121,7 +135,10 @@ class WorkerPool:
                 f"[scale]: workers find environments by name, and two are called {_twice(names)}; "
                 "set env.name"
             )
-        self._config, self._run, self._note = config, run, note
+
+        self._config = config
+        self._run = run
+        self._note = note
         uses = [env.use for env in config.env]
         self._server = RunServer(
             config,
@@ -145,7 +162,8 @@ class WorkerPool:
 
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> AsyncIterator[None]:
-        self._rollout, self._opened = rollout, time.monotonic()
+        self._rollout = rollout
+        self._opened = time.monotonic()
         async with self._server.open(rollout, gate), self._ray():
             watch = asyncio.create_task(self._watch())
             try:
@@ -190,18 +208,26 @@ class WorkerPool:
         grouped: bool,
         on_start: Callable[[], None],
     ) -> list[Trajectory]:
+        first = episodes[0]
         keys = [episode.key for episode in episodes]
-        first, given = (
-            episodes[0],
-            (request.sampling, request.want, request.min_version, request.blank, training),
+        spec = GroupSpec(
+            env=first.env,
+            task=first.task,
+            keys=tuple(keys),
+            sampling=request.sampling,
+            extras=request.want,
+            min_version=request.min_version,
+            blank=request.blank,
+            training=training,
         )
-        asked = _Asked(
-            GroupSpec(first.env, first.task, tuple(keys), *given), first.rules.effects, grouped
-        )
+        asked = _Asked(spec, first.rules.effects, grouped)
         for key in keys:
-            if (record := self._rollout.take_interrupted(key)) is not None:
-                asked.plays[key] = [tuple(play.events) for play in (*record.other_plays, record)]
-                asked.definitions.update(record.definitions)
+            interrupted = self._rollout.take_interrupted(key)
+            if interrupted is not None:
+                plays = (*interrupted.other_plays, interrupted)
+                asked.plays[key] = [tuple(play.events) for play in plays]
+                asked.definitions.update(interrupted.definitions)
+
         self._asked.append(asked)
         try:
             if asked.effects and asked.plays and self._resumed:
@@ -215,9 +241,10 @@ class WorkerPool:
         finally:
             self._asked.remove(asked)
             self._serve_queue()
-        found = [asked.finished[key] for key in keys]
-        self._rollout.finished_elsewhere(found, tools=asked.tools, resumed=asked.resumed)
-        return found
+
+        trajectories = [asked.finished[key] for key in keys]
+        self._rollout.finished_elsewhere(trajectories, tools=asked.tools, resumed=asked.resumed)
+        return trajectories
 
     async def _ask(self, worker: RemoteWorker, asked: _Asked) -> None:
         """Ask one worker for what is left of a group."""
@@ -226,14 +253,16 @@ class WorkerPool:
         asked.start(record)
         try:
             await worker.play(spec, record.add)
-            if missing := [key for key in spec.keys if key not in record.finished]:
+            missing = [key for key in spec.keys if key not in record.finished]
+            if missing:
                 raise WorkerFailed(
                     f"answered a group of which {len(missing)} of {len(spec.keys)} episodes did "
                     "not end"
                 )
         except WorkerLost as lost:
             asked.take(record)
-            self._again(asked, worker, "failed" if isinstance(lost, WorkerFailed) else "lost", lost)
+            reason = "failed" if isinstance(lost, WorkerFailed) else "lost"
+            self._again(asked, worker, reason, lost)
             await self._until_stopped(asked, worker)
         else:
             asked.take(record)
@@ -247,8 +276,8 @@ class WorkerPool:
             await asyncio.sleep(worker.seen + self._lease_end() - time.monotonic())
 
     def _again(self, asked: _Asked, worker: RemoteWorker, reason: str, error: Exception) -> None:
-        """Count a group that is asked for again; stop when none of several
-        workers could play it."""
+        """Count a group that is asked for again; stop when none of several workers could play
+        it."""
         why = str(error)
         self.asked_again[reason] += 1
         phase, step, task = asked.spec.group
@@ -276,27 +305,38 @@ class WorkerPool:
 
     def _serve_queue(self) -> None:
         """Give groups that wait to the workers with the most room."""
-        loads = Counter(one.worker for one in self._asked)
+        loads = Counter(asked.worker for asked in self._asked)
         while self._queue:
             asked, future = self._queue[0]
-            free = [
-                worker
-                for worker in self._workers
-                if not worker.gone and loads[worker.name] < worker.room
-            ]
-            if not future.done() and not free:
+            if future.done():
+                # It does not wait any more.
+                self._queue.popleft()
+                continue
+
+            worker = self._best_free(asked, loads)
+            if worker is None:
                 return
             self._queue.popleft()
-            if not future.done():
-                worker = min(
-                    free, key=lambda one: (asked.tried[one.name], loads[one.name] / one.room)
-                )
-                loads[worker.name] += 1
-                asked.give(worker.name)
-                future.set_result(worker)
+            loads[worker.name] += 1
+            asked.give(worker.name)
+            future.set_result(worker)
+
+    def _best_free(self, asked: _Asked, loads: Counter[str]) -> RemoteWorker | None:
+        """Return the worker with room that had a group the least often, and of those the one with
+        the most room; None without one."""
+        free = [
+            worker
+            for worker in self._workers
+            if not worker.gone and loads[worker.name] < worker.room
+        ]
+        return min(
+            free,
+            key=lambda worker: (asked.tried[worker.name], loads[worker.name] / worker.room),
+            default=None,
+        )
 
     def _joined(self, worker: RemoteWorker) -> None:
-        self._workers = [one for one in self._workers if not one.gone] + [worker]
+        self._workers = [present for present in self._workers if not present.gone] + [worker]
         self._note(f"worker {worker.name} joined: up to {worker.room} groups at once")
         self._serve_queue()
 
@@ -304,8 +344,8 @@ class WorkerPool:
         return self._config.scale.lease_s * (1 + STOP_SHARE)
 
     async def _watch(self) -> None:
-        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is
-        no worker for too long."""
+        """Ask elsewhere for groups whose worker is there and does nothing; stop when there is no
+        worker for too long."""
         limits = self._config.limits
         most = self._config.scale.stall_s or limits.wall_clock_s + limits.env_s + limits.reward_s
         present = time.monotonic()
@@ -319,38 +359,31 @@ class WorkerPool:
                 for lease in list(worker.leases.values()):
                     idle = time.monotonic() - lease.active
                     if not lease.calls and idle > most:
-                        self._slow(worker, lease, idle, most)
+                        reason = f"it did nothing for {idle:.0f} s (scale.stall_s = {most:g})"
+                        worker.cut(lease, WorkerFailed(f"slow: {reason}"))
 
     def _give_up(self) -> None:
         """End the groups that wait: there is no worker."""
+        message = (
+            f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some with "
+            f"turnwright worker --join {self._server.url}, then resume with --resume "
+            f"{self._run.given_path}"
+        )
         for _, future in self._queue:
             if not future.done():
-                future.set_exception(
-                    TurnwrightError(
-                        f"no worker for {self._config.scale.wait_s:g} s (scale.wait_s): start some "
-                        f"with turnwright worker --join {self._server.url}, then resume with "
-                        f"--resume {self._run.given_path}"
-                    )
-                )
-
-    def _slow(self, worker: RemoteWorker, lease: Lease, idle: float, most: float) -> None:
-        worker.cut(
-            lease, WorkerFailed(f"slow: it did nothing for {idle:.0f} s (scale.stall_s = {most:g})")
-        )
+                future.set_exception(TurnwrightError(message))
 
     def pending(self, now: float) -> list[PendingEpisode]:
-        return [
-            PendingEpisode(
-                key.session, asked.turns(key), _phase(asked), now - asked.since, asked.since
-            )
-            for asked in list(self._asked)
-            for key in asked.spec.keys
-            if key not in asked.finished
-        ]
-
-
-def _phase(asked: _Asked) -> str:
-    return f"worker {asked.worker}" if asked.worker else "queue for a worker"
+        episodes: list[PendingEpisode] = []
+        for asked in list(self._asked):
+            phase = f"worker {asked.worker}" if asked.worker else "queue for a worker"
+            for key in asked.spec.keys:
+                if key not in asked.finished:
+                    turns = asked.turns(key)
+                    episodes.append(
+                        PendingEpisode(key.session, turns, phase, now - asked.since, asked.since)
+                    )
+        return episodes
 
 
 def _twice(names: Sequence[str]) -> str:

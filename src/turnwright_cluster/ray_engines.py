@@ -44,7 +44,9 @@ class _EngineActor:
     """Process that starts a server on its node; Ray makes an actor of it."""
 
     def __init__(self, servers: PlacedServers, number: int, token: str) -> None:
-        self._servers, self._number, self._token = servers, number, token
+        self._servers = servers
+        self._number = number
+        self._token = token
         self._server: ServerProcess | None = None
         self._http: JsonHttpServer | None = None
         self._relay: WeightRelay | None = None
@@ -73,14 +75,16 @@ class _EngineActor:
     async def start(self, directory: Path) -> str:
         """Start the server with a model directory; return its URL once it answers."""
         self.stop()
-        host, servers = str(ray.util.get_node_ip_address()), self._servers
+        host = str(ray.util.get_node_ip_address())
+        servers = self._servers
         if not directory.is_dir():
             why = "set engine.tree = true, or engine.weights to a directory of a shared disk"
             raise EngineError(f"node {host} does not see {directory}: {why}")
-        log = (self._own if servers.relays else servers.logs) / f"{servers.kind}-{self._number}.log"
-        self._server = server = ServerProcess(
-            servers.kind, servers.home, log, host=host, **servers.settings
-        )
+
+        logs = self._own if servers.relays else servers.logs
+        log = logs / f"{servers.kind}-{self._number}.log"
+        server = ServerProcess(servers.kind, servers.home, log, host=host, **servers.settings)
+        self._server = server
         # Not in a thread: Linux ends the server with the thread that started it.
         server.start(directory)
         engine = KINDS[servers.kind](server.url, key_env=servers.key_env)
@@ -119,7 +123,8 @@ class RayEngines:
 
     def __init__(self, scale: ScaleConfig, *, note: Callable[[str], None]) -> None:
         """Connect to the cluster; raises `ConfigError` when there is none."""
-        self._scale, self._note = scale, note
+        self._scale = scale
+        self._note = note
         connect(scale)
         self.token = secrets.token_urlsafe(24)
         self._group: PlacementGroup | None = None
@@ -145,15 +150,16 @@ class RayEngines:
         Raises:
             EngineError: when the cluster has no room in time, or fails.
         """
-        async with self._starting:  # policies share the servers
+        # Policies share the servers.
+        async with self._starting:
             if self._group is None:
                 await self._place(servers)
 
     async def _place(self, servers: PlacedServers) -> None:
         scale = self._scale
-        needs = {"CPU": scale.ray_engine_cpus} | (
-            {"GPU": scale.ray_engine_gpus} if scale.ray_engine_gpus else {}
-        )
+        needs = {"CPU": scale.ray_engine_cpus}
+        if scale.ray_engine_gpus:
+            needs["GPU"] = scale.ray_engine_gpus
         self._group = placement_group([needs] * servers.count, strategy="SPREAD")
         what = ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         self._note(f"Ray: {servers.count} {servers.kind} servers of {what}")
@@ -166,12 +172,10 @@ class RayEngines:
                 )
         except TimeoutError:
             await self.close()
-            why = (
-                f"Ray has no room for {servers.count} servers of {what} after "
-                f"{servers.start_s:g} s (engine.start_s)"
-            )
             raise EngineError(
-                f"{why}; lower engine.servers, scale.ray_engine_cpus or scale.ray_engine_gpus"
+                f"Ray has no room for {servers.count} servers of {what} after "
+                f"{servers.start_s:g} s (engine.start_s); lower engine.servers, "
+                "scale.ray_engine_cpus or scale.ray_engine_gpus"
             ) from None
         except RayError as error:
             await self.close()
@@ -180,16 +184,17 @@ class RayEngines:
             ) from error
 
     def _actor(self, servers: PlacedServers, number: int) -> Any:
-        options = {
-            "num_cpus": self._scale.ray_engine_cpus,
-            "num_gpus": self._scale.ray_engine_gpus,
-            "max_restarts": -1,
-            "max_task_retries": 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=number
-            ),
-        }
-        return ray.remote(_EngineActor).options(**options).remote(servers, number, self.token)
+        strategy = PlacementGroupSchedulingStrategy(
+            self._group, placement_group_bundle_index=number
+        )
+        actor_class = ray.remote(_EngineActor).options(
+            num_cpus=self._scale.ray_engine_cpus,
+            num_gpus=self._scale.ray_engine_gpus,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy=strategy,
+        )
+        return actor_class.remote(servers, number, self.token)
 
     async def _locate(self, number: int) -> str:
         """Return the node of an actor, and remember its relay."""
@@ -220,19 +225,25 @@ class RayEngines:
         directory: Callable[[str], Awaitable[Path]],
         listed: EngineList,
     ) -> None:
-        for url in listed.urls():  # of a killed run
+        # What is listed is of a killed run.
+        for url in listed.urls():
             listed.remove(url)
-        first = asyncio.Event()
-        keep = (
-            self._keep(number, servers, directory, listed, first.set)
-            for number in range(servers.count)
-        )
-        self._tasks = tasks = [asyncio.create_task(work) for work in keep]
+
+        # Waits until one is up, or until none is tried any more.
+        decided = asyncio.Event()
+        tasks: list[asyncio.Task[None]] = []
+        for number in range(servers.count):
+            keeping = self._keep(number, servers, directory, listed, decided.set)
+            tasks.append(asyncio.create_task(keeping))
+        self._tasks = tasks
+
+        def check(_: asyncio.Task[None]) -> None:
+            if all(task.done() for task in tasks):
+                decided.set()
+
         for task in tasks:
-            task.add_done_callback(
-                lambda _: first.set() if all(one.done() for one in tasks) else None
-            )
-        await first.wait()
+            task.add_done_callback(check)
+        await decided.wait()
         if all(task.done() for task in tasks):
             await self.close()
             why = next(iter(self._faults.values()), "")
@@ -250,7 +261,8 @@ class RayEngines:
         on_up: Callable[[], None],
     ) -> None:
         """Keep one server running; each start is a new server, at a URL of its own."""
-        failed, again = 0, ""
+        failed = 0
+        noted = ""
         while failed < MAX_RESTARTS:
             url = ""
             try:
@@ -260,22 +272,30 @@ class RayEngines:
                 on_up()
                 failed = 0
                 fault = f"it exited: {await self._actors[number].ended.remote()}"
-            except (ActorDiedError, ActorUnavailableError) as error:  # no fault of the server
+            except (ActorDiedError, ActorUnavailableError) as error:
+                # No fault of the server, so it does not count.
                 self._relays.pop(number, None)
                 fault = f"Ray: {type(error).__name__}"
-                if isinstance(error, ActorDiedError):  # Ray may not restart it
+                if isinstance(error, ActorDiedError):
+                    # Ray may not restart it.
                     self._replace(servers, number)
             except RayTaskError as error:
-                fault, failed = str(error.cause), failed + 1
-            except Exception as error:  # nothing unexpected may end the keeping without a word
-                fault, failed = f"unexpected {type(error).__name__}: {error}", failed + 1
+                fault = str(error.cause)
+                failed += 1
+            except Exception as error:
+                # Nothing unexpected may end the keeping without a word.
+                fault = f"unexpected {type(error).__name__}: {error}"
+                failed += 1
+
             if url:
-                with suppress(Exception):  # the fleet notices by its checks
+                # If it stays listed, the fleet notices by its checks.
+                with suppress(Exception):
                     listed.remove(url)
             line = f"server {number} ({url or 'not up'}) is started again: {fault}"
-            if line != again:
+            if line != noted:
                 self._note(line)
-            again, self._faults[number] = line, fault
+            noted = line
+            self._faults[number] = fault
             await asyncio.sleep(AGAIN_S)
         self._note(
             f"server {number} failed to start {failed} times and is not started again, the last "
@@ -291,13 +311,15 @@ class RayEngines:
         """End the servers, their placement group and the connection to the cluster."""
         await cancel(self._tasks)
         self._tasks = []
-        with suppress(TimeoutError):  # only relays leave files
+        # Only relays leave files.
+        with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 ends = [self._actors[number].close.remote() for number in self._relays]
                 await asyncio.gather(*ends, return_exceptions=True)
         for actor in self._actors:
             end(actor)
-        self._actors, self._relays = [], {}
+        self._actors = []
+        self._relays = {}
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

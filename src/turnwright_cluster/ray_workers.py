@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -35,12 +36,10 @@ def connect(scale: ScaleConfig) -> None:
     try:
         ray.init(address=scale.ray, log_to_driver=False, ignore_reinit_error=True)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
-        why = (
-            f"scale.ray = {scale.ray}: no Ray cluster answers "
-            f"({' '.join(str(error).split())[:200]})"
-        )
+        reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{why}; start one with ray start --head, or name the address of its head"
+            f"scale.ray = {scale.ray}: no Ray cluster answers ({reason}); start one with ray start "
+            "--head, or name the address of its head"
         ) from None
 
 
@@ -50,9 +49,8 @@ class _Actor:
     async def run(self, url: str, token: str, name: str, patience_s: float) -> str:
         """Play for a run until it ends; return on which node."""
         os.environ[TOKEN_VARIABLE] = token
-        await WorkerProcess(
-            url, name=name, room=ROOM, note=lambda line: print(line, flush=True)
-        ).run(patience_s=patience_s)
+        worker = WorkerProcess(url, name=name, room=ROOM, note=partial(print, flush=True))
+        await worker.run(patience_s=patience_s)
         return str(ray.get_runtime_context().get_node_id())
 
 
@@ -70,9 +68,12 @@ def _nodes() -> set[str]:
 
 def end(actor: Any) -> None:
     """End an actor that there may be."""
-    if actor is not None and ray.is_initialized():  # otherwise the call would start a cluster
-        with suppress(Exception):  # it may be gone, and the cluster too
-            ray.kill(actor)
+    # Without a connection the call would start a cluster.
+    if actor is None or not ray.is_initialized():
+        return
+    # The actor may be gone, and the cluster too.
+    with suppress(Exception):
+        ray.kill(actor)
 
 
 def _name(node: str) -> str:
@@ -95,7 +96,10 @@ class RayWorkers:
 
         Raises `ConfigError` when there is none.
         """
-        self._scale, self._on_death, self._note, self._shared = scale, on_death, note, shared
+        self._scale = scale
+        self._on_death = on_death
+        self._note = note
+        self._shared = shared
         connect(scale)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -106,7 +110,8 @@ class RayWorkers:
 
     def start(self, url: str, token: str) -> None:
         """Start the workers of the run at a URL."""
-        nodes, free = _nodes(), ray.available_resources().get("CPU", 0.0)
+        nodes = _nodes()
+        free = ray.available_resources().get("CPU", 0.0)
         count = self._scale.ray_workers or len(nodes)
         self._note(f"Ray: {count} workers on {len(nodes)} nodes")
         if free < count * self._scale.ray_cpus:
@@ -114,29 +119,34 @@ class RayWorkers:
                 f"Ray has {free:g} free CPUs: some of the workers wait for more "
                 "(scale.ray_workers, scale.ray_cpus)"
             )
+
         if self._scale.ray_workers is None:
             self._tasks = [asyncio.create_task(self._follow_nodes(url, token))]
         else:
             self._tasks = [
-                asyncio.create_task(self._keep(f"ray-{n}", url, token, "SPREAD"))
-                for n in range(count)
+                asyncio.create_task(self._keep(f"ray-{number}", url, token, "SPREAD"))
+                for number in range(count)
             ]
 
     async def _follow_nodes(self, url: str, token: str) -> None:
         """Keep one worker running on each node of the cluster, while nodes join and leave."""
         kept: dict[str, asyncio.Task[None]] = {}
-        nodes, before = set[str](), ""
+        nodes: set[str] = set()
+        noted = ""
         try:
             while True:
+                fault = ""
                 try:
-                    nodes, fault = await asyncio.to_thread(_nodes), ""
-                except Exception as error:  # the workers that there are play on
+                    nodes = await asyncio.to_thread(_nodes)
+                except Exception as error:
+                    # The workers that there are play on.
                     fault = f"Ray does not list its nodes: {type(error).__name__}: {error}"
-                if fault and fault != before:
+                if fault and fault != noted:
                     self._note(
                         f"{fault}. Until it does, nodes that join get no worker; see ray status"
                     )
-                before = fault
+                noted = fault
+
                 for node in nodes - kept.keys():
                     place = NodeAffinitySchedulingStrategy(node, soft=False)
                     kept[node] = asyncio.create_task(self._keep(_name(node), url, token, place))
@@ -148,21 +158,15 @@ class RayWorkers:
             await cancel(kept.values())
 
     async def _keep(self, name: str, url: str, token: str, place: Any) -> None:
-        """Keep one worker running until the run ends or refuses it; `place` is a
-        scheduling strategy of Ray."""
-        # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
-        options = {
-            "num_cpus": self._scale.ray_cpus,
-            "max_restarts": -1,
-            "max_task_retries": 0,
-            "scheduling_strategy": place,
-        }
-        actor, before = None, ""
+        """Keep one worker running until the run ends or refuses it; `place` is a scheduling
+        strategy of Ray."""
+        actor = None
+        noted = ""
         try:
             while True:
                 fault = ""
                 try:
-                    actor = actor or ray.remote(_Actor).options(**options).remote()
+                    actor = actor or self._actor(place)
                     await actor.run.remote(url, token, name, self._scale.wait_s)
                     return
                 except RayTaskError as error:
@@ -170,22 +174,30 @@ class RayWorkers:
                     return
                 except ActorUnavailableError as error:
                     self._on_death(name, f"Ray: {type(error).__name__}")
-                except Exception as error:  # nothing unexpected may end the keeping without a word
-                    known = isinstance(error, ActorDiedError)
-                    fault = (
-                        ""
-                        if known
-                        else f"worker {name}: unexpected {type(error).__name__}: {error}"
-                    )
+                except Exception as error:
+                    # Nothing unexpected may end the keeping without a word.
+                    if not isinstance(error, ActorDiedError):
+                        fault = f"worker {name}: unexpected {type(error).__name__}: {error}"
                     self._on_death(name, f"Ray: {type(error).__name__}")
-                    end(actor)  # Ray may not restart it
+                    # Ray may not restart it.
+                    end(actor)
                     actor = None
-                if fault and fault != before:
+                if fault and fault != noted:
                     self._note(f"{fault}. It is started again every {AGAIN_S:g} s; see ray status")
-                before = fault
+                noted = fault
                 await asyncio.sleep(AGAIN_S)
         finally:
             end(actor)
+
+    def _actor(self, place: Any) -> Any:
+        # Retries of Ray's own would hide attempts: the pool counts each, and asks again itself.
+        actor_class = ray.remote(_Actor).options(
+            num_cpus=self._scale.ray_cpus,
+            max_restarts=-1,
+            max_task_retries=0,
+            scheduling_strategy=place,
+        )
+        return actor_class.remote()
 
     async def close(self) -> None:
         """End the workers and the connection to the cluster."""

@@ -24,7 +24,8 @@ class GroupRecord:
     """
 
     def __init__(self, spec: GroupSpec, journal: EventLog) -> None:
-        self._spec, self._journal = spec, journal
+        self._spec = spec
+        self._journal = journal
         self._running: dict[EpisodeKey, Trajectory] = {}
         self.finished: dict[EpisodeKey, Trajectory] = {}
         """Closed episodes."""
@@ -57,12 +58,14 @@ class GroupRecord:
             raise WorkerFailed(
                 f"sent an event that does not fit those before it ({error!r:.200}): {event!r:.120}"
             ) from error
+
         self._journal.append({name: value for name, value in event.items() if name != "crc"})
         if event["e"] == "closed":
             self.finished[key] = self._running.pop(key)
 
     def _define(self, event: Event) -> None:
-        kind, value = event["e"], event.get("value")
+        kind = event["e"]
+        value = event.get("value")
         name = self._journal.append_definition(kind, value)
         if kind == "tools":
             self.definitions[name] = value

@@ -1,5 +1,9 @@
-"""Workers in other processes, as the run sees them: leases of groups, and what each
-worker has and lacks."""
+"""Workers in other processes, as the run sees them: leases of groups, and what each worker has and
+lacks.
+
+`RemoteWorker.play` waits for the answer of a `Lease`; `work` is what the worker's own request gets,
+and `take`, `call` and `answered` are given what it reports. The requests come in at a `RunServer`.
+"""
 
 from __future__ import annotations
 
@@ -82,10 +86,11 @@ class RemoteWorker:
         release: Callable[[str], None],
         is_held: Callable[[], bool],
     ) -> None:
-        """`room` is the number of groups that it plays at once; `row` returns a group as it
-        is sent, `release` ends a session in the engine, and `is_held` returns whether calls
-        of training are held."""
-        self.name, self.room = name, room
+        """`room` is the number of groups that it plays at once; `row` returns a group as it is
+        sent, `release` ends a session in the engine, and `is_held` returns whether calls of
+        training are held."""
+        self.name = name
+        self.room = room
         self.id = secrets.token_urlsafe(16)
         self.leases: dict[str, Lease] = {}
         self.gone = ""
@@ -100,7 +105,9 @@ class RemoteWorker:
         self._answered: set[str] = set()
         self._over = False
         self._wake = asyncio.Event()
-        self._row, self._release, self._is_held = row, release, is_held
+        self._row = row
+        self._release = release
+        self._is_held = is_held
         self._held_sent = False
         self._replies: dict[int, Mapping[str, Any]] = {}
         """Replies by the number of the call, until the worker has them."""
@@ -133,8 +140,8 @@ class RemoteWorker:
     async def work(
         self, held: Collection[str], got: Sequence[int], seconds: float
     ) -> dict[str, Any]:
-        """Return what a worker that holds some leases and got some replies lacks, after so
-        many seconds at the latest.
+        """Return what a worker that holds some leases and got some replies lacks, after so many
+        seconds at the latest.
 
         It lacks groups to play, replies, which of its leases ended, and whether calls of training
         are held. A lost answer is repeated by the next.
@@ -144,24 +151,23 @@ class RemoteWorker:
         end = time.monotonic() + seconds
         while True:
             new = [
-                one for one in self.leases.values() if one.id not in held and not one.answer.done()
+                lease
+                for lease in self.leases.values()
+                if lease.id not in held and not lease.answer.done()
             ]
-            ended = [
-                lease for lease in held if lease not in self.leases and lease not in self._answered
-            ]
+            ended = [id for id in held if id not in self.leases and id not in self._answered]
             left = end - time.monotonic()
-            if (
-                new
-                or ended
-                or self._replies
-                or left <= 0
-                or self.gone
-                or self._held_sent != self._is_held()
-            ):
+
+            changed = self._held_sent != self._is_held()
+            if new or ended or self._replies or left <= 0 or self.gone or changed:
                 self._held_sent = self._is_held()
-                groups = [{"lease": one.id, "spec": one.row} for one in new]
-                found = {"groups": groups, "ended": ended, "replies": list(self._replies.items())}
-                return found | {"held": self._held_sent, "over": self._over}
+                return {
+                    "groups": [{"lease": lease.id, "spec": lease.row} for lease in new],
+                    "ended": ended,
+                    "replies": list(self._replies.items()),
+                    "held": self._held_sent,
+                    "over": self._over,
+                }
             self._wake.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), left)
@@ -171,9 +177,10 @@ class RemoteWorker:
         lease.event(event)
         if not lease.answer.done() and event["e"] == "closed":
             episode = "/".join(map(str, event["k"][:4])) + "/"
-            for session in [one for one in lease.sessions if one.startswith(episode)]:
-                lease.sessions.discard(session)
-                self._release(session)
+            for session in list(lease.sessions):
+                if session.startswith(episode):
+                    lease.sessions.discard(session)
+                    self._release(session)
 
     def wake(self) -> None:
         """Have it look for what is new."""
@@ -188,7 +195,8 @@ class RemoteWorker:
             self._replies[number] = await work
             self._wake.set()
 
-        task = self._calls[number] = lease.begin(session, reply())
+        task = lease.begin(session, reply())
+        self._calls[number] = task
         task.add_done_callback(lambda _: self._calls.pop(number, None))
 
     def refuse(self, number: int, why: str) -> None:
@@ -209,10 +217,10 @@ class RemoteWorker:
             return  # asked again elsewhere meanwhile
         self._answered.add(lease)
         if "fault" in row:
-            held.answer.set_exception(
-                WorkerFailed(f"could not play it: {str(row['fault'])[:1000]}")
-            )
+            fault = str(row["fault"])[:1000]
+            held.answer.set_exception(WorkerFailed(f"could not play it: {fault}"))
             return
+
         try:
             group = read_group(row)
         except (KeyError, TypeError, ValueError):

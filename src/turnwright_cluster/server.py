@@ -1,5 +1,9 @@
-"""The run's side of its workers: a server that they join, also through a NAT, and ask for
-groups, replies and images.
+"""The run's side of its workers: a server that they join, also through a NAT, and ask for groups,
+replies and images.
+
+`RunServer.open` has the routes; each handler is below, first those of who is there, then those of
+what a worker asks for and sends. What a worker has and lacks is kept by `RemoteWorker`, groups are
+placed by `WorkerPool`. The worker's end is `RunLink`.
 
 A worker is lost when its connection breaks and it does not return within `RECONNECT_S`, or when its
 lease ends without a word. Everything that it sends is JSON.
@@ -84,23 +88,25 @@ class RunServer:
         `on_join` receives each worker, `on_change` is called when one has more room or is gone.
         """
         host, _, port = (config.scale.listen or ANYWHERE).rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
-        self._config, self._run, self._source, self._recipe, self._code = (
-            config,
-            run,
-            source,
-            recipe,
-            code,
-        )
-        self._journal, self._on_join, self._on_change, self._note = (
-            journal,
-            on_join,
-            on_change,
-            note,
-        )
-        given, kept = os.environ.get(TOKEN_VARIABLE, ""), run / TOKEN_FILE
-        self._generated = not given
-        self.token = given or (kept.read_text() if kept.is_file() else secrets.token_urlsafe(24))
+        self._host = host.strip("[]")
+        self._port = int(port)
+        self._config = config
+        self._run = run
+        self._source = source
+        self._recipe = recipe
+        self._code = code
+        self._journal = journal
+        self._on_join = on_join
+        self._on_change = on_change
+        self._note = note
+
+        # The user's token, or one of the run's own, which a resumed run has already.
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        self._generated = not token
+        if self._generated:
+            file = run / TOKEN_FILE
+            token = file.read_text() if file.is_file() else secrets.token_urlsafe(24)
+        self.token = token
         self.workers: dict[str, RemoteWorker] = {}
         """Workers by id, also those that are gone."""
         self._checks: set[asyncio.Task[None]] = set()
@@ -108,7 +114,8 @@ class RunServer:
     @contextlib.asynccontextmanager
     async def open(self, rollout: Rollout, gate: CallGate) -> Any:
         """Serve for a stream; `ConfigError` when the address is not available."""
-        self._rollout, self._gate = rollout, gate
+        self._rollout = rollout
+        self._gate = gate
         gate.watch(self._wake)
         engine = rollout.engine
         self._context = engine if isinstance(engine, HasContextLimit) else None
@@ -131,23 +138,23 @@ class RunServer:
                 f"scale.listen = {self._config.scale.listen}: not available ({error}); choose "
                 "another port, or 0 for a free one"
             ) from None
+
         port = server.port
         self._port = port
         self.url = self.url_at(socket.gethostname())
         if self._generated:
             self._write_token(port)
         watch = asyncio.create_task(self._watch())
-        where = (
-            f"token in {self._run / TOKEN_FILE}"
-            if self._generated
-            else f"token of {TOKEN_VARIABLE}"
-        )
+        where = f"token of {TOKEN_VARIABLE}"
+        if self._generated:
+            where = f"token in {self._run / TOKEN_FILE}"
         self._note(f"workers join with: turnwright worker --join {self.url} ({where})")
         try:
             yield self
             for worker in self.workers.values():
                 await worker.close()
-            await asyncio.sleep(CLOSE_S)  # open requests for work are answered: the run ended
+            # Open requests for work are answered meanwhile: the run ended.
+            await asyncio.sleep(CLOSE_S)
         finally:
             watch.cancel()
             if self._generated:
@@ -156,10 +163,13 @@ class RunServer:
             await asyncio.gather(watch, *self._checks, return_exceptions=True)
 
     def url_at(self, host: str) -> str:
-        """Return the URL for workers that reach this machine as `host`, unless the server
-        has one address only."""
-        host = host if self._host in ("0.0.0.0", "::") else self._host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}"
+        """Return the URL for workers that reach this machine as `host`, unless the server has one
+        address only."""
+        if self._host not in ("0.0.0.0", "::"):
+            host = self._host
+        if ":" in host:
+            host = f"[{host}]"
+        return f"http://{host}:{self._port}"
 
     def _write_token(self, port: int) -> None:
         """Write the token where this user's workers find it, and into the run directory, for
@@ -215,10 +225,12 @@ class RunServer:
                 self.lose(worker, why)
 
     async def _watch(self) -> None:
-        """Lose workers whose lease ended; what was late because this process
-        was busy does not count."""
+        """Lose workers whose lease ended; what was late because this process was busy does not
+        count."""
         lease = self._config.scale.lease_s
-        pause, extra = min(lease / 4, 0.5), 0.0
+        pause = min(lease / 4, 0.5)
+        # Until `extra` nobody is lost.
+        extra = 0.0
         while True:
             began = time.monotonic()
             await asyncio.sleep(pause)
@@ -226,10 +238,10 @@ class RunServer:
             if now - began > 2 * pause:
                 extra = now + lease
             for worker in list(self.workers.values()):
-                if not worker.gone and now > extra and now - worker.seen > lease:
+                silent = now - worker.seen
+                if not worker.gone and now > extra and silent > lease:
                     self.lose(
-                        worker,
-                        f"it sent nothing for {now - worker.seen:.1f} s (scale.lease_s = {lease:g})",  # noqa: E501
+                        worker, f"it sent nothing for {silent:.1f} s (scale.lease_s = {lease:g})"
                     )
 
     async def _check_return(self, worker: RemoteWorker) -> None:
@@ -242,20 +254,27 @@ class RunServer:
     async def _join(self, call: Call) -> Any:
         try:
             row = orjson.loads(call.body)
-            name, room, code = str(row["name"])[:100], int(row["room"]), dict(row["code"])
+            name = str(row["name"])[:100]
+            room = int(row["room"])
+            code = dict(row["code"])
         except (ValueError, KeyError, TypeError):
             raise HttpError(400, "joining needs name, room and code") from None
-        name = "".join(one if one.isprintable() else "?" for one in name)
-        if wrong := difference(self._code(), code):
-            self._note(f"worker {name} may not join: its code differs from the run's ({wrong})")
+        name = "".join(character if character.isprintable() else "?" for character in name)
+        differing = difference(self._code(), code)
+        if differing:
+            self._note(f"worker {name} may not join: its code differs from the run's ({differing})")
             raise HttpError(
                 403,
-                f"the code of this worker differs from the run's: {wrong}; install the same "
+                f"the code of this worker differs from the run's: {differing}; install the same "
                 "version here",
             )
-        release = self._rollout.engine.release
+
         worker = RemoteWorker(
-            name, max(room, 1), row=self._row, release=release, is_held=lambda: self._gate.held
+            name,
+            max(room, 1),
+            row=self._row,
+            release=self._rollout.engine.release,
+            is_held=lambda: self._gate.held,
         )
         self.lose_named(name, "a worker of its name joined")
         self.workers[worker.id] = worker
@@ -267,28 +286,12 @@ class RunServer:
 
     async def _welcome(self, call: Call) -> dict[str, Any]:
         """Return what a worker needs to know of the run."""
-        renderer, config = self._rollout.renderer, self._config
-        files, size = {}, 0
-        for path in sorted(self._source.iterdir()):
-            if (
-                path.is_file()
-                and not path.name.endswith(_WEIGHTS)
-                and not path.name.endswith(".index.json")
-            ):
-                data = path.read_bytes()
-                files[path.name], size = base64.b64encode(data).decode(), size + len(data)
-        if size > MAX_FILES:
-            raise HttpError(
-                500,
-                f"{self._source} has {size:,} bytes besides weights, and workers are sent at most "
-                f"{MAX_FILES:,}",
-            )
+        renderer = self._rollout.renderer
+        config = self._config
         template = config.model.template
-        own = (
-            Path(template).read_text("utf-8")
-            if template is not None and Path(template).is_file()
-            else None
-        )
+        template_text = None
+        if template is not None and Path(template).is_file():
+            template_text = Path(template).read_text("utf-8")
         return {
             "seed": config.seed,
             "model": {
@@ -296,17 +299,35 @@ class RunServer:
                 "template_args": config.model.template_args,
                 "parser": config.model.parser,
             },
-            "template_file": own,
+            "template_file": template_text,
             "env": [asdict(env) for env in config.env],
             "rollout": asdict(config.rollout),
             "limits": asdict(config.limits),
             "recipe": None if self._recipe is None else str(self._recipe),
-            "files": files,
+            "files": self._model_files(),
             "banned": sorted(renderer.banned_ids),
             "fingerprint": renderer.fingerprint,
             "context": None if self._context is None else self._context.context,
             "messages": self._messages,
         }
+
+    def _model_files(self) -> dict[str, str]:
+        """Return the files of the model directory but its weights, in base64, by name."""
+        files: dict[str, str] = {}
+        size = 0
+        for path in sorted(self._source.iterdir()):
+            is_weights = path.name.endswith((*_WEIGHTS, ".index.json"))
+            if path.is_file() and not is_weights:
+                data = path.read_bytes()
+                files[path.name] = base64.b64encode(data).decode()
+                size += len(data)
+        if size > MAX_FILES:
+            raise HttpError(
+                500,
+                f"{self._source} has {size:,} bytes besides weights, and workers are sent at most "
+                f"{MAX_FILES:,}",
+            )
+        return files
 
     async def _leave(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         self.lose(worker, "it left")
@@ -320,7 +341,8 @@ class RunServer:
         with worker.connected():
             try:
                 await asyncio.sleep(self._config.scale.lease_s / 3)
-            except asyncio.CancelledError:  # its connection broke
+            except asyncio.CancelledError:
+                # Its connection broke.
                 check = asyncio.create_task(self._check_return(worker))
                 self._checks.add(check)
                 check.add_done_callback(self._checks.discard)
@@ -328,9 +350,8 @@ class RunServer:
         return {}
 
     async def _work(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
-        held, got = (
-            _typed_list(body.get(name), kind) for name, kind in (("held", str), ("got", int))
-        )
+        held = _typed_list(body.get("held"), str)
+        got = _typed_list(body.get("got"), int)
         return await worker.work(set(held), got, self._config.scale.lease_s / 3)
 
     async def _report(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
@@ -340,7 +361,8 @@ class RunServer:
                 raise HttpError(
                     400, f"report {body.get('number')!r:.20} came after report {worker.reported}"
                 )
-            if body["number"] > worker.reported:  # else it was taken, and its answer was lost
+            # Otherwise it was taken, and its answer was lost.
+            if body["number"] > worker.reported:
                 for entry in _typed_list(body.get("entries"), list):
                     self._take(worker, entry)
                 worker.reported += 1
@@ -351,8 +373,9 @@ class RunServer:
     def _take(self, worker: RemoteWorker, entry: list[Any]) -> None:
         """Take one entry of a report: an event, an answer, a call, or the end of a call."""
         kind, lease, *rest = (*entry, None, None, None)[: max(len(entry), 3)]
-        if not isinstance(lease, str) or [type(one) for one in rest] != ENTRIES.get(str(kind)):
+        if not isinstance(lease, str) or [type(value) for value in rest] != ENTRIES.get(str(kind)):
             raise HttpError(400, f"{entry!r:.80} is no entry of a report")
+
         held = worker.leases.get(lease)
         if kind == "answer":
             worker.answered(lease, rest[0])
@@ -389,7 +412,8 @@ class RunServer:
         return generation_row(generation)
 
     async def _call_engine(self, request: Request, spec: GroupSpec) -> Generation:
-        gate, engine = self._gate, self._rollout.engine
+        gate = self._gate
+        engine = self._rollout.engine
         if not gate.try_enter(spec.training):
             await gate.enter(spec.training, request.min_version, request.call)
         try:
@@ -419,7 +443,8 @@ class RunServer:
 
     async def _images(self, worker: RemoteWorker, body: Mapping[str, Any]) -> Any:
         """Return images, by their hashes."""
-        store, hashes = self._rollout.media_intake.store, _typed_list(body.get("sha256"), str)
+        store = self._rollout.media_intake.store
+        hashes = _typed_list(body.get("sha256"), str)
         if not all(map(_HASH.fullmatch, hashes)):
             raise HttpError(400, "images are asked for by their hashes")
         try:
@@ -432,6 +457,6 @@ class RunServer:
 
 def _typed_list(value: Any, kind: type) -> list[Any]:
     """Return a list of values of one type; raise `HttpError` for anything else."""
-    if not isinstance(value, list) or any(type(one) is not kind for one in value):
+    if not isinstance(value, list) or any(type(item) is not kind for item in value):
         raise HttpError(400, f"{value!r:.80} is no list of {kind.__name__}")
     return value

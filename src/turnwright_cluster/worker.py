@@ -1,5 +1,10 @@
-"""A worker process: it joins a run, plays the groups that it is given, and stops by itself when
-the run is out of reach."""
+"""A worker process: it joins a run, plays the groups that it is given, and stops by itself when the
+run is out of reach.
+
+`WorkerProcess.run` joins as often as the run is there; `_serve` makes renderer, environments and
+rollout of what the run says of itself, and `_work` takes groups. Its engine calls go to the run's
+engine (`RunEngine`), and what is reported goes through a `RunLink`.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +59,8 @@ REJOIN_S = 1.0
 GONE = 410
 """HTTP status for a worker that the run does not know."""
 STOP_S = 2.0
-"""Seconds that environments with effects get to stop, before the process ends
-with what they still do."""
+"""Seconds that environments with effects get to stop, before the process ends with what they still
+do."""
 STOPPED = 3
 """Exit status of a process that ended with the effects of its environments."""
 FAULTS = {kind.__name__: kind for kind in (EngineUnavailable, BackendContractError)}
@@ -68,7 +73,9 @@ class RunEngine:
         self, link: RunLink, welcome: Mapping[str, Any], banned_ids: frozenset[int]
     ) -> None:
         self.context: int | None = welcome["context"]
-        self._link, self._messages, self._banned = link, welcome["messages"], banned_ids
+        self._link = link
+        self._messages = welcome["messages"]
+        self._banned = banned_ids
         self._leases: dict[str, tuple[str, Contexts]] = {}
 
     def lease(self, group: str, lease: str) -> None:
@@ -79,16 +86,16 @@ class RunEngine:
         if request.media:
             await self._link.send_images(placed_hashes(request))
         lease, contexts = self._leases[request.group]
-        found = await self._link.call(
-            lease, request_row(request, self._banned, contexts, messages=self._messages)
-        )
-        if "held" in found:  # the call is made again once it is not
+        row = request_row(request, self._banned, contexts, messages=self._messages)
+        reply = await self._link.call(lease, row)
+        if "held" in reply:
+            # The call is made again once it is not.
             return Generation([], [], "abort", request.min_version)
-        if "fault" in found:
-            refused = FAULTS.get(found["fault"], EngineError)(found["message"])
-            refused.retry_after = found["retry_after"]
+        if "fault" in reply:
+            refused = FAULTS.get(reply["fault"], EngineError)(reply["message"])
+            refused.retry_after = reply["retry_after"]
             raise refused
-        return read_generation(found)
+        return read_generation(reply)
 
     def release(self, session: str) -> None:
         """Do nothing: the run ends the sessions of a group together."""
@@ -100,27 +107,25 @@ class RunEngine:
 def environments(welcome: Mapping[str, Any], root: Path) -> dict[str, EnvSpec]:
     """Resolve the environments of the recipe by their names; the tasks come with the groups."""
     play = relocated(welcome["rollout"]["function"], welcome, root)
-    own: dict[str, Any] = {"tasks": None, "eval_tasks": None, "columns": {}}
-    tables = [relocated(env, welcome, root) | own for env in welcome["env"]]
+    without_tasks: dict[str, Any] = {"tasks": None, "eval_tasks": None, "columns": {}}
+    tables = [relocated(env, welcome, root) | without_tasks for env in welcome["env"]]
     # They are read as those of any recipe, since a table has tables of its own (`env.retries`).
     configs = build({"env": tables}, {}).env
-    found = [resolve_env(env, play=play) for env in configs] or [resolve_env("", play=play)]
-    return {spec.name: spec for spec in found}
+    specs = [resolve_env(env, play=play) for env in configs] or [resolve_env("", play=play)]
+    return {spec.name: spec for spec in specs}
 
 
 def relocated(value: Any, welcome: Mapping[str, Any], root: Path) -> Any:
-    """Return a setting with paths in the recipe's directory moved to the
-    same place under `root`."""
+    """Return a setting with paths in the recipe's directory moved to the same place under
+    `root`."""
     if isinstance(value, dict):
         return {name: relocated(item, welcome, root) for name, item in value.items()}
     if isinstance(value, list):
         return [relocated(item, welcome, root) for item in value]
     base = welcome["recipe"]
-    if (
-        isinstance(value, str)
-        and base is not None
-        and (value == base or value.startswith(f"{base}/"))
-    ):
+    if not isinstance(value, str) or base is None:
+        return value
+    if value == base or value.startswith(f"{base}/"):
         return f"{root}{value[len(base) :]}"
     return value
 
@@ -135,13 +140,13 @@ def _renderer(welcome: Mapping[str, Any], folder: Path) -> ChatRenderer:
     if welcome["template_file"] is not None:
         template = str(folder / "template.jinja")
         Path(template).write_text(welcome["template_file"], "utf-8")
-    control = welcome["rollout"]["control_text"]
-    args = {
-        "template_args": model["template_args"],
-        "parser": model["parser"],
-        "control_text": control,
-    }
-    renderer = load_renderer(source, template=template, **args)
+    renderer = load_renderer(
+        source,
+        template=template,
+        template_args=model["template_args"],
+        parser=model["parser"],
+        control_text=welcome["rollout"]["control_text"],
+    )
     renderer.ban(welcome["banned"])
     if renderer.fingerprint != welcome["fingerprint"]:
         raise ConfigError(
@@ -149,6 +154,12 @@ def _renderer(welcome: Mapping[str, Any], folder: Path) -> ChatRenderer:
             "that it has"
         )
     return renderer
+
+
+def _recipe_directory(welcome: Mapping[str, Any]) -> Path:
+    """Return the directory of the recipe if it is here too, else the current one."""
+    recipe = welcome["recipe"]
+    return Path(recipe) if recipe is not None and Path(recipe).is_dir() else Path()
 
 
 class WorkerProcess:
@@ -163,11 +174,13 @@ class WorkerProcess:
         root: Path | None = None,
         note: Callable[[str], None] = print,
     ) -> None:
-        """`room` is the number of groups at once; `root` replaces the recipe's directory in
-        paths of environments."""
+        """`room` is the number of groups at once; `root` replaces the recipe's directory in paths
+        of environments."""
         self.name = name or f"{socket.gethostname()}-{os.getpid()}"
         self._link = RunLink(url, self.name)
-        self._room, self._note, self._root = room, note, root
+        self._room = room
+        self._note = note
+        self._root = root
         self._patience_s = PATIENCE_S
         self._groups: dict[GroupKey, asyncio.Task[None]] = {}
         self._effects = False
@@ -198,20 +211,18 @@ class WorkerProcess:
 
     async def _serve(self, welcome: Mapping[str, Any]) -> bool:
         """Play for a run until it ends (True) or is out of reach (False)."""
-        link, base = self._link, welcome["recipe"]
-        root = (
-            self._root
-            or (Path() if base is None or not Path(base).is_dir() else Path(base)).resolve()
-        )
+        link = self._link
+        root = self._root or _recipe_directory(welcome).resolve()
         with tempfile.TemporaryDirectory(prefix="turnwright-worker-") as name:
             folder = Path(name)
-            renderer, specs = _renderer(welcome, folder), environments(welcome, root)
+            renderer = _renderer(welcome, folder)
+            specs = environments(welcome, root)
             self._effects = any(spec.rules.effects for spec in specs.values())
             store = MediaStore(folder / "media")
             link.share(store)
             router = EventRouter(link.durable)
             engine = RunEngine(link, welcome, renderer.banned_ids)
-            chosen = ("concurrency", "environments", "stop", "sanity", "sanity_share", "watchdog_s")
+            keys = ("concurrency", "environments", "stop", "sanity", "sanity_share", "watchdog_s")
             rollout = Rollout(
                 engine,
                 renderer,
@@ -219,7 +230,7 @@ class WorkerProcess:
                     limits=Limits(**welcome["limits"]),
                     seed=welcome["seed"],
                     history=relocated(welcome["rollout"]["history"], welcome, root),
-                    **{name: welcome["rollout"][name] for name in chosen},
+                    **{key: welcome["rollout"][key] for key in keys},
                 ),
                 media=store,
                 journal=router,
@@ -231,11 +242,17 @@ class WorkerProcess:
                 return await self._play_until_end(worker, engine, folder)
 
     async def _play_until_end(self, worker: StreamWorker, engine: RunEngine, folder: Path) -> bool:
+        """Take groups, report, stay and watch, until one of these ends."""
         link = self._link
-        running = (self._work(worker, engine, folder), link.report(), link.stay(), self._guard())
-        loops = [asyncio.create_task(loop) for loop in running]
+        loops = [
+            asyncio.create_task(self._work(worker, engine, folder)),
+            asyncio.create_task(link.report()),
+            asyncio.create_task(link.stay()),
+            asyncio.create_task(self._guard()),
+        ]
         try:
             done, _ = await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            # Each result is looked at, since it may be an error.
             return any([loop.result() for loop in done])
         except EngineError as error:
             if error.status != GONE:
@@ -252,25 +269,30 @@ class WorkerProcess:
 
     async def _work(self, worker: StreamWorker, engine: RunEngine, folder: Path) -> bool:
         """Take groups until the run ends."""
-        link, gate = self._link, worker.gate
+        link = self._link
+        gate = worker.gate
         while True:
             try:
-                found = await link.work()
+                news = await link.work()
             except EngineUnavailable:
                 await asyncio.sleep(RETRY_S)
                 continue
-            if found["held"] != gate.held:
-                (gate.hold_new if found["held"] else gate.resume)()
-            if found["ended"]:
+
+            if news["held"] and not gate.held:
+                gate.hold_new()
+            elif gate.held and not news["held"]:
+                gate.resume()
+
+            if news["ended"]:
                 await self._stop_effects()
-            for lease in found["ended"]:
-                if task := link.held.pop(lease, None):
+            for lease in news["ended"]:
+                task = link.held.pop(lease, None)
+                if task is not None:
                     task.cancel()
-            for row in found["groups"]:
-                link.held[row["lease"]] = asyncio.create_task(
-                    self._play(row["lease"], row["spec"], worker, engine, folder)
-                )
-            if found["over"]:
+            for row in news["groups"]:
+                playing = self._play(row["lease"], row["spec"], worker, engine, folder)
+                link.held[row["lease"]] = asyncio.create_task(playing)
+            if news["over"]:
                 return True
 
     async def _play(
@@ -284,9 +306,8 @@ class WorkerProcess:
         """Play one group and report its end."""
 
         def image(ref: ImageRef) -> Image:
-            return Image(
-                folder / "media" / f"{ref.sha256}.png", alt=ref.alt, max_pixels=ref.max_pixels
-            )
+            path = folder / "media" / f"{ref.sha256}.png"
+            return Image(path, alt=ref.alt, max_pixels=ref.max_pixels)
 
         link = self._link
         try:
@@ -294,10 +315,13 @@ class WorkerProcess:
             spec = read_spec(row, image)
             task = asyncio.current_task()
             assert task is not None
-            before, self._groups[spec.group] = self._groups.get(spec.group), task
-            if before is not None:  # the run asks again for a group whose lease here ended
+            before = self._groups.get(spec.group)
+            self._groups[spec.group] = task
+            if before is not None:
+                # The run asks again for a group whose lease here ended.
                 before.cancel()
                 await asyncio.wait({before})
+
             engine.lease("/".join(map(str, spec.group)), lease)
             group = await worker.play(spec, partial(link.event, lease))
             link.answer(lease, group_row(group))
@@ -311,8 +335,10 @@ class WorkerProcess:
         while True:
             await asyncio.sleep(link.lease_s / 10)
             silent = time.monotonic() - link.reached
-            if silent <= (link.lease_s if link.held else self._patience_s):
-                continue  # a run that trains in sync answers nothing meanwhile
+            # A run that trains in sync answers nothing meanwhile.
+            patience_s = link.lease_s if link.held else self._patience_s
+            if silent <= patience_s:
+                continue
             self._note(
                 f"the run was out of reach for {silent:.0f} s: stopping what was played for it"
             )
@@ -320,8 +346,8 @@ class WorkerProcess:
             return False
 
     async def _stop_effects(self) -> None:
-        """Stop groups that others may be asked for now; nothing but the end of the process
-        ends a call in a thread."""
+        """Stop groups that others may be asked for now; nothing but the end of the process ends a
+        call in a thread."""
         tasks = list(self._link.held.values())
         if not (tasks and self._effects):
             return

@@ -1,4 +1,9 @@
-"""Serve a model directory over HTTP: the local engine, and the model's logprobs of given ids."""
+"""Serve a model directory over HTTP: the local engine, and the model's logprobs of given ids.
+
+`make_service` builds both around one model, `serve` answers requests until it is cancelled. The
+routes are in `server/routes.py`; weights that arrive by a process group or in requests are
+collected by a `WeightReceiver`, in chunks by a `WeightRelay`.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +60,11 @@ def make_service(
     speculate: int = 0,
     cache_gib: float = CACHE_GIB,
 ) -> tuple[EngineService, LocalEngine]:
-    """Build the service of a model and its engine, which the caller closes. Weights change
-    through the formats' routes, from a directory or a process group; an update applies
-    completely or not at all."""
+    """Build the service of a model and its engine, which the caller closes.
+
+    Weights change through the formats' routes, from a directory or a process group; an update
+    applies completely or not at all.
+    """
     try:
         from turnwright_serve.server import EngineService
     except ImportError as error:
@@ -65,6 +72,8 @@ def make_service(
             f"turnwright serve needs starlette and uvicorn ({error.name} is missing): pip install "
             "'turnwright[serve]'"
         ) from None
+
+    # The model as the run that wrote it samples from it.
     quant = quant_of(source)
     grid = grid_of(quant)
     config = model_config(
@@ -77,10 +86,11 @@ def make_service(
         model, renderer=renderer, context=context, speculate=speculate, cache_gib=cache_gib
     )
     pixels = None if renderer.vision is None else _pixels(engine, renderer.vision)
-    own, lock = model.state_dict(), threading.Lock()  # scoring and weight updates run in threads
+    own_weights = model.state_dict()
     unique = frozenset(name for name, _ in unique_weights(model))
-
     forward = ForwardPass(model)
+    # Scoring and weight updates run in threads.
+    lock = threading.Lock()
 
     def score(request: ScoreRequest) -> IdScores:
         with lock:
@@ -88,21 +98,25 @@ def make_service(
 
     async def load_rows(rows: Rows) -> None:
         def put() -> None:
-            with lock:  # another checkpoint of the run has full-precision weights
-                model.load_state_dict(
-                    dict(rows if on_grid is None else on_grid(iter(rows))), strict=False
-                )
+            with lock:
+                # Another checkpoint of the run has full-precision weights.
+                weights = dict(rows if on_grid is None else on_grid(iter(rows)))
+                model.load_state_dict(weights, strict=False)
 
         await asyncio.to_thread(put)
         await engine.update(list(unique_weights(model)), engine.version + 1)
 
     async def load_directory(directory: Path) -> None:
         def read() -> Rows:
-            if (rows := stored_rows(directory, own, unique)) is not None:
+            rows = stored_rows(directory, own_weights, unique)
+            if rows is not None:
                 return rows
-            weights = load(directory, *device_and_dtype(config))[0].state_dict()
-            for name in sorted(own.keys() | weights.keys()):
-                if name not in own or name not in weights or own[name].shape != weights[name].shape:
+
+            other, _ = load(directory, *device_and_dtype(config))
+            weights = other.state_dict()
+            for name in sorted(own_weights.keys() | weights.keys()):
+                in_both = name in own_weights and name in weights
+                if not in_both or own_weights[name].shape != weights[name].shape:
                     raise SyncError(f"{directory}: {name} does not fit the served model")
             return list(weights.items())
 
@@ -110,7 +124,8 @@ def make_service(
             rows = await asyncio.to_thread(read)
         except SyncError:
             raise
-        except Exception as error:  # safetensors, transformers and torch have their own errors
+        except Exception as error:
+            # safetensors, transformers and torch have their own errors.
             raise SyncError(f"{directory}: {error}") from error
         await load_rows(rows)
 
@@ -120,7 +135,7 @@ def make_service(
         score=score,
         load=load_directory,
         receiver=WeightReceiver(
-            {name: tensor.shape for name, tensor in own.items()},
+            {name: tensor.shape for name, tensor in own_weights.items()},
             unique,
             load_rows,
             next(model.parameters()).device,
@@ -137,18 +152,18 @@ def stored_rows(directory: Path, own: Mapping[str, Tensor], unique: frozenset[st
     """Read the weights of a directory that holds a model's tensors under their own names, `unique`
     ones at least, without building a second model; None for any other layout: an adapter, packed
     weights, other names or shapes."""
+    stored: dict[str, Tensor] = {}
     try:
-        found = {
-            name: tensor
-            for file in directory.glob("model*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-    except (OSError, SafetensorError):  # named where the directory is loaded as a model
+        for file in directory.glob("model*.safetensors"):
+            stored |= load_file(file)
+    except (OSError, SafetensorError):
+        return None  # named where the directory is loaded as a model
+
+    if not unique <= stored.keys() <= own.keys():
         return None
-    fits = unique <= found.keys() <= own.keys() and all(
-        found[name].shape == own[name].shape for name in found
-    )
-    return list(found.items()) if fits else None
+    if any(stored[name].shape != own[name].shape for name in stored):
+        return None
+    return list(stored.items())
 
 
 def _pixels(engine: LocalEngine, vision: VisionProcessor) -> PixelCache:
@@ -187,8 +202,8 @@ async def serve(
     cache_gib: float = CACHE_GIB,
     keyless: bool = False,
 ) -> None:
-    """Answer requests until cancelled; once the server answers, `on_start` receives a line
-    that starts with the URL.
+    """Answer requests until cancelled; once the server answers, `on_start` receives a line that
+    starts with the URL.
 
     Every request needs the `token`. Without it, other machines cannot connect (`ConfigError`), and
     the server creates a token, and stores it where this user's clients find it; with `keyless`,
@@ -205,6 +220,7 @@ async def serve(
             "--no-key: TURNWRIGHT_SERVE_TOKEN is set, which every request needs; unset it, or "
             "leave out --no-key"
         )
+
     app, engine = make_service(
         source, context=context, device=device, speculate=speculate, cache_gib=cache_gib
     )

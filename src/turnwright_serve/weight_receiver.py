@@ -53,7 +53,10 @@ class WeightReceiver:
         device: torch.device,
         seconds: float = SECONDS,
     ) -> None:
-        self._shapes, self._needed, self._take, self._seconds = shapes, needed, take, seconds
+        self._shapes = shapes
+        self._needed = needed
+        self._take = take
+        self._seconds = seconds
         self._device = device
         self._groups: dict[str, _JoinedGroup] = {}
         self._received: dict[str, torch.Tensor] = {}
@@ -70,6 +73,7 @@ class WeightReceiver:
         group cannot be created."""
         if name in self._groups:
             raise SyncError(f"the group {name!r} exists already")
+
         limit = timedelta(seconds=self._seconds)
 
         def connect() -> tuple[Any, Any]:
@@ -89,8 +93,8 @@ class WeightReceiver:
     ) -> None:
         """Receive a bucket.
 
-        Raises `SyncError` for weights that do not fit the model, an unknown
-        group, or a lost trainer.
+        Raises `SyncError` for weights that do not fit the model, an unknown group, or a lost
+        trainer.
         """
         name = group if group is not None else next(iter(self._groups), "")
         if name not in self._groups:
@@ -105,10 +109,11 @@ class WeightReceiver:
             empty = torch.empty(self._shapes[weight], dtype=kind, device=joined.device)
             rows.append((weight, empty))
 
+        def fill() -> None:
+            broadcast(joined.members, [tensor for _, tensor in rows], self._seconds)
+
         try:
-            await run_detached(
-                lambda: broadcast(joined.members, [tensor for _, tensor in rows], self._seconds)
-            )
+            await run_detached(fill)
         except RuntimeError as error:
             raise SyncError(f"the trainer did not send the announced weights: {error}") from error
         self._received |= dict(rows)
@@ -126,8 +131,10 @@ class WeightReceiver:
 
     async def apply(self) -> None:
         """Load the received weights into the engine. Raises `SyncError` when some are missing."""
-        received, self._received = self._received, {}
-        if missing := sorted(self._needed - received.keys()):
+        received = self._received
+        self._received = {}
+        missing = sorted(self._needed - received.keys())
+        if missing:
             raise SyncError(
                 f"{len(missing)} weights are missing, the first is {missing[0]!r}; nothing was "
                 "changed"

@@ -13,18 +13,21 @@ from turnwright.types import Group, Trajectory
 RUNNING_DECAY = 0.95
 """Weight of the earlier average at each episode (RAE, arXiv 2506.24119, section 3)."""
 
+Role = tuple[str, str]
+"""Environment of a trajectory, and its agent, "" if it has none."""
+
 
 class RunningBaselines:
     """Averages of the rewards of each agent in each environment over the episodes trained on
     (RAE, arXiv 2506.24119).
 
-    An advantage is the return less the average before the step, of the first step less the mean of
-    that step. So agents with unequal chances are not compared with each other, and no group of
-    several episodes is needed.
+    An advantage is the return less the average as it was when the step began; in the first step,
+    less the mean of that step. So agents with unequal chances are not compared with each other, and
+    no group of several episodes is needed.
     """
 
     def __init__(self) -> None:
-        self._averages: dict[tuple[str, str], float] = {}
+        self._averages: dict[Role, float] = {}
 
     def of(self, groups: Sequence[Group]) -> SetValues:
         """Return what sets the values of members of these groups."""
@@ -41,19 +44,19 @@ class RunningBaselines:
     def update(self, groups: Sequence[Group]) -> None:
         """Add the rewards of a step."""
         self._averages = self._means(groups) | self._averages
-        for trajectory in sorted((t for group in groups for t in group.trajectories), key=sort_key):
-            if exclusion_reason(trajectory) is None:
-                role, reward = _role(trajectory), trajectory.reward or 0.0
-                self._averages[role] = (
-                    RUNNING_DECAY * self._averages[role] + (1 - RUNNING_DECAY) * reward
-                )
 
-    def _means(self, groups: Sequence[Group]) -> dict[tuple[str, str], float]:
-        rewards: dict[tuple[str, str], list[float]] = {}
-        for trajectory in (t for group in groups for t in group.trajectories):
-            if exclusion_reason(trajectory) is None:
-                rewards.setdefault(_role(trajectory), []).append(trajectory.reward or 0.0)
-        return {role: math.fsum(given) / len(given) for role, given in rewards.items()}
+        # Each average depends on the order of its episodes, which must not be that of their ends.
+        for trajectory in sorted(_compared(groups), key=sort_key):
+            role = _role(trajectory)
+            reward = trajectory.reward or 0.0
+            earlier = self._averages[role]
+            self._averages[role] = RUNNING_DECAY * earlier + (1 - RUNNING_DECAY) * reward
+
+    def _means(self, groups: Sequence[Group]) -> dict[Role, float]:
+        rewards: dict[Role, list[float]] = {}
+        for trajectory in _compared(groups):
+            rewards.setdefault(_role(trajectory), []).append(trajectory.reward or 0.0)
+        return {role: math.fsum(values) / len(values) for role, values in rewards.items()}
 
     def state(self) -> list[list[Any]]:
         """Return the averages as rows of JSON: environment, agent, average."""
@@ -64,6 +67,12 @@ class RunningBaselines:
         self._averages = {(str(env), str(agent)): float(average) for env, agent, average in rows}
 
 
-def _role(trajectory: Trajectory) -> tuple[str, str]:
-    """Return the environment of a trajectory, and its agent if it has one."""
-    return trajectory.task.env, trajectory.turns[0].agent if trajectory.turns else ""
+def _compared(groups: Sequence[Group]) -> list[Trajectory]:
+    """Return the trajectories that nothing excludes."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    return [trajectory for trajectory in trajectories if exclusion_reason(trajectory) is None]
+
+
+def _role(trajectory: Trajectory) -> Role:
+    agent = trajectory.turns[0].agent if trajectory.turns else ""
+    return trajectory.task.env, agent

@@ -1,9 +1,12 @@
-"""What each step trains on, by `schedule.mode`: whole batches, sampled before the step or while the
-last one trains; or groups, sampled all the time.
+"""What each step trains on, by `schedule.mode`: `StepBatches` or `StreamBatches`.
 
-Whole batches are replaced where they have no signal in rounds, after all groups ended. So which
+`StepBatches` samples whole batches, before their step (`sync`) or while the last one trains
+(`one_step_off`). Groups without a signal are replaced in rounds, after all groups ended. So which
 tasks are played does not depend on the order in which groups finish, and equal runs give equal
-bits. A stream replaces each group when it ends.
+bits. `StreamBatches` (`async`) samples groups all the time and replaces each when it ends.
+
+Which groups may enter a batch, and how old they may be, is decided by `BatchScheduler`; tasks are
+chosen by `TaskPlan`.
 """
 
 from __future__ import annotations
@@ -73,7 +76,10 @@ class StepBatches:
         ahead_until: int = 0,
     ) -> None:
         """`ahead_until` is the number of steps of a run that samples the next batch ahead."""
-        self._plan, self._policies, self._play, self._progress = plan, policies, play, progress
+        self._plan = plan
+        self._policies = policies
+        self._play = play
+        self._progress = progress
         self._ahead_until = ahead_until
         self._following: asyncio.Task[Batch] | None = None
         """The batch of the next step, while it is sampled ahead."""
@@ -84,20 +90,23 @@ class StepBatches:
 
     async def next(self, step: int) -> Batch:
         sampling = self._sample(step) if self._following is None else self._following
-        found: Batch = await self._progress(sampling)
-        self._plan.observe(step, found.trajectories)
+        batch: Batch = await self._progress(sampling)
+        self._plan.observe(step, batch.trajectories)
 
         following = step + 1
-        self._following = (
-            asyncio.create_task(self._sample(following)) if following < self._ahead_until else None
-        )
-        return found
+        self._following = None
+        if following < self._ahead_until:
+            self._following = asyncio.create_task(self._sample(following))
+        return batch
 
     async def _sample(self, step: int) -> Batch:
         async def play(choices: Sequence[TaskChoice]) -> list[Trajectory]:
             return await self._play(choices, step)
 
-        return Batch(*await play_with_dynamic_sampling(self._plan, self._policies, step, play))
+        trajectories, refilled = await play_with_dynamic_sampling(
+            self._plan, self._policies, step, play
+        )
+        return Batch(trajectories, refilled)
 
     async def close(self) -> None:
         if self._following is not None:
@@ -137,13 +146,16 @@ class StreamRecord:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return the state of the scheduler before a step: what was admitted and not trained."""
-        trained = {
-            group for number, groups in self.batches.items() if number < step for group in groups
-        }
-        left = [
-            (group, version) for group, version in self.admitted.items() if group not in trained
-        ]
-        return {"version": step, "open": left}
+        trained: set[int] = set()
+        for number, groups in self.batches.items():
+            if number < step:
+                trained.update(groups)
+
+        open_groups = []
+        for group, version in self.admitted.items():
+            if group not in trained:
+                open_groups.append((group, version))
+        return {"version": step, "open": open_groups}
 
 
 class StreamBatches:
@@ -162,19 +174,23 @@ class StreamBatches:
         recorded: StreamRecord,
     ) -> None:
         """`record` writes an event of the journal; `recorded` is what an earlier process wrote."""
-        self._scheduler, self._plan, self._policies, self._play, self._progress = (
-            scheduler,
-            plan,
-            policies,
-            play,
-            progress,
-        )
-        self._gate, self._record, self._recorded = gate, record, recorded
+        self._scheduler = scheduler
+        self._plan = plan
+        self._policies = policies
+        self._play = play
+        self._progress = progress
+        self._gate = gate
+        self._record = record
+        self._recorded = recorded
+
         self._changed = asyncio.Event()
-        self._found: dict[int, list[Trajectory]] = {}
+        """Set where a group may be admitted, or a batch may be complete."""
+        self._finished: dict[int, list[Trajectory]] = {}
+        """Episodes of each group that ended and is in no batch yet."""
         self._used: dict[int, list[TaskChoice]] = {}
         """Tasks of each nominal step so far."""
         self._refilled: dict[int, int] = {}
+        """How often each group was replaced."""
         self._running: dict[int, asyncio.Task[None]] = {}
         self._fault: BaseException | None = None
         self._admission = asyncio.create_task(self._admit())
@@ -187,19 +203,25 @@ class StreamBatches:
             self._scheduler.advance()
         self._changed.set()
         groups: list[int] = await self._progress(self._take(step))
+
         if step not in self._recorded.batches:
-            keys = sorted(
-                {(t.key.step, t.key.task) for group in groups for t in self._found[group]}
-            )
-            self._record({"e": "batch", "step": step, "groups": groups, "keys": keys})
-        self._used = {
-            number: used
-            for number, used in self._used.items()
-            if number >= step - self._scheduler.staleness
-        }
-        found = [trajectory for group in groups for trajectory in self._found.pop(group)]
-        self._plan.observe(step, found)
-        return Batch(found, sum(self._refilled.pop(group, 0) for group in groups))
+            keys = set()
+            for group in groups:
+                for trajectory in self._finished[group]:
+                    keys.add((trajectory.key.step, trajectory.key.task))
+            self._record({"e": "batch", "step": step, "groups": groups, "keys": sorted(keys)})
+
+        # No group of an older nominal step is replaced any more.
+        oldest = step - self._scheduler.staleness
+        self._used = {number: used for number, used in self._used.items() if number >= oldest}
+
+        trajectories: list[Trajectory] = []
+        refilled = 0
+        for group in groups:
+            trajectories += self._finished.pop(group)
+            refilled += self._refilled.pop(group, 0)
+        self._plan.observe(step, trajectories)
+        return Batch(trajectories, refilled)
 
     async def close(self) -> None:
         tasks = [self._admission, *self._running.values()]
@@ -208,11 +230,12 @@ class StreamBatches:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take(self, step: int) -> list[int]:
-        known = self._recorded.batches.get(step)
+        """Wait for the groups of a step; one that was recorded has those again."""
+        recorded_groups = self._recorded.batches.get(step)
         while True:
             if self._fault is not None:
                 raise self._fault
-            groups = self._scheduler.take(known)
+            groups = self._scheduler.take(recorded_groups)
             if groups is not None:
                 return groups
             self._changed.clear()
@@ -228,48 +251,55 @@ class StreamBatches:
                     self._changed.clear()
                     await self._changed.wait()
                     continue
+
                 if group not in self._recorded.admitted:
-                    self._record(
-                        {"e": "admitted", "group": group, "version": self._scheduler.version}
-                    )
+                    version = self._scheduler.version
+                    self._record({"e": "admitted", "group": group, "version": version})
                 self._start(group)
         except Exception as error:
             self._fail(error)
 
     def _wants_more(self) -> bool:
-        """Whether the next batch is not complete yet; groups that enter earlier than needed only
-        age until they are trained."""
-        return not self._scheduler.ready or any(
-            step >= self._scheduler.version for step in self._recorded.batches
-        )
+        """Return whether the next batch is not complete yet; groups that enter earlier than needed
+        only age until they are trained."""
+        if not self._scheduler.ready:
+            return True
+        return any(step >= self._scheduler.version for step in self._recorded.batches)
 
     def _start(self, group: int) -> None:
         step, index = divmod(group, self._scheduler.groups)
         if step not in self._used:
             self._used[step] = self._plan.step(step)
         choice = self._used[step][index]
-        # Submitted here and now: the next group is admitted only when the episodes of
-        # this one have started.
-        task = asyncio.create_task(self._finish(group, step, choice, self._play([choice], step)))
+
+        # Submitted here and now: the next group is admitted only when the episodes of this one have
+        # started.
+        playing = self._play([choice], step)
+        task = asyncio.create_task(self._finish(group, step, choice, playing))
         self._running[group] = task
         task.add_done_callback(lambda _: self._running.pop(group, None))
 
     async def _finish(
-        self, group: int, step: int, choice: TaskChoice, playing: Awaitable[list[Trajectory]]
+        self,
+        group: int,
+        step: int,
+        choice: TaskChoice,
+        playing: Awaitable[list[Trajectory]],
     ) -> None:
         """Await a group; while it has no signal, play another task in its place."""
         try:
-            found: list[Trajectory] = []
+            trajectories: list[Trajectory] = []
             while True:
                 played = await playing
-                found += played
+                trajectories += played
                 tied = self._policies.tied_groups(group_by_task(played))
                 replacement = self._replacement(group, step, choice) if tied else None
                 if replacement is None:
                     break
                 choice = replacement
                 playing = self._play([choice], step)
-            self._found[group] = found
+
+            self._finished[group] = trajectories
             self._scheduler.complete(group)
             self._changed.set()
         except asyncio.CancelledError:
@@ -280,19 +310,26 @@ class StreamBatches:
     def _replacement(self, group: int, step: int, choice: TaskChoice) -> TaskChoice | None:
         """Return a task in place of one whose rewards are all equal; None when `train.refill` or
         the tasks are used up."""
-        used, turn = self._used[step], self._refilled.get(group, 0)
-        known = self._recorded.replaced.get(group, [])
-        if turn < len(known):
-            found = [one for one in self._plan.train if one.task.id == known[turn]]
+        used = self._used[step]
+        turn = self._refilled.get(group, 0)
+
+        # A resumed run plays the task that replaced this one then.
+        recorded_ids = self._recorded.replaced.get(group, [])
+        is_recorded = turn < len(recorded_ids)
+        if is_recorded:
+            id = recorded_ids[turn]
+            candidates = [candidate for candidate in self._plan.train if candidate.task.id == id]
         else:
-            found = self._plan.refill(step, turn + 1, used, [choice])
-        if not found or not self._scheduler.replace(group, "no_signal"):
+            candidates = self._plan.refill(step, turn + 1, used, [choice])
+        if not candidates or not self._scheduler.replace(group, "no_signal"):
             return None
-        if turn >= len(known):
-            self._record({"e": "replaced", "group": group, "task": found[0].task.id})
+
+        replacement = candidates[0]
+        if not is_recorded:
+            self._record({"e": "replaced", "group": group, "task": replacement.task.id})
         self._refilled[group] = turn + 1
-        used.append(found[0])
-        return found[0]
+        used.append(replacement)
+        return replacement
 
     def _fail(self, error: BaseException) -> None:
         self._fault = self._fault or error
@@ -300,8 +337,8 @@ class StreamBatches:
 
 
 async def off_loop(work: Callable[[], T]) -> T:
-    """Run work in a thread and wait for its end, even when cancelled: it must not continue
-    while a run is being closed."""
+    """Run work in a thread and wait for its end, even when cancelled: it must not continue while a
+    run is being closed."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(task)
@@ -311,8 +348,8 @@ async def off_loop(work: Callable[[], T]) -> T:
 
 
 def groups_per_step(plan: TaskPlan, steps: int) -> int:
-    """Return the number of groups of each step; raise `ConfigError` when it
-    differs between steps."""
+    """Return the number of groups of each step; raise `ConfigError` when it differs between
+    steps."""
     sizes = plan.sizes(steps)
     if len(sizes) > 1:
         raise ConfigError(

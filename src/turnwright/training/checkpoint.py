@@ -1,4 +1,11 @@
-"""Checkpoints: Hugging Face model directories with the state for an exact resume."""
+"""Checkpoints: Hugging Face model directories with the state for an exact resume.
+
+`Checkpoints` are those of a run: written (`save`), resumed from (`newest`), played (`policy`). What
+a checkpoint holds of the model is written by `save_model`, of the optimizer by `Trainer.save`. Each
+file has a checksum, so that a damaged checkpoint is refused before anything is trained on it.
+
+`check_run_template` is for the run's directory: a resumed run must render as it began.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +34,8 @@ from turnwright.training.trainer.trainer import Trainer
 
 FORMAT = 1
 BEST_FILE = "best.json"
+_NAME = re.compile(r"warmup|warmed|step-\d+")
+"""Names that runs give to checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +55,8 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and
-    chat template of `source`.
+    """Checkpoints of one run in `root`: the last `keep`, and the best, with tokenizer and chat
+    template of `source`.
 
     A checkpoint is written under a hidden name, flushed to disk, then renamed. So any visible
     checkpoint is complete, even after a kill or on a full disk.
@@ -62,13 +71,13 @@ class Checkpoints:
         """Return complete checkpoints, oldest first."""
         if not self.root.is_dir():
             return []
-        found = [
-            read_checkpoint(path) for path in self.root.iterdir() if not path.name.startswith(".")
-        ]
-        return sorted(
-            (checkpoint for checkpoint in found if checkpoint),
-            key=lambda checkpoint: checkpoint.serial,
-        )
+
+        checkpoints: list[Checkpoint] = []
+        for path in self.root.iterdir():
+            checkpoint = None if path.name.startswith(".") else read_checkpoint(path)
+            if checkpoint is not None:
+                checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.serial)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest complete checkpoint."""
@@ -77,33 +86,31 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint to resume from; raise `TraceError`, which names the one
         before, when it is damaged."""
-        good = self.all()[::-1]
-        named = (
-            (path for path in self.root.iterdir() if _NAME.fullmatch(path.name))
-            if self.root.is_dir()
-            else ()
+        newest_first = self.all()[::-1]
+
+        damaged: dict[Path, str] = {}
+        for path in self.root.iterdir() if self.root.is_dir() else ():
+            if _NAME.fullmatch(path.name) and read_checkpoint(path) is None:
+                damaged[path] = f"its {STATE_FILE} cannot be read"
+        if newest_first:
+            damage = _damage(newest_first[0].path)
+            if damage:
+                damaged[newest_first[0].path] = damage
+                newest_first = newest_first[1:]
+        if not damaged:
+            return newest_first[0] if newest_first else None
+
+        offer = "there is no other, so the run restarts from its journal"
+        for checkpoint in newest_first:
+            if not _damage(checkpoint.path):
+                offer = f"{checkpoint.path.name} is intact"
+                break
+        path, reason = next(iter(damaged.items()))
+        raise TraceError(
+            f"checkpoint {path} is damaged: {reason}. Restore it from a copy, or move it away "
+            f"(mv {path} {self.root.parent / path.name}.damaged) and resume with --resume: "
+            f"{offer}, and later steps are trained again on the journal's episodes"
         )
-        damaged = {
-            path: f"its {STATE_FILE} cannot be read"
-            for path in named
-            if read_checkpoint(path) is None
-        }
-        if good and (reason := _damage(good[0].path)):
-            damaged[good[0].path] = reason
-            good = good[1:]
-        for path, reason in damaged.items():
-            before = next((one.path for one in good if not _damage(one.path)), None)
-            offer = (
-                f"{before.name} is intact"
-                if before
-                else "there is no other, so the run restarts from its journal"
-            )
-            raise TraceError(
-                f"checkpoint {path} is damaged: {reason}. Restore it from a copy, or move it away "
-                f"(mv {path} {self.root.parent / path.name}.damaged) and resume with --resume: "
-                f"{offer}, and later steps are trained again on the journal's episodes"
-            )
-        return good[0] if good else None
 
     def save(
         self,
@@ -112,16 +119,23 @@ class Checkpoints:
         cursor: Mapping[str, Any],
         template: str | None = None,
     ) -> Path:
-        """Write a checkpoint (`cursor` is any JSON) in place of one of this name; drop those beyond
-        the last `keep`, except the best. Each policy with a name has a directory of that name in
-        it. `template` replaces the model directory's.
+        """Write a checkpoint in place of one of this name; drop those beyond the last `keep`,
+        except the best.
 
-        Raises `TraceError` when it cannot be written; earlier checkpoints are unchanged.
+        Args:
+            name: its directory in `root`.
+            trainer: what it holds; each policy with a name has a directory of that name in it.
+            cursor: any JSON, returned by `Checkpoint.cursor`.
+            template: replaces the model directory's chat template.
+
+        Raises:
+            TraceError: when it cannot be written; earlier checkpoints are unchanged.
         """
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise ValueError(
                 f"a checkpoint's name consists of letters, digits, '_', '-' and '.', not {name!r}"
             )
+
         draft = self.root / f".{name}.writing"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -145,10 +159,13 @@ class Checkpoints:
         """Return name and score of the best checkpoint; None if none is marked or it is gone."""
         try:
             row = files.read_json(self.root / BEST_FILE)
-            name, score = str(row["name"]), float(row["score"])
+            name = str(row["name"])
+            score = float(row["score"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return (name, score) if read_checkpoint(self.root / name) is not None else None
+        if read_checkpoint(self.root / name) is None:
+            return None
+        return name, score
 
     def policy(self) -> Checkpoint | None:
         """Return the checkpoint to play: the newest, or the best where the run ended with a worse
@@ -159,17 +176,15 @@ class Checkpoints:
         return self.newest()
 
     def mark_best(self, name: str, score: float, *, rolled_back: bool = False) -> None:
-        """Mark a checkpoint as the best, so that it is kept, and with `rolled_back`
-        as the policy of the run.
+        """Mark a checkpoint as the best, so that it is kept, and with `rolled_back` as the policy
+        of the run.
 
         Raises `TraceError` when the mark cannot be written.
         """
+        mark = {"name": name, "score": score, "rolled_back": rolled_back}
         draft = self.root / f".{BEST_FILE}.tmp"
         try:
-            draft.write_text(
-                json.dumps({"name": name, "score": score, "rolled_back": rolled_back}) + "\n",
-                encoding="utf-8",
-            )
+            draft.write_text(json.dumps(mark) + "\n", encoding="utf-8")
             flush(draft)
             os.replace(draft, self.root / BEST_FILE)
         except OSError as error:
@@ -202,32 +217,35 @@ class Checkpoints:
         state: Mapping[str, Any],
         template: str | None,
     ) -> None:
-        for name, one, source in (
-            [("", trainer, None)] if isinstance(trainer, Trainer) else trainer.saved_parts()
-        ):
-            (draft / name).mkdir(exist_ok=True)
-            save_model(one, source or self.source, draft / name, template)
-            one.save(draft / name)
-        checksums = {
-            str(path.relative_to(draft)): _checksum(path)
-            for path in sorted(draft.rglob("*"))
-            if path.is_file()
-        }
+        parts: Iterable[tuple[str, Trainer, Path | None]]
+        parts = [("", trainer, None)] if isinstance(trainer, Trainer) else trainer.saved_parts()
+        for name, part, source in parts:
+            directory = draft / name
+            directory.mkdir(exist_ok=True)
+            save_model(part, source or self.source, directory, template)
+            part.save(directory)
+
+        # The state names the checksum of each file, and has one of its own.
+        checksums = {}
+        for path in sorted(draft.rglob("*")):
+            if path.is_file():
+                checksums[str(path.relative_to(draft))] = _checksum(path)
         sealed = dict(state) | {"files": checksums}
-        (draft / STATE_FILE).write_text(
-            json.dumps(sealed | {"crc": _seal(sealed)}, indent=1) + "\n", encoding="utf-8"
-        )
-        # safetensors creates files that only the owner can read; give them the
-        # user's default permissions.
-        rights = (draft / STATE_FILE).stat().st_mode & 0o777
+        text = json.dumps(sealed | {"crc": _seal(sealed)}, indent=1)
+        (draft / STATE_FILE).write_text(text + "\n", encoding="utf-8")
+
+        # safetensors creates files that only the owner can read; give them the user's default
+        # permissions.
+        permissions = (draft / STATE_FILE).stat().st_mode & 0o777
         for path in draft.rglob("*"):
             if path.is_file():
-                path.chmod(rights)
+                path.chmod(permissions)
             flush(path)
         flush(draft)
 
     def _publish(self, draft: Path, name: str) -> Path:
-        final, replaced = self.root / name, self.root / f".{name}.replaced"
+        final = self.root / name
+        replaced = self.root / f".{name}.replaced"
         if final.exists():
             final.rename(replaced)
         draft.rename(final)
@@ -237,26 +255,25 @@ class Checkpoints:
         return final
 
     def _failure(self, name: str, error: Exception) -> TraceError:
-        what = files.why_not_written(error) or " ".join(str(error).split())
-        good = self.latest()
-        remains = f"the last good one, {good.path}, remains" if good else "there is no earlier one"
+        reason = files.why_not_written(error) or " ".join(str(error).split())
+        intact = self.latest()
+        remains = "there is no earlier one"
+        if intact is not None:
+            remains = f"the last good one, {intact.path}, remains"
         return TraceError(
-            f"checkpoint {self.root / name} could not be written: {what}; {remains}. Free space "
+            f"checkpoint {self.root / name} could not be written: {reason}; {remains}. Free space "
             f"(checkpoint.keep = {self.keep} are kept, and one more while saving), then resume "
             "with --resume"
         )
 
 
-_NAME = re.compile(r"warmup|warmed|step-\d+")
-
-
 def _checksum(path: Path) -> str:
     """Return the CRC-32 of a file."""
-    found = 0
+    checksum = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 22):
-            found = zlib.crc32(piece, found)
-    return f"{found:08x}"
+            checksum = zlib.crc32(piece, checksum)
+    return f"{checksum:08x}"
 
 
 def _seal(state: Mapping[str, Any]) -> str:
@@ -290,12 +307,12 @@ def read_checkpoint(path: str | Path) -> Checkpoint | None:
 
 def policies_of(path: Path) -> list[str]:
     """Return the names of the policies in a checkpoint; empty if it is the model of one."""
-    models = ("config.json", ADAPTER_FILE)
-    return sorted(
-        one.name
-        for one in path.iterdir()
-        if one.is_dir() and any((one / name).is_file() for name in models)
-    )
+    model_files = ("config.json", ADAPTER_FILE)
+    names = []
+    for directory in path.iterdir():
+        if directory.is_dir() and any((directory / file).is_file() for file in model_files):
+            names.append(directory.name)
+    return sorted(names)
 
 
 def last_checkpoint(path: Path) -> Path:
@@ -313,10 +330,11 @@ def last_checkpoint(path: Path) -> Path:
 
 
 def model_of(path: Path) -> Path:
-    """Return the model directory of a checkpoint or a run; raise `ModelError` if it
-    holds several policies."""
+    """Return the model directory of a checkpoint or a run; raise `ModelError` if it holds several
+    policies."""
     last = last_checkpoint(path)
-    if several := policies_of(last):
+    several = policies_of(last)
+    if several:
         names = ", ".join(str(last / name) for name in several)
         raise ModelError(f"{last}: it holds several policies; name one of {names}")
     return last
@@ -329,12 +347,15 @@ def save_model(
     template of `source`."""
     with silence_transformers():
         trainer.save_weights(directory, source)
+
+    left_out = set()
     if template is not None:
         # transformers, and so every server, prefers this file to other places of a template.
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    left_out = {"chat_template.json"} if template is not None else set()
+        left_out.add("chat_template.json")
     if trainer.adapter is not None:
-        left_out.add("config.json")  # with one, transformers would expect a full model here
+        # With a config, transformers would expect a full model here.
+        left_out.add("config.json")
     copy_extras(source, directory, leave_out=left_out)
 
 
@@ -366,8 +387,12 @@ _REMEDY = {
 
 def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) -> None:
     """Write the hashes of a run's template, tokenizer and settings into its `config.json`, or check
-    a resumed run's; raise `ConfigError` with those that differ and the remedy, `TraceError` when
-    the file cannot be read or written."""
+    a resumed run's.
+
+    Raises:
+        ConfigError: with those that differ and the remedy.
+        TraceError: when the file cannot be read or written.
+    """
     now = {
         "hash": renderer.fingerprint,
         "origin": renderer.template.origin,
@@ -380,18 +405,23 @@ def check_run_template(run: RunDir, renderer: ChatRenderer, *, resumed: bool) ->
         raise TraceError(
             f"{path}: cannot be read ({error}); restore it or start a new run"
         ) from error
-    was = row.get("template")
-    if not resumed or not isinstance(was, dict):  # a run that was killed early has none
+
+    began_with = row.get("template")
+    # A resumed run that was killed early has none.
+    if not resumed or not isinstance(began_with, dict):
         run.write_json("config.json", row | {"template": now})
         return
-    if was.get("hash") == now["hash"]:
+    if began_with.get("hash") == now["hash"]:
         return
-    changed = [name for name in _REMEDY if was.get(name) != now[name]]
+
+    changed = [name for name in _REMEDY if began_with.get(name) != now[name]]
     names = " and ".join("chat template" if name == "template" else name for name in changed)
+    remedies = "; ".join(_REMEDY[name] for name in changed)
+    if not changed:
+        names = "renderer"
+        remedies = "use the version of Turnwright that started it"
     raise ConfigError(
-        f"--resume {run.given_path}: the run was started with another {names or 'renderer'} (hash "
-        f"{was.get('hash')}, now {now['hash']}), so its episodes would differ from those sampled "
-        "now; "
-        f"{'; '.join(_REMEDY[name] for name in changed) or 'use the version of Turnwright that started it'}, "  # noqa: E501
-        "or start a new run"
+        f"--resume {run.given_path}: the run was started with another {names} (hash "
+        f"{began_with.get('hash')}, now {now['hash']}), so its episodes would differ from those "
+        f"sampled now; {remedies}, or start a new run"
     )

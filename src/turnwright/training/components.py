@@ -1,4 +1,12 @@
-"""Build what a run samples and trains with: of each policy a model, a trainer and an engine."""
+"""What a run samples and trains with, put together: `build_components`.
+
+Each policy has a model, a trainer and an engine, and is as it would be alone; one policy is a list
+of one. What several share is made here: frozen weights of equal origin, servers, and an engine of
+adapters (`_adapters_in_this_process`). The pieces are built in `setup.py`, clients and servers in
+`servers.py`.
+
+`make_eval_policies` builds the engines alone, for evaluation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -41,7 +49,6 @@ from turnwright.training.trainer.leader import RankZeroTrainer
 if TYPE_CHECKING:
     from turnwright.engines.remote.placed import ServerPlacer
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +71,8 @@ class RunComponents:
     """Policies that are earlier versions of trained ones."""
 
 
-class LoadedPolicy(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LoadedPolicy:
     """A policy with weights, before it has an engine and a trainer."""
 
     config: RunConfig
@@ -85,8 +93,8 @@ def build_components(
     on_note: Callable[[str], None] | None = None,
     placer: ServerPlacer | None = None,
 ) -> RunComponents:
-    """Load the policies of a run, from checkpoint `weights` if it is resumed, and
-    start the other `ranks`.
+    """Load the policies of a run, from checkpoint `weights` if it is resumed, and start the other
+    `ranks`.
 
     Each policy is as it would be alone: with a model, a trainer and an engine of its own. Frozen
     weights of equal origin are one copy in memory, and servers are shared.
@@ -102,53 +110,43 @@ def build_components(
     loaded = _load_policies(config, source, weights, renderer, on_note)
 
     def expected_logprobs(ids: Sequence[int]) -> list[float]:
+        # The model's own forward pass needs all ranks.
         leader = trained[0].trainer
         assert isinstance(leader, RankZeroTrainer)
-        return leader.expected(ids)  # the model's own forward pass needs all ranks
+        return leader.expected(ids)
 
     # The engines come first: a local one copies weights that the trainer then wraps or shards.
     if config.policy:
         engines = _policy_engines(config, source, loaded, renderer, run, placer)
     else:
         expected = expected_logprobs if ranks.size > 1 else None
-        engines = {
-            name: make_engine(config, source, one.model, renderer, run, expected, placer)
-            for name, one in loaded.items()
-        }
+        engines = {}
+        for name, policy in loaded.items():
+            engines[name] = make_engine(
+                config, source, policy.model, renderer, run, expected, placer
+            )
     media = MediaStore(run / "media")
     pixels = None if renderer.vision is None else PixelCache(renderer.vision, media)
 
-    trained: list[Policy] = []
-    first: dict[Path, nn.Module] = {}
-    for policy in config.policies:
-        if not policy.learns:
-            continue
-        own, origin, saved, model = loaded[policy.name]
-        trainer = make_trainer(own, model, renderer, saved, ranks, pixels, on_note)
-        _share_frozen(model, first.setdefault(origin, model))
-        if saved is not None:
-            trainer.load(saved)
-        engine = engines[policy.name]
-        assert isinstance(engine, SupportsWeightUpdate)
-        adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
-        trained.append(Policy(policy.name, trainer, engine, adapter_alone, origin))
+    trained = _trained_policies(config, loaded, engines, renderer, ranks, pixels, on_note)
 
-    past = {
-        policy.name: _past(config, policy, trained, run)
-        for policy in config.policies
-        if policy.past
-    }
-    engines |= {name: one.engine for name, one in past.items()}
+    # Policies that play with earlier weights of one of those.
+    past: list[PastPolicy] = []
+    for settings in config.policies:
+        if settings.past:
+            past_policy = _past(config, settings, trained, run)
+            past.append(past_policy)
+            engines[settings.name] = past_policy.engine
+
+    agents = AgentPolicies({settings.name: settings.plays for settings in config.policies})
     return RunComponents(
         source=source,
         renderer=renderer,
         engine=_router(config, engines),
-        policies=Policies(
-            trained, AgentPolicies({policy.name: policy.plays for policy in config.policies})
-        ),
+        policies=Policies(trained, agents),
         media=media,
         pixels=pixels,
-        past=list(past.values()),
+        past=past,
     )
 
 
@@ -164,25 +162,59 @@ def _load_policies(
     for number, policy in enumerate(config.policies):
         if policy.urls or policy.past:
             continue
-        own = config_of(replace(config, seed=config.seed + number), policy)
+        policy_config = config_of(replace(config, seed=config.seed + number), policy)
+
         origin = source
         if policy.path is not None:
             origin = Path(policy.path)
-            _check_same_renderer(
-                policy, renderer, renderer_of(origin, own.model, own.rollout.control_text)
-            )
+            control_text = policy_config.rollout.control_text
+            own_renderer = renderer_of(origin, policy_config.model, control_text)
+            _check_same_renderer(policy, renderer, own_renderer)
+
         saved = weights / policy.name if weights is not None and policy.learns else None
-        model = load_model(initial_model(own, origin, saved), model_config(own), renderer, on_note)
-        if own.quant.train and own.engine.kind != "local":
+        initial = initial_model(policy_config, origin, saved)
+        model = load_model(initial, model_config(policy_config), renderer, on_note)
+        if policy_config.quant.train and policy_config.engine.kind != "local":
             # A server's logprobs are compared with the trainer's.
-            quantize_for_training(model, own.quant)
-        loaded[policy.name] = LoadedPolicy(own, origin, saved, model)
+            quantize_for_training(model, policy_config.quant)
+        loaded[policy.name] = LoadedPolicy(policy_config, origin, saved, model)
     return loaded
 
 
+def _trained_policies(
+    config: RunConfig,
+    loaded: Mapping[str, LoadedPolicy],
+    engines: Mapping[str, Engine],
+    renderer: ChatRenderer,
+    ranks: Ranks,
+    pixels: PixelCache | None,
+    on_note: Callable[[str], None] | None,
+) -> list[Policy]:
+    """Build the trainer of each policy that learns, with the weights of its checkpoint."""
+    trained: list[Policy] = []
+    first_of: dict[Path, nn.Module] = {}
+    for settings in config.policies:
+        if not settings.learns:
+            continue
+
+        policy = loaded[settings.name]
+        trainer = make_trainer(
+            policy.config, policy.model, renderer, policy.saved, ranks, pixels, on_note
+        )
+        _share_frozen(policy.model, first_of.setdefault(policy.origin, policy.model))
+        if policy.saved is not None:
+            trainer.load(policy.saved)
+
+        engine = engines[settings.name]
+        assert isinstance(engine, SupportsWeightUpdate)
+        adapter_alone = config.engine.update == "lora" or isinstance(engine, AdapterEngine)
+        trained.append(Policy(settings.name, trainer, engine, adapter_alone, policy.origin))
+    return trained
+
+
 def _router(config: RunConfig, engines: Mapping[str, Engine]) -> Engine:
-    """Return an engine for all agents: with `[[policy]]` each plays with the
-    engine of its policy."""
+    """Return an engine for all agents: with `[[policy]]` each plays with the engine of its
+    policy."""
     if not config.policy:
         return engines[""]
     return PolicyEngine(
@@ -204,20 +236,21 @@ def _policy_engines(
     play in this process."""
     engines = _adapters_in_this_process(config, loaded, renderer)
     served: dict[str, nn.Module] = {}
-    for policy in config.policy:
-        if policy.urls:
-            engines[policy.name] = _served_policy(config, policy, renderer)
-        elif policy.name in loaded and policy.name not in engines:
-            own, origin, _, model = loaded[policy.name]
-            if not policy.learns or config.engine.kind == "local":
-                engines[policy.name] = make_local_engine(own, model, renderer)
-            elif origin != source:
+    for settings in config.policy:
+        name = settings.name
+        if settings.urls:
+            engines[name] = _served_policy(config, settings, renderer)
+        elif name in loaded and name not in engines:
+            policy = loaded[name]
+            if not settings.learns or config.engine.kind == "local":
+                engines[name] = make_local_engine(policy.config, policy.model, renderer)
+            elif policy.origin != source:
                 raise ConfigError(
-                    f"policy {policy.name}: servers share adapters of the run's model; leave its "
-                    "path out"
+                    f"policy {name}: servers share adapters of the run's model; leave its path out"
                 )
             else:
-                served[policy.name] = model
+                served[name] = policy.model
+
     if served:
         from turnwright.training.servers import make_adapter_engines
 
@@ -231,18 +264,23 @@ def _adapters_in_this_process(
     """Build one engine for the policies of this process that are a model or LoRA adapters of it, if
     there are several and `engine.adapters` allows it."""
     mode = config.engine.adapters
-    learns = {policy.name for policy in config.policy if policy.learns}
+    learning = {policy.name for policy in config.policy if policy.learns}
+
+    # Policies whose weights are those of one model, but for their adapters.
     by_origin: dict[Path, list[str]] = {}
     for name, policy in loaded.items():
-        if name not in learns or (policy.config.lora.rank and config.engine.kind == "local"):
+        adapted_here = policy.config.lora.rank and config.engine.kind == "local"
+        if name not in learning or adapted_here:
             by_origin.setdefault(policy.origin, []).append(name)
+
     engines: dict[str, Engine] = {}
     for names in by_origin.values():
-        adapted = [name for name in names if name in learns]
+        adapted = [name for name in names if name in learning]
         model = loaded[names[0]].model
         on_gpu = next(model.parameters()).is_cuda
         if not adapted or len(names) == 1 or mode == "merged" or (mode == "auto" and not on_gpu):
             continue
+
         shapes = [shape_of(model, loaded[name].config.lora) for name in adapted]
         try:
             shared = make_local_engine(config, model, renderer, shapes)
@@ -253,8 +291,11 @@ def _adapters_in_this_process(
                 "policies %s: an engine each, in place of one for all: %s", ", ".join(names), error
             )
             continue
+
+        # Adapter 0 is the model without any.
         numbers = {name: number for number, name in enumerate(adapted, 1)}
-        engines |= {name: shared.adapter(numbers.get(name, 0)) for name in names}
+        for name in names:
+            engines[name] = shared.adapter(numbers.get(name, 0))
     return engines
 
 
@@ -283,21 +324,29 @@ def _share_frozen(model: nn.Module, other: nn.Module) -> None:
 def _past(
     config: RunConfig, policy: PolicyConfig, trained: Sequence[Policy], run: Path
 ) -> PastPolicy:
-    of = next(one for one in trained if one.name == policy.past["of"])
-    lag = {"sync": 0, "one_step_off": 1, "async": config.schedule.staleness}[config.schedule.mode]
+    played = next(candidate for candidate in trained if candidate.name == policy.past["of"])
+    assert played.source is not None
+
+    # Episodes of a step may be played so many steps before it, when its version is not there yet.
+    if config.schedule.mode == "async":
+        lag = config.schedule.staleness
+    else:
+        lag = 1 if config.schedule.mode == "one_step_off" else 0
 
     def load_version(directory: Path, version: int) -> LocalEngine:
         model, renderer = load_initial(config, directory, None)
         return LocalEngine(model, renderer=renderer, context=config.limits.context, version=version)
 
-    assert of.source is not None
-    given = {
-        "every": policy.past.get("every", 10),
-        "keep": policy.past.get("keep", 5),
-        "lag": lag,
-        "seed": config.seed,
-    }
-    return PastPolicy(of, run / "past" / policy.name, of.source, load_version, **given)
+    return PastPolicy(
+        played,
+        run / "past" / policy.name,
+        played.source,
+        load_version,
+        every=policy.past.get("every", 10),
+        keep=policy.past.get("keep", 5),
+        lag=lag,
+        seed=config.seed,
+    )
 
 
 def make_eval_policies(
@@ -309,25 +358,34 @@ def make_eval_policies(
     `source` if that is one model; earlier versions of a policy are not kept with a
     checkpoint, so it plays itself.
     """
+    # A checkpoint of a run has a directory for each of several policies.
     names = policies_of(source) if config.policy else []
-    made_here = source.parent.parent / "model"
-    base = made_here if names and made_here.is_dir() else config.model.directory or source
-    renderer = renderer_of(
-        source / names[0] if names else source, config.model, config.rollout.control_text
-    )
+    renderer_source = source / names[0] if names else source
+    renderer = renderer_of(renderer_source, config.model, config.rollout.control_text)
+
+    # Policies that do not learn play the run's initial model, which may be one it made.
+    initial = config.model.directory or source
+    made_by_run = source.parent.parent / "model"
+    if names and made_by_run.is_dir():
+        initial = made_by_run
+
     engines: dict[str, Engine] = {}
     for policy in config.policies:
-        own = source / policy.name if names else source
         if policy.urls:
             engines[policy.name] = _served_policy(config, policy, renderer)
         elif not policy.past:
-            directory = own if policy.learns else Path(policy.path or base)
+            directory = Path(policy.path or initial)
+            if policy.learns:
+                directory = source / policy.name if names else source
             model = load_model(directory, model_config(config), renderer)
             if policy.learns:
                 engines[policy.name] = make_eval_engine(config, directory, model, renderer, placer)
             else:
                 engines[policy.name] = make_local_engine(config, model, renderer)
-    engines |= {policy.name: engines[policy.past["of"]] for policy in config.policy if policy.past}
+
+    for policy in config.policy:
+        if policy.past:
+            engines[policy.name] = engines[policy.past["of"]]
     return _router(config, engines), renderer
 
 

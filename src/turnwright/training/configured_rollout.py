@@ -1,7 +1,8 @@
 """Rollouts outside training: with the model that settings, a run or a checkpoint name.
 
-Evaluations, previews of rollouts and the recording proxy play with them. torch is imported where a
-model is loaded: solvers and services of text need none.
+Evaluations, previews of rollouts and the recording proxy play with them (`make_rollout`). A run of
+training builds its own (`TrainingRun`). torch is imported where a model is loaded: solvers and
+services of text need none.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def make_rollout(
     config = resolved.config
     settings = RolloutSettings.of(config, stop_on_bugs=stop_on_bugs)
     if engine == "scripted":
-        return Rollout(*_scripted(config, specs), replace(settings, sampling=Sampling()), run=run)
+        solver, renderer = _scripted(config, specs)
+        return Rollout(solver, renderer, replace(settings, sampling=Sampling()), run=run)
     if engine != "local":
         choices = "local (configured by [engine]) or scripted"
         raise ConfigError(f"--engine {engine}: unknown engine; choose {choices}")
@@ -74,8 +76,8 @@ def make_rollout(
     if named is None:
         remedy = "set --run RUN, --checkpoint or --model.path"
         raise ModelError(f"no model: a tiny one exists only after training; {remedy}")
-    player = _with_model(resolved, Path(named), note, is_checkpoint=bool(checkpoint))
-    return Rollout(*player, settings, run=run)
+    sampler, renderer = _with_model(resolved, Path(named), note, is_checkpoint=bool(checkpoint))
+    return Rollout(sampler, renderer, settings, run=run)
 
 
 def _scripted(config: RunConfig, specs: Sequence[EnvSpec]) -> tuple[Engine, Renderer]:
@@ -93,25 +95,30 @@ def _with_model(
     *,
     is_checkpoint: bool,
 ) -> tuple[Engine, Renderer]:
-    """Return the engine and the renderer of a model directory, or of the
-    last checkpoint of a run."""
+    """Return the engine and the renderer of a model directory, or of the last checkpoint of a
+    run."""
     from turnwright.training.checkpoint import last_checkpoint, read_checkpoint
     from turnwright.training.components import make_eval_policies
     from turnwright.training.model.packed import quant_of
     from turnwright.training.servers import ray_placer
 
-    config, origins = resolved.config, resolved.origins
+    config = resolved.config
+    origins = resolved.origins
     source = last_checkpoint(named)
 
-    given = [key for key, origin in origins.items() if origin == "command line"]
-    template_given = any(key.startswith("model.template") for key in given)
+    # A run's checkpoint uses the template and arguments it was trained with, unless the command
+    # line names others.
+    template_given = any(
+        key.startswith("model.template") and origin == "command line"
+        for key, origin in origins.items()
+    )
     if is_checkpoint and not template_given and read_checkpoint(source) is not None:
-        # A run's checkpoint uses the template and arguments it was trained with.
         config = replace(config, model=replace(config.model, template=None, template_args={}))
 
+    # A checkpoint plays as it was trained.
     quant_given = origins.get("quant.kind", "default") != "default"
     if config.engine.kind not in ("chat", "llamacpp") and not quant_given:
-        config = replace(config, quant=quant_of(source))  # a checkpoint plays as it was trained
+        config = replace(config, quant=quant_of(source))
 
     return make_eval_policies(config, source, ray_placer(config, note))
 
@@ -125,7 +132,7 @@ async def play_with_retries(
 ) -> list[Trajectory]:
     """Play episodes, those again that failed and may pass; `options` are of `Rollout.play`."""
 
-    def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
-        return rollout.play(these, **options)
+    def play(some: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
+        return rollout.play(some, **options)
 
     return await play_again(episodes, play(episodes), play, max_retries=max_retries)

@@ -1,5 +1,9 @@
-"""Which tasks each step trains on: in passes over all of them, or by samplers that
-observe finished groups.
+"""Which tasks each step trains on: in passes over all of them, or by samplers that observe finished
+groups.
+
+`Curriculum` draws the tasks of every step of a run, from a `Lane` for each environment; how likely
+a task is, is for the samplers (`samplers.py`) to say. A recipe without samplers has none of this:
+its tasks come in passes (`in_passes`), from `TaskPlan`.
 
 The draw of step k depends on the groups of steps under k - lag alone, observed in the order of
 steps; `lag` is 0, or with `schedule.mode = "async"` the staleness, since step k is admitted when
@@ -21,7 +25,7 @@ from turnwright.config.schema import EnvConfig
 from turnwright.envs.spec import EnvSpec
 from turnwright.envs.user_code import user_location
 from turnwright.errors import ConfigError, TraceError
-from turnwright.training.samplers import FADE, checked_weights, make_sampler
+from turnwright.training.samplers import FADE, TaskSampler, checked_weights, make_sampler
 from turnwright.types import Group, Task
 from turnwright.types.seeds import derive_seed
 
@@ -40,7 +44,8 @@ def split(weights: Sequence[float], total: int, rng: random.Random | None = None
         if rng is None:
             index = max(range(len(fractions)), key=fractions.__getitem__)
         else:
-            index = rng.choices(range(len(fractions)), [max(value, 1e-9) for value in fractions])[0]
+            odds = [max(fraction, 1e-9) for fraction in fractions]
+            index = rng.choices(range(len(fractions)), odds)[0]
         shares[index] += 1
         fractions[index] = 0.0
     return shares
@@ -53,34 +58,40 @@ def split_of_step(weights: Sequence[float], groups: int, seed: int, number: int)
 
 def in_passes(size: int, start: int, count: int, seed: int, index: int) -> Iterator[int]:
     """Yield `count` distinct places of `size`, from draw `start` on; each pass over environment
-    `index` is reshuffled."""
+    `index` is reshuffled, but for the first."""
     order: list[int] = []
-    last = -1
+    last_turn = -1
     seen: set[int] = set()
     while len(seen) < count:
-        turn, place = divmod(start, size)
+        turn, position = divmod(start, size)
         start += 1
-        if turn != last:
-            order, last = list(range(size)), turn
+        if turn != last_turn:
+            order = list(range(size))
+            last_turn = turn
             if turn:
                 random.Random(f"{seed}/order/{index}/{turn}").shuffle(order)
-        if order[place] not in seen:  # a step may span two passes
-            seen.add(order[place])
-            yield order[place]
+
+        # A step may span two passes, which both have each place.
+        place = order[position]
+        if place not in seen:
+            seen.add(place)
+            yield place
 
 
 class Lane:
     """Tasks of one environment with their sampler."""
 
     def __init__(self, env: EnvConfig, name: str, weight: float) -> None:
-        self.name, self.key, self.weight = name, env.key, weight
+        self.name = name
+        self.key = env.key
+        self.weight = weight
         self._where = f"env.sampler = {env.sampler!r}"
         self.sampler = self.guarded(lambda: make_sampler(env.sampler))
         self.start = 0
         """Tasks that the environment's shares of earlier steps came to."""
         self.taken: Counter[str] = Counter()
-        """Tasks drawn of each key, which are taken in order, so that none comes twice
-        before all of the key came."""
+        """Tasks drawn of each key, which are taken in order, so that none comes twice before all of
+        the key came."""
         self.signal = (0.0, 0.0)
         """Faded sums of 4 p (1 - p) and of groups."""
         self.by_key: dict[str, list[str]] = {}
@@ -105,63 +116,81 @@ class Lane:
         except ConfigError:
             raise
         except Exception as error:
-            place = user_location(error)
-            what = " ".join(f"{type(error).__name__}: {error}".split())
+            location = user_location(error)
+            where = f" ({location})" if location else ""
             raise ConfigError(
-                f"{self._where}: {what}{place and f' ({place})'}; correct it, then resume with "
+                f"{self._where}: {_in_one_line(error)}{where}; correct it, then resume with "
                 "--resume"
             ) from error
 
     def draw(self, share: int, seed: int, step: int, index: int) -> list[str]:
         """Return the distinct tasks of a step."""
-        ids, count = list(self.key_of), min(share, len(self.key_of))
-        start, self.start, sampler = self.start, self.start + share, self.sampler
-        if sampler is None:
+        ids = list(self.key_of)
+        count = min(share, len(ids))
+        start = self.start
+        self.start += share
+        if self.sampler is None:
             return [ids[place] for place in in_passes(len(ids), start, count, seed, index)]
+
+        # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the tasks with the
+        # largest log(u) / weight. A key's chance is shared by its tasks.
+        chances = self._chances(self.sampler)
+        rng = random.Random(derive_seed(seed, "curriculum", step, index))
+        races: dict[str, float] = {}
+        for id, key in self.key_of.items():
+            races[id] = math.log(1.0 - rng.random()) * len(self.by_key[key]) / chances[key]
+        winners = sorted(ids, key=races.__getitem__, reverse=True)[:count]
+
+        # The race says how often each key comes, and its tasks come in their order.
+        drawn = []
+        for id in winners:
+            key = self.key_of[id]
+            tasks_of_key = self.by_key[key]
+            drawn.append(tasks_of_key[self.taken[key] % len(tasks_of_key)])
+            if len(tasks_of_key) > 1:
+                self.taken[key] += 1
+        return drawn
+
+    def _chances(self, sampler: TaskSampler) -> dict[str, float]:
+        """Return how likely each key is, a share of which is uniform."""
         keys = list(self.by_key)
         weights = self.guarded(lambda: checked_weights(sampler.weights(keys), len(keys)))
         total = sum(weights) or 1.0
-        chance = {
-            key: (1 - FLOOR) * w / total + FLOOR / len(keys)
-            for key, w in zip(keys, weights, strict=True)
+        return {
+            key: (1 - FLOOR) * weight / total + FLOOR / len(keys)
+            for key, weight in zip(keys, weights, strict=True)
         }
-        rng = random.Random(derive_seed(seed, "curriculum", step, index))
-        # Weighted sampling without replacement (Efraimidis and Spirakis 2006): the
-        # largest of log(u) / weight.
-        races = {
-            id: math.log(1.0 - rng.random()) * len(self.by_key[key]) / chance[key]
-            for id, key in self.key_of.items()
-        }
-        drawn = []
-        for id in sorted(ids, key=races.__getitem__, reverse=True)[:count]:
-            of_key = self.by_key[key := self.key_of[id]]
-            drawn.append(of_key[self.taken[key] % len(of_key)])
-            self.taken[key] += len(of_key) > 1
-        return drawn
 
     def observe(self, id: str, rate: float) -> None:
         """Observe a finished group."""
-        if (sampler := self.sampler) is not None:
+        sampler = self.sampler
+        if sampler is not None:
             self.guarded(lambda: sampler.observe(self.key_of[id], rate))
-        signal, groups = self.signal
+
         # Of an environment many more groups come than of one of its keys.
         keep = 1 - (1 - FADE) / 8
+        signal, groups = self.signal
         self.signal = (keep * signal + 4 * rate * (1 - rate), keep * groups + 1)
 
     def factor(self) -> float:
         """Return the mean of 4 p (1 - p), which begins at 1."""
-        return (self.signal[0] + 1) / (self.signal[1] + 1)
+        signal, groups = self.signal
+        return (signal + 1) / (groups + 1)
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON."""
         sampler = self.sampler
-        own = (
-            None
-            if sampler is None
-            else self.guarded(lambda: json.loads(json.dumps(sampler.state(), allow_nan=False)))
-        )
-        taken = {key: count for key, count in self.taken.items() if count}
-        return {"start": self.start, "taken": taken, "signal": list(self.signal), "sampler": own}
+        sampler_state = None
+        if sampler is not None:
+            sampler_state = self.guarded(
+                lambda: json.loads(json.dumps(sampler.state(), allow_nan=False))
+            )
+        return {
+            "start": self.start,
+            "taken": {key: count for key, count in self.taken.items() if count},
+            "signal": list(self.signal),
+            "sampler": sampler_state,
+        }
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a state; raise ValueError or another error of a bad one."""
@@ -184,26 +213,27 @@ class Curriculum:
         self._lanes = [
             Lane(env, spec.name, spec.weight) for env, spec in zip(envs, env_specs, strict=True)
         ]
-        self._groups, self._seed, self._success = (
-            config.rollout.groups,
-            config.seed,
-            config.eval.success,
-        )
+        self._groups = config.rollout.groups
+        self._seed = config.seed
+        self._success = config.eval.success
         self._floor = config.rollout.adapt
         self._lag = config.schedule.staleness if config.schedule.mode == "async" else 0
         self._observed = 0
         """Steps observed."""
         self._drawn: dict[int, list[str]] = {}
+        """Tasks of each step that was drawn and may have groups that are not trained."""
 
     @classmethod
     def of(cls, config: RunConfig, env_specs: Sequence[EnvSpec]) -> Self | None:
         """Return the curriculum of a recipe; None without one, as all tasks then come in passes."""
-        plain = config.rollout.adapt is None and all(env.sampler == "uniform" for env in config.env)
-        return None if plain else cls(config, env_specs)
+        in_passes_only = all(env.sampler == "uniform" for env in config.env)
+        if config.rollout.adapt is None and in_passes_only:
+            return None
+        return cls(config, env_specs)
 
     def begin(self, lanes: Sequence[Sequence[Task]], state: Any, step: int) -> None:
-        """Take each environment's tasks and the state of a checkpoint after `step` steps,
-        which is not read at step 0.
+        """Take each environment's tasks and the state of a checkpoint after `step` steps, which is
+        not read at step 0.
 
         Raises:
             TraceError: when the state is not of this run.
@@ -214,27 +244,32 @@ class Curriculum:
             for number in range(self._lag + 1):
                 self._draw(number)
             return
+
         try:
-            self._observed = _natural(state["observed"])
-            self._drawn = {
-                _natural(int(number)): list(map(str, ids)) for number, ids in state["drawn"].items()
-            }
-            for lane, one in zip(self._lanes, state["lanes"], strict=True):
-                lane.load(one)
-            known = {id for lane in self._lanes for id in lane.key_of}
-            missing = [id for ids in self._drawn.values() for id in ids if id not in known]
-            if missing or self._observed != step or self._observed + self._lag not in self._drawn:
-                raise ValueError(
-                    f"no task {missing[0]!r}"
-                    if missing
-                    else f"{self._observed} steps were observed"
-                )
+            self._load(state, step)
         except Exception as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())
             raise TraceError(
-                f"the checkpoint of step {step} has no state of this curriculum ({what}): resume "
-                "with the samplers and tasks that the run began with, or start a new run"
+                f"the checkpoint of step {step} has no state of this curriculum "
+                f"({_in_one_line(error)}): resume with the samplers and tasks that the run began "
+                "with, or start a new run"
             ) from error
+
+    def _load(self, state: Any, step: int) -> None:
+        """Restore the state after `step` steps; raise ValueError or another error of a bad one."""
+        self._observed = _natural(state["observed"])
+        self._drawn = {}
+        for number, ids in state["drawn"].items():
+            self._drawn[_natural(int(number))] = [str(id) for id in ids]
+        for lane, lane_state in zip(self._lanes, state["lanes"], strict=True):
+            lane.load(lane_state)
+
+        task_ids = {id for lane in self._lanes for id in lane.key_of}
+        for ids in self._drawn.values():
+            for id in ids:
+                if id not in task_ids:
+                    raise ValueError(f"no task {id!r}")
+        if self._observed != step or self._observed + self._lag not in self._drawn:
+            raise ValueError(f"{self._observed} steps were observed")
 
     def step(self, number: int) -> list[str]:
         """Return the tasks of a step."""
@@ -247,34 +282,36 @@ class Curriculum:
         self._observed += 1
         rates: dict[str, list[float]] = {lane.name: [] for lane in self._lanes}
         for group in groups:
-            rewards = [t.reward for t in group.trajectories if t.reward is not None]
             lane = next(lane for lane in self._lanes if group.task.id in lane.key_of)
+            rewards = [
+                trajectory.reward
+                for trajectory in group.trajectories
+                if trajectory.reward is not None
+            ]
             if rewards:
                 rate = sum(reward >= self._success for reward in rewards) / len(rewards)
                 lane.observe(group.task.id, rate)
                 rates[lane.name].append(rate)
+
         self._draw(self._observed + self._lag)
         # Groups of older nominal steps than these are trained.
-        self._drawn = {
-            number: ids
-            for number, ids in self._drawn.items()
-            if number >= self._observed - self._lag
-        }
+        oldest = self._observed - self._lag
+        self._drawn = {number: ids for number, ids in self._drawn.items() if number >= oldest}
+
         weights = self._weights()
-        found: dict[str, dict[str, float]] = {}
+        figures: dict[str, dict[str, float]] = {}
         for lane, weight in zip(self._lanes, weights, strict=True):
+            figures[lane.name] = {"share": weight / sum(weights)}
             passed = rates[lane.name]
-            found[lane.name] = {"share": weight / sum(weights)} | (
-                {"pass_rate": sum(passed) / len(passed)} if passed else {}
-            )
-        return found
+            if passed:
+                figures[lane.name]["pass_rate"] = sum(passed) / len(passed)
+        return figures
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON."""
-        drawn = {str(number): ids for number, ids in self._drawn.items()}
         return {
             "observed": self._observed,
-            "drawn": drawn,
+            "drawn": {str(number): ids for number, ids in self._drawn.items()},
             "lanes": [lane.state() for lane in self._lanes],
         }
 
@@ -295,14 +332,17 @@ class Curriculum:
 
     def _draw(self, step: int) -> None:
         shares = split_of_step(self._weights(), self._groups, self._seed, step)
-        drawn = [
-            lane.draw(share, self._seed, step, i)
-            for i, (lane, share) in enumerate(zip(self._lanes, shares, strict=True))
-        ]
-        self._drawn[step] = [id for ids in drawn for id in ids]
+        ids: list[str] = []
+        for index, (lane, share) in enumerate(zip(self._lanes, shares, strict=True)):
+            ids += lane.draw(share, self._seed, step, index)
+        self._drawn[step] = ids
 
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

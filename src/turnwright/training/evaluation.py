@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwright.engines import Sampling
 from turnwright.records.episode_metrics import wilson
-from turnwright.rollouts import Rollout
+from turnwright.rollouts import EpisodeSpec, Rollout
 from turnwright.training.task_plan import TaskChoice
 from turnwright.types import Trajectory
 
@@ -72,25 +72,36 @@ def summarize(trajectories: Sequence[Trajectory], threshold: float = 1.0) -> Eva
     by_task: dict[str, list[float]] = {}
     by_env: dict[str, tuple[int, int]] = {}
     for trajectory in trajectories:
-        rewards = by_task.setdefault(trajectory.task.id, [])
+        # A task whose episodes all failed counts as one of no episodes.
+        task_rewards = by_task.setdefault(trajectory.task.id, [])
         if trajectory.reward is not None:
-            rewards.append(trajectory.reward)
+            task_rewards.append(trajectory.reward)
             n, won = by_env.get(trajectory.task.env, (0, 0))
             by_env[trajectory.task.env] = (n + 1, won + (trajectory.reward >= threshold))
-    rewards = [reward for row in by_task.values() for reward in row]
+
+    counts: list[tuple[int, int]] = []
+    rewards: list[float] = []
+    for task_rewards in by_task.values():
+        counts.append((len(task_rewards), sum(reward >= threshold for reward in task_rewards)))
+        rewards += task_rewards
+
+    mean_reward = None
+    differing = 0.0
+    if rewards:
+        mean_reward = sum(rewards) / len(rewards)
+        differing = 1.0 - max(Counter(rewards).values()) / len(rewards)
+    turns = sum(len(trajectory.turns) for trajectory in trajectories)
     return EvalResult(
         n=len(rewards),
         successes=sum(reward >= threshold for reward in rewards),
-        turns=sum(len(t.turns) for t in trajectories) / max(len(trajectories), 1),
-        reward=sum(rewards) / len(rewards) if rewards else None,
+        turns=turns / max(len(trajectories), 1),
+        reward=mean_reward,
         failed=len(trajectories) - len(rewards),
-        counts=tuple(
-            (len(row), sum(reward >= threshold for reward in row)) for row in by_task.values()
-        ),
-        stops=dict(Counter(str(t.stop) for t in trajectories)),
+        counts=tuple(counts),
+        stops=dict(Counter(str(trajectory.stop) for trajectory in trajectories)),
         by_env=by_env,
-        differing=1.0 - max(Counter(rewards).values()) / len(rewards) if rewards else 0.0,
-        images=sum(len(span.media) for t in trajectories for span in t.spans),
+        differing=differing,
+        images=sum(len(span.media) for trajectory in trajectories for span in trajectory.spans),
     )
 
 
@@ -105,8 +116,13 @@ async def play_evaluation(
     blind: bool = False,
     play: Callable[..., Awaitable[list[Trajectory]]] | None = None,
 ) -> list[Trajectory]:
-    """Play tasks for an evaluation. Its `name` is part of every episode's key, so of
-    its seed; `blind` replaces images by uniform grey, the control for what the policy
-    uses from the pixels."""
-    episodes = [episode for choice in choices for episode in choice.episodes(name, step, samples)]
+    """Play tasks for an evaluation.
+
+    Its `name` is part of every episode's key, so of its seed. `blind` replaces images by uniform
+    grey, the control for what the policy uses from the pixels. `play` plays episodes in place of
+    the rollout.
+    """
+    episodes: list[EpisodeSpec] = []
+    for choice in choices:
+        episodes += choice.episodes(name, step, samples)
     return await (play or rollout.play)(episodes, sampling=sampling, blank=blind)

@@ -1,5 +1,17 @@
-"""The loss of a step: token losses, KL estimators, importance correction, and the objective
-that `[train]` defines."""
+"""The loss of a step, from logprobs and advantages to the number that is differentiated.
+
+`Objective.terms` is the page to read: the loss of one forward pass, term by term. The algorithm
+sets the first, the loss of each token, mostly by `clipped`. The others are the importance
+correction (`Correction`), entropy, the KL estimators (`k1`, `k2`, `k3`) and teachers.
+
+Advantages come from `advantages.advantages`, weights and denominators from
+`forward.batch.make_batch`, logprobs from `forward.forward.ForwardPass.stats`. Which algorithm a
+recipe names, and with which values, is in `algorithms.settings.resolve_settings`.
+
+Suffixes of tensors are those of `forward/batch.py`: `_n` for the ids of the step, `_m` for those of
+one pass, `_k` for some of them. The fields of `TokenBatch` and `TokenLoss`, which losses of users
+read, have none: all are (M,).
+"""
 
 from __future__ import annotations
 
@@ -99,22 +111,25 @@ class AlgorithmSettings:
 
 
 def clipped(tokens: TokenBatch, ratio: Tensor | None = None) -> TokenLoss:
-    """Compute ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (PPO, arXiv 1707.06347, eq. 7, with
-    separate bounds); with a cap c, at most ``-c A`` where A < 0 (dual clip, arXiv 1912.09729, eq.
-    5). The ratio r is each token's own unless another is given."""
+    """Compute PPO's clipped loss of each token, ``-min(r A, clip(r, 1 - low, 1 + high) A)``.
+
+    PPO, arXiv 1707.06347, eq. 7, with separate bounds. With a cap c it is at most ``-c A`` where
+    A < 0 (dual clip, arXiv 1912.09729, eq. 5). The ratio r is each token's own unless another is
+    given.
+    """
     if ratio is None:
         ratio = tokens.ratio
 
-    free = ratio * tokens.advantage
+    unclipped = ratio * tokens.advantage
     bounded = ratio.clamp(1.0 - tokens.clip_low, 1.0 + tokens.clip_high) * tokens.advantage
-    value, stopped = torch.minimum(free, bounded), bounded < free
+    surrogate = torch.minimum(unclipped, bounded)
+    stopped = bounded < unclipped
+
     if tokens.clip_cap is not None:
         capped = (tokens.advantage < 0) & (ratio > tokens.clip_cap)
-        value, stopped = (
-            torch.where(capped, tokens.clip_cap * tokens.advantage, value),
-            stopped | capped,
-        )
-    return TokenLoss(-value, ratio.detach(), stopped.detach())
+        surrogate = torch.where(capped, tokens.clip_cap * tokens.advantage, surrogate)
+        stopped = stopped | capped
+    return TokenLoss(-surrogate, ratio.detach(), stopped.detach())
 
 
 BOUNDS: dict[str, tuple[float, float]] = {
@@ -139,18 +154,20 @@ class Correction:
         """Return the recipe's correction; None if it has none."""
         if config.correction == "none":
             return None
+
         low, high = BOUNDS[config.correction]
-        low = low if config.correction_low is None else config.correction_low
-        return cls(
-            config.correction,
-            low,
-            high if config.correction_high is None else config.correction_high,
-        )
+        if config.correction_low is not None:
+            low = config.correction_low
+        if config.correction_high is not None:
+            high = config.correction_high
+        return cls(config.correction, low, high)
 
     def weights(self, trainer_n: Tensor, engine_n: Tensor, trajectory_n: Tensor) -> Tensor:
-        """Compute the weight of each token's policy loss, N, from the trainer's logprobs before the
-        step's first update and the engine's (none missing), with r_t the ratio of their
-        probabilities; `trajectory_n` are indices from 0.
+        """Compute the weight of each token's policy loss, (N,).
+
+        It comes from the trainer's logprobs before the step's first update and the engine's, of
+        which none is missing. r_t is the ratio of their probabilities, trainer / engine;
+        `trajectory_n` are indices from 0.
 
         - `tis`: ``min(r_t, high)`` (truncated importance sampling; Yao et al., "Your efficient RL
           framework secretly brings you off-policy RL training", 2025). With
@@ -167,38 +184,37 @@ class Correction:
         - `icepop`: ``r_t`` if in [low, high], else 0 (IcePop; INTELLECT-3,
           arXiv 2512.16144, eq. 1).
         """
+        by_mean = self.kind == "sequence_mis_mean"
+
         log_ratio_n = trainer_n - engine_n
-        if self.kind in ("sequence_mis", "sequence_mis_mean"):
-            log_ratio_n = per_trajectory(
-                log_ratio_n, trajectory_n, mean=self.kind == "sequence_mis_mean"
-            )
+        if by_mean or self.kind == "sequence_mis":
+            log_ratio_n = per_trajectory(log_ratio_n, trajectory_n, mean=by_mean)
         ratio_n = log_ratio_n.exp()
         if self.kind == "tis":
             return ratio_n.clamp(max=self.high)
-        weights_n = torch.ones_like(ratio_n) if self.kind == "sequence_mis_mean" else ratio_n
-        return torch.where((ratio_n >= self.low) & (ratio_n <= self.high), weights_n, 0.0)
+
+        weights_n = torch.ones_like(ratio_n) if by_mean else ratio_n
+        within_n = (ratio_n >= self.low) & (ratio_n <= self.high)
+        return torch.where(within_n, weights_n, 0.0)
 
 
 def per_trajectory(values_n: Tensor, trajectory_n: Tensor, *, mean: bool) -> Tensor:
     """Compute the sum (or mean) of each trajectory's values, at each of its tokens, across rows."""
-    size = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
-    total = values_n.new_zeros(size).index_add_(0, trajectory_n, values_n)
+    trajectories = int(trajectory_n.max()) + 1 if trajectory_n.numel() else 0
+    totals = values_n.new_zeros(trajectories).index_add_(0, trajectory_n, values_n)
     if mean:
-        total /= (
-            values_n.new_zeros(size)
-            .index_add_(0, trajectory_n, torch.ones_like(values_n))
-            .clamp(min=1.0)
-        )
-    return total[trajectory_n]
+        ones_n = torch.ones_like(values_n)
+        counts = values_n.new_zeros(trajectories).index_add_(0, trajectory_n, ones_n)
+        totals /= counts.clamp(min=1.0)
+    return totals[trajectory_n]
 
 
 def k1(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) by ``log(policy / reference)``; unbiased,
-    single values may be negative.
+    """Estimate KL(policy || reference) by ``log(policy / reference)``: unbiased, may be negative.
 
-    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy
-    gradient is that of the KL. In a loss, its gradient is ``grad logp``, whose mean is 0,
-    so it constrains nothing.
+    J. Schulman, "Approximating KL divergence", 2020. As a reward penalty, its policy gradient is
+    that of the KL. In a loss, its gradient is ``grad logp``, whose mean is 0, so it constrains
+    nothing.
     """
     return logp_m - reference_m
 
@@ -213,11 +229,10 @@ def k2(logp_m: Tensor, reference_m: Tensor) -> Tensor:
 
 
 def k3(logp_m: Tensor, reference_m: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) by ``r - 1 - log r``, r = reference / policy;
-    unbiased and never negative.
+    """Estimate KL(policy || reference) by ``r - 1 - log r``: unbiased and never negative.
 
-    Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its gradient is
-    ``(1 - r) * grad logp``, whose mean over tokens of the policy is the gradient of
+    r is reference / policy. Same source; DeepSeekMath, arXiv 2402.03300, eq. 4. In a loss, its
+    gradient is ``(1 - r) * grad logp``, whose mean over tokens of the policy is the gradient of
     KL(reference || policy).
     """
     log_ratio = reference_m - logp_m
@@ -239,8 +254,10 @@ class PolicyTerms:
 
 
 def effective_sample_share(weights_n: Tensor) -> float:
-    """Compute the effective sample size of importance weights per token:
-    ``(sum w)^2 / (n sum w^2)`` (Kong 1992)."""
+    """Compute the effective sample size of importance weights, as a share of the tokens.
+
+    It is ``(sum w)^2 / (n sum w^2)`` (Kong 1992), and 0 where every weight is.
+    """
     squares = (weights_n**2).sum()
     return float(weights_n.sum() ** 2 / (weights_n.numel() * squares)) if squares > 0 else 0.0
 
@@ -249,27 +266,29 @@ def logprob_mismatch(trainer_n: Tensor, engine_n: Tensor) -> dict[str, float]:
     """Measure the difference of engine and trainer logprobs, over tokens that have both.
 
     Returns:
-        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in
-        nats; `mismatch_kl`, an estimate of KL(engine || trainer) per token;
-        `importance_ess`, the effective sample share of importance weights trainer / engine.
-        Empty if the engine returned no logprobs.
+        `mismatch_mean`, `mismatch_p95` and `mismatch_max` of the absolute difference in nats;
+        `mismatch_kl`, an estimate of KL(engine || trainer) per token; `importance_ess`, the
+        effective sample share of importance weights trainer / engine. Empty if the engine returned
+        no logprobs.
     """
-    both = torch.isfinite(engine_n)
-    if not bool(both.any()):
+    have_both_n = torch.isfinite(engine_n)
+    if not bool(have_both_n.any()):
         return {}
-    log_ratio = trainer_n[both].double() - engine_n[both].double()
-    gap = log_ratio.abs().sort().values
-    weight = log_ratio.exp()
+
+    log_ratio_k = trainer_n[have_both_n].double() - engine_n[have_both_n].double()
+    gaps_k = log_ratio_k.abs().sort().values
+    p95 = int(0.95 * (gaps_k.numel() - 1))
     return {
-        "mismatch_mean": gap.mean().item(),
-        "mismatch_p95": gap[int(0.95 * (gap.numel() - 1))].item(),
-        "mismatch_max": gap[-1].item(),
-        "mismatch_kl": (torch.expm1(log_ratio) - log_ratio).mean().item(),
-        "importance_ess": effective_sample_share(weight),
+        "mismatch_mean": gaps_k.mean().item(),
+        "mismatch_p95": gaps_k[p95].item(),
+        "mismatch_max": gaps_k[-1].item(),
+        "mismatch_kl": (torch.expm1(log_ratio_k) - log_ratio_k).mean().item(),
+        "importance_ess": effective_sample_share(log_ratio_k.exp()),
     }
 
 
 Scores = Callable[[TrainingBatch], Tensor]
+"""Logprobs of a batch's ids, (N,), under some policy."""
 
 
 class Objective:
@@ -296,28 +315,36 @@ class Objective:
         policies."""
         by_trajectory: dict[int, dict[int, list[float]]] = {}
         if batch.size:
-            values = (self.config.kl * k1(score(batch), reference(batch))).tolist()
+            penalties = (self.config.kl * k1(score(batch), reference(batch))).tolist()
             indices = batch.trajectory_n.tolist()
-            for value, index, (span, offset) in zip(values, indices, batch.slots, strict=True):
+            for penalty, index, (span, offset) in zip(penalties, indices, batch.slots, strict=True):
                 trajectory = batch.trajectories[index]
                 by_span = by_trajectory.setdefault(id(trajectory), {})
-                by_span.setdefault(span, [0.0] * len(trajectory.spans[span].ids))[offset] = value
+                if span not in by_span:
+                    by_span[span] = [0.0] * len(trajectory.spans[span].ids)
+                by_span[span][offset] = penalty
         return lambda trajectory: by_trajectory.get(id(trajectory))
 
     def sequence(self, batch: TrainingBatch, score: Scores, *, first: bool) -> Tensor | None:
-        """Return the log of each trajectory's ratio per token, at each of its tokens, N; None if 0
-        (before the `first` update) or unused.
+        """Return the log of each trajectory's ratio per token, at each of its tokens, (N,).
+
+        None where the algorithm has no use for it, and where it is 0: before the `first` update,
+        if the ratio is that to the trainer's own logprobs.
 
         A trajectory's tokens may be in several rows and passes. So the complete batch is scored
         under the current policy, unless it was scored already and nothing was updated since.
         """
         if not self.settings.algorithm.sequence:
             return None
-        engine = self.config.old_logprobs == "engine"
-        if first and not engine:
+        by_engine = self.config.old_logprobs == "engine"
+        if first and not by_engine:
             return None
-        now_n = batch.start_n if first and batch.start_n is not None else score(batch)
-        old_n = batch.engine_n if engine else batch.start_n
+
+        if first and batch.start_n is not None:
+            now_n = batch.start_n
+        else:
+            now_n = score(batch)
+        old_n = batch.engine_n if by_engine else batch.start_n
         assert old_n is not None
         return per_trajectory(now_n - old_n, batch.trajectory_n, mean=True)
 
@@ -330,12 +357,17 @@ class Objective:
     ) -> PolicyTerms:
         """Compute the loss of one forward pass from the statistics of its M targets, with gradient.
 
-        It is ``sum_t w_t * (c_t * loss_t + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy *
-        H_t + D_t))``. The weights ``w_t`` include denominators and loss scale. Without a correction
-        ``c_t`` is 1; without a reference, the KL term is omitted; ``D_t`` is the weighted
-        divergence from teachers. `sequence_n` is the result of `sequence`.
+        It is::
+
+            sum_t w_t * (c_t * loss_t
+                         + [c_t > 0] * (kl * estimator(logp_t, ref_t) - entropy * H_t + D_t))
+
+        The weights ``w_t`` include denominators and loss scale. Without a correction ``c_t`` is 1;
+        without a reference, the KL term is omitted; ``D_t`` is the weighted divergence from
+        teachers. `sequence_n` is the result of `sequence`.
         """
-        config, settings = self.config, self.settings
+        config = self.config
+        settings = self.settings
         logp_m = stats.logprobs_m
 
         def select(values_n: Tensor) -> Tensor:
@@ -357,7 +389,8 @@ class Objective:
 
         # Tokens of an older policy weigh by the correction; one that it excludes has no penalty.
         weights_m = select(batch.weights_n)
-        loss_m, penalty_weights_m = token_loss.loss, weights_m
+        loss_m = token_loss.loss
+        penalty_weights_m = weights_m
         if batch.correction_n is not None:
             correction_m = select(batch.correction_n)
             loss_m = loss_m * correction_m
@@ -378,14 +411,20 @@ class Objective:
 
 
 def _with_teachers(
-    advantage_m: Tensor, batch: TrainingBatch, micro: MicroBatch, logp_m: Tensor
+    advantage_m: Tensor,
+    batch: TrainingBatch,
+    micro: MicroBatch,
+    logp_m: Tensor,
 ) -> Tensor:
     """Return advantages with what the teachers that score sampled ids add to them."""
+    index_m = micro.tokens_m
     for scores in batch.teachers:
-        if scores.targets is None:
-            n = micro.tokens_m
-            now_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[n]
-            advantage_m = advantage_m + teacher_advantage(scores, n, now_m).to(logp_m.dtype)
+        if scores.targets is not None:
+            continue  # its divergence is a term of its own
+
+        policy_m = logp_m.detach().double() if batch.start_n is None else batch.start_n[index_m]
+        added_m = teacher_advantage(scores, index_m, policy_m)
+        advantage_m = advantage_m + added_m.to(logp_m.dtype)
     return advantage_m
 
 
@@ -400,16 +439,21 @@ def _weighted_divergence(batch: TrainingBatch, stats: TokenStats) -> Tensor | No
 
 
 def teacher_advantage(scores: TeacherScores, index_k: Tensor, policy_k: Tensor) -> Tensor:
-    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64, with the
-    difference bounded and 0 without an answer. Its mean over ids of the policy, times
+    """Compute ``weight * (log p_teacher - log p_policy)`` of some tokens, in float64.
+
+    The difference is bounded, and 0 without an answer. Its mean over ids of the policy, times
     ``grad log p_policy``, is the gradient of -weight * KL(policy || teacher) per id (on-policy
-    distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025)."""
-    teacher, bound = scores.teacher, scores.teacher.bound
-    return teacher.weight * scores.gap(index_k, policy_k).clamp(-bound, bound).nan_to_num(0.0)
+    distillation: Agarwal et al., arXiv 2306.13649; as a reward per id: Thinking Machines, 2025).
+    """
+    teacher = scores.teacher
+    gap_k = scores.gap(index_k, policy_k).clamp(-teacher.bound, teacher.bound)
+    return teacher.weight * gap_k.nan_to_num(0.0)
 
 
 def check_logprobs(
-    batch: TrainingBatch, key: str = "train.old_logprobs = 'engine'", other: str = "trainer"
+    batch: TrainingBatch,
+    key: str = "train.old_logprobs = 'engine'",
+    other: str = "trainer",
 ) -> None:
     """Raise `ConfigError` unless the engine returned every logprob, which recipe key `key`
     needs if not set to `other`."""

@@ -1,4 +1,8 @@
-"""The trained matrices of a linear layer's adapter, as peft keeps them."""
+"""The trained matrices of a linear layer's adapter, as peft keeps them: found (`low_rank_of`) and
+merged (`merge_weight`).
+
+Adding, saving and loading adapters is in `model/lora.py`.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ class LowRank:
 
 
 def low_rank_of(layer: Any) -> LowRank | None:
-    """Return the adapter's matrices of a layer; None for a layer without one, or whose
-    adapter is switched off."""
+    """Return the adapter's matrices of a layer; None for a layer without one, or whose adapter is
+    switched off."""
     halves = getattr(layer, "lora_A", None)
     if halves is None or layer.disable_adapters:
         return None
@@ -35,12 +39,12 @@ def low_rank_of(layer: Any) -> LowRank | None:
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether an adapter of a model drops inputs in training."""
-    drops = (
-        module.lora_dropout[ADAPTER_NAME]
-        for module in model.modules()
-        if low_rank_of(module) is not None
-    )
-    return any(isinstance(drop, nn.Dropout) and drop.p > 0 for drop in drops)
+    for module in model.modules():
+        if low_rank_of(module) is not None:
+            drop = module.lora_dropout[ADAPTER_NAME]
+            if isinstance(drop, nn.Dropout) and drop.p > 0:
+                return True
+    return False
 
 
 def merge_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:

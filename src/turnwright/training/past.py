@@ -1,5 +1,9 @@
 """Earlier versions of a trained policy as opponents: kept in the run directory, and played by
-engines of their own."""
+engines of their own.
+
+Which version an episode plays, and how many are kept, is decided by `PastVersions`; `PastPolicy`
+writes them, loads them, and removes those that nothing can ask for.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ class PastPolicy:
     ) -> None:
         """`source` is the model directory of the policy, `load` makes an engine of a version's
         directory and number; the others are those of `PastVersions`."""
-        self._of, self._directory, self._source, self._make = of, directory, source, load
+        self._policy = of
+        self._directory = directory
+        self._source = source
+        self._load_version = load
         self._warmed = 0
         self.engine = PastVersions(
             self._load, of.engine, every=every, keep=keep, lag=lag, seed=seed
@@ -49,10 +56,11 @@ class PastPolicy:
         final = self._path(step)
         if step % self.engine.every or final.exists():
             return
+
         draft = final.with_name(f".{final.name}.writing")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
-        save_model(self._of.trainer, self._source, draft, template)
+        save_model(self._policy.trainer, self._source, draft, template)
         for path in draft.iterdir():
             flush(path)
         os.replace(draft, final)
@@ -62,23 +70,26 @@ class PastPolicy:
         """Remove versions that nothing can ask for: no group in flight, and no resume from a
         checkpoint of one of these steps.
 
-        A run that is resumed from a checkpoint writes the versions of its
-        step and later ones itself.
+        A run that is resumed from a checkpoint writes the versions of its step and later ones
+        itself.
         """
         for partial in self._directory.glob(".*.dropped"):
             shutil.rmtree(partial, ignore_errors=True)
-        oldest = self.engine.oldest
+
+        newest = max(checkpoints, default=-1)
         for path in self._directory.glob("step-*"):
-            if not (number := path.name.removeprefix("step-")).isdecimal():
+            number = path.name.removeprefix("step-")
+            if not number.isdecimal() or int(number) > newest:
                 continue
             step = int(number)
-            if step <= max(checkpoints) and not any(
-                oldest(one) <= step <= one for one in checkpoints
-            ):
+            needed = any(
+                self.engine.oldest(checkpoint) <= step <= checkpoint for checkpoint in checkpoints
+            )
+            if not needed:
                 remove_directory(path)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step:05d}"
 
     def _load(self, step: int) -> Engine:
-        return self._make(self._path(step), self._warmed + step)
+        return self._load_version(self._path(step), self._warmed + step)

@@ -1,9 +1,18 @@
-"""A training run from recipe to summary, resumable after a kill.
+"""A run of training, from recipe to summary, resumable after a kill.
 
-The last checkpoint holds weights and optimizer state; the journal holds every finished episode.
-A resumed run repeats the steps since the checkpoint on the journal's episodes. A sampled id
-depends on names (run, step, task, sample, turn, position), not on order, so interrupted
-episodes come out the same.
+`TrainingRun.play` has the phases in their order. `_warm_up` imitates demonstrations until a gate is
+met, `_evaluate` plays the held-out tasks before and after, and `_reinforce` is the loop of steps:
+`_train_step` sends the weights to the engine, takes a batch of episodes and trains on it.
+
+What a run is made of is loaded elsewhere (`components.build_components`), and so is what a step
+computes (`Trainer.step`). Where batches come from, played before their step or all the time, is in
+`batches.py`; which tasks are played, in `task_plan.py`; what was recorded, in `run_record.py`. A
+run's directory, its trackers and its report are the business of `turnwright.runs`.
+
+The last checkpoint holds weights and optimizer state; the journal holds every finished episode. A
+resumed run repeats the steps since the checkpoint on the journal's episodes. A sampled id depends
+on names (run, step, task, sample, turn, position), not on order, so interrupted episodes come out
+the same.
 """
 
 from __future__ import annotations
@@ -13,6 +22,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,10 +63,7 @@ from turnwright.training.metrics import (
     write_token_records,
 )
 from turnwright.training.run_record import RunRecord
-from turnwright.training.setup import (
-    model_directory,
-    release_engine_memory,
-)
+from turnwright.training.setup import model_directory, release_engine_memory
 from turnwright.training.task_plan import (
     TaskChoice,
     TaskPlan,
@@ -95,8 +102,6 @@ class TrainingRun:
 
     _stream: RolloutStream
     """Stream of the run's episodes, open while it plays."""
-    measured: Mapping[str, Any] = {}
-    """Turn-level metrics of the last evaluation or gate evaluation."""
 
     def __init__(
         self,
@@ -121,48 +126,66 @@ class TrainingRun:
         with more. `workers` returns what plays the groups elsewhere, for the directory of tokenizer
         and template; `placer` starts the servers elsewhere.
         """
-        self.config, self.env_specs = config, list(env_specs)
+        self.config = config
+        self.env_specs = list(env_specs)
         self.run = run
         self.watch = watch
         self.history = parse_history(config.rollout.history if history is None else history)
         began = began or (time.time(), time.process_time())
         watch.phase("set up", 0, "")
-        train, rollout = config.train, config.rollout
-        self._train_steps = (*extended.get("train.steps", ()), train.steps)
-        lengths = (*extended.get("warmup.steps", ()), config.warmup.steps)
-        self._round_ends = round_ends(lengths, config.warmup.rounds)
+
+        # What is played: for how many steps, earlier ends included, and with which tasks.
+        self._train_steps = (*extended.get("train.steps", ()), config.train.steps)
+        warmup_steps = (*extended.get("warmup.steps", ()), config.warmup.steps)
+        self._round_ends = round_ends(warmup_steps, config.warmup.rounds)
         self.plan = TaskPlan(
             env_specs,
             steps=self._train_steps,
-            groups=rollout.groups,
+            groups=config.rollout.groups,
             held_out=config.eval.tasks,
             seed=config.seed,
             overlap=config.eval.overlap == "allowed",
             curriculum=Curriculum.of(config, env_specs),
         )
+
+        # Where the run stands: at its last checkpoint, or at the start.
         source = model_directory(config, env_specs, run.path)
         self.checkpoints = Checkpoints(run.checkpoints, source, keep=config.checkpoint.keep)
         latest = self.checkpoints.newest()
-        self.cursor: dict[str, Any] = (
-            dict(latest.cursor) if latest else {"phase": "warmup", "step": 0, "warmed": 0}
-        )
-        weights = latest.path if latest else None
+        self.cursor: dict[str, Any] = {"phase": "warmup", "step": 0, "warmed": 0}
+        if latest is not None:
+            self.cursor = dict(latest.cursor)
+
+        # Models, engines and trainers, with the weights of that checkpoint.
         self.parts = build_components(
-            config, source, run.path, weights, ranks, on_note=watch.note, placer=placer
+            config,
+            source,
+            run.path,
+            None if latest is None else latest.path,
+            ranks,
+            on_note=watch.note,
+            placer=placer,
         )
         self.policies = self.parts.policies
         """Policies that are trained."""
         self.policies.restore(self.cursor)
         self.policies.check_agents(env_specs)
-        own = config.model.template is not None or bool(config.model.template_args)
-        self._template = self.parts.renderer.template.source if own else None
+
+        # A template of the user's own is written into checkpoints; the model's is there anyway.
+        has_own_template = config.model.template is not None or bool(config.model.template_args)
+        self._template = self.parts.renderer.template.source if has_own_template else None
         check_run_template(run, self.parts.renderer, resumed=resumed)
+
         self._codes_reported = False
         self._unseen_noted = False
         self._version = 0
         """Policy version of the last weight update."""
         self.stopped_by = ""
         """Key that ended reinforcement early."""
+        self.measured: Mapping[str, Any] = {}
+        """Turn-level metrics of the last evaluation or gate evaluation."""
+
+        # What the journal holds: finished episodes, and turns of interrupted ones.
         self.record = RunRecord(
             run,
             began,
@@ -174,6 +197,7 @@ class TrainingRun:
         )
         if resumed:
             self.record.resume()
+
         self.rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
@@ -189,19 +213,7 @@ class TrainingRun:
     async def play(self) -> dict[str, Any]:
         """Run to the end and return the content of summary.json; after a `TurnwrightError`,
         the run can be resumed."""
-        for note in self.policies.notes:
-            self.watch.note(note)
-        for note in self.plan.notes(self.config):
-            self.watch.note(note)
-        for policy in self.policies:
-            report_memory(
-                policy.trainer,
-                self.config.limits,
-                policy.engine,
-                self.watch.note,
-                sequences=self.config.rollout.groups * self.config.rollout.group_size,
-                concurrency=self.config.rollout.concurrency,
-            )
+        self._report_start()
         try:
             await self._apply_prompt_limit()
             async with self.rollout.stream() as self._stream:
@@ -209,71 +221,108 @@ class TrainingRun:
                     await self._warm_up()
                 for past in self.parts.past:
                     past.begin(int(self.cursor["warmed"]))
+
                 before = await self._evaluate("before", 0)
                 self._keep_best(0, before)
+
                 await self._reinforce()
+
                 steps = int(self.cursor["step"])
                 after = await self._evaluate("after", steps)
                 self._keep_best(steps, after)
                 rolled_back = self._roll_back(after)
         finally:
             await self.parts.engine.close()
-        wall, cpu = self.record.times()
-        known = {
-            "rl_steps": steps,
-            "warmup_steps": self.cursor["warmed"],
-            "best": self.checkpoints.best(),
-            "wall_s": wall,
-            "cpu_s": cpu,
-        }
-        known |= {"rolled_back": rolled_back} if rolled_back else {}
-        known |= {"stopped_by": self.stopped_by} if self.stopped_by else {}
-        known |= {"failed_plays": failed} if (failed := self.record.all_failed_plays) else {}
-        resumed_turns = self.record.resumed_turns + self.rollout.resumed_turns
-        known |= {"resumed_turns": resumed_turns} if resumed_turns else {}
-        summary = summary_of(
-            self.config, success_figures(before, after, self.env_specs), self.record.resumes, known
-        )
-        rows = [
-            row
-            for row in read_json_lines(self.run.path / "metrics.jsonl")
-            if row.get("phase") == "train"
-        ]
-        if reason := no_signal_reason(rows):
+
+        summary = self._summary(steps, before, after, rolled_back)
+        rows = read_json_lines(self.run.path / "metrics.jsonl")
+        reason = no_signal_reason([row for row in rows if row.get("phase") == "train"])
+        if reason:
             self.watch.note(reason)
         self.run.write_json("summary.json", summary)
         self.run.sync()
         return summary
 
+    def _report_start(self) -> None:
+        """Note what the recipe makes of policies and tasks, and how much memory a step needs."""
+        for note in self.policies.notes:
+            self.watch.note(note)
+        for note in self.plan.notes(self.config):
+            self.watch.note(note)
+
+        rollout = self.config.rollout
+        for policy in self.policies:
+            report_memory(
+                policy.trainer,
+                self.config.limits,
+                policy.engine,
+                self.watch.note,
+                sequences=rollout.groups * rollout.group_size,
+                concurrency=rollout.concurrency,
+            )
+
+    def _summary(
+        self,
+        steps: int,
+        before: Mapping[str, EvalResult],
+        after: Mapping[str, EvalResult],
+        rolled_back: str,
+    ) -> dict[str, Any]:
+        """Return the content of summary.json."""
+        wall_s, cpu_s = self.record.times()
+        figures: dict[str, Any] = {
+            "rl_steps": steps,
+            "warmup_steps": self.cursor["warmed"],
+            "best": self.checkpoints.best(),
+            "wall_s": wall_s,
+            "cpu_s": cpu_s,
+        }
+
+        # Keys of what did not happen are left out.
+        rare = {
+            "rolled_back": rolled_back,
+            "stopped_by": self.stopped_by,
+            "failed_plays": self.record.all_failed_plays,
+            "resumed_turns": self.record.resumed_turns + self.rollout.resumed_turns,
+        }
+        figures |= {key: value for key, value in rare.items() if value}
+
+        success = success_figures(before, after, self.env_specs)
+        return summary_of(self.config, success, self.record.resumes, figures)
+
     async def _apply_prompt_limit(self) -> None:
-        check_row_arguments(
-            (choice.task for choice in (*self.plan.train, *self.plan.held_out)), self.parts.renderer
-        )
+        """Leave out tasks whose first prompt is longer than `limits.prompt_tokens`."""
+        choices = [*self.plan.train, *self.plan.held_out]
+        check_row_arguments((choice.task for choice in choices), self.parts.renderer)
         limit = self.config.limits.prompt_tokens
         if limit is None:
             return
-        # A second store would separate the engine from the images of the run.
-        store = self.rollout.media_intake.store
+
+        # A media store of its own would separate the engine from the images of the run.
         rollout = Rollout(
             self.parts.engine,
             self.parts.renderer,
             RolloutSettings(limits=self.config.limits, seed=self.config.seed),
-            media=store,
+            media=self.rollout.media_intake.store,
         )
-        choices = [*self.plan.train, *self.plan.held_out]
-        fits, out = await rollout.within_prompt_limit(
-            [choice.episodes("prompt", 0, 1)[0] for choice in choices]
-        )
-        self.plan.restrict_to(fits)
-        self.run.write_json("left_out.json", left_out(limit, out))
-        if out:
-            self.watch.note(left_out_note(limit, out, listed=True))
+        episodes = [choice.episodes("prompt", 0, 1)[0] for choice in choices]
+        fitting, too_long = await rollout.within_prompt_limit(episodes)
+
+        self.plan.restrict_to(fitting)
+        self.run.write_json("left_out.json", left_out(limit, too_long))
+        if too_long:
+            self.watch.note(left_out_note(limit, too_long, listed=True))
+
+    # Checkpoints
 
     def _save(self, name: str, **cursor: Any) -> None:
+        """Write a checkpoint at a place of the run, which `cursor` updates."""
         self.cursor |= cursor
         self.watch.waiting("checkpoint")
         torch_settings.keep()
-        self.run.sync()  # after a power cut, no checkpoint may outlive the episodes before it
+        # After a power cut, no checkpoint may outlive the episodes before it.
+        self.run.sync()
+
         state = (
             self.cursor
             | self.plan.state()
@@ -287,37 +336,42 @@ class TrainingRun:
 
     def _keep_past(self, step: int) -> None:
         """Keep the weights of a step that later episodes may play against."""
-        for past in self.parts.past if step >= self.cursor["step"] else ():
-            # A resumed run has the earlier ones.
+        if step < self.cursor["step"]:
+            return  # a resumed run has them
+        for past in self.parts.past:
             past.save(step, self._template)
 
     def _keep_best(self, step: int, scores: Mapping[str, EvalResult]) -> None:
-        """Keep the checkpoint of an evaluated policy if none scored higher;
-        of equals, the later."""
-        best, name = self.checkpoints.best(), f"step-{step:05d}" if step else "warmed"
-        if (
-            not self.config.checkpoint.keep_best
-            or "sampled" not in scores
-            or not (step or self.cursor["warmed"])
-        ):
+        """Keep the checkpoint of an evaluated policy if none scored higher; of equals, the
+        later."""
+        if not self.config.checkpoint.keep_best or "sampled" not in scores:
             return
+        if step == 0 and not self.cursor["warmed"]:
+            return  # the model as it was given, of which there is no checkpoint
         success = scores["sampled"].success
-        if success is not None and (best is None or success >= best[1]):
-            if step and not (self.checkpoints.root / name).exists():
-                self._save(name, phase="reinforce", step=step)
-            self.checkpoints.mark_best(name, success)
+        best = self.checkpoints.best()
+        if success is None or (best is not None and success < best[1]):
+            return
+
+        name = f"step-{step:05d}" if step else "warmed"
+        if step and not (self.checkpoints.root / name).exists():
+            self._save(name, phase="reinforce", step=step)
+        self.checkpoints.mark_best(name, success)
 
     def _roll_back(self, after: Mapping[str, EvalResult]) -> str:
         """Make the best checkpoint the policy of the run where the last one is worse by more than
         chance; return its name."""
-        best, last = self.checkpoints.best(), after.get("sampled")
+        best = self.checkpoints.best()
+        last = after.get("sampled")
         if best is None or last is None or last.success is None:
             return ""
+
         name, score = best
         if score <= last.ci[1]:
             # An extended run may have made good what it had broken.
             self.checkpoints.mark_best(name, score)
             return ""
+
         self.checkpoints.mark_best(name, score, rolled_back=True)
         self.watch.note(
             f"the last policy succeeds in {last.success:.0%} of held-out episodes, that of "
@@ -329,68 +383,70 @@ class TrainingRun:
     # Warm-up
 
     async def _warm_up(self) -> None:
-        config, warmup = self.config, self.config.warmup
+        """Imitate demonstrations until the gate is met, or until the loss falls no more."""
+        warmup = self.config.warmup
         step = int(self.cursor["step"])
         if warmup.demos == 0 and warmup.dataset is None:
             self.cursor |= {"phase": "reinforce", "step": 0}
             self.policies.reference()
             return
+
         self.watch.phase("warm-up", planned_steps(self._round_ends, step), "steps")
-        note = self.watch.note
         demos = await self._demonstrate()
         self._note_unseen_images()
-        # Those are in the first row of metrics, since they are played before it.
-        failed_plays = self.record.failed_plays("demonstrate", 0)
-        rewards = [t.reward for t in demos if t.reward is not None]
-        demo_reward = sum(rewards) / len(rewards) if rewards else None
-        gate = Gate.of(config, demos)
-        if gate.demo_success is not None:
-            note(
-                f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's "
-                f"goal is {gate.success:.0%}"
-            )
-        if cut := cut_note(config, demos):
-            note(cut)
+        gate = self._gate_of(demos)
 
-        missing, played = "the gate was not evaluated yet", list[Trajectory]()
-        losses: list[float] = list(self.cursor.get("losses", ()))  # of this round
-        await release_engine_memory(self.parts.engine, config)
+        # The first row of metrics has the failed plays of demonstrations, which precede it.
+        failed_plays = self.record.failed_plays("demonstrate", 0)
+        rewards = [demo.reward for demo in demos if demo.reward is not None]
+        demo_reward = sum(rewards) / len(rewards) if rewards else None
+
+        missing = "the gate was not evaluated yet"
+        played: list[Trajectory] = []
+        round_losses: list[float] = list(self.cursor.get("losses", ()))
+        await release_engine_memory(self.parts.engine, self.config)
+
         while step < self._round_ends[-1]:
-            end = planned_steps(self._round_ends, step)
+            round_end = planned_steps(self._round_ends, step)
             figures = self.policies.supervised(
-                sample_demos(demos, config, step), lr=learning_rate(warmup.lr, step, end)
+                sample_demos(demos, self.config, step),
+                lr=learning_rate(warmup.lr, step, round_end),
             )
-            losses.append(figures["loss"])
+            round_losses.append(figures["loss"])
             step += 1
-            self.record.row(
-                {"phase": "warmup", "step": step, "demo_reward": demo_reward}
-                | figures
-                | failed_plays
-            )
+
+            row = {"phase": "warmup", "step": step, "demo_reward": demo_reward}
+            self.record.row(row | figures | failed_plays)
             failed_plays = {}
             self.watch.progress(step, figures)
             if step % HEAP_STEPS == 0:
                 return_large_heap(self.parts.engine)
-            if step % warmup.gate_every and step != end:
+            if step % warmup.gate_every and step != round_end:
                 continue
 
+            # What training freed goes back before the engine samples, and what the engine holds
+            # before training goes on.
             return_large_heap(self.parts.engine)
-            recent = losses[-RECENT:]
+            recent = round_losses[-RECENT:]
             missing, played = await self._check_gate(gate, step, sum(recent) / len(recent))
-            await release_engine_memory(self.parts.engine, config)
+            await release_engine_memory(self.parts.engine, self.config)
             return_large_heap(self.parts.engine)
             if not missing:
                 break
-            if step == end:
-                # A user who asked for more steps than this round has gets them
-                # whatever the loss does.
+
+            if step == round_end:
+                # A user who asked for more steps than this round has gets them whatever the loss
+                # does.
                 asked_for_more = step < warmup.steps
-                if not asked_for_more and not self._another_round(step, losses, played):
+                if not asked_for_more and not self._another_round(step, round_losses, played):
                     break
-                note(f"after {step} steps {missing}, but the loss still falls: the warm-up goes on")
+                self.watch.note(
+                    f"after {step} steps {missing}, but the loss still falls: the warm-up goes on"
+                )
                 self.watch.phase("warm-up", planned_steps(self._round_ends, step), "steps")
-                losses = []
-            self._save("warmup", phase="warmup", step=step, losses=losses)
+                round_losses = []
+            self._save("warmup", phase="warmup", step=step, losses=round_losses)
+
         if missing:
             await self._judge_missed_gate(gate, missing, demos, played, step)
 
@@ -398,6 +454,19 @@ class TrainingRun:
         self.policies.reset_optimizer()
         self.policies.reference()
         self._save("warmed", phase="reinforce", step=0, warmed=step, losses=[])
+
+    def _gate_of(self, demos: Sequence[Trajectory]) -> Gate:
+        """Return the goal of the warm-up, and note what demonstrations allow and what they lose."""
+        gate = Gate.of(self.config, demos)
+        if gate.demo_success is not None:
+            self.watch.note(
+                f"{gate.demo_success:.0%} of {len(demos)} demonstrations succeed; the warm-up's "
+                f"goal is {gate.success:.0%}"
+            )
+        cut = cut_note(self.config, demos)
+        if cut:
+            self.watch.note(cut)
+        return gate
 
     def _another_round(
         self, step: int, losses: Sequence[float], played: Sequence[Trajectory]
@@ -417,7 +486,8 @@ class TrainingRun:
     ) -> None:
         """Note that reinforcement begins below the gate; raise `TurnwrightError` where it would
         have nothing to build on."""
-        run, warmup = self.run.given_path, self.config.warmup
+        run = self.run.given_path
+        warmup = self.config.warmup
         result = summarize(played, self.config.eval.success)
         if result.success is None:
             raise TurnwrightError(
@@ -436,9 +506,11 @@ class TrainingRun:
                 "demonstrations allow no more, or start a new run with more warmup.demos"
             )
 
+        # Replies that pay as often in any other task do not depend on what their task shows. Some
+        # worlds are like that; demonstrations tell whether this is one.
         chance = await self._success_in_other_tasks(played)
-        reads = chance is None or exceeds(result, chance)
-        if chance is not None and not reads and await self._demonstrations_read(demos):
+        by_luck = chance is not None and not exceeds(result, chance)
+        if chance is not None and by_luck and await self._demonstrations_read(demos):
             raise TurnwrightError(
                 f"the warm-up ended after {step} steps without meeting its gate: {missing}, and "
                 f"the same replies succeed in {chance.success:.0%} of other tasks, so what a task "
@@ -455,33 +527,32 @@ class TrainingRun:
     async def _demonstrations_read(self, demos: Sequence[Trajectory]) -> bool:
         """Return whether demonstrations succeed more often than their replies do in other tasks:
         what pays there depends on the task."""
-        some = demos[: self.config.warmup.gate_tasks]
-        chance = await self._success_in_other_tasks(some)
-        return chance is not None and exceeds(summarize(some, self.config.eval.success), chance)
+        some_demos = demos[: self.config.warmup.gate_tasks]
+        chance = await self._success_in_other_tasks(some_demos)
+        if chance is None:
+            return False
+        return exceeds(summarize(some_demos, self.config.eval.success), chance)
 
     async def _success_in_other_tasks(self, played: Sequence[Trajectory]) -> EvalResult | None:
-        """Return the success of replies in other tasks than their own; None if
-        that cannot be known."""
+        """Return the success of replies in other tasks than their own; None if that cannot be
+        known."""
 
-        def make_rollout(engine: ScriptedEngine) -> Rollout:
-            return Rollout(
-                engine,
-                self.parts.renderer,
-                RolloutSettings(
-                    limits=self.config.limits,
-                    seed=self.config.seed,
-                    stop=self.config.rollout.stop,
-                    history=self.history,
-                    sanity="off",
-                ),
-                media=self.rollout.media_intake.store,
+        def replaying(engine: ScriptedEngine) -> Rollout:
+            settings = RolloutSettings(
+                limits=self.config.limits,
+                seed=self.config.seed,
+                stop=self.config.rollout.stop,
+                history=self.history,
+                sanity="off",
             )
+            media = self.rollout.media_intake.store
+            return Rollout(engine, self.parts.renderer, settings, media=media)
 
         by_id = {choice.task.id: choice for choice in self.plan.train}
         for env_spec in self.env_specs:
             choices = self.plan.demonstrated(env_spec, self.config.warmup.demos)
             by_id |= {choice.task.id: choice for choice in choices}
-        return await success_in_other_tasks(by_id, played, make_rollout, self.config.eval.success)
+        return await success_in_other_tasks(by_id, played, replaying, self.config.eval.success)
 
     async def _demonstrate(self) -> list[Trajectory]:
         """Play the demonstrations as the other episodes of a run; one that failed for good stays
@@ -512,23 +583,23 @@ class TrainingRun:
         """Play some training tasks; return the unmet gate conditions, empty when the gate is met
         twice, and the last plays."""
         await self._sync(step)
-        missing, trajectories = "", list[Trajectory]()
+        episodes = self.config.warmup.gate_tasks
+        tasks = self.plan.preview(episodes)
+        samples = math.ceil(episodes / len(tasks))
+        sampling = sampling_of(self.config.rollout)
+
         for name in ("gate", "gate-again"):
-            if missing:
-                break
-            episodes = self.config.warmup.gate_tasks
-            tasks = self.plan.preview(episodes)
-            samples = math.ceil(episodes / len(tasks))
-            trajectories = await self._play_scored(
-                tasks, name, step, samples, sampling_of(self.config.rollout)
-            )
+            trajectories = await self._play_scored(tasks, name, step, samples, sampling)
             result = summarize(trajectories, self.config.eval.success)
             missing = gate.unmet(result, loss)
-            row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing} | dict(
-                self.measured
-            )
-            row |= {"name": "again"} if name == "gate-again" else {}
+
+            row = {"phase": "gate", "step": step, "loss": loss, "gate_passed": not missing}
+            row |= self.measured
+            if name == "gate-again":
+                row["name"] = "again"
             self.record.row(row | result.row() | self.record.failed_plays(name, step))
+            if missing:
+                break
         return missing, trajectories
 
     # Reinforcement
@@ -539,22 +610,28 @@ class TrainingRun:
         self.watch.phase("train", steps, "steps")
         first = int(self.cursor["step"])
         self.plan.begin(self.cursor.get("curriculum"), first)
+
         batches = self._batches(first)
         try:
             for step in range(first, steps):
                 await batches.settle()
-                if stop := self._early_stop(step):
+                stop = self._early_stop(step)
+                if stop is not None:
                     self.stopped_by, why = stop
                     self.watch.note(f"early stopping after {step} steps: {why}")
                     if not (self.checkpoints.root / f"step-{step:05d}").exists():
                         self._save(f"step-{step:05d}", phase="reinforce", step=step)
                     break
+
                 if config.eval.every and step and step % config.eval.every == 0:
                     await self._stream.gate.hold()
-                    self._keep_best(step, await self._evaluate(f"step-{step}", step, greedy=False))
+                    scores = await self._evaluate(f"step-{step}", step, greedy=False)
+                    self._keep_best(step, scores)
                     self._stream.gate.resume()
                     self.watch.phase("train", steps, "steps")
+
                 await self._train_step(batches, step)
+
                 if (step + 1) % config.checkpoint.every == 0 or step + 1 == steps:
                     await batches.settle()
                     self._save(f"step-{step + 1:05d}", phase="reinforce", step=step + 1)
@@ -563,20 +640,19 @@ class TrainingRun:
 
     def _early_stop(self, steps: int) -> tuple[str, str] | None:
         """Return the key that ends reinforcement after so many steps, and why, if one does."""
-        goal, patience = self.config.train.stop_success, self.config.train.patience
+        goal = self.config.train.stop_success
+        patience = self.config.train.patience
 
-        def last(n: int) -> list[tuple[float, float]]:
-            return [
-                self.record.steps.get(step, (0.0, math.nan))
-                for step in range(steps - n + 1, steps + 1)
-            ]
+        def last(count: int) -> list[tuple[float, float]]:
+            numbers = range(steps - count + 1, steps + 1)
+            return [self.record.steps.get(number, (0.0, math.nan)) for number in numbers]
 
-        if (
-            goal is not None
-            and steps >= STOP_STEPS
-            and sum(success for success, _ in last(STOP_STEPS)) / STOP_STEPS >= goal
-        ):
-            return "train.stop_success", f"train.stop_success = {goal:g} is reached"
+        if goal is not None and steps >= STOP_STEPS:
+            successes = [success for success, _ in last(STOP_STEPS)]
+            if sum(successes) / STOP_STEPS >= goal:
+                return "train.stop_success", f"train.stop_success = {goal:g} is reached"
+
+        # Without agreement among the gradients the learning rate of a step is 0.
         if patience is not None and all(lr == 0 for _, lr in last(patience)):
             return "train.patience", (
                 f"for {patience} steps (train.patience) gradients agreed by no more than chance, "
@@ -586,59 +662,81 @@ class TrainingRun:
 
     def _batches(self, first: int) -> Batches:
         """Return the source of batches that `schedule.mode` names, from a step on."""
-        schedule, rollout = self.config.schedule, self.config.rollout
-        steps, plan, policies = self.config.train.steps, self.plan, self.policies
+        schedule = self.config.schedule
+        rollout = self.config.rollout
+        steps = self.config.train.steps
         progress = partial(self._with_progress, episodes=rollout.groups * rollout.group_size)
+
         if schedule.mode != "async":
-            ahead_until = steps if schedule.mode == "one_step_off" else 0
             return StepBatches(
-                plan, policies, self._play_accepted, progress, ahead_until=ahead_until
+                self.plan,
+                self.policies,
+                self._play_accepted,
+                progress,
+                ahead_until=steps if schedule.mode == "one_step_off" else 0,
             )
+
         scheduler = BatchScheduler(
-            groups_per_step(plan, steps),
+            groups_per_step(self.plan, steps),
             schedule.staleness,
             steps=steps,
-            refill=policies.refill,
+            refill=self.policies.refill,
         )
-        record = self.record.stream
-        scheduler.restore(record.state(first))
-        journal, gate = self.run.journal, self._stream.gate
+        recorded = self.record.stream
+        scheduler.restore(recorded.state(first))
         return StreamBatches(
-            scheduler, plan, policies, self._play_groups, progress, gate, journal.append, record
+            scheduler,
+            self.plan,
+            self.policies,
+            self._play_groups,
+            progress,
+            self._stream.gate,
+            self.run.journal.append,
+            recorded,
         )
 
     async def _train_step(self, batches: Batches, step: int) -> None:
         """Send the step's policy to the engine, take a batch and train on it."""
-        config, gate = self.config, self._stream.gate
+        schedule = self.config.schedule
+        reference_every = self.config.train.reference_every
+        is_async = schedule.mode == "async"
+        gate = self._stream.gate
+
         self._keep_past(step)
-        if config.train.reference_every and step and step % config.train.reference_every == 0:
+        if reference_every and step and step % reference_every == 0:
             self.policies.reference()
+
+        # The engine gets the weights, and proves that it samples from them.
         version = self.cursor["warmed"] + step
         await self._send_weights(version)
         proof = asyncio.create_task(self._probe(version))
-        if config.schedule.mode != "async":
+        if not is_async:
             await proof
         self.watch.waiting("")
         gate.resume()
+
         began = time.monotonic()
         try:
             trajectories, refilled = await batches.next(step)
-            await proof  # among the calls in flight, it waits for them to be prefilled again
+            # Among the calls in flight, the proof waits for them to be prefilled again.
+            await proof
         finally:
             proof.cancel()
-        if config.schedule.mode == "async":
+        if is_async:
             self._accept(trajectories, f"step {step + 1}")
         rollout_s = time.monotonic() - began
-        if config.schedule.mode == "async" and config.schedule.hold:
+
+        if is_async and schedule.hold:
             gate.hold_new()
-        await release_engine_memory(self.parts.engine, config)
+        await release_engine_memory(self.parts.engine, self.config)
         return_large_heap(self.parts.engine)
         self.watch.waiting("optimizer step")
-        row = await self._train(trajectories, step, rollout_s) | {
-            "tools_offered": self.rollout.tools_offered
-        }
+        row = await self._train(trajectories, step, rollout_s)
+        row["tools_offered"] = self.rollout.tools_offered
         return_large_heap(self.parts.engine)
-        row |= {"groups_refilled": refilled} if self.policies.refill else {}
+
+        if self.policies.refill:
+            row["groups_refilled"] = refilled
         row |= self.record.failed_plays("train", step) | self.plan.figures
         self.record.row(row)
         self.watch.progress(step + 1, row)
@@ -647,8 +745,8 @@ class TrainingRun:
     async def _train(
         self, trajectories: Sequence[Trajectory], step: int, rollout_s: float
     ) -> dict[str, Any]:
-        """Train on a step's episodes and return its metrics row; no tensor of the
-        step stays referenced."""
+        """Train on a step's episodes and return its metrics row; no tensor of the step stays
+        referenced."""
         mode = self.config.schedule.mode
         version = None if mode == "sync" else self._version
         steps = planned_steps(self._train_steps, step)
@@ -658,25 +756,26 @@ class TrainingRun:
             return self.policies.step(trajectories, step=step, steps=steps, version=version)
 
         metrics, credits, batches = work() if mode == "sync" else await off_loop(work)
+
         for policy in self.policies:
-            if summary := policy.trainer.layout.summary():
-                self.watch.note(summary)
+            layout = policy.trainer.layout.summary()
+            if layout:
+                self.watch.note(layout)
         self._report_codes(step, metrics)
         if step not in self.record.trained:
             self.run.journal.append({"e": "trained", "step": step, "episodes": len(trajectories)})
-        row = {"phase": "train", "step": step + 1} | step_row(
-            trajectories, metrics, rollout_s, self.config.eval.success
-        )
+
+        row = {"phase": "train", "step": step + 1}
+        row |= step_row(trajectories, metrics, rollout_s, self.config.eval.success)
         return row | write_token_records(self.run.path, step, credits, batches)
 
     def _report_codes(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report the first step whose update changed no code of the quantized weights."""
-        if (
-            self._codes_reported
-            or metrics.get("codes_changed") != 0
-            or not metrics["optimizer_steps"]
-        ):
+        if self._codes_reported or metrics.get("codes_changed") != 0:
             return
+        if not metrics["optimizer_steps"]:
+            return
+
         self._codes_reported = True
         self.watch.note(
             f"step {step + 1} changed no code of the quantized weights: its update is below their "
@@ -684,19 +783,22 @@ class TrainingRun:
             "(codes_changed in metrics.jsonl), raise train.lr"
         )
 
+    # Episodes
+
     async def _play_accepted(self, choices: Sequence[TaskChoice], step: int) -> list[Trajectory]:
         """Play the groups of a step, and continue with those that failed for good."""
-        found = await self._play_groups(choices, step)
-        self._accept(found, f"step {step + 1}")
-        return found
+        trajectories = await self._play_groups(choices, step)
+        self._accept(trajectories, f"step {step + 1}")
+        return trajectories
 
     def _play_groups(self, choices: Sequence[TaskChoice], step: int) -> Awaitable[list[Trajectory]]:
-        """Submit the groups of a nominal step now; the engine's policy may get newer
-        while they are played."""
+        """Submit the groups of a nominal step now; the engine's policy may get newer while they are
+        played."""
         size = self.plan.group_size(step, self.config.rollout.group_size)
-        episodes = [
-            episode for choice in choices for episode in choice.episodes("train", step, size)
-        ]
+        episodes: list[EpisodeSpec] = []
+        for choice in choices:
+            episodes += choice.episodes("train", step, size)
+
         # Evaluations need no routes.
         extras = [ROUTES] if self.config.train.routing_replay == "replay" else []
         return self._play_with_retries(episodes, extras=extras, training=True)
@@ -710,17 +812,20 @@ class TrainingRun:
         blank: bool = False,
         training: bool = False,
     ) -> Awaitable[list[Trajectory]]:
-        """Submit episodes now; retry those that the environment, the engine
-        or a deadline failed."""
-        given: dict[str, Any] = {
-            "extras": extras,
-            "min_version": self._version,
-            "sampling": sampling,
-            "blank": blank,
-        }
+        """Submit episodes now; retry those that the environment, the engine or a deadline
+        failed."""
+        # Retries, too, take any policy from the one of now on.
+        min_version = self._version
 
-        def play(these: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
-            return self._stream.submit(these, training=training, **given)
+        def play(some: Sequence[EpisodeSpec]) -> Awaitable[list[Trajectory]]:
+            return self._stream.submit(
+                some,
+                training=training,
+                extras=extras,
+                min_version=min_version,
+                sampling=sampling,
+                blank=blank,
+            )
 
         return self._again(episodes, play(episodes), play)
 
@@ -739,10 +844,12 @@ class TrainingRun:
             on_failed_play=self.record.count_failed_play,
         )
 
-    def _accept(self, found: Sequence[Trajectory], where: str) -> None:
+    def _accept(self, trajectories: Sequence[Trajectory], where: str) -> None:
         """Continue with episodes of which some failed; their failures are final from here on."""
-        check_failures(found, where, self.run.given_path, self.config.rollout.max_failed)
-        self.record.accept(found)
+        check_failures(trajectories, where, self.run.given_path, self.config.rollout.max_failed)
+        self.record.accept(trajectories)
+
+    # Weights
 
     async def _sync(self, version: int) -> None:
         """Send the trainer's weights to the engine; raise `SyncError` unless its fingerprint and
@@ -771,37 +878,58 @@ class TrainingRun:
     async def _evaluate(
         self, name: str, step: int, *, greedy: bool = True
     ) -> dict[str, EvalResult]:
+        """Play the held-out tasks with the policy of a step; return the scores by mode."""
         config = self.config.eval
         self._keep_past(step)
         if not self.plan.held_out:
             self.watch.note("no held-out tasks; skipping evaluation")
             return {}
         await self._sync(self.cursor["warmed"] + step)
-        scores: dict[str, EvalResult] = {}
+
         samples = eval_samples(len(self.plan.held_out), config.tasks, config.samples)
-        modes = {"sampled": (samples, sampling_of(config))}
-        modes |= {"greedy": (1, Sampling(temperature=0.0))} if greedy and config.greedy else {}
-        if name == "after":
-            modes["blind"] = modes["sampled"]
-        self.watch.phase(f"evaluate {name}", len(modes) - ("blind" in modes), "passes")
-        for number, (mode, (samples, sampling)) in enumerate(modes.items(), 1):
-            if mode == "blind" and not scores["sampled"].images:
-                continue
-            phase, blind = f"eval-{name}-{mode}", mode == "blind"
-            if blind:  # known only now: a pass over the others would be "3/2"
-                self.watch.phase("evaluate blind", 1, "passes")
-            trajectories = await self._play_scored(
-                self.plan.held_out, phase, step, samples, sampling, blind
-            )
-            found = scores[mode] = summarize(trajectories, self.config.eval.success)
-            row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
-            self.record.row(row | found.row() | self.record.failed_plays(phase, step))
-            counted = found if blind else scores["sampled"]  # as the summary does
-            figures = {"success": counted.success, "turns": counted.turns, "stops": counted.stops}
-            if mode == "greedy":
-                figures["greedy"] = found.success
-            self.watch.progress(1 if blind else number, figures)
+        sampled = _EvalPass("sampled", samples, sampling_of(config))
+        passes = [sampled]
+        if greedy and config.greedy:
+            passes.append(_EvalPass("greedy", 1, Sampling(temperature=0.0)))
+        self.watch.phase(f"evaluate {name}", len(passes), "passes")
+
+        scores: dict[str, EvalResult] = {}
+        for number, eval_pass in enumerate(passes, 1):
+            result = await self._evaluate_pass(name, step, eval_pass)
+            scores[eval_pass.mode] = result
+
+            # The figures are those of the sampled pass, as in the summary.
+            figures = _progress_figures(scores["sampled"])
+            if eval_pass.mode == "greedy":
+                figures["greedy"] = result.success
+            self.watch.progress(number, figures)
+
+        # Whether the tasks show images, and a blind pass is worth its time, is known only now. It
+        # is a phase of its own: as a pass after the others it would be "3/2".
+        if name == "after" and scores["sampled"].images:
+            self.watch.phase("evaluate blind", 1, "passes")
+            blind = _EvalPass("blind", sampled.samples, sampled.sampling)
+            scores["blind"] = await self._evaluate_pass(name, step, blind)
+            self.watch.progress(1, _progress_figures(scores["blind"]))
         return scores
+
+    async def _evaluate_pass(self, name: str, step: int, eval_pass: _EvalPass) -> EvalResult:
+        """Play the held-out tasks once, and write the row of metrics."""
+        mode = eval_pass.mode
+        phase = f"eval-{name}-{mode}"
+        trajectories = await self._play_scored(
+            self.plan.held_out,
+            phase,
+            step,
+            eval_pass.samples,
+            eval_pass.sampling,
+            blind=mode == "blind",
+        )
+
+        result = summarize(trajectories, self.config.eval.success)
+        row = {"phase": "eval", "name": name, "mode": mode, "step": step} | dict(self.measured)
+        self.record.row(row | result.row() | self.record.failed_plays(phase, step))
+        return result
 
     async def _play_scored(
         self,
@@ -813,7 +941,7 @@ class TrainingRun:
         blind: bool = False,
     ) -> list[Trajectory]:
         """Play tasks for an evaluation, and keep what was measured of them."""
-        work = play_evaluation(
+        playing = play_evaluation(
             self.rollout,
             choices,
             name=phase,
@@ -823,26 +951,28 @@ class TrainingRun:
             blind=blind,
             play=self._play_with_retries,
         )
-        trajectories: list[Trajectory] = await self._with_progress(work, len(choices) * samples)
+        trajectories: list[Trajectory]
+        trajectories = await self._with_progress(playing, len(choices) * samples)
         self._accept(trajectories, f"the {phase} episodes")
         self.measured = rollout_metrics(trajectories, success=self.config.eval.success)
         self._note_unseen_images()
         return trajectories
 
     def _note_unseen_images(self) -> None:
-        """Note once that the model reads the alternative texts of images,
-        where it has no vision."""
-        if self.rollout.media_intake.store.has_unseen and not self._unseen_noted:
-            self._unseen_noted = True
-            how = (
-                "set model.vision = true"
-                if self.config.model.path is None
-                else "take a model with vision"
-            )
-            self.watch.note(
-                "warning: the environment shows images, and the model has no vision: it reads "
-                f"their alt texts; {how} to train one that sees them"
-            )
+        """Note once that the model reads the alternative texts of images, where it has no
+        vision."""
+        if self._unseen_noted or not self.rollout.media_intake.store.has_unseen:
+            return
+
+        self._unseen_noted = True
+        if self.config.model.path is None:
+            remedy = "set model.vision = true"
+        else:
+            remedy = "take a model with vision"
+        self.watch.note(
+            "warning: the environment shows images, and the model has no vision: it reads "
+            f"their alt texts; {remedy} to train one that sees them"
+        )
 
     async def _with_progress(self, work: Any, episodes: int) -> Any:
         """Await episodes while reporting what they wait for."""
@@ -850,12 +980,11 @@ class TrainingRun:
         start = self.rollout.finished
         try:
             while not (await asyncio.wait({task}, timeout=1.0))[0]:
-                self.watch.waiting(
-                    f"{self.rollout.finished - start}/{episodes} episodes; {self._pending()}"
-                )
+                finished = self.rollout.finished - start
+                self.watch.waiting(f"{finished}/{episodes} episodes; {self._pending()}")
         finally:
             if not task.done():
-                # interrupted: no episode may continue while the engine is being closed.
+                # Interrupted: no episode may continue while the engine is being closed.
                 task.cancel()
                 await asyncio.wait({task})
         self.watch.waiting("")
@@ -863,11 +992,26 @@ class TrainingRun:
         return task.result()
 
     def _pending(self) -> str:
+        """Return what the running episodes wait for, and which waits longest."""
         running = self.rollout.pending()
-        pending = ", ".join(
-            f"{count} in {name}" for name, count in Counter(row[2] for row in running).most_common()
-        )
+        waits = Counter(name for _, _, name, _, _ in running)
+        pending = ", ".join(f"{count} in {name}" for name, count in waits.most_common())
         if running:
             session, turn, name, seconds, _ = running[0]
             pending += f"; longest: {session} turn {turn + 1}, {seconds:.0f} s in {name}"
         return pending
+
+
+@dataclass(frozen=True, slots=True)
+class _EvalPass:
+    """One pass of an evaluation over the held-out tasks."""
+
+    mode: str
+    """`sampled`, `greedy`, or `blind`: sampled, without the images."""
+    samples: int
+    """Episodes of each task."""
+    sampling: Sampling
+
+
+def _progress_figures(result: EvalResult) -> dict[str, Any]:
+    return {"success": result.success, "turns": result.turns, "stops": result.stops}

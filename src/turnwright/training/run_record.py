@@ -1,5 +1,9 @@
-"""What the files of a run record of it: metrics rows, and the episodes of the journal that a
-resumed run takes again."""
+"""What the files of a run record of it: metrics rows, and the journal's episodes.
+
+`RunRecord.episodes` reads the journal when a run is resumed: which episodes it takes again, and
+which it plays again. While the run goes on, `RunRecord.row` writes each metrics row once, though a
+resumed run trains some steps twice.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,30 @@ class RunRecord:
     """What a run recorded so far, in earlier processes and in this one."""
 
     def __init__(
-        self, run: RunDir, began: tuple[float, float], *, covered: int, asynchronous: bool
+        self,
+        run: RunDir,
+        began: tuple[float, float],
+        *,
+        covered: int,
+        asynchronous: bool,
     ) -> None:
         """Read the metrics rows. `began`: `time.time()` and `time.process_time()` at the start of
         this process' share; `covered`: steps of reinforcement that the last checkpoint covers."""
         self.run = run
-        self._began, self._covered, self._asynchronous = began, covered, asynchronous
+        self._began = began
+        self._covered = covered
+        self._asynchronous = asynchronous
+
         self._rows: set[tuple[Any, ...]] = set()
         self._spent = (0.0, 0.0)
         """Wall-clock and CPU seconds of earlier processes, each up to its last metrics row."""
         self.steps: dict[int, tuple[float, float]] = {}
-        """Success of the episodes and effective learning rate of each step so far,
-        steps counted from 1."""
+        """Success of the episodes and effective learning rate of each step so far, steps counted
+        from 1."""
         for row in read_json_lines(run.path / "metrics.jsonl"):
             self._note(row)
             self._spent = (row.get("time_s", 0.0), row.get("cpu_s", 0.0))
+
         self.trained: set[int] = set()
         """Steps that the journal records as trained."""
         self.accepted: set[EpisodeKey] = set()
@@ -60,8 +73,8 @@ class RunRecord:
     def row(self, row: Mapping[str, Any]) -> None:
         """Write a metrics row once; a resumed run produces some rows twice."""
         if self._note(row):
-            wall, cpu = self.times()
-            self.run.metrics.append(dict(row) | {"time_s": wall, "cpu_s": cpu})
+            wall_s, cpu_s = self.times()
+            self.run.metrics.append(dict(row) | {"time_s": wall_s, "cpu_s": cpu_s})
 
     def _note(self, row: Mapping[str, Any]) -> bool:
         """Take notice of a row; return whether it is new."""
@@ -70,15 +83,18 @@ class RunRecord:
             # A step without a reward is no evidence of success.
             success = 0.0 if row["success"] is None else row["success"]
             self.steps[row["step"]] = success, row.get("lr", math.nan)
-        known = name in self._rows
+
+        is_new = name not in self._rows
         self._rows.add(name)
-        return not known
+        return is_new
 
     def times(self) -> tuple[float, float]:
         """Return wall-clock and CPU seconds of the run so far, earlier processes included."""
-        return self._spent[0] + time.time() - self._began[0], self._spent[
-            1
-        ] + time.process_time() - self._began[1]
+        spent_wall_s, spent_cpu_s = self._spent
+        began_wall_s, began_cpu_s = self._began
+        wall_s = spent_wall_s + time.time() - began_wall_s
+        cpu_s = spent_cpu_s + time.process_time() - began_cpu_s
+        return wall_s, cpu_s
 
     def resume(self) -> None:
         """Record that another process continues the run."""
@@ -107,9 +123,10 @@ class RunRecord:
         """Number of plays that failed and were retried."""
         return self._failed_plays.total()
 
-    def accept(self, found: Sequence[Trajectory]) -> None:
+    def accept(self, trajectories: Sequence[Trajectory]) -> None:
         """Record the failures of episodes as final that a retry might have mended."""
-        failed = [t.key for t in found if may_pass(t) and t.key not in self.accepted]
+        failed = [trajectory.key for trajectory in trajectories if may_pass(trajectory)]
+        failed = [key for key in failed if key not in self.accepted]
         if failed:
             self.accepted.update(failed)
             self.run.journal.append({"e": "accepted", "failed": [key_row(key) for key in failed]})
@@ -129,24 +146,53 @@ class RunRecord:
         `tasks` finds a task by its id; `mark` is the checkpoint's place in the journal. Raises
         `TraceError` for a journal that is damaged or missing.
         """
+        recorded = self._read_journal(tasks, renderer, mark)
+
+        episodes: dict[EpisodeKey, Trajectory] = {}
+        for key, trajectory in recorded.items():
+            if self._is_ahead(key):
+                episodes[key] = trajectory
+        self._write_missing(episodes, renderer)
+
+        # Those that failed are played again from the start, unless a step went on without them.
+        retried = []
+        for key, trajectory in episodes.items():
+            if may_pass(trajectory) and not self._is_final(key):
+                retried.append(key)
+        for key in retried:
+            self.count_failed_play(episodes.pop(key))
+            self.interrupted.pop(key, None)
+        if retried:
+            note(
+                f"retrying {len(retried)} episodes that failed in the environment, the engine or "
+                "at a deadline"
+            )
+        return episodes
+
+    def _read_journal(
+        self,
+        tasks: Callable[[str], Task | None],
+        renderer: ChatRenderer,
+        mark: Sequence[int] | None,
+    ) -> dict[EpisodeKey, Trajectory]:
+        """Return all finished episodes of the journal, and fill `interrupted`."""
         checks = Checks((mark[0], mark[1]) if mark else None)
-        found: dict[EpisodeKey, Trajectory] = {}
+        recorded: dict[EpisodeKey, Trajectory] = {}
         interrupted = InterruptedEpisodes()
         try:
-            found = rebuild_trajectories(
+            recorded = rebuild_trajectories(
                 self._events(checks, interrupted), tasks, self.count_failed_play
             )
-            self.interrupted |= {
-                key: record
-                for key, record in interrupted.episodes(tasks).items()
-                if key.phase != "train" or self._is_ahead(key)
-            }
+            for key, episode in interrupted.episodes(tasks).items():
+                if self._is_ahead(key):
+                    self.interrupted[key] = episode
             check_fingerprints(
-                renderer.fingerprint, found.values(), f"the journal of {self.run.given_path}"
+                renderer.fingerprint, recorded.values(), f"the journal of {self.run.given_path}"
             )
         except TraceError as error:
             checks.damage.append(str(error))
-        if not found and any(row[0] in ("gate", "eval", "train") for row in self._rows):
+
+        if not recorded and any(row[0] in ("gate", "eval", "train") for row in self._rows):
             checks.damage.append(
                 f"{self.run.given_path / 'journal.jsonl'}: empty or missing, but metrics.jsonl "
                 "records episodes"
@@ -156,56 +202,54 @@ class RunRecord:
                 f"{checks.damage[0]}. A run resumes only from its journal: restore it from a copy, "
                 "or start a new run"
             )
-        found = {k: t for k, t in found.items() if k.phase != "train" or self._is_ahead(k)}
+        return recorded
+
+    def _write_missing(
+        self, episodes: Mapping[EpisodeKey, Trajectory], renderer: ChatRenderer
+    ) -> None:
+        """Write the records of episodes that a killed process had in its journal only."""
         written: dict[tuple[Any, ...], float] = {}
         for row in read_json_lines(self.run.path / "trajectories.jsonl"):
-            written[tuple(row["key"].values())] = row["wall_s"]  # of two plays, the later
-        for key, trajectory in found.items():
-            if (
-                written.get((key.phase, key.step, key.task, key.sample, key.attempt))
-                != trajectory.wall_s
-            ):
+            # Of two plays of an episode, the later counts.
+            written[tuple(row["key"].values())] = row["wall_s"]
+
+        for key, trajectory in episodes.items():
+            name = (key.phase, key.step, key.task, key.sample, key.attempt)
+            if written.get(name) != trajectory.wall_s:
                 self.run.trajectories.append(trajectory_row(trajectory, renderer))
-        final = {
-            key
-            for key in found
-            if key in self.accepted or (key.phase == "train" and self._is_trained(key))
-        }
-        retried = [
-            key for key, trajectory in found.items() if may_pass(trajectory) and key not in final
-        ]
-        for key in retried:
-            self.count_failed_play(found.pop(key))
-            self.interrupted.pop(key, None)  # a failed play is repeated from the start
-        if retried:
-            note(
-                f"retrying {len(retried)} episodes that failed in the environment, the engine or "
-                "at a deadline"
-            )
-        return found
 
     def _is_ahead(self, key: EpisodeKey) -> bool:
-        """Return whether an episode is for a step after the checkpoint."""
+        """Return whether the checkpoint does not cover an episode: it is for a later step, or for
+        none."""
+        if key.phase != "train":
+            return True
         if self._asynchronous:
             return (key.step, key.task) not in self.stream.consumed
         return key.step >= self._covered
 
-    def _is_trained(self, key: EpisodeKey) -> bool:
-        """Return whether a step was trained on an episode, before or after the checkpoint."""
+    def _is_final(self, key: EpisodeKey) -> bool:
+        """Return whether a failure is final: a step went on without the episode."""
+        if key in self.accepted:
+            return True
+        if key.phase != "train":
+            return False
         if self._asynchronous:
             return (key.step, key.task) in self.stream.batched
         return key.step in self.trained
 
     def _events(self, checks: Checks, interrupted: InterruptedEpisodes) -> Iterator[dict[str, Any]]:
-        """Yield the journal's events; record those that belong to no episode, and the
-        turns of interrupted ones."""
+        """Yield the journal's events; record those that belong to no episode, and the turns of
+        interrupted ones."""
         for event in self.run.events(checks):
+            kind = event["e"]
             interrupted.read(event)
-            self.resumed_turns += event["e"] == "turn" and "resumed" in event
-            if event["e"] == "trained":
-                self.trained.add(event["step"])
             self.stream.apply(event, self._covered)
-            if event["e"] == "accepted":
+            if kind == "turn" and "resumed" in event:
+                self.resumed_turns += 1
+            elif kind == "trained":
+                self.trained.add(event["step"])
+            elif kind == "accepted":
                 self.accepted.update(EpisodeKey(*key) for key in event["failed"])
-            self.resumes += event["e"] == "resumed"
+            elif kind == "resumed":
+                self.resumes += 1
             yield event

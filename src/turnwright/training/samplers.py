@@ -1,5 +1,9 @@
-"""Samplers of training tasks: how likely each is drawn, by the pass rates
-of its finished groups."""
+"""Samplers of training tasks: how likely each is drawn, by the pass rates of its finished groups.
+
+The built-in ones (`Window`, `Progress`, `Pools`) keep two numbers for each key, in `Rates`. A
+sampler of the user's own is a class with the methods of `TaskSampler`; `make_sampler` finds it.
+Which tasks are drawn with these weights is decided by `curriculum.Lane.draw`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from turnwright.errors import ConfigError
 FADE = 0.5
 """Share of a statistic that an observation of the same key keeps."""
 PRIOR = 0.1
-"""Groups at a pass rate of a half that every estimate begins with, so that an unseen key is
-as likely as the best."""
+"""Groups at a pass rate of a half that every estimate begins with, so that an unseen key is as
+likely as the best."""
 POOLS = {"normal": 0.8, "solved": 0.1, "unsolved": 0.1}
 """Share of the draws from each pool."""
 
@@ -44,6 +48,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.of: dict[str, tuple[float, float]] = {}
+        """The numbers of each key that was observed."""
 
     def observe(self, key: str, pass_rate: float) -> None:
         """Add to the exponential counts of passes and of groups."""
@@ -61,20 +66,22 @@ class Rates:
         return {key: list(pair) for key, pair in self.of.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        most = 1.0 / (1.0 - FADE)
         for key, pair in state.items():
-            numbers = (
-                isinstance(pair, list)
-                and len(pair) == 2
-                and all(isinstance(one, float) for one in pair)
-            )
-            if not numbers or not all(0.0 <= one <= 1.0 / (1.0 - FADE) for one in pair):
+            is_pair = isinstance(pair, list) and len(pair) == 2
+            if not is_pair or not all(
+                isinstance(number, float) and 0.0 <= number <= most for number in pair
+            ):
                 raise ValueError(f"the statistics of {key!r} are {pair!r}")
         self.of = {key: (first, second) for key, (first, second) in state.items()}
 
 
 class Window(Rates):
-    """Pass rates near a half: ``(4 p (1 - p)) ** 2``, after the learnability p (1 - p) of arXiv
-    2408.15099; the square makes tasks that are never solved a thirtieth as likely as the best."""
+    """Pass rates near a half: ``(4 p (1 - p)) ** 2``.
+
+    After the learnability p (1 - p) of arXiv 2408.15099; the square makes tasks that are never
+    solved a thirtieth as likely as the best.
+    """
 
     def weight(self, first: float, second: float) -> float:
         """Return 1 at a half, and for an unseen key."""
@@ -93,7 +100,14 @@ class Progress(Rates):
 
     def weights(self, keys: Sequence[str]) -> list[float]:
         """Return 0.5 for an unseen key: more than one observation can reach."""
-        return [abs(self.of[key][0] - self.of[key][1]) if key in self.of else 0.5 for key in keys]
+        weights = []
+        for key in keys:
+            if key in self.of:
+                fast, slow = self.of[key]
+                weights.append(abs(fast - slow))
+            else:
+                weights.append(0.5)
+        return weights
 
 
 class Pools(Rates):
@@ -107,9 +121,11 @@ class Pools(Rates):
     def weights(self, keys: Sequence[str]) -> list[float]:
         """Split the share of a pool between its keys; an unseen key is normal."""
         names = {0.0: "unsolved", 1.0: "solved"}
-        pools = [
-            names.get(self.of[key][0], "normal") if key in self.of else "normal" for key in keys
-        ]
+        pools = []
+        for key in keys:
+            rate, _ = self.of.get(key, (0.5, 0.0))
+            pools.append(names.get(rate, "normal"))
+
         sizes = Counter(pools)
         return [POOLS[pool] / sizes[pool] for pool in pools]
 
@@ -123,10 +139,12 @@ def make_sampler(name: str) -> TaskSampler | None:
         return None
     if name in BUILT_IN:
         return BUILT_IN[name]()
+
     cls = load_object(name)
-    missing = [
-        method for method in ("observe", "weights", "state", "load") if not hasattr(cls, method)
-    ]
+    missing = []
+    for method in ("observe", "weights", "state", "load"):
+        if not hasattr(cls, method):
+            missing.append(method)
     if missing or not callable(cls):
         raise ConfigError(
             f"env.sampler = {name!r}: no sampler; it needs the methods "
@@ -143,11 +161,12 @@ def make_sampler(name: str) -> TaskSampler | None:
 
 
 def checked_weights(values: Sequence[float], count: int) -> list[float]:
-    """Return weights as floats; raise ValueError when they are not one finite number of at
-    least 0 for each key."""
-    found = [float(value) for value in values]
-    if len(found) != count:
-        raise ValueError(f"weights() returned {len(found)} numbers for {count} keys")
-    if bad := [value for value in found if not math.isfinite(value) or value < 0]:
-        raise ValueError(f"weights() returned {bad[0]}; weights are finite and at least 0")
-    return found
+    """Return weights as floats; raise ValueError when they are not one finite number of at least 0
+    for each key."""
+    weights = [float(value) for value in values]
+    if len(weights) != count:
+        raise ValueError(f"weights() returned {len(weights)} numbers for {count} keys")
+    for weight in weights:
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"weights() returned {weight}; weights are finite and at least 0")
+    return weights

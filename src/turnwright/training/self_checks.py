@@ -1,10 +1,13 @@
-"""End-to-end checks of learning and vision.
+"""End-to-end checks of learning and vision, as `turnwright check` runs them.
 
 `check_vision` tests whether a model's answers depend on its images, at the first turn and at later
 ones. A model can stop using images without any error: dropped pixel values after the first turn,
 placeholders that do not match, or a tower whose output is unused. The check plays a short
 conversation with an image per turn. It then replaces the image of one turn by a grey one of its
 size, with all ids unchanged, and scores that turn's answer again.
+
+`check_learning` trains on a toy reward with each algorithm, as in any run, and tests whether the
+reward rises.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ REPLY_TOKENS = 12
 SIDE = 64
 """Side length of the images in pixels."""
 MARGIN = 10.0
-"""Minimum change of an answer that depends on its image, as a multiple of the
-engine-trainer difference."""
+"""Minimum change of an answer that depends on its image, as a multiple of the engine-trainer
+difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,92 +84,110 @@ class RandomImagesEnv(Env):
 
     def reset(self, task: Task, *, seed: int | None = None) -> Message:
         """Return the first image."""
-        self._rng, self._left = random.Random(f"{task.id}/{seed}"), max(TURNS)
+        self._rng = random.Random(f"{task.id}/{seed}")
+        self._left = max(TURNS)
         return self._image()
 
     def step(self, action: Action) -> Step:
         """Return the next image, or end the episode."""
         self._left -= 1
-        return Step(self._image()) if self._left else Step(None, terminated=True)
+        if self._left == 0:
+            return Step(None, terminated=True)
+        return Step(self._image())
 
     def _image(self) -> Message:
         import numpy as np
 
-        blocks = np.random.default_rng(self._rng.getrandbits(32)).integers(
-            0, 256, (4, 4, 3), dtype=np.uint8
-        )
+        rng = np.random.default_rng(self._rng.getrandbits(32))
+        blocks = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
         picture = blocks.repeat(SIDE // 4, axis=0).repeat(SIDE // 4, axis=1)
         return Message("user", (Image(picture), "What does it show?"))
 
 
 def check_vision(directory: str | Path) -> VisionCheck:
-    """Check a vision-language model directory in the local engine and in the trainer; raise
-    `ModelError` when it cannot be used, or its model has no vision, `EngineError` when the local
-    engine cannot run it."""
+    """Check a vision-language model directory in the local engine and in the trainer.
+
+    Raises:
+        ModelError: when it cannot be used, or its model has no vision.
+        EngineError: when the local engine cannot run it.
+    """
     source = Path(directory)
     module, renderer = load_model_and_renderer(source, source, ModelConfig(path=str(source)))
     if renderer.vision is None:
         raise ModelError(f"{source}: the model has no vision: its config.json has no vision_config")
+
     limits = Limits(turns=max(TURNS), turn_tokens=REPLY_TOKENS, on_turn_length="continue")
     engine = LocalEngine(module, renderer=renderer)
     store = MediaStore()
     rollout = Rollout(engine, renderer, RolloutSettings(limits=limits, sanity="off"), media=store)
     trainer = Trainer(module, TrainConfig(), banned_ids=renderer.banned_ids, pixels=rollout.pixels)
     tasks = [Task(answer=number) for number in range(EPISODES)]
+    episodes = make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0)
 
     async def play() -> list[Trajectory]:
         try:
-            return await rollout.play(
-                make_episode_specs(RandomImagesEnv, tasks, phase="probe", step=0)
-            )
+            return await rollout.play(episodes)
         finally:
             await engine.close()
 
-    played = [one for one in asyncio.run(play()) if len(one.turns) >= max(TURNS)]
-    if not played:
+    played = asyncio.run(play())
+    complete = [trajectory for trajectory in played if len(trajectory.turns) >= max(TURNS)]
+    if not complete:
         raise ModelError(
             f"{source}: no conversation reached turn {max(TURNS)}: each ended in a misplaced "
             "control token"
         )
-    scored = trainer.logprobs(played)
+
     gaps: list[float] = []
     moved = dict.fromkeys(TURNS, 0.0)
-    for one, rows in zip(played, scored, strict=True):
-        sampled = [
-            float(p)
-            for span in one.spans
-            if span.sampled
-            for p in span.logprobs or ()
-            if p is not None
-        ]
-        gaps += [abs(a - b) for a, b in zip(rows, sampled, strict=True)]
-        sizes = [sum(len(one.spans[index].ids) for index in turn.spans) for turn in one.turns]
+    for trajectory, seeing in zip(complete, trainer.logprobs(complete), strict=True):
+        gaps += _gaps(seeing, _engine_logprobs(trajectory))
         for number in TURNS:
-            (blind,) = trainer.logprobs([_without(one, number - 1, store)])
-            low, high = sum(sizes[: number - 1]), sum(sizes[:number])  # the ids of the turn's reply
-            moved[number] = max(
-                moved[number],
-                *(abs(a - b) for a, b in zip(rows[low:high], blind[low:high], strict=True)),
-            )
+            (blind,) = trainer.logprobs([_without(trajectory, number - 1, store)])
+            reply = _reply_ids(trajectory, number)
+            moved[number] = max(moved[number], *_gaps(seeing[reply], blind[reply]))
     return VisionCheck(max(gaps), mismatch_bound(TrainConfig(), trainer.dtype) or 5e-2, moved)
 
 
-def findings(found: VisionCheck) -> list[tuple[bool | None, str]]:
+def _gaps(logprobs: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [abs(a - b) for a, b in zip(logprobs, others, strict=True)]
+
+
+def _engine_logprobs(trajectory: Trajectory) -> list[float]:
+    """Return the engine's logprobs of all sampled ids."""
+    logprobs: list[float] = []
+    for span in trajectory.spans:
+        if span.sampled:
+            logprobs += [float(logp) for logp in span.logprobs or () if logp is not None]
+    return logprobs
+
+
+def _reply_ids(trajectory: Trajectory, number: int) -> slice:
+    """Return the place of a turn's ids among all sampled ones."""
+    sizes: list[int] = []
+    for turn in trajectory.turns[:number]:
+        sizes.append(sum(len(trajectory.spans[index].ids) for index in turn.spans))
+    return slice(sum(sizes[:-1]), sum(sizes))
+
+
+def findings(check: VisionCheck) -> list[tuple[bool | None, str]]:
     """Format the result as lines, each with whether it passed."""
     rows: list[tuple[bool | None, str]] = [
         (
-            found.agrees,
-            f"engine and trainer agree on log-probabilities with images: {found.disagreement:.1e} "
-            f"nats at most (allowed {found.bound:.0e})",
+            check.agrees,
+            f"engine and trainer agree on log-probabilities with images: {check.disagreement:.1e} "
+            f"nats at most (allowed {check.bound:.0e})",
         )
     ]
-    for turn, moved in found.moved.items():
+    for turn, moved in check.moved.items():
         text = (
             f"turn {turn}: a grey image instead of its own changes the answer by up to "
             f"{moved:.2g} nats"
         )
-        ok = found.depends_on_image(turn)
-        rows.append((ok, text if ok else f"{text}: the answer does not depend on the pixels"))
+        depends = check.depends_on_image(turn)
+        if not depends:
+            text = f"{text}: the answer does not depend on the pixels"
+        rows.append((depends, text))
     return rows
 
 
@@ -177,6 +198,7 @@ def _without(trajectory: Trajectory, turn: int, store: MediaStore) -> Trajectory
         index = trajectory.spans[index].parent
         if index < 0:
             raise MediaError(f"turn {turn + 1} has no image")
+
     span = trajectory.spans[index]
     spans: list[Any] = list(trajectory.spans)
     spans[index] = replace(span, media=tuple(_grey(block, store) for block in span.media))
@@ -241,11 +263,9 @@ class LearningResult:
             f"{self.algorithm}: reward {self.before:.2f} -> {self.after:.2f} in {STEPS} steps "
             f"({self.seconds:.0f} s)"
         )
-        return (
-            text
-            if self.ok
-            else f"{text}, which is not significant: {self.errors:.1f} standard errors"
-        )
+        if self.ok:
+            return text
+        return f"{text}, which is not significant: {self.errors:.1f} standard errors"
 
 
 def check_learning(
@@ -261,15 +281,21 @@ def check_learning(
 
 
 def _train(name: str, model: Path | None, out: Path) -> list[float]:
+    if model is None:
+        model_config = ModelConfig(hidden=32, layers=1)
+        lr = 1e-2
+    else:
+        model_config = ModelConfig(path=str(model))
+        lr = 1e-5
     config = RunConfig(
         out=str(out),
-        model=ModelConfig(hidden=32, layers=1) if model is None else ModelConfig(path=str(model)),
+        model=model_config,
         rollout=RolloutConfig(groups=4, group_size=8, sanity="off"),
         limits=Limits(turns=2, turn_tokens=TURN_TOKENS, on_turn_length="continue"),
         train=TrainConfig(
             algorithm=name,
             steps=STEPS,
-            lr=1e-2 if model is None else 1e-5,
+            lr=lr,
             schedule="constant",
             overlong_tokens=1000,
         ),
@@ -280,20 +306,28 @@ def _train(name: str, model: Path | None, out: Path) -> list[float]:
         for thing in ("rivers", "trees", "towns", "tea")
     ]
     env_spec = as_env_spec(LengthRewardEnv, name="longer", tasks=tasks)
+
     with RunDir(out) as run:
         run.write_json("config.json", to_json_dict(ResolvedConfig(config, {})))
         run_sync(TrainingRun(config, [env_spec], run, NullListener()).play())
-    return [
-        row["reward"]
-        for row in read_json_lines(out / "metrics.jsonl")
-        if row.get("phase") == "train"
-    ]
+    rows = read_json_lines(out / "metrics.jsonl")
+    return [row["reward"] for row in rows if row.get("phase") == "train"]
 
 
 def _judge(name: str, rewards: Sequence[float], seconds: float) -> LearningResult:
-    first, last = rewards[:ENDS], rewards[-ENDS:]
-    before, after = (math.fsum(part) / ENDS for part in (first, last))
-    squares = sum((r - before) ** 2 for r in first) + sum((r - after) ** 2 for r in last)
-    error, rise = math.sqrt(squares / (ENDS - 1) / ENDS), after - before
-    errors = rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
+    """Compare the rewards of the first steps with those of the last."""
+    first = rewards[:ENDS]
+    last = rewards[-ENDS:]
+    before = math.fsum(first) / ENDS
+    after = math.fsum(last) / ENDS
+    rise = after - before
+
+    # Standard error of the difference of the two means.
+    squares = sum((reward - before) ** 2 for reward in first)
+    squares += sum((reward - after) ** 2 for reward in last)
+    error = math.sqrt(squares / (ENDS - 1) / ENDS)
+    if error:
+        errors = rise / error
+    else:
+        errors = math.copysign(math.inf, rise) if rise else 0.0
     return LearningResult(name, before, after, errors, seconds)

@@ -1,5 +1,12 @@
-"""Servers of a run: connected or started, with what sends them weights and
-proves that they arrived."""
+"""Servers of a run: connected or started, and how weights reach them and are proven to be there.
+
+`make_fleet` reads from top to bottom: running servers (`_attached_fleet`), servers on this machine
+(`_managed_fleet`), or servers that a placer starts elsewhere (`_placed_fleet`). A `ServedModel`
+says what they serve, and `_delivery` how its weights reach them.
+
+What a server is told in its own wire format is in the clients of `engines/remote`; the ways to send
+weights without directories are in `weight_transfer.py`.
+"""
 
 from __future__ import annotations
 
@@ -124,14 +131,15 @@ def ray_placer(config: RunConfig, note: Callable[[str], None]) -> ServerPlacer |
 
 
 def make_fleet(served: ServedModel) -> Fleet:
-    """Connect to the servers of `[engine]`, or prepare their start, on this
-    machine or elsewhere."""
+    """Connect to the servers of `[engine]`, or prepare their start, on this machine or
+    elsewhere."""
     engine = served.config.engine
     if engine.attached:
         return _attached_fleet(served)
 
     if engine.kind == "vllm" and not served.on_gpu:
         _check_heads(served.shape)
+
     home = Path(engine.install_dir) if engine.install_dir is not None else HOME
     if served.placer is not None:
         return _placed_fleet(served, served.placer, home)
@@ -140,8 +148,11 @@ def make_fleet(served: ServedModel) -> Fleet:
 
 def _attached_fleet(served: ServedModel) -> Fleet:
     """Connect to running servers."""
-    engine, limit = served.config.engine, served.config.limits.context
-    tree = _tree(engine, relay_port=engine.relay_port or None) if engine.tree else None
+    engine = served.config.engine
+    limit = served.config.limits.context
+    tree = None
+    if engine.tree:
+        tree = _tree(engine, relay_port=engine.relay_port or None)
     return Fleet(
         make_clients(engine, engine.urls, served.renderer, limit),
         _fleet_settings(engine),
@@ -151,8 +162,8 @@ def _attached_fleet(served: ServedModel) -> Fleet:
 
 
 def _managed_fleet(served: ServedModel, home: Path) -> Fleet:
-    """Prepare servers on this machine, which the first update starts, or use
-    those of another policy."""
+    """Prepare servers on this machine, which the first update starts, or use those of another
+    policy."""
     engine = served.config.engine
     if not (home / engine.kind).is_dir():
         raise ConfigError(
@@ -160,20 +171,19 @@ def _managed_fleet(served: ServedModel, home: Path) -> Fleet:
             f"`{how_to_install(engine.kind, gpu=served.on_gpu)}`, set engine.install_dir, or set "
             "engine.urls to running servers"
         )
+
     if isinstance(served.beside, ManagedFleet):
-        started = served.beside.started
+        processes = served.beside.started
     else:
-        names = (f"{engine.kind}-{number}.log" for number in range(engine.servers))
-        started = [
-            ServerProcess(engine.kind, home, served.logs / name, **_start_options(served))
-            for name in names
-        ]
-    clients = make_clients(
-        engine, [server.url for server in started], served.renderer, served.context
-    )
+        processes = []
+        for number in range(engine.servers):
+            log = served.logs / f"{engine.kind}-{number}.log"
+            processes.append(ServerProcess(engine.kind, home, log, **_start_settings(served)))
+
+    urls = [process.url for process in processes]
     return ManagedFleet(
-        clients,
-        started,
+        make_clients(engine, urls, served.renderer, served.context),
+        processes,
         _fleet_settings(engine),
         delivery=_delivery(served),
         start_s=engine.start_s,
@@ -187,18 +197,19 @@ def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Flee
     engine = served.config.engine
     gpus = max(1, int(served.config.scale.ray_engine_gpus))
     _check_split(served.shape, gpus)
+
     tree = None
     if engine.tree:
         tree = _tree(engine, placer.host, relays=placer.relays, token=placer.token)
     servers = PlacedServers(
-        engine.kind,
-        engine.servers,
-        home.absolute(),
-        served.logs,
-        engine.start_s,
-        _start_options(served) | {"gpus": gpus},
-        engine.key_env,
-        engine.tree,
+        kind=engine.kind,
+        count=engine.servers,
+        home=home.absolute(),
+        logs=served.logs,
+        start_s=engine.start_s,
+        settings=_start_settings(served) | {"gpus": gpus},
+        key_env=engine.key_env,
+        relays=engine.tree,
     )
     listed = _listed(engine, served.renderer, served.context, str(served.logs / "ray.txt"))
     return PlacedFleet(
@@ -212,10 +223,10 @@ def _placed_fleet(served: ServedModel, placer: ServerPlacer, home: Path) -> Flee
     )
 
 
-def _start_options(served: ServedModel) -> dict[str, Any]:
-    """Return the options with which a server is started."""
+def _start_settings(served: ServedModel) -> dict[str, Any]:
+    """Return the arguments of `ServerProcess` that say how a server is started."""
     engine = served.config.engine
-    options: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "context": served.context,
         "gpu": served.on_gpu,
         "group": engine.update == "group",
@@ -223,8 +234,9 @@ def _start_options(served: ServedModel) -> dict[str, Any]:
         "sleep": engine.colocate,
     }
     if served.adapter is not None:
-        options |= {"lora": served.config.lora.rank, "adapters": served.policies}
-    return options
+        settings["lora"] = served.config.lora.rank
+        settings["adapters"] = served.policies
+    return settings
 
 
 def _fleet_settings(engine: EngineConfig) -> FleetSettings:
@@ -239,7 +251,8 @@ def _base(served: ServedModel) -> Path | None:
 
 def _delivery(served: ServedModel, tree: WeightSharing | None = None) -> WeightDelivery:
     """Return how weights reach the servers, and how their arrival is proven."""
-    engine, weight = served.config.engine, served.weight
+    engine = served.config.engine
+    weight = served.weight
     return WeightDelivery(
         directories=_weight_directories(served),
         tree=tree,
@@ -252,7 +265,8 @@ def _delivery(served: ServedModel, tree: WeightSharing | None = None) -> WeightD
 
 def _packer(served: ServedModel) -> WeightPacker | None:
     """Return what sends weights in place of directories; None if those are read."""
-    engine, weight = served.config.engine, served.weight
+    engine = served.config.engine
+    weight = served.weight
     untied = served.source if served.untie else None
     if engine.update == "tensors":
         return RequestWeightPacker(seconds=engine.group_s, source=untied)
@@ -279,16 +293,15 @@ def make_adapter_engines(
     expected_logprobs: Mapping[str, LogprobFunction] | None = None,
     placer: ServerPlacer | None = None,
 ) -> dict[str, Fleet]:
-    """Build one engine per policy over the same servers, each with an adapter of its own: a
-    policy's update leaves the calls and caches of the others alone.
+    """Build one engine per policy over the same servers, each with an adapter of its own.
+
+    A policy's update leaves the calls and caches of the others alone. Servers of the run start with
+    the first update of any policy, and end when the first policy's engine is closed.
 
     Args:
-        models: by policy; each has its own adapter of the model of `source`, now or
-            before its first update.
+        models: by policy; each has its own adapter of the model of `source`, now or before its
+            first update.
         expected_logprobs: by policy, in place of those of its model.
-
-    Servers of the run start with the first update of any policy, and end when the first
-    policy's engine is closed.
 
     Raises:
         ConfigError: for `[engine]` settings that do not fit adapters of several policies.
@@ -302,6 +315,7 @@ def make_adapter_engines(
             "engine.tree sends the weights of one policy; set engine.weights to a directory that "
             "all servers see"
         )
+
     fleets: dict[str, Fleet] = {}
     for name, model in models.items():
         fleets[name] = make_checked_fleet(
@@ -323,32 +337,37 @@ def make_adapter_engines(
 
 
 def make_checked_fleet(served: ServedModel) -> Fleet:
-    """Make a fleet for a run; raise `ConfigError` where its servers are of a kind that
-    its settings exclude."""
+    """Make a fleet for a run; raise `ConfigError` where its servers are of a kind that its settings
+    exclude."""
     fleet = make_fleet(served)
     _check_kinds(served.config, {member.engine.kind for member in fleet.members})
     return fleet
 
 
 def adapter_config(model: nn.Module) -> Callable[[], dict[str, Any]]:
-    """Return a function that returns the adapter_config.json of a model, which
-    gets its adapter later."""
+    """Return a function that returns the adapter_config.json of a model, which gets its adapter
+    later."""
     return cache(lambda: Adapter(model).peft_config())
 
 
 def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
     """Check the kinds of custom servers, which may be known only once they were queried."""
-    engine, rollout = config.engine, config.rollout
-    required = {
+    engine = config.engine
+    rollout = config.rollout
+
+    takers = {
         "lora": ("adapters go to vLLM and SGLang", {"vLLM", "SGLang"}),
         "tensors": ("weights in requests go to SGLang", {"SGLang"}),
     }
-    what, fit = required.get(engine.update, ("", kinds))
-    if others := sorted(set(kinds) - set(fit)):
-        raise ConfigError(
-            f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at '
-            "engine.urls"
-        )
+    if engine.update in takers:
+        what, fitting = takers[engine.update]
+        others = sorted(set(kinds) - fitting)
+        if others:
+            raise ConfigError(
+                f'engine.update = "{engine.update}": {what} only, but {others[0]} answers at '
+                "engine.urls"
+            )
+
     key = rollout.truncated_by
     if config.train.steps and "SGLang" in kinds and key:
         value = getattr(rollout, key)
@@ -359,7 +378,8 @@ def _check_kinds(config: RunConfig, kinds: Collection[str]) -> None:
 
 def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
     """Connect to the servers of `[engine]` and keep their weights."""
-    engine, limit = config.engine, config.limits.context
+    engine = config.engine
+    limit = config.limits.context
     return Fleet(
         make_clients(engine, engine.urls, renderer, limit),
         _fleet_settings(engine),
@@ -368,27 +388,39 @@ def connect_fixed_servers(config: RunConfig, renderer: Any) -> Fleet:
 
 
 def make_clients(
-    engine: EngineConfig, urls: Sequence[str], renderer: Any, context: int | None = None
+    engine: EngineConfig,
+    urls: Sequence[str],
+    renderer: Any,
+    context: int | None = None,
 ) -> list[RemoteEngine]:
-    """Create a client for each URL, of the kind that `[engine]` names or that the server reports;
-    raise `ConfigError` without the extra `servers` or the API key."""
+    """Create a client for each URL, of the kind that `[engine]` names or that the server reports.
+
+    Raises:
+        ConfigError: without the extra `servers` or the API key.
+    """
     return [run_sync(_make_client(engine, url, renderer, context)) for url in urls]
 
 
 async def _make_client(
-    engine: EngineConfig, url: str, renderer: Any, context: int | None
+    engine: EngineConfig,
+    url: str,
+    renderer: Any,
+    context: int | None,
 ) -> RemoteEngine:
     options: dict[str, Any] = {
         "renderer": renderer,
         "key_env": engine.key_env,
         "most": engine.concurrency,
+        "in_flight": engine.in_flight,
     }
-    options |= {"in_flight": engine.in_flight}
     if engine.kind == "chat":
         if engine.model is None:
             raise ConfigError("a chat endpoint needs the name of its model; set engine.model")
         return ChatEngine(url, engine.model, context=context, **options)
-    kind = await kind_of(url, key_env=engine.key_env) if engine.kind == "auto" else engine.kind
+
+    kind = engine.kind
+    if kind == "auto":
+        kind = await kind_of(url, key_env=engine.key_env)
     return KINDS[kind](
         url,
         model=engine.model,
@@ -428,18 +460,20 @@ def _tree(engine: EngineConfig, host: str = "127.0.0.1", **options: Any) -> Any:
 
 def _weight_directories(served: ServedModel) -> Any:
     """Return what writes each policy's weights for the servers."""
-    engine, quant = served.config.engine, served.config.quant
-    place = Path(engine.weights or served.directory / "weights") / served.policy
+    engine = served.config.engine
+    quant = served.config.quant
+    directory = Path(engine.weights or served.directory / "weights") / served.policy
     if quant.packed and served.weight.dtype == torch.float32:
         raise ConfigError(
             'quant.packed: servers compute packed weights in bfloat16; set model.dtype = "bfloat16"'
         )
+
     if served.adapter is not None:
-        return AdapterDirectories(place, served.adapter)
+        return AdapterDirectories(directory, served.adapter)
     if engine.kind == "llamacpp":
-        return GgufDirectories(place, served.source)
+        return GgufDirectories(directory, served.source)
     quantization = quantization_config(served.model, quant) if quant.packed else None
-    return ModelDirectories(place, served.source, untie=served.untie, quantization=quantization)
+    return ModelDirectories(directory, served.source, untie=served.untie, quantization=quantization)
 
 
 def _check_heads(shape: Any) -> None:
@@ -450,8 +484,7 @@ def _check_heads(shape: Any) -> None:
         raise ConfigError(
             f"vLLM's CPU attention supports head sizes {', '.join(map(str, CPU_HEADS))}, and this "
             f"model has {width}: for a tiny model set model.heads so that hidden / heads is one of "
-            "these (--model.heads 2 --model.kv-heads 2), or set "
-            'engine.kind = "sglang"'
+            'these (--model.heads 2 --model.kv-heads 2), or set engine.kind = "sglang"'
         )
 
 
@@ -468,8 +501,10 @@ def _check_split(shape: Any, gpus: int) -> None:
 def _expected_scores(
     config: RunConfig, model: nn.Module, of_ranks: LogprobFunction | None
 ) -> LogprobFunction:
-    """Return what computes the scores that servers must have; `of_ranks` does where each of several
-    ranks has a part of the model."""
+    """Return what computes the scores that servers must have.
+
+    `of_ranks` does where each of several ranks has a part of the model.
+    """
     if config.engine.kind != "llamacpp":
         return of_ranks or score_with_model(model)
     if of_ranks is not None:
@@ -486,7 +521,8 @@ def score_with_model(model: nn.Module) -> LogprobFunction:
     def score(ids: Sequence[int]) -> list[float]:
         logp_tv = _next_logprobs(model, ids)
         following_t = torch.tensor(list(ids)[1:], device=logp_tv.device)
-        return [float(value) for value in logp_tv[:-1].gather(1, following_t[:, None])[:, 0]]
+        logp_t = logp_tv[:-1].gather(1, following_t[:, None])[:, 0]
+        return [float(value) for value in logp_t]
 
     return score
 

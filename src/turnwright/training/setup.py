@@ -1,4 +1,10 @@
-"""Build a run's engine, model, renderer and trainer."""
+"""What a run is built of, one piece at a time: initial model, renderer, engine, trainer.
+
+`model_directory` finds or makes the model that a run starts from, `load_initial` loads it with its
+renderer, `make_trainer` and `make_engine` build what trains it and what samples from it. Putting
+them together, for one policy or several, is `components.build_components`; servers are connected or
+started by `servers.make_fleet`.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +89,11 @@ def make_engine(
     expected_logprobs: LogprobFunction | None = None,
     placer: ServerPlacer | None = None,
 ) -> SupportsWeightUpdate:
-    """Build the engine of `[engine]`; servers managed by the run start with the first update. They
-    read config and tokenizer of `source`; the logprobs of `model`, or `expected_logprobs`, of known
-    ids prove that weights arrived."""
+    """Build the engine of `[engine]`; servers managed by the run start with the first update.
+
+    Servers read config and tokenizer of `source`. The logprobs of `model`, or
+    `expected_logprobs`, of known ids prove that weights arrived.
+    """
     if config.engine.kind == "local":
         return make_local_engine(config, model, renderer)
     if config.engine.kind not in ENGINES:
@@ -97,6 +105,7 @@ def make_engine(
                 "`turnwright eval`"
             )
         return engine
+
     from turnwright.training.servers import ServedModel, adapter_config, make_checked_fleet
 
     return make_checked_fleet(
@@ -119,11 +128,11 @@ def _installed_engine(config: RunConfig, model: nn.Module, renderer: ChatRendere
 
 
 async def release_engine_memory(engine: Engine, config: RunConfig) -> None:
-    """Free the memory of an engine that shares the trainer's device; the
-    next weight update wakes it.
+    """Free the memory of an engine that shares the trainer's device; the next weight update wakes
+    it.
 
-    In the process of a synchronous trainer an engine gives its keys and values back: the
-    update drops them in any case.
+    In the process of a synchronous trainer an engine gives its keys and values back: the update
+    drops them in any case.
     """
     if (config.engine.colocate or config.schedule.hold) and isinstance(engine, SupportsSleep):
         await engine.sleep()
@@ -138,37 +147,43 @@ def make_eval_engine(
     renderer: ChatRenderer,
     placer: ServerPlacer | None = None,
 ) -> Engine:
-    """Build the engine for evaluation only; servers that take weights get the model's
-    before the first call."""
-    if config.engine.kind == "local":
+    """Build the engine for evaluation only; servers that take weights get the model's before the
+    first call."""
+    engine = config.engine
+    if engine.kind == "local":
         return make_local_engine(config, model, renderer)
-    if config.engine.kind not in ENGINES:
+    if engine.kind not in ENGINES:
         return _installed_engine(config, model, renderer)
+
     from turnwright.training.servers import ServedModel, connect_fixed_servers, make_fleet
 
-    if config.engine.kind == "chat" or (
-        config.engine.kind == "llamacpp" and config.engine.attached
-    ):
+    if engine.kind == "chat" or (engine.kind == "llamacpp" and engine.attached):
         return connect_fixed_servers(config, renderer)
+
     quant = config.quant
     if quant.kind == "fp8" and quant.activations and not quant.packed:
         raise ConfigError(
             f"{source} was trained with fp8 activations, which servers do not round; play it with "
-            "engine.kind = "
-            '"local", or in full precision with --quant.kind none'
+            'engine.kind = "local", or in full precision with --quant.kind none'
         )
+
+    # Servers get what is played: the weights of `source`, rounded as in training, or an adapter.
     model = quantize_for_sampling(model, quant)
-    directory = Path(tempfile.mkdtemp(prefix="turnwright-"))
     base = base_model_of(source)
-    lora = config.engine.update == "lora" and base is not None
-    adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter") if lora else None
-    pack = packing(model, config.quant) if config.quant.packed else None
+    as_adapter = engine.update == "lora" and base is not None
+    pack = packing(model, quant) if quant.packed else None
 
-    def first() -> Iterable[tuple[str, Any]]:
-        if lora:
+    def first_weights() -> Iterable[tuple[str, Any]]:
+        if as_adapter:
             return read_tensors(source / WEIGHTS_FILE).items()
-        return unique_weights(model) if pack is None else pack(unique_weights(model))
+        weights = unique_weights(model)
+        return weights if pack is None else pack(weights)
 
+    adapter = None
+    if as_adapter:
+        adapter = partial(read_json, source / ADAPTER_FILE, "it is no adapter")
+
+    directory = Path(tempfile.mkdtemp(prefix="turnwright-"))
     fleet = make_fleet(
         ServedModel(
             config=config,
@@ -176,7 +191,7 @@ def make_eval_engine(
             model=model,
             renderer=renderer,
             directory=directory,
-            first=first,
+            first=first_weights,
             adapter=adapter,
             placer=placer,
         )
@@ -191,24 +206,27 @@ def make_local_engine(
     renderer: ChatRenderer,
     adapters: Sequence[AdapterShape] = (),
 ) -> LocalEngine:
-    """Build the engine of this process with copies of a model's weights, and with
-    `adapters` of several policies."""
+    """Build the engine of this process with copies of a model's weights, and with `adapters` of
+    several policies."""
     model = quantize_for_sampling(model, config.quant)
-    options: dict[str, Any] = {
-        "context": config.limits.context,
-        "speculate": config.engine.speculate,
-        "adapters": adapters,
-    }
-    engine = LocalEngine(model, renderer=renderer, **options)
-    return_freed_memory()  # of the copy whose weights are packed now
-    wanted = config.rollout.groups * config.rollout.group_size
-    if engine.slots < min(wanted, MAX_SLOTS):
-        text = (
-            "local engine: its memory has room for %d sequences of %d ids, and %d episodes "
-            "are played at a time; set %s"
-        )
+    engine = LocalEngine(
+        model,
+        renderer=renderer,
+        context=config.limits.context,
+        speculate=config.engine.speculate,
+        adapters=adapters,
+    )
+    # The engine has packed the weights of the copy, which is not needed any more.
+    return_freed_memory()
+
+    episodes = config.rollout.groups * config.rollout.group_size
+    if engine.slots < min(episodes, MAX_SLOTS):
         _log.warning(
-            text, engine.slots, engine.context, wanted, "limits.context to the length of an episode"
+            "local engine: its memory has room for %d sequences of %d ids, and %d episodes "
+            "are played at a time; set limits.context to the length of an episode",
+            engine.slots,
+            engine.context,
+            episodes,
         )
     return engine
 
@@ -218,45 +236,39 @@ TEXTS = 500
 
 
 def dataset_texts(config: RunConfig, template: ChatTemplate) -> list[str]:
-    """Return conversations with tools of the warm-up's dataset: no task has their schemas and
-    calls, which would be read and written byte by byte."""
+    """Return conversations with tools of the warm-up's dataset.
+
+    No task has their schemas and calls, which would be read and written byte by byte.
+    """
     if config.warmup.dataset is None:
         return []
-    found: list[str] = []
+
+    texts: list[str] = []
     for row, _ in islice(read_rows(Path(config.warmup.dataset)), TEXTS):
-        with suppress(TaskError):  # the warm-up names what is wrong
+        # The warm-up names what is wrong with a row.
+        with suppress(TaskError):
             messages, tools = read_messages(row, "")
             if tools:
-                found.append(template.try_render(messages, tools) or "")
-    return found
+                texts.append(template.try_render(messages, tools) or "")
+    return texts
 
 
 def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) -> Path:
-    """Return the initial model's directory: the recipe's, or one created once in the run directory:
-    a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in."""
+    """Return the initial model's directory: the recipe's, or one created once in the run directory.
+
+    Created is a tiny model, or the base of the recipe's LoRA adapter with the adapter merged in.
+    """
     named = config.model.directory
     if named is not None and base_model_of(named) is None:
         return named
+
     directory = run / "model"
     if not directory.is_dir():
+        # A directory of this name is complete, whenever the process that writes it is killed.
         draft = run / ".model.writing"
         shutil.rmtree(draft, ignore_errors=True)
         if named is None:
-            template = ChatTemplate(
-                find_source(config.model.template or tiny_template(config.model))[0]
-            )
-
-            def render(tools: Tools) -> str:
-                return template.try_render([Message("user", "")], tools) or ""
-
-            texts = [
-                text
-                for env_spec in env_specs
-                for text in env_spec.texts(TEXTS, config.seed, render)
-            ]
-            texts += dataset_texts(config, template)
-            torch_settings.keep()
-            create_tiny_model(config.model, texts, draft, seed=config.seed)
+            _write_tiny_model(config, env_specs, draft)
         else:
             model, _ = load(named, *device_and_dtype(config.model))
             model.save_pretrained(draft)
@@ -265,17 +277,32 @@ def model_directory(config: RunConfig, env_specs: Sequence[EnvSpec], run: Path) 
     return directory
 
 
+def _write_tiny_model(config: RunConfig, env_specs: Sequence[EnvSpec], directory: Path) -> None:
+    """Write a tiny model, whose tokenizer is trained on what the environments show and expect."""
+    source, *_ = find_source(config.model.template or tiny_template(config.model))
+    template = ChatTemplate(source)
+
+    def render(tools: Tools) -> str:
+        return template.try_render([Message("user", "")], tools) or ""
+
+    texts: list[str] = []
+    for env_spec in env_specs:
+        texts += env_spec.texts(TEXTS, config.seed, render)
+    texts += dataset_texts(config, template)
+
+    torch_settings.keep()
+    create_tiny_model(config.model, texts, directory, seed=config.seed)
+
+
 def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
-    """Run a rank other than 0, which must be able to read the run's images,
-    until rank 0 ends the run."""
+    """Run a rank other than 0 until rank 0 ends the run; the rank must be able to read the run's
+    images."""
 
     def begin(config: RunConfig, source: Path, weights: Path | None) -> Trainer:
         model, renderer = load_initial(config, source, weights)
-        pixels = (
-            None
-            if renderer.vision is None
-            else PixelCache(renderer.vision, MediaStore(run / "media"))
-        )
+        pixels = None
+        if renderer.vision is not None:
+            pixels = PixelCache(renderer.vision, MediaStore(run / "media"))
         return make_trainer(config, model, renderer, weights, ranks, pixels)
 
     follow_rank_zero(ranks, begin)
@@ -284,17 +311,21 @@ def run_worker_rank(ranks: ProcessRanks, run: Path) -> None:
 def load_initial(
     config: RunConfig, source: Path, weights: Path | None
 ) -> tuple[nn.Module, ChatRenderer]:
-    """Load the model of a run, as it is in checkpoint `weights` unless that holds an
-    adapter, and its renderer."""
-    settings, initial = model_config(config), initial_model(config, source, weights)
-    return load_model_and_renderer(source, initial, settings, config.rollout.control_text)
+    """Load the model of a run, as it is in checkpoint `weights` unless that holds an adapter, and
+    its renderer."""
+    initial = initial_model(config, source, weights)
+    return load_model_and_renderer(
+        source, initial, model_config(config), config.rollout.control_text
+    )
 
 
 def initial_model(config: RunConfig, source: Path, weights: Path | None) -> Path:
-    """Return the directory of the model that a run starts with, from checkpoint
-    `weights` or from `source`."""
+    """Return the directory of the model that a run starts with, from checkpoint `weights` or from
+    `source`."""
     # LoRA checkpoints are adapters of the run's initial model.
-    return weights if weights is not None and not config.lora.rank else source
+    if weights is None or config.lora.rank:
+        return source
+    return weights
 
 
 def model_config(config: RunConfig) -> ModelConfig:
@@ -304,16 +335,20 @@ def model_config(config: RunConfig) -> ModelConfig:
     float32. Raises `ConfigError` for `mixed` with `[quant]` or with several ranks.
     """
     model = config.model
-    quantized, several = config.quant.kind != "none", world_size() > 1
-    if model.dtype == "mixed" and (quantized or several):
+    quantized = config.quant.kind != "none"
+    several_ranks = world_size() > 1
+    if model.dtype == "mixed" and (quantized or several_ranks):
         what = "[quant]" if quantized else "several ranks"
         raise ConfigError(
             f'model.dtype = "mixed" does not go with {what}, which multiply in float32; set it to '
             '"float32"'
         )
-    by_default = model.dtype == "auto" and (quantized or several or config.engine.kind != "local")
-    if by_default and device_and_dtype(model)[1] == torch.float32:
-        return replace(model, dtype="float32")
+
+    needs_exact = quantized or several_ranks or config.engine.kind != "local"
+    if model.dtype == "auto" and needs_exact:
+        _, dtype = device_and_dtype(model)
+        if dtype == torch.float32:
+            return replace(model, dtype="float32")
     return model
 
 
@@ -333,14 +368,19 @@ def make_trainer(
             add_lora(model, config.lora, seed=config.seed)
         else:
             load_adapter(model, weights)
-    stages: list[Transform] = []
-    if (grid := grid_of(config.quant)) is not None:
-        stages.append(OnGrid(grid, quantized_names(model, config.quant)))
+
+    # What engines get in place of the trained weights, in this order.
+    transforms: list[Transform] = []
+    grid = grid_of(config.quant)
+    if grid is not None:
+        transforms.append(OnGrid(grid, quantized_names(model, config.quant)))
     if config.quant.packed:
-        stages.append(packing(model, config.quant))
+        transforms.append(packing(model, config.quant))
     if config.quant.train:
         quantize_for_training(model, config.quant)
-    trainer = (Trainer if ranks.size == 1 else RankZeroTrainer)(
+
+    make = Trainer if ranks.size == 1 else RankZeroTrainer
+    trainer = make(
         model,
         resolved_train_config(config),
         sampling=sampling_of(config.rollout),
@@ -352,19 +392,22 @@ def make_trainer(
         teachers=make_teachers(config, renderer, on_note),
         on_note=on_note,
     )
-    trainer.transforms.extend(stages)
+    trainer.transforms.extend(transforms)
     if is_mixed(model) and config.engine.kind != "local":
-        trainer.expect_rounding()  # a server rounds elsewhere
+        # A server rounds elsewhere than this process.
+        trainer.expect_rounding()
     return trainer
 
 
 def resolved_train_config(config: RunConfig) -> TrainConfig:
-    """Return the recipe's `[train]` with `overlong_tokens` set; by default the tokens that an
+    """Return the recipe's `[train]` with `overlong_tokens` set, by default to the tokens that an
     episode's limits allow."""
-    train, limits = config.train, config.limits
-    chosen = BUILT_IN.get(train.algorithm)
-    if train.overlong_tokens is not None or chosen is None or not chosen.overlong:
+    train = config.train
+    limits = config.limits
+    algorithm = BUILT_IN.get(train.algorithm)
+    if train.overlong_tokens is not None or algorithm is None or not algorithm.overlong:
         return train
+
     max_tokens = limits.turns * limits.turn_tokens
     if limits.episode_tokens is not None:
         max_tokens = min(max_tokens, limits.episode_tokens)
@@ -389,8 +432,8 @@ def load_model(
     renderer: ChatRenderer,
     on_note: Callable[[str], None] | None = None,
 ) -> nn.Module:
-    """Load a model whose ids a renderer makes; `on_note` is told how a large model
-    multiplies on a CPU, and why.
+    """Load a model whose ids a renderer makes; `on_note` is told how a large model multiplies on a
+    CPU, and why.
 
     Many models have more embedding rows than their tokenizer has ids (Qwen's are padded to a
     multiple of 128). Such ids have no text, so the renderer bans them: never sampled and excluded
@@ -398,7 +441,8 @@ def load_model(
     """
     device, dtype = device_and_dtype(config)
     model, meta = load(weights, device, dtype)
-    if (chosen := choose_products(model, config)) and on_note is not None:
-        on_note(f"model.dtype: {chosen}")
+    products = choose_products(model, config)
+    if products and on_note is not None:
+        on_note(f"model.dtype: {products}")
     renderer.ban(range(meta.tokens, meta.vocabulary))
     return model

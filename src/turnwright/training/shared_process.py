@@ -31,7 +31,11 @@ class SharedProcess:
     """Watches what code of environments does to the process of a run."""
 
     def __init__(
-        self, env_specs: Sequence[EnvSpec], run: RunDir, watch: ProgressListener, torch_threads: int
+        self,
+        env_specs: Sequence[EnvSpec],
+        run: RunDir,
+        watch: ProgressListener,
+        torch_threads: int,
     ) -> None:
         self._run = run
         self._torch_threads = torch_threads
@@ -39,8 +43,9 @@ class SharedProcess:
         self._threads = set(threading.enumerate())
         self._noted: set[str] = set()
 
-        shared = [spec.name for spec in env_specs if spec.rules.isolation == "thread"]
-        self._environments = f"environment{'s' if len(shared) > 1 else ''} {', '.join(shared)}"
+        names = [spec.name for spec in env_specs if spec.rules.isolation == "thread"]
+        plural = "s" if len(names) > 1 else ""
+        self._environments = f"environment{plural} {', '.join(names)}"
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -65,7 +70,8 @@ class SharedProcess:
                 raise
             raise self._failure("closed files of this process", error) from error
         finally:
-            with suppress(OSError):  # it may be gone
+            # The directory may be gone.
+            with suppress(OSError):
                 os.chdir(began_in)
             self._note_threads()
 
@@ -97,11 +103,11 @@ class SharedProcess:
         return False
 
     def _failure(self, what: str, error: BaseException) -> TurnwrightError:
-        place = user_location(error)
-        at = f" ({place})" if place else ""
+        location = user_location(error)
+        where = f" ({location})" if location else ""
         resume = f"turnwright train --resume {self._run.given_path}"
         return TurnwrightError(
-            f"code of {self._environments} {what}{at}; {REMEDY}. Then resume with: {resume}"
+            f"code of {self._environments} {what}{where}; {REMEDY}. Then resume with: {resume}"
         )
 
 

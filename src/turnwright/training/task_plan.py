@@ -1,4 +1,10 @@
-"""Tasks of each step, dynamic sampling, and the failure threshold."""
+"""Tasks of each step, dynamic sampling, and the failure threshold.
+
+`TaskPlan` holds the tasks of a run: which are trained, in which step, and which are held out to
+evaluate on. `play_with_dynamic_sampling` plays a step's tasks and replaces those without a signal;
+`check_failures` ends a run in which too many episodes failed. Which tasks a recipe with samplers
+draws is decided by `Curriculum`.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +28,41 @@ from turnwright.types import EpisodeKey, Group, Task, Trajectory
 
 
 def check_failures(
-    trajectories: Sequence[Trajectory], where: str, run: Path | None, max_share: float
+    trajectories: Sequence[Trajectory],
+    where: str,
+    run: Path | None,
+    max_share: float,
 ) -> None:
-    """Raise `TurnwrightError` when a larger share of episodes failed: the run would train
-    on an arbitrary rest."""
-    failed = [t for t in trajectories if t.stop is not None and t.stop.failed]
+    """Raise `TurnwrightError` when a larger share of episodes failed: the run would train on an
+    arbitrary rest."""
+    failed = [
+        trajectory
+        for trajectory in trajectories
+        if trajectory.stop is not None and trajectory.stop.failed
+    ]
     if len(failed) <= max_share * len(trajectories):
         return
-    kinds = Counter((str(t.stop), t.error.type if t.error else "") for t in failed)
-    error = next((t.error for t in failed if t.error is not None), None)
-    first = f"; the first in {error.phase}: {error.type}: {error.message}" if error else ""
+
+    kinds = Counter(
+        (str(trajectory.stop), trajectory.error.type if trajectory.error else "")
+        for trajectory in failed
+    )
     counts = ", ".join(f"{stop} {kind} x{count}" for (stop, kind), count in kinds.most_common(3))
-    remedy = "Fix the cause and retry"
-    if run is not None:
+
+    first = ""
+    errors = [trajectory.error for trajectory in failed if trajectory.error is not None]
+    if errors:
+        error = errors[0]
+        first = f"; the first in {error.phase}: {error.type}: {error.message}"
+
+    if run is None:
+        remedy = "Fix the cause and retry"
+    else:
         remedy = f"Tracebacks are in {run / 'trajectories.jsonl'}; fix the cause, then "
-        remedy += (
-            f"resume with --resume {run}, which retries them"
-            if any(map(may_pass, failed))
-            else "start a new run"
-        )
+        if any(may_pass(trajectory) for trajectory in failed):
+            remedy += f"resume with --resume {run}, which retries them"
+        else:
+            remedy += "start a new run"
     raise TurnwrightError(
         f"{len(failed)} of {len(trajectories)} episodes of {where} failed ({counts}){first}. "
         f"{remedy}"
@@ -56,9 +78,8 @@ class TaskChoice:
 
     def episode(self, phase: str, step: int, sample: int) -> EpisodeSpec:
         """Specify one episode."""
-        return EpisodeSpec.of(
-            self.env_spec, self.task, EpisodeKey(phase, step, self.task.id, sample)
-        )
+        key = EpisodeKey(phase, step, self.task.id, sample)
+        return EpisodeSpec.of(self.env_spec, self.task, key)
 
     def episodes(self, phase: str, step: int, samples: int) -> list[EpisodeSpec]:
         """Specify `samples` episodes."""
@@ -80,54 +101,37 @@ class TaskPlan:
         curriculum: Curriculum | None = None,
     ) -> None:
         """Plan `groups` tasks per step and up to `held_out` to evaluate on, both over all
-        environments by their weights; raise `TaskError` when one has no training tasks, or a task
-        is on both sides. Several `steps` are those of a run that was extended: its tasks come
-        first, in their order. With `overlap`, tasks to evaluate on are trained too, last of all.
+        environments by their weights.
+
+        Several `steps` are those of a run that was extended: its tasks come first, in their order.
+        With `overlap`, tasks to evaluate on are trained too, last of all.
+
+        Raises:
+            TaskError: when an environment has no training tasks, or a task is on both sides.
         """
-        *earlier, steps = [steps] if isinstance(steps, int) else steps
+        self._totals = [steps] if isinstance(steps, int) else list(steps)
         self._seed = seed
         self._groups = groups
         self._restricted = False
         self._overlap = overlap
         self._curriculum = curriculum
-        shares = split([env_spec.weight for env_spec in env_specs], held_out)
+
         self.train: list[TaskChoice] = []
         self.held_out: list[TaskChoice] = []
         self._lanes: list[list[TaskChoice]] = []
+        """Training tasks of each environment."""
+        shares = split([env_spec.weight for env_spec in env_specs], held_out)
         for env_spec, share in zip(env_specs, shares, strict=True):
-            # Enough for the full run, so a generated source never repeats a task; a finite
-            # one returns what it has.
-            count = steps * groups or groups
-            if overlap:
-                train, held = (
-                    env_spec.tasks("train", count, seed),
-                    env_spec.tasks("eval", share, seed) if share else [],
-                )
-                train, held = [*train, *held], held or train[:share]
-            elif share:
-                train, held = env_spec.train_and_eval_tasks(count, share, seed)
-            else:
-                train, held = env_spec.tasks("train", groups, seed), []
-            first = [
-                task
-                for total in earlier
-                for task in env_spec.tasks("train", total * groups or groups, seed)
-            ]
-            train = list({task.id: task for task in (*first, *train)}.values())
-            if not train:
-                raise TaskError(
-                    f"{env_spec.name} has no training tasks; give its tasks hook or file at least "
-                    "one"
-                )
+            train, held = self._tasks_of(env_spec, share)
             if len(env_specs) > 1:
                 # Two environments may share task ids, but an episode's key holds only the id.
-                train, held = (
-                    [replace(t, id=f"{env_spec.name}/{t.id}") for t in tasks]
-                    for tasks in (train, held)
-                )
-            self._lanes.append([TaskChoice(env_spec, task) for task in train])
-            self.train.extend(self._lanes[-1])
+                train = [replace(task, id=f"{env_spec.name}/{task.id}") for task in train]
+                held = [replace(task, id=f"{env_spec.name}/{task.id}") for task in held]
+            lane = [TaskChoice(env_spec, task) for task in train]
+            self._lanes.append(lane)
+            self.train.extend(lane)
             self.held_out.extend(TaskChoice(env_spec, task) for task in held)
+
         if len(env_specs) > 1 and not overlap:
             check_disjoint(
                 [choice.task for choice in self.train], [choice.task for choice in self.held_out]
@@ -137,21 +141,57 @@ class TaskPlan:
         """Metrics of the step observed last."""
         self._weights = [env_spec.weight for env_spec in env_specs]
 
+    def _tasks_of(self, env_spec: EnvSpec, share: int) -> tuple[list[Task], list[Task]]:
+        """Return the training tasks of an environment, and up to `share` to evaluate on."""
+        # Enough for the full run, so a generated source never repeats a task; a finite one returns
+        # what it has.
+        *earlier_totals, total = self._totals
+        count = total * self._groups or self._groups
+
+        train: list[Task]
+        held: list[Task] = []
+        if self._overlap:
+            train = list(env_spec.tasks("train", count, self._seed))
+            if share:
+                held = list(env_spec.tasks("eval", share, self._seed))
+            train, held = [*train, *held], held or train[:share]
+        elif share:
+            train, held = env_spec.train_and_eval_tasks(count, share, self._seed)
+        else:
+            train = list(env_spec.tasks("train", self._groups, self._seed))
+
+        # Before it was extended, a run had the tasks of its earlier ends.
+        first: list[Task] = []
+        for earlier_total in earlier_totals:
+            earlier_count = earlier_total * self._groups or self._groups
+            first += env_spec.tasks("train", earlier_count, self._seed)
+
+        train = list({task.id: task for task in (*first, *train)}.values())
+        if not train:
+            raise TaskError(
+                f"{env_spec.name} has no training tasks; give its tasks hook or file at least one"
+            )
+        return train, held
+
     def notes(self, config: RunConfig) -> Iterator[str]:
         """Describe what too few tasks change."""
-        groups, size, held = config.rollout.groups, config.rollout.group_size, len(self.held_out)
+        groups = config.rollout.groups
+        size = config.rollout.group_size
+        held = len(self.held_out)
         if len(self.train) < groups:
             episodes = self.group_size(0, size)
             yield (
                 f"{len(self.train)} training tasks for {groups} groups: each is played "
                 f"{episodes} times a step, not {size}"
             )
+
         samples = eval_samples(held, config.eval.tasks, config.eval.samples)
         if held and samples > config.eval.samples:
             yield (
                 f"{held} held-out tasks where eval.tasks = {config.eval.tasks}: each is played "
                 f"{samples} times"
             )
+
         if self._overlap:
             yield (
                 'eval.overlap = "allowed": tasks of the evaluation are trained too, so it '
@@ -159,19 +199,20 @@ class TaskPlan:
             )
 
     def preview(self, count: int) -> list[TaskChoice]:
-        """Return up to `count` training tasks in proportion to the environments' weights,
-        the same ones each time."""
-        total = sum(self._weights)
+        """Return up to `count` training tasks in proportion to the environments' weights, the same
+        ones each time."""
+        # So many that no environment has fewer tasks than its share.
+        total_weight = sum(self._weights)
         limit = min(
-            len(lane) * total / weight
+            len(lane) * total_weight / weight
             for lane, weight in zip(self._lanes, self._weights, strict=True)
         )
         shares = split(self._weights, max(len(self._lanes), min(count, int(limit))))
-        return [
-            choice
-            for lane, share in zip(self._lanes, shares, strict=True)
-            for choice in lane[:share]
-        ]
+
+        choices: list[TaskChoice] = []
+        for lane, share in zip(self._lanes, shares, strict=True):
+            choices += lane[:share]
+        return choices
 
     def demonstrated(self, env_spec: EnvSpec, count: int) -> list[TaskChoice]:
         """Return `count` training tasks of an environment for demonstrations, or all of a finite
@@ -179,20 +220,21 @@ class TaskPlan:
         lane = next(lane for lane in self._lanes if lane[0].env_spec is env_spec)
         if self._restricted:
             return lane
+
         held_out = set() if self._overlap else {choice.task.id for choice in self.held_out}
         tasks = env_spec.tasks("train", count, self._seed)
         if len(self._lanes) > 1:
             tasks = [replace(task, id=f"{env_spec.name}/{task.id}") for task in tasks]
         return [TaskChoice(env_spec, task) for task in tasks if task.id not in held_out] or lane
 
-    def restrict_to(self, fits: set[str]) -> None:
-        """Drop every task whose id is not in `fits`.
+    def restrict_to(self, fitting: set[str]) -> None:
+        """Drop every task whose id is not in `fitting`.
 
         Raises `TaskError` when an environment has no training task left.
         """
         self._restricted = True
         self._lanes = [
-            [choice for choice in lane if choice.task.id in fits] for lane in self._lanes
+            [choice for choice in lane if choice.task.id in fitting] for lane in self._lanes
         ]
         if not all(self._lanes):
             raise TaskError(
@@ -200,20 +242,20 @@ class TaskPlan:
                 "limits.prompt_tokens; raise it"
             )
         self.train = [choice for lane in self._lanes for choice in lane]
-        self.held_out = [choice for choice in self.held_out if choice.task.id in fits]
+        self.held_out = [choice for choice in self.held_out if choice.task.id in fitting]
 
     def begin(self, state: Any, step: int) -> None:
         """Begin or continue the curriculum, if there is one, with the state of a checkpoint; raise
         as `Curriculum.begin`."""
         if self._curriculum is not None:
-            self._curriculum.begin(
-                [[choice.task for choice in lane] for lane in self._lanes], state, step
-            )
+            tasks = [[choice.task for choice in lane] for lane in self._lanes]
+            self._curriculum.begin(tasks, state, step)
 
-    def observe(self, step: int, found: Sequence[Trajectory]) -> None:
+    def observe(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Observe all groups of a step, once, before any later step is drawn."""
         if self._curriculum is not None:
-            self.figures = {"curriculum": self._curriculum.observe(step, group_by_task(found))}
+            figures = self._curriculum.observe(step, group_by_task(trajectories))
+            self.figures = {"curriculum": figures}
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds of the curriculum; empty without one."""
@@ -227,12 +269,12 @@ class TaskPlan:
 
     def size(self, number: int) -> int:
         """Return the number of tasks of one step."""
-        if self._curriculum is not None and (drawn := self._curriculum.size(number)) is not None:
-            return drawn
-        return sum(
-            min(share, len(lane))
-            for share, lane in zip(self._draw_shares(number), self._lanes, strict=True)
-        )
+        if self._curriculum is not None:
+            drawn = self._curriculum.size(number)
+            if drawn is not None:
+                return drawn
+        shares = self._draw_shares(number)
+        return sum(min(share, len(lane)) for share, lane in zip(shares, self._lanes, strict=True))
 
     def group_size(self, number: int, size: int) -> int:
         """Return the episodes of each task of a step: `size`, or more where there are fewer tasks
@@ -245,31 +287,36 @@ class TaskPlan:
         if self._curriculum is not None:
             choices = {choice.task.id: choice for choice in self.train}
             return [choices[id] for id in self._curriculum.step(number)]
+
         shares = self._draw_shares(number)
         chosen: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
             start = number * shares[index]
             if len(self._lanes) > 1:
+                # Shares are drawn by lot, so those of the earlier steps differ.
                 start = sum(self._draw_shares(earlier)[index] for earlier in range(number))
             count = min(shares[index], len(lane))
-            chosen.extend(
-                lane[place] for place in in_passes(len(lane), start, count, self._seed, index)
-            )
+            for place in in_passes(len(lane), start, count, self._seed, index):
+                chosen.append(lane[place])
         return chosen
 
     def refill(
-        self, number: int, turn: int, used: Sequence[TaskChoice], flat: Sequence[TaskChoice]
+        self,
+        number: int,
+        turn: int,
+        used: Sequence[TaskChoice],
+        flat: Sequence[TaskChoice],
     ) -> list[TaskChoice]:
         """Return replacements of zero-variance tasks from the same environments, none used in the
         step yet, in its refill `turn` (from 1); fewer if an environment has no more."""
         used_ids = {choice.task.id for choice in used}
-        found: list[TaskChoice] = []
+        replacements: list[TaskChoice] = []
         for index, lane in enumerate(self._lanes):
             wanted = sum(choice.env_spec is lane[0].env_spec for choice in flat)
-            left = [choice for choice in lane if choice.task.id not in used_ids]
+            unused = [choice for choice in lane if choice.task.id not in used_ids]
             rng = random.Random(f"{self._seed}/refill/{number}/{turn}/{index}")
-            found += rng.sample(left, min(wanted, len(left)))
-        return found
+            replacements += rng.sample(unused, min(wanted, len(unused)))
+        return replacements
 
     def _draw_shares(self, number: int) -> list[int]:
         return split_of_step(self._weights, self._groups, self._seed, number)
@@ -280,9 +327,10 @@ FEWEST_EPISODES = 64
 
 
 def eval_samples(tasks: int, asked: int, samples: int) -> int:
-    """Return how often each of so many held-out tasks is played where `asked` were to be
-    played `samples` times."""
-    return max(samples, math.ceil(min(FEWEST_EPISODES, asked * samples) / max(tasks, 1)))
+    """Return how often each of so many held-out tasks is played where `asked` were to be played
+    `samples` times."""
+    episodes = min(FEWEST_EPISODES, asked * samples)
+    return max(samples, math.ceil(episodes / max(tasks, 1)))
 
 
 def planned_steps(totals: Sequence[int], step: int) -> int:
@@ -302,9 +350,10 @@ def make_env_specs(config: RunConfig) -> list[EnvSpec]:
             "file.py:Name; resume a run that turnwright.train() started from objects with the "
             "same call and resume=True"
         )
+    function = config.rollout.function
     if not config.env:
-        return [resolve_env("", play=config.rollout.function)]
-    return [resolve_env(env, play=config.rollout.function) for env in config.env]
+        return [resolve_env("", play=function)]
+    return [resolve_env(env, play=function) for env in config.env]
 
 
 def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> RunConfig:
@@ -316,6 +365,7 @@ def with_steps_of_epochs(config: RunConfig, env_specs: Sequence[EnvSpec]) -> Run
             f"train.data_epochs = {config.train.data_epochs:g}: {env_specs[counts.index(0)].name} "
             "has no finite list of training tasks; set train.steps instead"
         )
+
     steps = math.ceil((config.train.data_epochs or 0.0) * sum(counts) / config.rollout.groups)
     if config.train.lr_warmup_steps >= steps:
         raise ConfigError(
@@ -349,15 +399,15 @@ async def play_with_dynamic_sampling(
     from the seed and from what was played, so a resumed run chooses the same ones.
     """
     latest = plan.step(step)
+    planned = len(latest)
     used = list(latest)
-    found = list(await play(latest))
+    trajectories = list(await play(latest))
     for turn in range(1, policies.refill + 1):
-        flat = policies.tied_groups(group_by_task(found))
-        latest = plan.refill(
-            step, turn, used, [choice for choice in latest if choice.task.id in flat]
-        )
+        flat = policies.tied_groups(group_by_task(trajectories))
+        replaced = [choice for choice in latest if choice.task.id in flat]
+        latest = plan.refill(step, turn, used, replaced)
         if not latest:
             break
         used += latest
-        found += await play(latest)
-    return found, len(used) - len(plan.step(step))
+        trajectories += await play(latest)
+    return trajectories, len(used) - planned

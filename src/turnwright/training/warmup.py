@@ -1,4 +1,10 @@
-"""Supervised warm-up on demonstrations or recorded conversations."""
+"""Demonstrations for the supervised warm-up: played by the environment's own player, or recorded.
+
+`demonstrations` plays a demonstrator or solver in the environment; `conversations` converts those
+of a dataset. Both go through the rollout loop, so that what the warm-up trains on has the ids that
+reinforcement would see. When the warm-up ends is decided in `warmup_gate.py`; its steps are in
+`TrainingRun._warm_up`.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +34,8 @@ from turnwright.training.task_plan import TaskPlan
 from turnwright.types import EpisodeKey, Message, StopReason, Task, Trajectory
 
 LONGEST = 1 << 20
-"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over
-the context are skipped."""
+"""Maximum tokens of a recorded reply: replies are not truncated, but conversations over the context
+are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +78,8 @@ class ConversationEngine(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         """Return the next reply of the request's conversation."""
-        return await ScriptedEngine(self.lines[request.session], renderer=self.renderer).generate(
-            request
-        )
+        replies = ScriptedEngine(self.lines[request.session], renderer=self.renderer)
+        return await replies.generate(request)
 
 
 async def conversations(
@@ -90,9 +95,14 @@ async def conversations(
     """Convert a dataset's conversations to trajectories, each assistant reply a sampled span; skip
     those over the run's limits.
 
-    `path` is a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of
-    `datasets.save_to_disk`; each row has `messages` and optionally `tools`. `limit` 0 means all.
-    Raise `TaskError` when the file cannot be read, a row is no conversation, or none is left.
+    Args:
+        path: a `.jsonl`, `.parquet` or `.arrow` file, or a directory of them or of
+            `datasets.save_to_disk`; each row has `messages` and optionally `tools`.
+        limit: number of rows that are read; 0 means all.
+        note: receives a line about skipped conversations.
+
+    Raises:
+        TaskError: when the file cannot be read, a row is no conversation, or none is left.
     """
     episodes: list[EpisodeSpec] = []
     lines: dict[str, list[str]] = {}
@@ -104,85 +114,100 @@ async def conversations(
             break
         total += 1
         conversation = read_conversation(row, where, images)
-        if (arguments := row.get(COLUMN)) is not None:
+        arguments = row.get(COLUMN)
+        if arguments is not None:
             check_arguments_of_row(arguments, where, renderer)
         if isinstance(conversation, str):
             skipped[conversation] += 1
             continue
+
         replies = tuple(with_thinking_apart(renderer, reply) for reply in conversation.replies)
         conversation = replace(conversation, replies=replies)
-        try:
-            texts = [
-                encode_as_sampled(renderer, conversation, number)
-                for number in range(len(conversation.replies))
-            ]
-        except TemplateError:
-            texts = [None]
-        if any(text is None for text in texts):
+        texts = _texts_as_sampled(renderer, conversation)
+        if texts is None:
             skipped["with a reply that the template cannot reproduce"] += 1
             continue
+
         key = EpisodeKey("converse", 0, f"conversation-{total}", 0)
         task = Task(conversation.opening, id=key.task)
-        episodes.append(
-            EpisodeSpec(
-                task, key, partial(ConversationEnv, conversation), None, len(conversation.replies)
-            )
-        )
-        lines[key.session] = [text for text in texts if text is not None]
+        env = partial(ConversationEnv, conversation)
+        episodes.append(EpisodeSpec(task, key, env, None, len(replies)))
+        lines[key.session] = texts
+
+    # The run's own limits of turns and tokens would cut what was said.
     turns = max((len(texts) for texts in lines.values()), default=1)
-    own = Limits(turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images)
+    unlimited = Limits(
+        turns=turns, turn_tokens=LONGEST, context=limits.context, images=limits.images
+    )
     rollout = Rollout(
         ConversationEngine(lines),
         renderer,
-        RolloutSettings(limits=own, history=history, sanity="off"),
+        RolloutSettings(limits=unlimited, history=history, sanity="off"),
         media=media,
     )
-    played = await rollout.play(episodes)
-    found = [trajectory for trajectory in played if trajectory.stop is StopReason.DONE]
-    for trajectory in played:
-        if trajectory.stop is not StopReason.DONE:
-            skipped[
-                "over the context"
-                if trajectory.stop is StopReason.CONTEXT
-                else f"ended as {trajectory.stop}"
-            ] += 1
+
+    usable: list[Trajectory] = []
+    for trajectory in await rollout.play(episodes):
+        if trajectory.stop is StopReason.DONE:
+            usable.append(trajectory)
+        elif trajectory.stop is StopReason.CONTEXT:
+            skipped["over the context"] += 1
+        else:
+            skipped[f"ended as {trajectory.stop}"] += 1
+
     reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.most_common())
-    if not found:
+    if not usable:
         raise TaskError(
             f"{path}: none of {total} conversations is usable ({reasons or 'the file is empty'})"
         )
     if skipped:
         note(f"skipped {sum(skipped.values())} of {total} conversations in {path.name}: {reasons}")
-    return found
+    return usable
+
+
+def _texts_as_sampled(
+    renderer: ChatRenderer, conversation: DatasetConversation
+) -> list[str] | None:
+    """Return the text of each reply; None if the template cannot reproduce one."""
+    try:
+        texts = [
+            encode_as_sampled(renderer, conversation, number)
+            for number in range(len(conversation.replies))
+        ]
+    except TemplateError:
+        return None
+    reproduced = [text for text in texts if text is not None]
+    return reproduced if len(reproduced) == len(texts) else None
 
 
 def read_conversation(
     row: Any, where: str, images: ImageSource | None = None
 ) -> DatasetConversation | str:
-    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError`
-    when it is no conversation."""
-    given, schemas = read_messages(row, where, images)
-    places = [number for number, message in enumerate(given) if message.role == "assistant"]
+    """Read a row as a conversation, or return why it has no usable reply; raise `TaskError` when it
+    is no conversation."""
+    messages, schemas = read_messages(row, where, images)
+    places = [number for number, message in enumerate(messages) if message.role == "assistant"]
     if not places:
         return "without an assistant message"
     if places[0] == 0:
         return "starting with an assistant message"
-    answers = tuple(given[a + 1 : b] for a, b in pairwise(places))
+
     return DatasetConversation(
-        given[: places[0]], tuple(given[place] for place in places), answers, schemas
+        opening=messages[: places[0]],
+        replies=tuple(messages[place] for place in places),
+        answers=tuple(messages[place + 1 : following] for place, following in pairwise(places)),
+        tools=schemas,
     )
 
 
 def with_thinking_apart(renderer: ChatRenderer, reply: Message) -> Message:
-    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift
-    write it into the content."""
-    if (
-        reply.reasoning is not None
-        or not isinstance(reply.content, str)
-        or "</" not in reply.content
-    ):
+    """Return a reply with the thinking of its text in `reasoning`: rows of ms-swift write it into
+    the content."""
+    content = reply.content
+    if reply.reasoning is not None or not isinstance(content, str) or "</" not in content:
         return reply
-    parsed = renderer.parse(renderer.encode_reply(reply.content))
+
+    parsed = renderer.parse(renderer.encode_reply(content))
     if not parsed.reasoning or parsed.tool_calls or parsed.calls_in_thinking:
         return reply
     return replace(reply, content=parsed.text, reasoning=parsed.reasoning)
@@ -192,37 +217,45 @@ def encode_as_sampled(
     renderer: ChatRenderer, conversation: DatasetConversation, number: int
 ) -> str | None:
     """Return the text that a model samples for a reply; None if the renderer does not parse the
-    reply from it. Plain text is used as it is. Tool calls and reasoning are rendered by the chat
-    template, after all earlier messages."""
-    reply, text = conversation.replies[number], conversation.replies[number].text
+    reply from it.
+
+    Plain text is used as it is. Tool calls and reasoning are rendered by the chat template, after
+    all earlier messages.
+    """
+    reply = conversation.replies[number]
+    text = reply.text
     if reply.media:
         return None
+
     if reply.tool_calls or reply.reasoning:
-        before = [*conversation.opening]
-        for earlier, answer in zip(
-            conversation.replies[:number], conversation.answers, strict=False
-        ):
-            before += [earlier, *answer]
+        messages = [*conversation.opening]
+        earlier_replies = conversation.replies[:number]
+        for earlier, answer in zip(earlier_replies, conversation.answers, strict=False):
+            messages += [earlier, *answer]
         template = renderer.template
-        prompt = template.render(before, conversation.tools, generation_prompt=True)
-        full = template.render([*before, reply], conversation.tools)
+        prompt = template.render(messages, conversation.tools, generation_prompt=True)
+        full = template.render([*messages, reply], conversation.tools)
         if not full.startswith(prompt):
             return None
-        end = renderer.decode(renderer.encode_reply("x")).partition("x")[2]
+
+        # What the template writes after a reply is no part of it.
+        end = renderer.decode(renderer.encode_reply("x")).partition("x")[2].strip()
         text = full[len(prompt) :].rstrip()
-        if end.strip() and text.endswith(end.strip()):
-            text = text[: -len(end.strip())]
+        if end and text.endswith(end):
+            text = text[: -len(end)]
+
     if not text:
         return None
-    parsed, given = (
-        (
-            message.text.strip(),
-            (message.reasoning or "").strip(),
-            [(call.name, call.arguments, call.error) for call in message.tool_calls],
-        )
-        for message in (renderer.parse(renderer.encode_reply(text), conversation.tools), reply)
-    )
-    return text if parsed == given else None
+    parsed = renderer.parse(renderer.encode_reply(text), conversation.tools)
+    return text if _said(parsed) == _said(reply) else None
+
+
+def _said(message: Message) -> tuple[str, str, list[tuple[Any, ...]]]:
+    """Return text, reasoning and calls of a message, to compare it with another."""
+    calls: list[tuple[Any, ...]] = []
+    for call in message.tool_calls:
+        calls.append((call.name, call.arguments, call.error))
+    return message.text.strip(), (message.reasoning or "").strip(), calls
 
 
 NO_PLAYER = (
@@ -238,23 +271,30 @@ NO_START = (
 
 
 def cannot_learn(config: RunConfig, env_specs: Sequence[EnvSpec]) -> list[str]:
-    """Return why a run may have nothing to learn from, as known before it starts. Raise
-    `ConfigError` when demonstrations are asked for and no environment can play them."""
+    """Return why a run may have nothing to learn from, as known before it starts.
+
+    Raises:
+        ConfigError: when demonstrations are asked for and no environment can play them.
+    """
     warmup = config.warmup
-    playing = any(
-        (one.demonstrator or one.solver) is not None and one.factory is not None
-        for one in env_specs
+    names = [env_spec.name for env_spec in env_specs]
+    has_player = any(
+        (env_spec.demonstrator or env_spec.solver) is not None and env_spec.factory is not None
+        for env_spec in env_specs
     )
-    if warmup.demos and warmup.dataset is None and not playing:
-        raise ConfigError(
-            NO_PLAYER.format(demos=warmup.demos, names=", ".join(one.name for one in env_specs))
-        )
-    fresh = config.model.path is None and not warmup.demos and warmup.dataset is None
-    tools = [
-        (one.name, one.factory) for one in env_specs if isinstance(one.factory, ToolEnvFactory)
-    ]
-    unpaid = [f"{name}: {NO_REWARD}" for name, factory in tools if factory.needs_rewards_of_calls]
-    return [*unpaid, *([NO_START] if fresh and config.train.steps else [])]
+    if warmup.demos and warmup.dataset is None and not has_player:
+        raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(names)))
+
+    reasons: list[str] = []
+    for env_spec in env_specs:
+        factory = env_spec.factory
+        if isinstance(factory, ToolEnvFactory) and factory.needs_rewards_of_calls:
+            reasons.append(f"{env_spec.name}: {NO_REWARD}")
+
+    is_untrained = config.model.path is None and not warmup.demos and warmup.dataset is None
+    if is_untrained and config.train.steps:
+        reasons.append(NO_START)
+    return reasons
 
 
 async def demonstrations(
@@ -267,69 +307,80 @@ async def demonstrations(
     note: Callable[[str], None] = lambda _: None,
     play: Callable[[Rollout, Sequence[EpisodeSpec]], Awaitable[list[Trajectory]]] = Rollout.play,
 ) -> list[Trajectory]:
-    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations,
-    through the training loop.
+    """Play `warmup.demos` demonstrator episodes, or `warmup.dataset`'s conversations, through the
+    training loop.
 
     `note` receives a line about failed demonstrations, which are left out; `play` plays episodes of
-    a rollout. Raise `ConfigError` when no environment has a demonstrator or solver,
-    `TurnwrightError` when most demonstrations fail.
+    a rollout.
+
+    Raises:
+        ConfigError: when no environment has a demonstrator or solver.
+        TurnwrightError: when most demonstrations fail.
     """
-    if config.warmup.dataset is not None:
-        path, limit = Path(config.warmup.dataset), config.warmup.demos
+    warmup = config.warmup
+    if warmup.dataset is not None:
         return await conversations(
-            path,
+            Path(warmup.dataset),
             renderer,
             limits=config.limits,
             history=history,
-            limit=limit,
+            limit=warmup.demos,
             media=media,
             note=note,
         )
-    speakers = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
+
+    players = {env_spec.name: env_spec.demonstrator or env_spec.solver for env_spec in env_specs}
     usable = [
-        one for one in env_specs if speakers[one.name] is not None and one.factory is not None
+        env_spec
+        for env_spec in env_specs
+        if players[env_spec.name] is not None and env_spec.factory is not None
     ]
     if not usable:
-        raise ConfigError(NO_PLAYER.format(demos=config.warmup.demos, names=", ".join(speakers)))
-    found: list[Trajectory] = []
-    total = sum(env_spec.weight for env_spec in usable)
+        raise ConfigError(NO_PLAYER.format(demos=warmup.demos, names=", ".join(players)))
+
+    settings = RolloutSettings(
+        limits=config.limits,
+        seed=config.seed,
+        stop=config.rollout.stop,
+        history=history,
+        # The run's own rollout compares the replies of the model, and warns once.
+        sanity="off",
+    )
+    demos: list[Trajectory] = []
+    total_weight = sum(env_spec.weight for env_spec in usable)
     for env_spec in usable:
-        speaker = speakers[env_spec.name]
-        assert speaker is not None
-        count = max(1, round(config.warmup.demos * env_spec.weight / total))
-        # A play function may start a program for each.
+        player = players[env_spec.name]
+        assert player is not None
+        rollout = Rollout(ScriptedEngine(player), renderer, settings, media=media)
+
+        # A play function may start a program for each episode, so the environment plays alone.
+        count = max(1, round(warmup.demos * env_spec.weight / total_weight))
         in_env = replace(env_spec, agent_function=None)
-        own = [replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)]
-        rollout = Rollout(
-            ScriptedEngine(speaker),
-            renderer,
-            RolloutSettings(
-                limits=config.limits,
-                seed=config.seed,
-                stop=config.rollout.stop,
-                history=history,
-                # The run's own rollout compares the replies of the model, and warns once.
-                sanity="off",
-            ),
-            media=media,
-        )
-        # With fewer tasks than demonstrations, tasks repeat with another sample number.
-        episodes = [
-            own[i % len(own)].episode("demonstrate", 0, i // len(own)) for i in range(count)
+        choices = [
+            replace(choice, env_spec=in_env) for choice in plan.demonstrated(env_spec, count)
         ]
-        found.extend(await play(rollout, episodes))
-    good = [
-        trajectory
-        for trajectory in found
-        if trajectory.stop is not None and not trajectory.stop.failed
-    ]
-    if len(good) < len(found):
-        error = next(t.error for t in found if t.error is not None)
-        failed = f"{len(found) - len(good)} of {len(found)} demonstrations failed"
-        if len(good) * 2 < len(found):
-            raise TurnwrightError(f"{failed}, the first with {error.type}: {error.message}")
-        note(f"{failed} and are left out, the first with {error.type}: {error.message}")
-    return good
+
+        # With fewer tasks than demonstrations, tasks repeat with another sample number.
+        episodes = []
+        for number in range(count):
+            sample, place = divmod(number, len(choices))
+            episodes.append(choices[place].episode("demonstrate", 0, sample))
+        demos += await play(rollout, episodes)
+    return _without_failed(demos, note)
+
+
+def _without_failed(demos: Sequence[Trajectory], note: Callable[[str], None]) -> list[Trajectory]:
+    """Return the demonstrations that did not fail; raise `TurnwrightError` when most did."""
+    succeeded = [demo for demo in demos if demo.stop is not None and not demo.stop.failed]
+    if len(succeeded) == len(demos):
+        return succeeded
+
+    error = next(demo.error for demo in demos if demo.error is not None)
+    failed = f"{len(demos) - len(succeeded)} of {len(demos)} demonstrations failed"
+    if len(succeeded) * 2 < len(demos):
+        raise TurnwrightError(f"{failed}, the first with {error.type}: {error.message}")
+    note(f"{failed} and are left out, the first with {error.type}: {error.message}")
+    return succeeded
 
 
 LIMIT_KEYS = {
@@ -345,19 +396,19 @@ CUT = 0.1
 
 def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
     """Describe the limit that cuts most demonstrations; empty if it cuts few."""
-    stops = Counter(t.stop for t in demos if t.stop in LIMIT_KEYS)
+    stops = Counter(demo.stop for demo in demos if demo.stop in LIMIT_KEYS)
     if not stops:
         return ""
     (reason, count), *_ = stops.most_common(1)
     if reason is None or count < CUT * len(demos):
         return ""
+
     key = LIMIT_KEYS[reason]
     limit = f"limits.{key} = {getattr(config.limits, key)}"
-    if (
-        reason is StopReason.MAX_TURNS
-        and max(len(t.turns) for t in demos if t.stop is reason) < config.limits.turns
-    ):
-        limit = "the environment's max_turns"
+    if reason is StopReason.MAX_TURNS:
+        most_turns = max(len(demo.turns) for demo in demos if demo.stop is reason)
+        if most_turns < config.limits.turns:
+            limit = "the environment's max_turns"
     return (
         f"{count / len(demos):.0%} of the demonstrations are cut at {limit}; raise it, or what "
         "they show has no end"
@@ -365,6 +416,6 @@ def cut_note(config: RunConfig, demos: Sequence[Trajectory]) -> str:
 
 
 def sample_demos(demos: Sequence[Trajectory], config: RunConfig, step: int) -> list[Trajectory]:
-    """Draw the demonstrations of one step uniformly (buckets by length would
-    favor middle lengths)."""
+    """Draw the demonstrations of one step uniformly (buckets by length would favor middle
+    lengths)."""
     return random.Random(f"{config.seed}/warmup/{step}").choices(demos, k=config.warmup.batch)

@@ -1,5 +1,10 @@
-"""When a warm-up ends: the gate, further rounds while the loss falls, and whether the
-policy reads its task."""
+"""When a warm-up ends: the gate, further rounds while the loss falls, and whether the policy reads
+its task.
+
+`Gate.unmet` says what a policy does not reach yet, `still_falls` whether another round may help,
+and `success_in_other_tasks` how often the same replies succeed where they were not meant: what a
+policy that reads nothing gets. `TrainingRun._warm_up` and `_judge_missed_gate` decide by them.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +31,8 @@ something to learn from."""
 
 
 def learning_rate(peak: float, step: int, steps: int) -> float:
-    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth
-    of the peak at `steps`."""
+    """Return the warm-up learning rate: ten steps up, then a cosine to a tenth of the peak at
+    `steps`."""
     rise = min(1.0, (step + 1) / 10)
     fall = 0.1 + 0.45 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
     return peak * rise * fall
@@ -48,10 +53,12 @@ FALL = 0.01
 
 
 def still_falls(losses: Sequence[float]) -> bool:
-    """Return whether the losses of a round fell, by two standard errors and a hundredth, from
-    its middle to its end."""
+    """Return whether the losses of a round fell, by two standard errors and a hundredth, from its
+    middle to its end."""
     length = max(len(losses) // 10, 1)
-    end, middle = losses[-length:], losses[len(losses) // 2 - length :][:length]
+    half = len(losses) // 2
+    middle = losses[half - length :][:length]
+    end = losses[-length:]
     if not middle:
         return False
 
@@ -77,14 +84,13 @@ class Gate:
     def of(cls, config: RunConfig, demos: Sequence[Trajectory]) -> Gate:
         """Return the gate of a run, relative to its demonstrations unless the recipe sets it."""
         warmup = config.warmup
-        rewards = [t.reward for t in demos if t.reward is not None]
-        if warmup.gate_success is not None or not rewards:
+        rewards = [demo.reward for demo in demos if demo.reward is not None]
+        if warmup.gate_success is not None:
+            return cls(warmup.gate_success, warmup.gate_loss, None)
+        if not rewards:
             # Conversations of a dataset have no rewards.
-            return cls(
-                NO_DEMONSTRATOR if warmup.gate_success is None else warmup.gate_success,
-                warmup.gate_loss,
-                None,
-            )
+            return cls(NO_DEMONSTRATOR, warmup.gate_loss, None)
+
         success = sum(reward >= config.eval.success for reward in rewards) / len(rewards)
         return cls(GATE_SHARE * success, warmup.gate_loss, success)
 
@@ -94,22 +100,21 @@ class Gate:
         if score.success is None:
             missing.append(f"no episode had a reward, all {score.failed} were None")
         elif score.success < self.success:
-            of = (
-                ""
-                if self.demo_success is None
-                else f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
-            )
-            missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{of}")
+            share = ""
+            if self.demo_success is not None:
+                share = f" ({GATE_SHARE:g} of the demonstrations' {self.demo_success:.2f})"
+            missing.append(f"success is {score.success:.2f}, the gate {self.success:.2g}{share}")
         elif self.demo_success == 0 and score.differing < SIGNAL:
             missing.append("no demonstration succeeds, and the rewards of the policy do not differ")
+
         if self.loss is not None and loss > self.loss:
             missing.append(f"loss is {loss:.3f}, warmup.gate_loss {self.loss:g}")
         return " and ".join(missing)
 
 
 class RecordedReplies(ScriptedEngine):
-    """Engine that replays the ids of replies, by session; it repeats the last one where an
-    episode asks for more."""
+    """Engine that replays the ids of replies, by session; it repeats the last one where an episode
+    asks for more."""
 
     def __init__(self, replies: Mapping[str, Sequence[Sequence[int]]]) -> None:
         super().__init__([])
@@ -117,7 +122,8 @@ class RecordedReplies(ScriptedEngine):
 
     async def generate(self, request: Request) -> Generation:
         """Return the next reply of the request's session."""
-        episode, _, _ = request.session.rpartition("/")  # another attempt has the same
+        # Another attempt at an episode has the same replies.
+        episode, _, _ = request.session.rpartition("/")
         replies = self.replies[episode]
         reply = replies[min(request.call, len(replies) - 1)]
         return await ScriptedEngine(lambda messages, rng: reply).generate(request)
@@ -157,18 +163,22 @@ async def success_in_other_tasks(
         if choice.env_spec.agent_function is None and choice.env_spec.factory is not None:
             lanes.setdefault(choice.env_spec.name, []).append(choice)
 
+    # Each task gets the replies of those that come some places before it.
     episodes: list[EpisodeSpec] = []
     replies_of: dict[str, Sequence[Sequence[int]]] = {}
     for lane in lanes.values():
         for shift in SHIFTS[: len(lane) - 1]:
             for place, choice in enumerate(lane):
                 for replies in replies_by_task[lane[place - shift].task.id]:
-                    episode = choice.episode("chance", 0, len(episodes))
-                    episodes.append(episode)
-                    replies_of[episode.key.session.rpartition("/")[0]] = replies
+                    spec = choice.episode("chance", 0, len(episodes))
+                    episodes.append(spec)
+                    episode, _, _ = spec.key.session.rpartition("/")
+                    replies_of[episode] = replies
     if not episodes:
         return None
-    return summarize(await make_rollout(RecordedReplies(replies_of)).play(episodes), threshold)
+
+    rollout = make_rollout(RecordedReplies(replies_of))
+    return summarize(await rollout.play(episodes), threshold)
 
 
 def exceeds(result: EvalResult, chance: EvalResult) -> bool:

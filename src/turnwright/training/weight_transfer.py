@@ -9,6 +9,9 @@ A process group connects the trainer (rank 0) with the ranks of one server and c
 in buckets. torch's process groups are used directly, besides any group that trains. Nothing is
 registered, so they exist only during an update, and so does their store, which listens where the
 server can reach it.
+
+`GroupWeightPacker` and `RequestWeightPacker` are the two ways. `clone_weights` and `split_buckets`
+are common to both; `encode_tensors` and `decode_tensors` are the two ends of a request.
 """
 
 from __future__ import annotations
@@ -49,11 +52,16 @@ class GroupWeightPacker:
     """Splits new weights into buckets and sends them to servers over process groups.
 
     A copy stays in this process's memory (not the GPU's) until the next policy, for servers that
-    come back. They reach this process under `host`; None uses its address on the route to each
-    server. `seconds` is the deadline to connect, or to send a bucket, of `bucket` bytes or a
-    tensor. `device` is rank 0's with `nccl`; the sending threads have no current device. `source`
-    is the model directory, if servers were started from one with an added output matrix
-    (`ModelDirectories(untie=True)`).
+    come back.
+
+    Args:
+        host: address under which servers reach this process; None uses its address on the route to
+            each server.
+        seconds: deadline to connect, or to send a bucket.
+        bucket: bytes of a bucket, which a larger tensor has alone.
+        device: rank 0's with `nccl`; the sending threads have no current device.
+        source: model directory, if servers were started from one with an added output matrix
+            (`ModelDirectories(untie=True)`).
     """
 
     def __init__(
@@ -66,15 +74,18 @@ class GroupWeightPacker:
         device: str = "cuda:0",
         source: Path | None = None,
     ) -> None:
-        self.backend, self.host, self.seconds, self.bucket = backend, host, seconds, bucket
+        self.backend = backend
+        self.host = host
+        self.seconds = seconds
+        self.bucket = bucket
         self.source = source
         self.device = torch.device(device if backend == "nccl" else "cpu")
 
     def pack(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[GroupWeights, str]:
-        """Split weights into buckets in their own order; return them and the
-        fingerprint of the given weights."""
+        """Split weights into buckets in their own order; return them and the fingerprint of the
+        given weights."""
         rows, digest = clone_weights(weights, self.source)
         return GroupWeights(split_buckets(rows, self.bucket), version, self), digest
 
@@ -82,18 +93,21 @@ class GroupWeightPacker:
 def clone_weights(
     weights: Iterable[tuple[str, torch.Tensor]], source: Path | None
 ) -> tuple[Rows, str]:
-    """Copy weights to this process's memory; return them and their fingerprint. Then `source` adds
-    the output matrix of a tied model, without a part in the fingerprint."""
+    """Copy weights to this process's memory; return them and their fingerprint.
+
+    Then `source` adds the output matrix of a tied model, without a part in the fingerprint.
+    """
     rows = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
     digest = fingerprint(rows.items())
     if source is not None:
-        add_output_head(json.loads((source / "config.json").read_text(encoding="utf-8")), rows)
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        add_output_head(config, rows)
     return list(rows.items()), digest
 
 
 def split_buckets(rows: Rows, max_bytes: int) -> list[Rows]:
-    """Split weights, in their own order, into buckets of at most
-    `max_bytes` or of a single tensor."""
+    """Split weights, in their own order, into buckets of at most `max_bytes` or of a single
+    tensor."""
     buckets: list[Rows] = []
     size = max_bytes
     for name, tensor in rows:
@@ -111,16 +125,16 @@ class GroupWeights:
     is_adapter: ClassVar[bool] = False
 
     def __init__(self, rows: list[Rows], version: int, packer: GroupWeightPacker) -> None:
-        self.version, self.seconds, self._packer = version, packer.seconds, packer
+        self.version = version
+        self.seconds = packer.seconds
         self.rows = rows
-        self.buckets = [
-            WeightBucket(
-                tuple(name for name, _ in bucket),
-                tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
-                tuple(tuple(tensor.shape) for _, tensor in bucket),
-            )
-            for bucket in rows
-        ]
+        self._packer = packer
+        self.buckets: list[WeightBucket] = []
+        for bucket in rows:
+            names = tuple(name for name, _ in bucket)
+            dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket)
+            shapes = tuple(tuple(tensor.shape) for _, tensor in bucket)
+            self.buckets.append(WeightBucket(names, dtypes, shapes))
 
     async def send_to(self, engine: UpdatedServer) -> None:
         """Have a server load them."""
@@ -138,9 +152,12 @@ class GroupConnection:
         self, rows: Sequence[Rows], url: str, ranks: int, packer: GroupWeightPacker
     ) -> None:
         self.name = f"turnwright-{uuid4().hex}"
-        self.backend, self.world = packer.backend, ranks + 1
-        self._url, self._rows = url, rows
-        self._seconds, self._device = packer.seconds, packer.device
+        self.backend = packer.backend
+        self.world = ranks + 1
+        self._url = url
+        self._rows = rows
+        self._seconds = packer.seconds
+        self._device = packer.device
         try:
             self.address = packer.host or _address_towards(url)
             listening = socket.create_server(("" if packer.host else self.address, 0))
@@ -163,22 +180,21 @@ class GroupConnection:
     async def connect(self) -> None:
         """Wait for the server's ranks."""
         store = self._store
-        self._group = await self._step(
-            "to connect",
-            lambda: join_process_group(
-                store, self.name, 0, self.world, self.backend, self._seconds
-            ),
-        )
+
+        def join() -> Any:
+            return join_process_group(store, self.name, 0, self.world, self.backend, self._seconds)
+
+        self._group = await self._step("to connect", join)
 
     async def send(self, index: int) -> None:
         """Send a bucket."""
-        group, rows = self._group, self._rows[index]
-        await self._step(
-            f"to send bucket {index + 1} of {len(self._rows)}",
-            lambda: broadcast(
-                group, [tensor.to(self._device) for _, tensor in rows], self._seconds
-            ),
-        )
+        group = self._group
+        rows = self._rows[index]
+
+        def send() -> None:
+            broadcast(group, [tensor.to(self._device) for _, tensor in rows], self._seconds)
+
+        await self._step(f"to send bucket {index + 1} of {len(self._rows)}", send)
 
     def close(self) -> None:
         """Leave the group in any state."""
@@ -188,26 +204,33 @@ class GroupConnection:
     async def _step(self, doing: str, work: Callable[[], T]) -> T:
         try:
             return await run_detached(work)
-        except (RuntimeError, ValueError) as error:  # torch raises these for any failure of a group
+        except (RuntimeError, ValueError) as error:
+            # torch raises these for any failure of a group.
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise SyncError(
                 f"the process group with {self._url} failed {doing} (within {self._seconds:g} s): "
-                f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
+                f"{reason}"
             ) from error
 
 
 def join_process_group(
     store: Any, name: str, rank: int, world: int, backend: str, seconds: float
 ) -> Any:
-    """Create a standalone process group, as `torch.distributed` would under this name in
-    SGLang and vLLM; raise `RuntimeError` when not all ranks join in time, `ValueError` for
-    a backend that torch lacks."""
+    """Create a standalone process group, as `torch.distributed` would under this name in SGLang and
+    vLLM.
+
+    Raises:
+        RuntimeError: when not all ranks join in time.
+        ValueError: for a backend that torch lacks.
+    """
     device = "cuda" if backend == "nccl" else "cpu"
-    store = dist.PrefixStore(
-        f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
-    )
+    store = dist.PrefixStore(name, store)
+    store = dist.PrefixStore(f"{name}/", store)
+    store = dist.PrefixStore(f"{device}/", store)
     limit = timedelta(seconds=seconds)
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world, limit)
+
     if backend != "nccl" or not dist.is_nccl_available():
         raise ValueError(
             f"this build of torch has no {backend!r}; weights are sent by gloo or nccl"
@@ -220,8 +243,8 @@ def join_process_group(
 
 @contextmanager
 def _raise_on_timeout() -> Iterator[None]:
-    """Make groups created inside raise after a deadline; by default torch would end the
-    process, and the run with it."""
+    """Make groups created inside raise after a deadline; by default torch would end the process,
+    and the run with it."""
     name = "TORCH_NCCL_BLOCKING_WAIT"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -238,7 +261,10 @@ def broadcast(group: Any, tensors: Sequence[torch.Tensor], seconds: float) -> No
     or another rank is gone."""
     end = time.monotonic() + seconds
     options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor = 0, 0
+    options.rootRank = 0
+    options.rootTensor = 0
+
+    # All are started at once; the deadline is one for all.
     for work in [group.broadcast([tensor], options) for tensor in tensors]:
         work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -268,9 +294,9 @@ async def run_detached(work: Callable[[], T]) -> T:
 
 
 def release_groups(*held: Any) -> None:
-    """Release groups and stores in a thread, since a group's destructor waits for
-    its running operations."""
-    present = [one for one in held if one is not None]
+    """Release groups and stores in a thread, since a group's destructor waits for its running
+    operations."""
+    present = [item for item in held if item is not None]
     if present:
         threading.Thread(target=present.clear, name="turnwright-group-end", daemon=True).start()
 
@@ -280,14 +306,16 @@ def _address_towards(url: str) -> str:
     parts = urlsplit(url)
     host = parts.hostname or LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, parts.port or 80))  # sends nothing
+        # This sends nothing.
+        probe.connect((host, parts.port or 80))
         return str(probe.getsockname()[0])
 
 
 MAX_BODY_BYTES = 64 * 2**20
-"""Bytes of weights per request; base64 adds a third, and a server of many
-ranks gets them for each."""
+"""Bytes of weights per request; base64 adds a third, and a server of many ranks gets them for
+each."""
 OPENS = ("torch.storage", "_load_from_bytes")
+"""The only function that a request's pickle may call."""
 
 
 class RequestWeightPacker:
@@ -295,15 +323,21 @@ class RequestWeightPacker:
     for the copy and `source`."""
 
     def __init__(
-        self, *, seconds: float = 600.0, max_bytes: int = MAX_BODY_BYTES, source: Path | None = None
+        self,
+        *,
+        seconds: float = 600.0,
+        max_bytes: int = MAX_BODY_BYTES,
+        source: Path | None = None,
     ) -> None:
-        self.seconds, self.max_bytes, self.source = seconds, max_bytes, source
+        self.seconds = seconds
+        self.max_bytes = max_bytes
+        self.source = source
 
     def pack(
         self, weights: Iterable[tuple[str, torch.Tensor]], version: int
     ) -> tuple[RequestWeights, str]:
-        """Split weights into requests in their own order; return them and the fingerprint
-        of the given weights."""
+        """Split weights into requests in their own order; return them and the fingerprint of the
+        given weights."""
         rows, digest = clone_weights(weights, self.source)
         return RequestWeights(split_buckets(rows, self.max_bytes), version, self.seconds), digest
 
@@ -314,7 +348,9 @@ class RequestWeights:
     is_adapter: ClassVar[bool] = False
 
     def __init__(self, rows: list[Rows], version: int, seconds: float) -> None:
-        self.version, self.seconds, self._rows = version, seconds, rows
+        self.version = version
+        self.seconds = seconds
+        self._rows = rows
 
     @property
     def request_count(self) -> int:
@@ -341,8 +377,8 @@ class _Saved:
 
 
 def encode_tensors(rows: Rows) -> str:
-    """Encode named tensors by value in base64, as SGLang's
-    `/update_weights_from_tensor` reads them."""
+    """Encode named tensors by value in base64, as SGLang's `/update_weights_from_tensor` reads
+    them."""
     file = BytesIO()
     torch.save(rows, file)
     return b64encode(pickle.dumps(_Saved(file.getvalue()), protocol=4)).decode()
@@ -355,7 +391,8 @@ def decode_tensors(text: str) -> Rows:
     """
     try:
         rows = _Reader(BytesIO(b64decode(text, validate=True))).load()
-    except Exception as error:  # untrusted input can raise anything in the unpickler
+    except Exception as error:
+        # Of a body that anyone may send, the unpickler can raise anything.
         raise SyncError(f"the request body has no tensors packed by Turnwright: {error}") from error
     if not isinstance(rows, list) or not all(_is_named(row) for row in rows):
         raise SyncError("the request body has no named tensors")

@@ -84,8 +84,9 @@ def record_programs(
     key: str = "",
     keyless: bool = False,
 ) -> list[Trajectory]:
-    """Record what programs do at a port until interrupted, in the directory `out`; `note` receives
-    a line for each session.
+    """Record what programs do at a port until interrupted, in the directory `out`.
+
+    `note` receives a line for each session.
 
     Requests need the `key` as their API key. By default one is made here and printed, and is needed
     to end a session alone: programs may send any API key, which tells their sessions apart. With
@@ -109,11 +110,10 @@ def record_programs(
     path = Path(resolved.config.out)
     if (path / "journal.jsonl").exists():
         raise ConfigError(f"{path} already contains a run; choose another --out")
-    resolved = replace(
-        resolved, config=replace(resolved.config, limits=_limits_of_programs(resolved))
-    )
+    config = replace(resolved.config, limits=_limits_of_programs(resolved))
+    resolved = replace(resolved, config=config)
 
-    made = "" if key or keyless else secrets.token_urlsafe(24)
+    end_key = "" if key or keyless else secrets.token_urlsafe(24)
 
     def started(url: str) -> None:
         access = "the API key of TURNWRIGHT_SERVE_TOKEN" if key else "any API key"
@@ -121,8 +121,8 @@ def record_programs(
             f"{url}  (give programs {access} and {url}/s/NAME/v1 as their base URL, or "
             f"{url}/s/NAME where they add /v1; Ctrl-C ends)"
         )
-        if made:
-            note(f"POST {url}/s/NAME/end ends a session, with the API key {made}")
+        if end_key:
+            note(f"POST {url}/s/NAME/end ends a session, with the API key {end_key}")
         if resolved.config.engine.kind == "chat":
             note(
                 "the service returns text: ids are the built-in renderer's, without logprobs, and "
@@ -140,7 +140,7 @@ def record_programs(
                 on_start=started,
                 note=note,
                 settings=settings,
-                key=key or made,
+                key=key or end_key,
                 keyed_sampling=bool(key),
             )
         finally:
@@ -154,13 +154,13 @@ def record_programs(
 def _limits_of_programs(resolved: ResolvedConfig) -> Limits:
     """Return limits for sessions of unknown length, where none were given."""
 
-    def free(name: str) -> bool:
-        return resolved.origins.get(f"limits.{name}", "default") == "default"
-
-    limits = resolved.config.limits
-    limits = replace(limits, turns=10_000) if free("turns") else limits
-    limits = replace(limits, turn_tokens=16_384) if free("turn_tokens") else limits
-    return replace(limits, wall_clock_s=7 * 86_400.0) if free("wall_clock_s") else limits
+    limits_of_programs = {"turns": 10_000, "turn_tokens": 16_384, "wall_clock_s": 7 * 86_400.0}
+    not_given: dict[str, Any] = {
+        name: limit
+        for name, limit in limits_of_programs.items()
+        if resolved.origins.get(f"limits.{name}", "default") == "default"
+    }
+    return replace(resolved.config.limits, **not_given)
 
 
 RECORD = Command(add_record)

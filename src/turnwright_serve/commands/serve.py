@@ -68,8 +68,8 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def serve_model(model: Path, formats: str, note: Callable[[str], None], **settings: Any) -> None:
-    """Serve a model directory, a checkpoint or a run (its last checkpoint)
-    over HTTP until interrupted.
+    """Serve a model directory, a checkpoint or a run (its last checkpoint) over HTTP until
+    interrupted.
 
     `note` receives a line with the URL once the server is ready; `settings` are those of
     `turnwright_serve.serve.serve`.

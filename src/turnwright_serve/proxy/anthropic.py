@@ -36,8 +36,8 @@ fallback_credit_token
 """
 FIELDS = frozenset(_KNOWN_FIELDS.split())
 _BILLING = "x-anthropic-billing-header:"
-"""Beginning of a system text that differs in each conversation of one program, and means
-nothing to the model."""
+"""Beginning of a system text that differs in each conversation of a program, and means nothing to
+the model."""
 
 
 class AnthropicMessages:
@@ -53,27 +53,23 @@ class AnthropicMessages:
         counts: Counter[str] = Counter()
         fields = body.fields
         check_fields(fields, FIELDS, counts)
-        system = [part for part in _texts(fields.get("system")) if not part.startswith(_BILLING)]
+
+        system = [text for text in _texts(fields.get("system")) if not text.startswith(_BILLING)]
         opening = {"role": "system", "content": "\n".join(system)} if system else None
         messages = cache.messages(
-            body, lambda rows: [one for row in rows for one in _read(row, cache)], opening=opening
+            body,
+            lambda rows: [message for row in rows for message in _messages(row, cache)],
+            opening=opening,
         )
-        rows = rows_of(fields.get("tools") or [], "tools")
-        schemas = [
-            tool_schema(row.get("name"), row.get("description"), row["input_schema"])
-            for row in rows
-            if "input_schema" in row
-        ]
-        if len(schemas) < len(rows):
-            counts["tools_left_out"] += len(rows) - len(schemas)
+        schemas = _tools(fields.get("tools"), counts)
         tools, needs_call = tool_choice(fields.get("tool_choice"), schemas)
         return WireRequest(
-            messages,
-            tools,
-            text_of(fields.get("model", ""), "model"),
-            positive(fields.get("max_tokens"), "max_tokens"),
-            stop_texts(fields.get("stop_sequences"), "stop_sequences"),
-            bool(fields.get("stream")),
+            messages=messages,
+            tools=tools,
+            model=text_of(fields.get("model", ""), "model"),
+            max_tokens=positive(fields.get("max_tokens"), "max_tokens"),
+            stop=stop_texts(fields.get("stop_sequences"), "stop_sequences"),
+            stream=bool(fields.get("stream")),
             needs_call=needs_call,
             counts=counts,
         )
@@ -84,23 +80,20 @@ class AnthropicMessages:
 
     def events(self, request: WireRequest, reply: WireReply) -> Iterator[bytes]:
         """Return the pieces of a streamed reply."""
-        yield sse(
-            {"type": "message_start", "message": _message(request, reply, [])}, "message_start"
-        )
+        begun = {"type": "message_start", "message": _message(request, reply, [])}
+        yield sse(begun, "message_start")
+
         for index, block in enumerate(_blocks(reply)):
             empty, deltas = _block_deltas(block)
             start = {"type": "content_block_start", "index": index, "content_block": block | empty}
             yield sse(start, "content_block_start")
             for delta in deltas:
-                yield sse(
-                    {"type": "content_block_delta", "index": index, "delta": delta},
-                    "content_block_delta",
-                )
+                piece = {"type": "content_block_delta", "index": index, "delta": delta}
+                yield sse(piece, "content_block_delta")
             yield sse({"type": "content_block_stop", "index": index}, "content_block_stop")
-        yield sse(
-            {"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)},
-            "message_delta",
-        )
+
+        end = {"type": "message_delta", "delta": _stop(reply), "usage": _usage(reply)}
+        yield sse(end, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
 
     def error(self, status: int, text: str) -> dict[str, Any]:
@@ -116,16 +109,39 @@ class AnthropicMessages:
         return sse(self.error(status, text), "error")
 
 
-def _read(row: Mapping[str, Any], cache: RequestCache) -> list[WireMessage]:
-    """Return a message of the assistant, or the results of calls and the texts
-    between them in their order."""
-    role, content = row.get("role"), row.get("content")
-    text: list[Mapping[str, Any]] = [{"type": "text", "text": content}]
-    blocks = text if isinstance(content, str) else rows_of(content, "content")
+def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
+    """Return the schemas of a request's own tools.
+
+    Those without a schema are run by Anthropic's servers: they are left out.
+    """
+    tools = []
+    for row in rows_of(value or [], "tools"):
+        if "input_schema" not in row:
+            counts["tools_left_out"] += 1
+            continue
+        tools.append(tool_schema(row.get("name"), row.get("description"), row["input_schema"]))
+    return tools
+
+
+def _messages(row: Mapping[str, Any], cache: RequestCache) -> list[WireMessage]:
+    """Return the messages of a row.
+
+    A row of the assistant is one message. One of another author has results of calls and texts,
+    which become messages in their order.
+    """
+    role = row.get("role")
+    content = row.get("content")
+    blocks: list[Mapping[str, Any]]
+    if isinstance(content, str):
+        blocks = [{"type": "text", "text": content}]
+    else:
+        blocks = rows_of(content, "content")
+
     if role == "assistant":
         return [_assistant(blocks)]
     if role not in ("user", "system"):
         raise RequestFault(f"a message of role {role!r:.40}; roles are user, assistant and system")
+
     messages = []
     for is_result, run in groupby(blocks, lambda block: block.get("type") == "tool_result"):
         if is_result:
@@ -141,23 +157,19 @@ def _part(block: Mapping[str, Any], cache: RequestCache) -> ContentPart:
     source = block.get("source")
     if block.get("type") != "image" or not isinstance(source, Mapping):
         raise unsupported(block)
-    return (
-        cache.of_base64(source.get("data"))
-        if source.get("type") == "base64"
-        else cache.of_url(source.get("url"))
-    )
+    if source.get("type") == "base64":
+        return cache.of_base64(source.get("data"))
+    return cache.of_url(source.get("url"))
 
 
 def _result(block: Mapping[str, Any], cache: RequestCache) -> WireMessage:
     content = block.get("content")
-    parts = (
-        [content or ""]
-        if content is None or isinstance(content, str)
-        else [_part(b, cache) for b in rows_of(content, "content")]
-    )
-    return WireMessage(
-        "tool", join_parts(parts), tool_call_id=text_of(block.get("tool_use_id"), "tool_use_id")
-    )
+    if content is None or isinstance(content, str):
+        parts: list[ContentPart] = [content or ""]
+    else:
+        parts = [_part(part, cache) for part in rows_of(content, "content")]
+    call_id = text_of(block.get("tool_use_id"), "tool_use_id")
+    return WireMessage("tool", join_parts(parts), tool_call_id=call_id)
 
 
 def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
@@ -171,20 +183,16 @@ def _assistant(blocks: list[Mapping[str, Any]]) -> WireMessage:
             texts.append(text_of(block.get("text"), "the text of a content block"))
         elif kind in ("thinking", "redacted_thinking"):
             thoughts.append(str(block.get("thinking") or ""))
-            marks += [
-                block[name] for name in ("signature", "data") if isinstance(block.get(name), str)
-            ]
+            for name in ("signature", "data"):
+                if isinstance(block.get(name), str):
+                    marks.append(block[name])
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
-            calls.append(
-                WireCall(
-                    str(block.get("id") or ""),
-                    text_of(block.get("name"), "the name of a call"),
-                    arguments,
-                )
-            )
+            name = text_of(block.get("name"), "the name of a call")
+            calls.append(WireCall(str(block.get("id") or ""), name, arguments))
         else:
             raise unsupported(block)
+
     return WireMessage(
         "assistant",
         "\n".join(texts),
@@ -214,43 +222,37 @@ def _blocks(reply: WireReply) -> list[dict[str, Any]]:
 
 
 def _input(call: WireCall) -> dict[str, Any]:
-    """Return the arguments as an object; unreadable ones are the one argument
-    that this API can carry."""
+    """Return the arguments as an object; unreadable ones as the text of an argument, since this
+    API carries objects alone."""
     try:
-        found = json.loads(call.arguments)
+        arguments = json.loads(call.arguments)
     except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"__unparsed": call.arguments}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"__unparsed": call.arguments}
 
 
 def _block_deltas(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the fields of a block that are empty at its start, and the deltas that fill them."""
     if block["type"] == "thinking":
         thought = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {"thinking": "", "signature": ""}, [
-            thought,
-            {"type": "signature_delta", "signature": block["signature"]},
-        ]
+        signature = {"type": "signature_delta", "signature": block["signature"]}
+        return {"thinking": "", "signature": ""}, [thought, signature]
     if block["type"] == "text":
-        return {"text": ""}, [{"type": "text_delta", "text": block["text"]}] if block[
-            "text"
-        ] else []
-    return {"input": {}}, [
-        {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-    ]
+        text = block["text"]
+        return {"text": ""}, [{"type": "text_delta", "text": text}] if text else []
+    arguments = json.dumps(block["input"], ensure_ascii=False)
+    return {"input": {}}, [{"type": "input_json_delta", "partial_json": arguments}]
 
 
 def _message(
     request: WireRequest, reply: WireReply, content: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    row = {
+    return {
         "id": f"msg_{reply.uid}",
         "type": "message",
         "role": "assistant",
         "model": request.model,
         "content": content,
-    }
-    return row | {
         "stop_reason": None,
         "stop_sequence": None,
         "usage": _usage(reply) | {"output_tokens": 1},
@@ -258,12 +260,19 @@ def _message(
 
 
 def _usage(reply: WireReply) -> dict[str, int]:
-    cache = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": reply.prompt_tokens, "output_tokens": reply.sampled_tokens} | cache
+    return {
+        "input_tokens": reply.prompt_tokens,
+        "output_tokens": reply.sampled_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }
 
 
 def _stop(reply: WireReply) -> dict[str, str | None]:
     if reply.stop_text:
         return {"stop_reason": "stop_sequence", "stop_sequence": reply.stop_text}
-    reason = "max_tokens" if reply.finish == "length" else "tool_use" if reply.calls else "end_turn"
+    if reply.finish == "length":
+        reason = "max_tokens"
+    else:
+        reason = "tool_use" if reply.calls else "end_turn"
     return {"stop_reason": reason, "stop_sequence": None}

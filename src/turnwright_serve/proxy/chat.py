@@ -56,31 +56,31 @@ class ChatCompletions:
             raise RequestFault(
                 f"response_format: {kind!r:.40} is not supported, since nothing constrains sampling"
             )
+
         messages = cache.messages(body, lambda rows: [_message(row, cache) for row in rows])
-        tools, needs_call = tool_choice(
-            fields.get("tool_choice"), _tools(fields.get("tools"), counts)
-        )
-        limits = [
-            positive(fields.get(name), name) for name in ("max_tokens", "max_completion_tokens")
-        ]
+        schemas = _tools(fields.get("tools"), counts)
+        tools, needs_call = tool_choice(fields.get("tool_choice"), schemas)
+        names = ("max_tokens", "max_completion_tokens")
+        limits = [positive(fields.get(name), name) for name in names]
         return WireRequest(
-            messages,
-            tools,
-            text_of(fields.get("model", ""), "model"),
-            min((one for one in limits if one is not None), default=None),
-            stop_texts(fields.get("stop"), "stop"),
-            bool(fields.get("stream")),
-            bool(object_of(fields.get("stream_options"), "stream_options").get("include_usage")),
-            needs_call,
-            counts,
+            messages=messages,
+            tools=tools,
+            model=text_of(fields.get("model", ""), "model"),
+            max_tokens=min((limit for limit in limits if limit is not None), default=None),
+            stop=stop_texts(fields.get("stop"), "stop"),
+            stream=bool(fields.get("stream")),
+            with_usage=bool(
+                object_of(fields.get("stream_options"), "stream_options").get("include_usage")
+            ),
+            needs_call=needs_call,
+            counts=counts,
         )
 
     def answer(self, request: WireRequest, reply: WireReply) -> dict[str, Any]:
         """Return the body of a reply that is not streamed."""
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": reply.text or (None if reply.calls else ""),
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+        if not reply.text and reply.calls:
+            message["content"] = None
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
@@ -99,10 +99,9 @@ class ChatCompletions:
             deltas.append({"reasoning_content": reply.reasoning})
         if reply.text:
             deltas.append({"content": reply.text})
-        deltas += [
-            {"tool_calls": [{"index": number} | _call_row(call)]}
-            for number, call in enumerate(reply.calls)
-        ]
+        for number, call in enumerate(reply.calls):
+            deltas.append({"tool_calls": [{"index": number} | _call_row(call)]})
+
         for delta in deltas:
             yield sse(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
         yield sse(head | {"choices": [{"index": 0, "delta": {}, "finish_reason": _finish(reply)}]})
@@ -113,9 +112,8 @@ class ChatCompletions:
     def error(self, status: int, text: str) -> dict[str, Any]:
         """Return the body of an error."""
         code = {401: "invalid_api_key", 404: "model_not_found"}.get(status)
-        return {
-            "error": {"message": text, "type": "invalid_request_error", "param": None, "code": code}
-        }
+        error = {"message": text, "type": "invalid_request_error", "param": None, "code": code}
+        return {"error": error}
 
     def error_event(self, status: int, text: str) -> bytes:
         """Return the piece of a stream that is an error."""
@@ -137,11 +135,8 @@ def _tools(value: Any, counts: Counter[str]) -> list[dict[str, Any]]:
         if tool.get("type") != "function" or not isinstance(function, Mapping):
             counts["tools_left_out"] += 1
             continue
-        tools.append(
-            tool_schema(
-                function.get("name"), function.get("description"), function.get("parameters")
-            )
-        )
+        parameters = function.get("parameters")
+        tools.append(tool_schema(function.get("name"), function.get("description"), parameters))
     return tools
 
 
@@ -151,32 +146,26 @@ def _message(row: Mapping[str, Any], cache: RequestCache) -> WireMessage:
         raise RequestFault(f"a message of role {role!r:.40}; roles are {', '.join(_ROLES)}")
     content = _content(row.get("content"), cache)
     if role == "tool":
-        return WireMessage(
-            "tool", content, tool_call_id=text_of(row.get("tool_call_id"), "tool_call_id")
-        )
+        call_id = text_of(row.get("tool_call_id"), "tool_call_id")
+        return WireMessage("tool", content, tool_call_id=call_id)
     if role != "assistant":
         return WireMessage(role, content)
+
     calls = []
     for call in rows_of(row.get("tool_calls") or [], "tool_calls"):
         function = call.get("function")
         if not isinstance(function, Mapping):
             raise RequestFault("tool_calls: only calls of functions are supported")
         arguments = function.get("arguments") or "{}"
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        calls.append(
-            WireCall(
-                str(call.get("id") or ""),
-                text_of(function.get("name"), "the name of a call"),
-                arguments,
-            )
-        )
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        name = text_of(function.get("name"), "the name of a call")
+        calls.append(WireCall(str(call.get("id") or ""), name, arguments))
+
     reasoning = row.get("reasoning_content") or row.get("reasoning")
-    return WireMessage(
-        role,
-        content,
-        calls=tuple(calls),
-        reasoning=reasoning if isinstance(reasoning, str) else None,
-    )
+    if not isinstance(reasoning, str):
+        reasoning = None
+    return WireMessage(role, content, calls=tuple(calls), reasoning=reasoning)
 
 
 def _content(value: Any, cache: RequestCache) -> str | tuple[ContentPart, ...]:
@@ -205,13 +194,14 @@ def _call_row(call: WireCall) -> dict[str, Any]:
 
 
 def _finish(reply: WireReply) -> str:
-    return "length" if reply.finish == "length" else "tool_calls" if reply.calls else "stop"
+    if reply.finish == "length":
+        return "length"
+    return "tool_calls" if reply.calls else "stop"
 
 
 def _usage(reply: WireReply) -> dict[str, int]:
-    total = reply.prompt_tokens + reply.sampled_tokens
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.sampled_tokens,
-        "total_tokens": total,
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
     }

@@ -1,6 +1,8 @@
 """Programs as agents: play an unmodified program as an episode.
 
-It runs beside a recording proxy and is scored at its end.
+The program runs beside a recording proxy and is scored at its end: `program` returns the agent
+function, and `Program.__call__` plays one episode. What the proxy records of it is in `session`,
+how its sandbox is made in `sandboxed`.
 """
 
 from __future__ import annotations
@@ -51,8 +53,7 @@ _INHERITED = (
 )
 """Variables of this process that a program has; others, keys among them, are not passed on."""
 _MARK = "TURNWRIGHT_SESSION"
-"""Variable by which all processes of a program are found, also those that
-left its process group."""
+"""Variable by which all processes of a program are found, also those that left its group."""
 
 Score = Callable[["ProgramResult"], Any]
 Files = Mapping[str, str | bytes] | Callable[[Task], Mapping[str, str | bytes]]
@@ -66,8 +67,7 @@ class ProgramResult:
     trajectory: Trajectory
     """The episode's record; its `reward` is not set yet."""
     exit_code: int | None
-    """Exit status; negative for a signal; None for a function, and for a
-    program that was killed."""
+    """Exit status; negative for a signal; None for a function and for a program that was killed."""
     output: str
     """Standard output; what a function returned, if that is a text."""
     errors: str
@@ -106,17 +106,16 @@ class ProgramEndpoint:
         return self.root.partition("/s/")[0]
 
     def values(self, directory: str | None = None) -> dict[str, str]:
-        """Return the values of `{name}` in commands and variables; `directory` is the working one
-        as the program sees it."""
-        text = "\n".join(message.text for message in self.task.messages)
-        urls = {
+        """Return the values of `{name}` in commands and variables.
+
+        `directory` is the working directory as the program sees it.
+        """
+        return {
             "base_url": self.base_url,
             "root": self.root,
             "server": self.server,
             "key": self.key,
-        }
-        return urls | {
-            "task": text,
+            "task": "\n".join(message.text for message in self.task.messages),
             "model": self.model,
             "dir": directory or str(self.directory),
             "python": sys.executable,
@@ -159,17 +158,22 @@ class Program:
         try:
             async with shared_server() as server:
                 try:
-                    gate = None if server.socket is None else (server.port, server.socket)
                     endpoint = ProgramEndpoint(
-                        task, server.open(session), session.token, directory, self._model, gate
+                        task=task,
+                        root=server.open(session),
+                        key=session.token,
+                        directory=directory,
+                        model=self._model,
+                        gate=None if server.socket is None else (server.port, server.socket),
                     )
-                    ended = await self._run(endpoint, session)
+                    end = await self._run(endpoint, session)
                 finally:
                     server.close_session(session)
                     await session.end()
+
             if session.error is not None:
                 raise session.error
-            return await self._score(task, model, session, directory, ended)
+            return await self._score(task, model, session, directory, end)
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -178,106 +182,122 @@ class Program:
         return self.settings.models[0] if self.settings.models else "turnwright"
 
     async def _run(self, endpoint: ProgramEndpoint, session: ProxySession) -> _End:
+        """Run the program until it ends, its session does, or its time is over."""
         seconds = self.seconds
         if seconds is None:
+            # What is left of the limit is for the end of the program and its score.
             limit = session.model.limits.wall_clock_s
-            seconds = max(limit / 2, limit - END_S - 5)  # the rest is for ending and scoring
-        until = asyncio.Event()
-        work = asyncio.ensure_future(self._start(endpoint, seconds, until))
-        over = asyncio.ensure_future(session.ended.wait())
-        try:
-            await asyncio.wait([work, over], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            late = not work.done() and not over.done()
-            if over.done() and not work.done():
-                await asyncio.wait([work], timeout=END_S)
-            until.set()
-            if not work.done() and self.sandbox is not None:
-                await asyncio.wait([work], timeout=END_S)
-            return replace(work.result(), late=late) if work.done() else _End(late=late)
-        finally:
-            for one in (work, over):
-                one.cancel()
-            await asyncio.gather(work, over, return_exceptions=True)
+            seconds = max(limit / 2, limit - END_S - 5)
 
-    async def _start(self, endpoint: ProgramEndpoint, seconds: float, until: asyncio.Event) -> _End:
-        """Run the function, the command, or the command in a sandbox, which
-        ends when `until` is set."""
-        files = checked_files(
-            self.files(endpoint.task) if callable(self.files) else self.files or {}
-        )
-        if self.sandbox is None or callable(self.command):
-            write_files(endpoint.directory, files)
+        over = asyncio.Event()
+        work = asyncio.ensure_future(self._work(endpoint, seconds, over))
+        session_end = asyncio.ensure_future(session.ended.wait())
+        try:
+            await asyncio.wait(
+                [work, session_end], timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            late = not work.done() and not session_end.done()
+            if session_end.done() and not work.done():
+                await asyncio.wait([work], timeout=END_S)
+
+            over.set()
+            if not work.done() and self.sandbox is not None:
+                # The sandbox kills the program now, and hands out its files.
+                await asyncio.wait([work], timeout=END_S)
+            if not work.done():
+                return _End(late=late)
+            return replace(work.result(), late=late)
+        finally:
+            work.cancel()
+            session_end.cancel()
+            await asyncio.gather(work, session_end, return_exceptions=True)
+
+    async def _work(self, endpoint: ProgramEndpoint, seconds: float, over: asyncio.Event) -> _End:
+        """Run the function, the command, or the command in a sandbox, which ends once `over` is
+        set."""
+        files = self.files(endpoint.task) if callable(self.files) else self.files or {}
+        files = checked_files(files)
         if callable(self.command):
+            write_files(endpoint.directory, files)
             return await _call(self.command, endpoint)
         if self.sandbox is None:
+            write_files(endpoint.directory, files)
             return await _process(self.command, endpoint, self.env)
+
         box = replace(self.sandbox, seconds=seconds + 2 * END_S, output=MAX_OUTPUT)
         values = endpoint.values(WORK)
-        command = [fill(one, values) for one in self.command]
-        env = endpoint.variables(HOME) | {
-            name: fill(value, values) for name, value in self.env.items()
-        }
-        assert endpoint.gate is not None  # the sandbox works here, so this is Linux
+        command = [fill(argument, values) for argument in self.command]
+        env = endpoint.variables(HOME)
+        env |= {name: fill(value, values) for name, value in self.env.items()}
+        # The sandbox works here, so this is Linux, where the server has a socket.
+        assert endpoint.gate is not None
         try:
-            ran = await run_sandboxed(box, command, env, files, endpoint.gate, until)
+            ran = await run_sandboxed(box, command, env, files, endpoint.gate, over)
         except SandboxError as error:
             return _End(error=EnvError(str(error)))
-        write_files(
-            endpoint.directory,
-            {**ran.files, ".home/stdout": ran.stdout, ".home/stderr": ran.stderr},
-        )
+
+        streams = {".home/stdout": ran.stdout, ".home/stderr": ran.stderr}
+        write_files(endpoint.directory, {**ran.files, **streams})
         if ran.limit == "memory" and ran.signal is not None:
-            held = (
+            fault = EnvError(
                 "the program was killed: its processes together held more than "
-                f"{box.memory >> 20} MiB"
+                f"{box.memory >> 20} MiB; give it more with sandbox = {{ memory = BYTES }}"
             )
-            return _End(error=EnvError(f"{held}; give it more with sandbox = {{ memory = BYTES }}"))
-        if ran.signal is not None and not ran.timed_out and not until.is_set():
+            return _End(error=fault)
+        if ran.signal is not None and not ran.timed_out and not over.is_set():
             # The relay to the endpoint gave up, or the program killed its own first process:
             # nothing that a score could judge.
-            relay = [line for line in ran.stderr.splitlines() if line.startswith(RELAY_ENDED)]
-            why = shortened(relay[-1] if relay else _last_line(ran.stderr))
-            return _End(
-                error=EnvError(
-                    f"the program's first process in the sandbox was ended by {ran.signal}: {why}"
-                )
+            relay_lines = [line for line in ran.stderr.splitlines() if line.startswith(RELAY_ENDED)]
+            why = shortened(relay_lines[-1] if relay_lines else _last_line(ran.stderr))
+            fault = EnvError(
+                f"the program's first process in the sandbox was ended by {ran.signal}: {why}"
             )
+            return _End(error=fault)
         return _End(ran.exit_status)
 
     async def _score(
-        self, task: Task, model: Model, session: ProxySession, directory: Path, ended: _End
+        self, task: Task, model: Model, session: ProxySession, directory: Path, end: _End
     ) -> Any:
-        stop = StopReason.DONE
-        if session.limit is not None:
-            stop = StopReason(session.limit.reason)
-        elif ended.late:
-            stop = StopReason.WALL_CLOCK
-        elif ended.error is not None:
-            raise ended.error
-        elif ended.code is not None and ended.code not in self.exit_codes:
-            last = shortened(_last_line(ended.read(directory, "stderr")))
-            raise EnvError(
-                f"the program ended with status {ended.code}: {last}; see exit_codes for others "
-                "than 0"
-            )
-        output = (
-            ended.returned if isinstance(ended.returned, str) else ended.read(directory, "stdout")
+        stop = self._stop(session, directory, end)
+        output = end.returned
+        if not isinstance(output, str):
+            output = end.read(directory, "stdout")
+        result = ProgramResult(
+            task=task,
+            trajectory=model.trajectory,
+            exit_code=end.code,
+            output=output,
+            errors=end.read(directory, "stderr"),
+            directory=directory,
+            stop=stop,
+            returned=end.returned,
         )
-        given = (
-            task,
-            model.trajectory,
-            ended.code,
-            output,
-            ended.read(directory, "stderr"),
-            directory,
-            stop,
-            ended.returned,
-        )
-        value = await call_user(partial(self.score, ProgramResult(*given)), {})
+
+        value = await call_user(partial(self.score, result), {})
         if stop is StopReason.DONE:
             return value
         scores = value if isinstance(value, Scores) else Scores(value)
         return replace(scores, status=stop)
+
+    def _stop(self, session: ProxySession, directory: Path, end: _End) -> StopReason:
+        """Return why the episode stopped; raise the error of a program that failed.
+
+        A limit goes first: a program whose requests are refused may well end with an error.
+        """
+        if session.limit is not None:
+            return StopReason(session.limit.reason)
+        if end.late:
+            return StopReason.WALL_CLOCK
+
+        if end.error is not None:
+            raise end.error
+        if end.code is not None and end.code not in self.exit_codes:
+            last = shortened(_last_line(end.read(directory, "stderr")))
+            raise EnvError(
+                f"the program ended with status {end.code}: {last}; see exit_codes for others "
+                "than 0"
+            )
+        return StopReason.DONE
 
 
 def program(
@@ -336,22 +356,30 @@ def program(
             in a sandbox, or where the sandbox does not work.
     """
     _server_class()
-    if not callable(command) and (
-        isinstance(command, str) or not command or not all(isinstance(one, str) for one in command)
-    ):
-        raise UsageError(
-            'program: the command is a list of texts, such as ["python", "agent.py"], not '
-            f"{command!r:.80}"
-        )
+    if not callable(command):
+        is_text = isinstance(command, str)
+        if is_text or not command or not all(isinstance(argument, str) for argument in command):
+            raise UsageError(
+                'program: the command is a list of texts, such as ["python", "agent.py"], not '
+                f"{command!r:.80}"
+            )
+        command = tuple(command)
     settings = ProxySettings(untrained=tuple(untrained), models=tuple(models))
     if sandbox and callable(command):
         raise UsageError(
             "program: a function runs in this process, so it cannot be in a sandbox; give a command"
         )
-    given = command if callable(command) else tuple(command)
     box = check_sandbox(sandbox, () if callable(command) else command)
     return Program(
-        given, score, files, dict(env or {}), tuple(exit_codes), seconds, settings, tasks, box
+        command=command,
+        score=score,
+        files=files,
+        env=dict(env or {}),
+        exit_codes=tuple(exit_codes),
+        seconds=seconds,
+        settings=settings,
+        tasks=tasks,
+        sandbox=box,
     )
 
 
@@ -389,16 +417,18 @@ async def _call(function: Callable[[ProgramEndpoint], Any], endpoint: ProgramEnd
 async def _process(
     command: Sequence[str], endpoint: ProgramEndpoint, more: Mapping[str, str]
 ) -> _End:
-    home, values = endpoint.directory / ".home", endpoint.values()
+    """Run a command with a home directory of its own, and kill all its processes at the end."""
+    home = endpoint.directory / ".home"
     home.mkdir(exist_ok=True)
-    env = {
-        name: os.environ[name] for name in _INHERITED if name in os.environ
-    } | endpoint.variables(str(home))
+    values = endpoint.values()
+    env = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    env |= endpoint.variables(str(home))
     env |= {name: fill(value, values) for name, value in more.items()}
+
     with (home / "stdout").open("wb") as stdout, (home / "stderr").open("wb") as stderr:
         try:
             process = await asyncio.create_subprocess_exec(
-                *(fill(one, values) for one in command),
+                *(fill(argument, values) for argument in command),
                 cwd=endpoint.directory,
                 env=env,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -407,9 +437,9 @@ async def _process(
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
-            return _End(
-                error=EnvError(f"the program {command[0]!r:.80} cannot be started: {words(error)}")
-            )
+            fault = f"the program {command[0]!r:.80} cannot be started: {words(error)}"
+            return _End(error=EnvError(fault))
+
     try:
         return _End(await process.wait())
     finally:
@@ -421,32 +451,40 @@ async def _process(
 
 def fill(text: str, values: Mapping[str, str]) -> str:
     """Return a text with `{name}` replaced, once; other braces stay."""
-    pieces, at = [], 0
-    while (start := text.find("{", at)) >= 0:
+    pieces = []
+    done = 0
+    start = text.find("{")
+    while start >= 0:
+        pieces.append(text[done:start])
         end = text.find("}", start)
         name = text[start + 1 : end] if end > 0 else ""
-        pieces.append(text[at:start])
-        pieces.append(values[name] if name in values else text[start : start + 1])
-        at = end + 1 if name in values else start + 1
-    return "".join(pieces) + text[at:]
+        if name in values:
+            pieces.append(values[name])
+            done = end + 1
+        else:
+            pieces.append("{")
+            done = start + 1
+        start = text.find("{", done)
+    return "".join(pieces) + text[done:]
 
 
 def kill_marked(key: str) -> int:
-    """Kill the processes that have a session's key in their environment, until none is left;
-    return how many there were.
+    """Kill the processes that have a session's key in their environment, until none is left.
 
-    Only where `/proc` lists processes. A process that cleared its environment is not found.
+    Returns how many there were. It works only where `/proc` lists processes, and does not find a
+    process that cleared its environment.
     """
-    mark, killed = f"{_MARK}={key}".encode(), 0
+    mark = f"{_MARK}={key}".encode()
+    killed = 0
+    # More than once: a process may start others while it is looked for.
     for _ in range(100):
-        found = [
-            one for one in Path("/proc").glob("[0-9]*/environ") if mark in _bytes(one).split(b"\0")
-        ]
-        if not found:
+        environments = Path("/proc").glob("[0-9]*/environ")
+        marked = [path for path in environments if mark in _bytes(path).split(b"\0")]
+        if not marked:
             break
-        for one in found:
+        for path in marked:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(one.parent.name), signal.SIGKILL)
+                os.kill(int(path.parent.name), signal.SIGKILL)
                 killed += 1
     return killed
 
@@ -506,7 +544,8 @@ class _SharedServer:
         async with self._lock:
             self._users -= 1
             if not self._users and self._server is not None:
-                server, self._server = self._server, None
+                server = self._server
+                self._server = None
                 await server.__aexit__()
 
 

@@ -28,16 +28,16 @@ _ARGUMENTS = (
 )
 
 
-def adapt(found: ForeignObject) -> Program | None:
+def adapt(foreign: ForeignObject) -> Program | None:
     """Make the agent function of `[env.args]`.
 
-    `command` (a list; `{recipe}` is the recipe's directory) or `agent`
-    (`file.py:function`), and `score` (`file.py:function`) are needed; `files` and `env` are
-    tables, `files` also `file.py:function`.
+    `command` (a list; `{recipe}` is the recipe's directory) or `agent` (`file.py:function`), and
+    `score` (`file.py:function`) are needed; `files` and `env` are tables, `files` also
+    `file.py:function`.
     """
-    if not isinstance(found.target, Registered):
+    if not isinstance(foreign.target, Registered):
         return None
-    args = dict(found.args)
+    args = dict(foreign.args)
     for key in args:
         if key not in _ARGUMENTS:
             raise ConfigError(
@@ -53,23 +53,26 @@ def adapt(found: ForeignObject) -> Program | None:
             'use = "program" needs args.score = "file.py:function", called with the result of '
             "each episode"
         )
+
     command: Sequence[str] | Callable[..., Any]
     if "agent" in args:
-        command = _function(args.pop("agent"), "agent", found)
+        command = _function(args.pop("agent"), "agent", foreign)
     else:
-        command = _command(args.pop("command"), found.base)
+        command = _command(args.pop("command"), foreign.base)
+
     files = args.pop("files", None)
     if files is not None and not isinstance(files, Mapping):
-        files = _function(files, "files", found)
+        files = _function(files, "files", foreign)
     env = args.pop("env", {})
-    if not isinstance(env, Mapping) or not all(isinstance(one, str) for one in env.values()):
+    if not isinstance(env, Mapping) or not all(isinstance(text, str) for text in env.values()):
         raise ConfigError("args.env is a table of texts, the variables of the program")
+
     from turnwright_serve.proxy import program
 
     try:
         return program(
             command,
-            score=_function(args.pop("score"), "score", found),
+            score=_function(args.pop("score"), "score", foreign),
             files=files,
             env=env,
             **args,
@@ -79,24 +82,22 @@ def adapt(found: ForeignObject) -> Program | None:
 
 
 def _command(value: Any, base: Path) -> list[str]:
-    if (
-        not isinstance(value, (list, tuple))
-        or not value
-        or not all(isinstance(one, str) for one in value)
-    ):
+    is_list = isinstance(value, (list, tuple))
+    if not is_list or not value or not all(isinstance(argument, str) for argument in value):
         raise ConfigError(
             f'args.command is a list of texts, such as ["python", "agent.py"], not {value!r:.80}'
         )
     from turnwright_serve.proxy.programs import fill
 
-    return [fill(one, {"recipe": str(base.resolve())}) for one in value]
+    values = {"recipe": str(base.resolve())}
+    return [fill(argument, values) for argument in value]
 
 
-def _function(value: Any, name: str, found: ForeignObject) -> Callable[..., Any]:
-    made = load_named(value, found, f"args.{name}")
-    if not callable(made):
+def _function(value: Any, name: str, foreign: ForeignObject) -> Callable[..., Any]:
+    function = load_named(value, foreign, f"args.{name}")
+    if not callable(function):
         raise ConfigError(f"args.{name} = {value!r:.80} is no function; write file.py:function")
-    return made  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 FRAMEWORK = Framework("program", adapt, recognizes=False)

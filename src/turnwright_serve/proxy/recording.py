@@ -1,4 +1,9 @@
-"""Recording without a run: programs come to a port, and each session of theirs is an episode."""
+"""Recording without a run: programs come to a port, and each session of theirs is an episode.
+
+`record_sessions` serves the port; `RecordedSessions` finds the session of a request, plays an
+episode for each, and ends those that are ended, idle or closed. A session's requests are answered
+by a `ProxySession`, as in a run.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +62,13 @@ class RecordedSessions:
         note: Callable[[str], None],
         settings: ProxySettings,
     ) -> None:
-        self._stream, self._idle_s, self._note, self._settings = stream, idle_s, note, settings
+        self._stream = stream
+        self._idle_s = idle_s
+        self._note = note
+        self._settings = settings
         self._open: dict[str, _Open] = {}
         self._numbers: Counter[str] = Counter()
+        """How many sessions of each name began."""
         self._roots: dict[str, str] = {}
         """Sessions of OpenCode's sub-agents, and the session that each belongs to."""
         self._playing: set[asyncio.Task[list[Trajectory]]] = set()
@@ -80,23 +89,23 @@ class RecordedSessions:
                     404,
                 )
             return path
-        given = next((headers[name] for name in _SESSION_HEADERS if headers.get(name)), "")
-        if given:
+
+        named = next((headers[name] for name in _SESSION_HEADERS if headers.get(name)), "")
+        if named:
             parent = headers.get(_PARENT_HEADER, "")
-            root = self._roots.setdefault(given, self._roots.get(parent, parent) or given)
+            root = self._roots.setdefault(named, self._roots.get(parent, parent) or named)
             return root if _NAME.fullmatch(root) else _digest("session", root)
         return _digest("key", key) if key else "session"
 
     async def session(self, name: str) -> ProxySession:
         """Return the session of a name; begin one if none is open."""
-        found = self._open.get(name)
-        if found is None or found.over.is_set():
-            found = self._open[name] = _Open(
-                asyncio.get_running_loop().create_future(), time.monotonic()
-            )
-            self._begin(name, found)
-        found.used = time.monotonic()
-        return await asyncio.shield(found.ready)
+        recording = self._open.get(name)
+        if recording is None or recording.over.is_set():
+            recording = _Open(asyncio.get_running_loop().create_future(), time.monotonic())
+            self._open[name] = recording
+            self._begin(name, recording)
+        recording.used = time.monotonic()
+        return await asyncio.shield(recording.ready)
 
     def end(self, name: str, reward: float | None) -> None:
         """End a session, with its reward.
@@ -104,41 +113,40 @@ class RecordedSessions:
         Raises:
             RequestFault: if none of that name is open.
         """
-        found = self._open.get(name)
-        if found is None or found.over.is_set():
+        recording = self._open.get(name)
+        if recording is None or recording.over.is_set():
             raise RequestFault(f"no open session {name!r:.120}", 404)
-        found.reward = reward
-        found.over.set()
+        recording.reward = reward
+        recording.over.set()
 
     async def close(self) -> None:
         """End all sessions, and wait until they are recorded."""
-        for one in self._open.values():
-            one.over.set()
+        for recording in self._open.values():
+            recording.over.set()
         await asyncio.gather(*self._playing, return_exceptions=True)
 
-    def _begin(self, name: str, opened: _Open) -> None:
+    def _begin(self, name: str, recording: _Open) -> None:
         number = self._numbers[name]
         self._numbers[name] += 1
 
         async def play(task: Task, model: Model) -> Scores:
             session = ProxySession(model, self._settings)
-            opened.ready.set_result(session)
+            recording.ready.set_result(session)
             try:
-                await self._until_over(session, opened)
+                await self._until_over(session, recording)
             finally:
-                opened.over.set()
+                recording.over.set()
                 await session.end()
             if session.error is not None:
                 raise session.error
-            return Scores(
-                opened.reward,
-                status="completed" if session.limit is None else StopReason(session.limit.reason),
-            )
+            if session.limit is None:
+                return Scores(recording.reward, status="completed")
+            return Scores(recording.reward, status=StopReason(session.limit.reason))
 
         async def record() -> list[Trajectory]:
-            played = await self._stream.submit(
-                [EpisodeSpec(Task(name, id=name), EpisodeKey(PHASE, 0, name, number), play=play)]
-            )
+            key = EpisodeKey(PHASE, 0, name, number)
+            episode = EpisodeSpec(Task(name, id=name), key, play=play)
+            played = await self._stream.submit([episode])
             self.trajectories += played
             for trajectory in played:
                 self._note(_line(trajectory))
@@ -150,31 +158,29 @@ class RecordedSessions:
         def finished(done: asyncio.Task[list[Trajectory]]) -> None:
             self._playing.discard(done)
             error = None if done.cancelled() else done.exception()
-            if not opened.ready.done():
-                opened.ready.set_exception(
-                    RequestFault(
-                        f"the session could not begin: {error or 'the recorder is closed'}"
-                    )
-                )
+            if not recording.ready.done():
+                reason = error or "the recorder is closed"
+                fault = RequestFault(f"the session could not begin: {reason}")
+                recording.ready.set_exception(fault)
             elif error is not None:
                 self._note(f"{name}: {error}")
 
         task.add_done_callback(finished)
 
-    async def _until_over(self, session: ProxySession, opened: _Open) -> None:
+    async def _until_over(self, session: ProxySession, recording: _Open) -> None:
         """Wait until a session is ended, by a request, a limit or its silence."""
-        waits = [asyncio.ensure_future(event.wait()) for event in (opened.over, session.ended)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (recording.over, session.ended)]
         try:
-            while not any(one.done() for one in waits):
-                left = opened.used + self._idle_s - time.monotonic()
+            while not any(wait.done() for wait in waits):
+                left = recording.used + self._idle_s - time.monotonic()
                 if left <= 0 and not session.busy:
                     return
                 await asyncio.wait(
                     waits, timeout=max(left, 0.1), return_when=asyncio.FIRST_COMPLETED
                 )
         finally:
-            for one in waits:
-                one.cancel()
+            for wait in waits:
+                wait.cancel()
 
 
 def _digest(kind: str, value: str) -> str:
@@ -183,13 +189,12 @@ def _digest(kind: str, value: str) -> str:
 
 def _line(trajectory: Trajectory) -> str:
     ids = sum(len(span.ids) for span in trajectory.spans if span.sampled)
-    branches = ", ".join(
-        f"{name} {number}" for name, number in trajectory.branches.items() if number
-    )
+    counted = [f"{name} {number}" for name, number in trajectory.branches.items() if number]
+    branches = f" ({', '.join(counted)})" if counted else ""
     rows = sum(1 for _ in trajectory.samples())
     failed = "" if trajectory.error is None else f": {trajectory.error.message:.200}"
     text = f"{trajectory.key.task}: {len(trajectory.turns)} replies, {ids} sampled ids, {rows} rows"
-    return text + (f" ({branches})" if branches else "") + f", {trajectory.stop}{failed}"
+    return f"{text}{branches}, {trajectory.stop}{failed}"
 
 
 async def record_sessions(
@@ -203,8 +208,8 @@ async def record_sessions(
     key: str | None = None,
     keyed_sampling: bool = True,
 ) -> list[Trajectory]:
-    """Record the sessions of programs until cancelled; return the finished episodes.
-    The URL goes to `on_start`.
+    """Record the sessions of programs until cancelled; return the finished episodes. The URL goes
+    to `on_start`.
 
     Args:
         key: API key that requests need; None for none. While the server listens, a file has it

@@ -27,15 +27,18 @@ from turnwright.types import Image
 from turnwright_serve.proxy.wire import RequestFault, WireMessage, rows_of, text_of
 
 KEPT_CONVERSATIONS = 8
-"""Conversations of an episode whose messages are kept for requests that continue them;
-others are read again."""
+"""Conversations of an episode whose messages are kept for requests that continue them; others are
+read again."""
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}]', re.DOTALL)
 """Strings and brackets of JSON. A string without an end is one too: looking for its end again and
 again would take long."""
 _SPACE = b" \t\n\r"
 _PLACE = secrets.token_hex(16)
 """In place of the rows of a body while the rest of it is parsed."""
-_QUOTE, _OPEN, _OPENS, _CLOSES = ord('"'), ord("{"), b"{[", ord("]")
+_QUOTE = ord('"')
+_OPEN = ord("{")
+_OPENS = b"{["
+_CLOSES = ord("]")
 
 Row = Mapping[str, Any]
 
@@ -62,21 +65,18 @@ class _Conversation:
     def go_on(
         self, rows: int, size: int, body: RequestBody, sizes: list[int], messages: list[WireMessage]
     ) -> None:
-        """Keep the first rows, which are `size` messages, and add those of a body
-        that begins with them."""
-        self.ends[rows:], self.hashes[rows:], self.sizes[rows:] = (
-            body.ends or [],
-            body.hashes,
-            sizes,
-        )
+        """Keep the first rows, which are `size` messages, and add those of a body that begins with
+        them."""
+        self.ends[rows:] = body.ends or []
+        self.hashes[rows:] = body.hashes
+        self.sizes[rows:] = sizes
         self.messages[size:] = messages
         self.raw = body.raw[body.start : body.start + self.ends[-1]] if self.ends else b""
 
     def shared(self, raw: bytes, start: int) -> int:
         """Return the number of first rows with which the rows of a body at `start` begin."""
-        rows = bisect_left(
-            range(1, len(self.ends) + 1), True, key=lambda size: not self._begins(raw, start, size)
-        )
+        numbers = range(1, len(self.ends) + 1)
+        rows = bisect_left(numbers, True, key=lambda number: not self._begins(raw, start, number))
         while rows and self.sizes[rows - 1] < 0:
             rows -= 1
         return rows
@@ -85,14 +85,15 @@ class _Conversation:
         """Return the same if a body begins with all rows, or all but the last, in which programs
         change marks; else 0."""
         most = len(self.ends)
-        return next(
-            (rows for rows in (most, most - 1) if rows > 0 and self._begins(raw, start, rows)), 0
-        )
+        for rows in (most, most - 1):
+            if rows > 0 and self._begins(raw, start, rows):
+                return rows
+        return 0
 
     def _begins(self, raw: bytes, start: int, rows: int) -> bool:
-        return raw.startswith(
-            self.raw if rows == len(self.ends) else self.raw[: self.ends[rows - 1]], start
-        )
+        # All of them are not copied.
+        prefix = self.raw if rows == len(self.ends) else self.raw[: self.ends[rows - 1]]
+        return raw.startswith(prefix, start)
 
 
 @dataclass(slots=True)
@@ -126,37 +127,43 @@ class RequestCache:
         self._conversations: list[_Conversation] = []
 
     def parse(self, raw: bytes, name: str) -> RequestBody:
-        """Parse a body whose rows are in the field `name`; raise `RequestFault`
-        if it is not an object."""
-        found = re.search(rb'"%s"\s*:\s*\[' % name.encode(), raw)
-        body = self._split(raw, name, found.end()) if found else None
+        """Parse a body whose rows are in the field `name`; raise `RequestFault` if it is not an
+        object."""
+        opening = re.search(rb'"%s"\s*:\s*\[' % name.encode(), raw)
+        body = self._split(raw, name, opening.end()) if opening else None
         return body or RequestBody(parse_object(raw), name, hash(raw), raw)
 
     def _split(self, raw: bytes, name: str, start: int) -> RequestBody | None:
+        """Parse the new rows of a body, and the rest of it; None where that cannot be proven."""
+        # Where the rows end that an earlier request had, and where the list ends.
         earlier, known = self._longest(raw, start)
-        at = start + (earlier.ends[known - 1] if earlier else 0)
-        ends, close = _row_ends(raw, at)
-        text = raw[at:close].lstrip(_SPACE) if close >= 0 else b""
-        if close < 0 or (text and earlier and text[:1] != b","):
+        begin = start + (earlier.ends[known - 1] if earlier else 0)
+        ends, close = _row_ends(raw, begin)
+        if close < 0:
             return None
+        text = raw[begin:close].lstrip(_SPACE)
+        if text and earlier is not None and text[:1] != b",":
+            return None
+
         try:
-            rows = orjson.loads(b"[%b]" % text[earlier is not None :])
+            rows = orjson.loads(b"[%b]" % (text if earlier is None else text[1:]))
             fields = orjson.loads(
                 b'%b"%b"%b' % (raw[: start - 1], _PLACE.encode(), raw[close + 1 :])
             )
         except orjson.JSONDecodeError:
             return None
-        if (
-            not isinstance(fields, dict)
-            or fields.get(name) != _PLACE
-            or len(rows) != len(ends)
-            or (text and not rows)
-        ):
+        if not isinstance(fields, dict) or fields.get(name) != _PLACE:
+            return None
+        # A comma without a row after it is no list.
+        if len(rows) != len(ends) or (text and not rows):
             return None
         fields[name] = rows
-        hashes, last = [], earlier.hashes[known - 1] if earlier else 0
-        for begin, end in zip((at, *ends), ends, strict=False):
-            hashes.append(last := hash((last, raw[begin:end])))
+
+        hashes: list[int] = []
+        last = earlier.hashes[known - 1] if earlier else 0
+        for row_begin, row_end in zip((begin, *ends), ends, strict=False):
+            last = hash((last, raw[row_begin:row_end]))
+            hashes.append(last)
         key = last, hash(raw[:start]), hash(raw[close:])
         return RequestBody(
             fields, name, key, raw, earlier, known, start, [end - start for end in ends], hashes
@@ -164,12 +171,18 @@ class RequestCache:
 
     def _longest(self, raw: bytes, start: int) -> tuple[_Conversation | None, int]:
         """Return the conversation with most rows that a body begins with, and their number."""
-        found = [(one.continued(raw, start), one) for one in self._conversations]
-        found = [(rows, one) for rows, one in found if rows and one.sizes[rows - 1] >= 0]
-        if not found:
-            found = [(one.shared(raw, start), one) for one in self._conversations]
-        rows, earlier = max(found, key=lambda pair: pair[0], default=(0, None))
-        return (earlier, rows) if rows else (None, 0)
+        candidates: list[tuple[int, _Conversation]] = []
+        for conversation in self._conversations:
+            rows = conversation.continued(raw, start)
+            if rows and conversation.sizes[rows - 1] >= 0:
+                candidates.append((rows, conversation))
+        if not candidates:
+            for conversation in self._conversations:
+                candidates.append((conversation.shared(raw, start), conversation))
+        if not candidates:
+            return None, 0
+        rows, longest = max(candidates, key=lambda pair: pair[0])
+        return (longest, rows) if rows else (None, 0)
 
     def messages(
         self,
@@ -187,9 +200,14 @@ class RequestCache:
             opening: a row before them.
             joins: whether a row is read together with neighbors for which this is true too.
         """
-        earlier, known = body.earlier, body.known
+        earlier = body.earlier
+        known = body.known
         if earlier is not None and earlier.opening != opening:
-            body, earlier, known = RequestCache().parse(body.raw, body.name), None, 0
+            # Another opening may change what the same rows mean.
+            body = RequestCache().parse(body.raw, body.name)
+            earlier = None
+            known = 0
+
         size = 0 if earlier is None else earlier.sizes[known - 1]
         messages = read([opening]) if earlier is None and opening is not None else []
         sizes: list[int] = []
@@ -197,15 +215,16 @@ class RequestCache:
             for rows in [list(group)] if joined else [[row] for row in group]:
                 messages += read(rows)
                 sizes += [-1] * len(rows) if joined else [size + len(messages)]
+
         if earlier is not None and known >= len(earlier.ends) - 1:
-            now = earlier
-            self._conversations.remove(now)
+            conversation = earlier
+            self._conversations.remove(conversation)
         else:
-            now = _Conversation(opening, earlier, known, size)
-        now.go_on(known, size, body, sizes, messages)
+            conversation = _Conversation(opening, earlier, known, size)
+        conversation.go_on(known, size, body, sizes, messages)
         if body.ends is not None:
-            self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], now]
-        return list(now.messages)
+            self._conversations = [*self._conversations[-KEPT_CONVERSATIONS + 1 :], conversation]
+        return list(conversation.messages)
 
     def of_url(self, url: Any) -> Image:
         """Return the image of a data URL; nothing is fetched and no file is read."""
@@ -224,19 +243,20 @@ class RequestCache:
 def parse_object(raw: bytes) -> Mapping[str, Any]:
     """Parse a body; raise `RequestFault` if it is not an object."""
     try:
-        found = orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise RequestFault(f"the body is not JSON: {error}") from None
-    if not isinstance(found, Mapping):
-        raise RequestFault(f"the body must be an object, not {type(found).__name__}")
-    return found
+    if not isinstance(value, Mapping):
+        raise RequestFault(f"the body must be an object, not {type(value).__name__}")
+    return value
 
 
-def _row_ends(raw: bytes, at: int) -> tuple[Sequence[int], int]:
-    """Return where the objects of a list end, from a place between two of them, and where the
-    list ends: -1 if unknown."""
-    ends, depth = [], 0
-    for token in _TOKENS.finditer(raw, at):
+def _row_ends(raw: bytes, start: int) -> tuple[Sequence[int], int]:
+    """Return where the objects of a list end, from a place between two of them, and where the list
+    ends: -1 if unknown."""
+    ends: list[int] = []
+    depth = 0
+    for token in _TOKENS.finditer(raw, start):
         first = raw[token.start()]
         if first == _QUOTE:
             if not depth:

@@ -1,8 +1,8 @@
 """First program inside a program's sandbox: it writes the files, relays the proxy's port to its
 socket, and runs the command.
 
-Uses only the standard library. It has the rights of the command, so nothing
-outside relies on what it does.
+It uses only the standard library. It has the rights of the command, so nothing outside relies on
+what it does.
 """
 
 from __future__ import annotations
@@ -21,13 +21,23 @@ import sys
 import threading
 import time
 
+# Importing typing takes a tenth of a program's start time.
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # importing typing takes a tenth of a program's start time
+if TYPE_CHECKING:
     from collections.abc import Callable
 
 RELAY_ENDED = "the relay to the endpoint ended:"
 """Beginning of the line with the reason why a program ended with its relay."""
 _CHUNK = 1 << 16
+_LATER = (
+    errno.EAGAIN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.ENOSPC,
+)
+"""Errors of connecting that end when other connections do."""
 _PAUSE_S = 0.05
 """Seconds without accepting connections after an error that others must end to mend."""
 _OTHER_FILES = 16
@@ -39,6 +49,7 @@ def main() -> None:
     """Run the command of `order.json` and end with its status."""
     with open("order.json") as file:
         order = json.load(file)
+
     for name in ("order.json", "main.py"):
         os.unlink(name)
     for folder in (order["work"], order["home"]):
@@ -48,8 +59,10 @@ def main() -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(base64.b64decode(content))
+
     listener = socket.create_server(("127.0.0.1", order["port"]), backlog=128)
     threading.Thread(target=_relay_or_end, args=(listener, order["socket"]), daemon=True).start()
+
     try:
         process = subprocess.Popen(
             order["command"], cwd=order["work"], env=order["env"], stdin=subprocess.DEVNULL
@@ -71,12 +84,13 @@ def _relay_or_end(listener: socket.socket, path: str) -> None:
     except BaseException as error:
         print(f"{RELAY_ENDED} {type(error).__name__}: {error}", file=sys.stderr, flush=True)
     finally:
-        os.kill(os.getpid(), signal.SIGABRT)  # a status that no program's own can be mistaken for
+        # A status that no program's own can be mistaken for.
+        os.kill(os.getpid(), signal.SIGABRT)
 
 
 def _connections_allowed() -> int:
-    """Return how many connections fit in the limit on open files, at two for each
-    beside this process's own."""
+    """Return how many connections fit in the limit on open files, at two for each beside this
+    process's own."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return max(1, (files - _OTHER_FILES) // 2)
 
@@ -88,7 +102,9 @@ class Relay:
     """
 
     def __init__(self, listener: socket.socket, path: str, most: int) -> None:
-        self._listener, self._path, self._most = listener, path, most
+        self._listener = listener
+        self._path = path
+        self._most = most
         self._selector = selectors.DefaultSelector()
         self._connections = 0
         self._waiting: socket.socket | None = None
@@ -105,9 +121,8 @@ class Relay:
             if self._waiting is not None and now >= self._next_at:
                 self._connect()
 
-            wanted = (
-                self._waiting is None and self._connections < self._most and now >= self._next_at
-            )
+            has_room = self._waiting is None and self._connections < self._most
+            wanted = has_room and now >= self._next_at
             if wanted and not accepting:
                 self._selector.register(self._listener, selectors.EVENT_READ)
             elif accepting and not wanted:
@@ -126,15 +141,19 @@ class Relay:
             self._waiting, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # no descriptor or no memory is left: there may be when others have ended
+        except OSError:
+            # No descriptor or no memory is left: there may be when other connections have ended.
             self._next_at = time.monotonic() + _PAUSE_S
             return
         self._connect()
 
     def _connect(self) -> None:
-        """Connect what was accepted to the proxy, now or later; close it where the proxy is gone,
-        as the episode is over."""
-        inner, self._waiting = self._waiting, None
+        """Connect what was accepted to the proxy, now or later.
+
+        Where the proxy is gone, the episode is over, and the connection is closed.
+        """
+        inner = self._waiting
+        self._waiting = None
         assert inner is not None
         outer = None
         try:
@@ -145,18 +164,13 @@ class Relay:
         except OSError as error:
             if outer is not None:
                 outer.close()
-            if error.errno in (
-                errno.EAGAIN,
-                errno.EMFILE,
-                errno.ENFILE,
-                errno.ENOBUFS,
-                errno.ENOMEM,
-                errno.ENOSPC,
-            ):
-                self._waiting, self._next_at = inner, time.monotonic() + _PAUSE_S
+            if error.errno in _LATER:
+                self._waiting = inner
+                self._next_at = time.monotonic() + _PAUSE_S
             else:
                 inner.close()
             return
+
         self._connections += 1
         connection.work()
 
@@ -165,8 +179,8 @@ class Relay:
 
 
 class _Connection:
-    """Two sockets, each of which gets what the other one sends; `ended` is called
-    when both are closed."""
+    """Two sockets, each of which gets what the other one sends; `ended` is called when both are
+    closed."""
 
     def __init__(
         self,
@@ -175,7 +189,8 @@ class _Connection:
         selector: selectors.BaseSelector,
         ended: Callable[[], None],
     ) -> None:
-        self._selector, self._ended = selector, ended
+        self._selector = selector
+        self._ended = ended
         self._pipes = [_Pipe(inner, outer), _Pipe(outer, inner)]
         self._registered: dict[socket.socket, int] = {}
         self._closed = False
@@ -184,7 +199,8 @@ class _Connection:
 
     def work(self) -> None:
         """Move what can be moved; close both sockets when nothing more comes from either."""
-        if self._closed:  # by the other socket's event of the same round
+        # The other socket's event of the same round may have closed it.
+        if self._closed:
             return
         for pipe in self._pipes:
             pipe.move()
@@ -194,11 +210,15 @@ class _Connection:
             self._register()
 
     def _register(self) -> None:
-        """Wait for what each socket is needed for: to read where there is room, to write
-        where something waits."""
+        """Wait for what each socket is needed for: to read where there is room, to write where
+        something waits."""
         for pipe, back in (self._pipes, self._pipes[::-1]):
-            events = selectors.EVENT_READ if pipe.reads else 0
-            events |= selectors.EVENT_WRITE if back.held else 0
+            events = 0
+            if pipe.reads:
+                events |= selectors.EVENT_READ
+            if back.held:
+                events |= selectors.EVENT_WRITE
+
             before = self._registered.get(pipe.source, 0)
             if events == before:
                 continue
@@ -224,10 +244,12 @@ class _Pipe:
     """One direction of a connection."""
 
     def __init__(self, source: socket.socket, sink: socket.socket) -> None:
-        self.source, self.sink = source, sink
+        self.source = source
+        self.sink = sink
         self.held = b""
         """What was read and not yet written."""
-        self.closed = self._at_end = False
+        self.closed = False
+        self._at_end = False
 
     @property
     def reads(self) -> bool:
@@ -249,7 +271,9 @@ class _Pipe:
         except BlockingIOError:
             pass
         except OSError:
-            self.held, self._at_end = b"", True
+            self.held = b""
+            self._at_end = True
+
         if self._at_end and not self.held and not self.closed:
             self.closed = True
             with contextlib.suppress(OSError):

@@ -1,5 +1,7 @@
-"""Programs in a sandbox: the proxy's socket is their only way out, and their files
-are copied in and out."""
+"""Programs in a sandbox: the proxy's socket is their only way out.
+
+Their files are copied in and out. What runs first inside is `sandbox_launcher`.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from typing import Any
 from turnwright.envs.isolation.sandbox import Sandbox, SandboxResult, sandbox_problem
 from turnwright.errors import UsageError
 
-WORK, HOME = "/tmp/work", "/tmp/home"
-"""Working and home directory of a program inside."""
+WORK = "/tmp/work"
+"""Working directory of a program inside."""
+HOME = "/tmp/home"
+"""Home directory of a program inside."""
 DEFAULT = Sandbox(memory=2 << 30, disk=64 << 20, processes=128, open_files=256)
 """Limits of `sandbox = true`; its `seconds` and `output` are the program's."""
 _PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -35,25 +39,26 @@ def check_sandbox(
     nothing of this machine.
 
     Raises:
-        UsageError: where the sandbox does not work on this machine, since
-            nothing runs without its walls.
+        UsageError: where the sandbox does not work on this machine, since nothing runs without its
+            walls.
     """
     if isinstance(given, Mapping):
-        known = Sandbox.__dataclass_fields__.keys() - {"seconds", "output", "python"}
-        if wrong := sorted(given.keys() - known):
-            raise UsageError(
-                f"sandbox has no limit {wrong[0]!r}; it has {', '.join(sorted(known))}"
-            )
+        limits = Sandbox.__dataclass_fields__.keys() - {"seconds", "output", "python"}
+        unknown = sorted(given.keys() - limits)
+        if unknown:
+            names = ", ".join(sorted(limits))
+            raise UsageError(f"sandbox has no limit {unknown[0]!r}; it has {names}")
         given = replace(DEFAULT, **{**given, "readable": tuple(given.get("readable", ()))})
     if not given:
         return None
-    if problem := sandbox_problem():
+
+    problem = sandbox_problem()
+    if problem:
         raise UsageError(problem)
     box = given if isinstance(given, Sandbox) else DEFAULT
-    named = [
-        os.path.abspath(word) for word in command if os.path.isabs(word) and os.path.exists(word)
-    ]
-    return replace(box, readable=tuple(dict.fromkeys([*box.readable, *_environment(), *named])))
+    named = [word for word in command if os.path.isabs(word) and os.path.exists(word)]
+    readable = [*box.readable, *_environment(), *map(os.path.abspath, named)]
+    return replace(box, readable=tuple(dict.fromkeys(readable)))
 
 
 async def run_sandboxed(
@@ -64,27 +69,31 @@ async def run_sandboxed(
     gate: tuple[int, Path],
     until: asyncio.Event,
 ) -> SandboxResult:
-    """Run a command; its directory is `WORK`, and it reaches the port of `gate` through
-    the socket of `gate`."""
+    """Run a command; its directory is `WORK`, and it reaches the port of `gate` through the socket
+    of `gate`."""
     port, socket = gate
-    variables = {name: os.environ[name] for name in _INHERITED if name in os.environ} | {
-        "PATH": _search_path()
-    }
-    content = {name: base64.b64encode(_bytes(value)).decode() for name, value in files.items()}
+    variables = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+    variables["PATH"] = _search_path()
     order = {
         "command": command,
         "env": {**variables, **env},
-        "files": content,
+        "files": {name: _base64(content) for name, content in files.items()},
         "port": port,
         "socket": str(socket),
+        "work": WORK,
+        "home": HOME,
     }
-    order |= {"work": WORK, "home": HOME}
-    given = {"order.json": json.dumps(order)}
     box = replace(box, readable=(*box.readable, str(socket)))
-    return await box.arun(_launcher(), given, keep=os.path.basename(WORK), until=until)
+    return await box.arun(
+        _launcher(),
+        {"order.json": json.dumps(order)},
+        keep=os.path.basename(WORK),
+        until=until,
+    )
 
 
 def _environment() -> list[str]:
+    """Return the directory of this Python's virtual environment, if it has one."""
     return [sys.prefix] if sys.prefix != sys.base_prefix else []
 
 
@@ -92,8 +101,9 @@ def _search_path() -> str:
     return ":".join([*(f"{prefix}/bin" for prefix in _environment()), _PATH])
 
 
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else value
+def _base64(content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    return base64.b64encode(data).decode()
 
 
 @cache

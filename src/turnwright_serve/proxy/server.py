@@ -1,5 +1,10 @@
-"""HTTP server of the recording proxy: `/s/TOKEN/v1/...` for each session, or `/v1/...` with
-the token as API key."""
+"""HTTP server of the recording proxy: `/s/TOKEN/v1/...` for each session, or `/v1/...` with the
+token as API key.
+
+`ProxyServer._answer` is one request: which session it belongs to (`_session`), what it says
+(`_read`), and the task that samples its reply (`ProxySession.submit`), whose answer is streamed or
+sent in one piece. The three chat APIs are a `Dialect` each.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +35,8 @@ HEARTBEAT_S = 5.0
 """Seconds without a reply after which a streamed answer begins, and between heartbeats. An answer
 that begins later can still have the status of an error."""
 _AGENT_HEADERS = ("x-claude-code-agent-id", "x-session-id", "thread-id")
-"""Headers by which programs name their agents; the first value of a session, or
-none, is the main agent's."""
+"""Headers by which programs name their agents; the first value of a session, or none, is the main
+agent's."""
 KEPT_BYTES = 256 * 2**20
 """Bytes of requests of which all sessions of a server keep something to read the next ones faster;
 those that have been without a request for longest drop it first."""
@@ -73,8 +78,8 @@ class ProxyServer:
     ) -> None:
         """
         Args:
-            recorded: sessions that begin with their first request; by default
-                only opened ones are served.
+            recorded: sessions that begin with their first request; by default only opened ones are
+                served.
             key: API key that requests of recorded ones need, as it is or followed by a dash and
                 any name; empty for none.
             keyed_sampling: whether all of them need it, or only those that end a session.
@@ -83,14 +88,15 @@ class ProxyServer:
         self._required_key = key
         self._keyed_sampling = keyed_sampling
         self._kept: dict[ProxySession, int] = {}
-        """Bytes of the requests of which a session keeps something; the last one
-        had the last request."""
+        """Bytes of the requests of which a session keeps something; the last one had the last
+        request."""
         self._kept_bytes = 0
         self._sessions: dict[str, ProxySession] = {}
         self._recorded = recorded
         self.unknown_sessions = 0
-        """Number of requests that named no session; those of a session are
-        counted in its episode."""
+        """Number of requests that named no session; those of a session are counted in its
+        episode."""
+
         routes: dict[tuple[str, str], Endpoint] = {}
         for path, dialect in (
             ("/v1/chat/completions", ChatCompletions()),
@@ -110,10 +116,11 @@ class ProxyServer:
         self._add(routes, "GET", "/v1/models", self._models)
         if recorded is not None:
             self._add(routes, "POST", "/end", self._end, keyed=True)
+
         self._folder = tempfile.TemporaryDirectory(prefix="turnwright-")
         self.socket = Path(self._folder.name, "proxy") if sys.platform.startswith("linux") else None
-        """Unix socket of the server, for programs in a sandbox without a network; in a
-        directory of this user."""
+        """Unix socket of the server, for programs in a sandbox without a network; in a directory of
+        this user."""
         self._http = JsonHttpServer(
             routes, host=host, port=port, token=None, unix=self.socket, limits=limits
         )
@@ -184,10 +191,10 @@ class ProxyServer:
         except RequestFault as fault:
             if dialect is None:
                 raise HttpError(fault.status, str(fault)) from None
+            # A program whose episode is over must end; one that is recorded may go on.
             status = dialect.end_status if ends and self._recorded is None else fault.status
-            raise HttpError(
-                status, str(fault), dialect.error(status, str(fault)), NO_RETRY
-            ) from None
+            body = dialect.error(status, str(fault))
+            raise HttpError(status, str(fault), body, NO_RETRY) from None
 
     def _opened(self, call: Call) -> ProxySession:
         session = self._sessions.get(call.path.get("token", "") or _key(call))
@@ -201,9 +208,8 @@ class ProxyServer:
     async def _session(self, call: Call) -> ProxySession:
         if self._recorded is None:
             return self._opened(call)
-        return await self._recorded.session(
-            self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
-        )
+        name = self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
+        return await self._recorded.session(name)
 
     async def _read(self, dialect: Dialect, session: ProxySession, call: Call) -> ReadRequest:
         """Read a request, in a thread if that takes long.
@@ -212,10 +218,13 @@ class ProxyServer:
             RequestFault: as `ProxySession.read`.
         """
         assert call.parse is not None
-        named = next(
-            (f"{name}={call.headers[name]}" for name in _AGENT_HEADERS if call.headers.get(name)),
-            "",
-        )
+        named = ""
+        for header in _AGENT_HEADERS:
+            value = call.headers.get(header)
+            if value:
+                named = f"{header}={value}"
+                break
+
         async with session.reading:
             await session.turn()
             try:
@@ -226,8 +235,8 @@ class ProxyServer:
         return read
 
     def _keep(self, session: ProxySession, size: int) -> None:
-        """Count a request of which its session keeps something, and let sessions forget
-        where all keep too much."""
+        """Count a request of which its session keeps something, and let sessions forget where all
+        keep too much."""
         self._kept[session] = self._kept.pop(session, 0) + size
         self._kept_bytes += size
         for other in list(self._kept):
@@ -239,12 +248,12 @@ class ProxyServer:
 
     async def _models(self, call: Call) -> Any:
         try:
-            names = (await self._session(call)).settings.models or ("turnwright",)
+            session = await self._session(call)
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
         rows = [
             {"id": name, "object": "model", "created": 0, "owned_by": "turnwright"}
-            for name in names
+            for name in session.settings.models or ("turnwright",)
         ]
         return {"object": "list", "data": rows}
 
@@ -254,7 +263,8 @@ class ProxyServer:
         assert call.parse is not None
         try:
             name = self._recorded.name_of(call.path.get("token", ""), call.headers, _key(call))
-            self._recorded.end(name, _reward(await call.parse(parse_object)))
+            reward = _reward(await call.parse(parse_object))
+            self._recorded.end(name, reward)
         except RequestFault as fault:
             raise HttpError(fault.status, str(fault)) from None
         return {"ended": name}
@@ -278,8 +288,11 @@ class ProxyServer:
             task = session.submit(read, retried=retried)
         except RequestFault as fault:
             return _refused(dialect, fault, session)
+
+        # A streamed answer waits for a while too: once begun, it has no status of an error.
         await asyncio.wait([task], timeout=HEARTBEAT_S if request.stream else None)
-        if task.done() and (problem := _problem(task)) is not None:
+        problem = _problem(task) if task.done() else None
+        if problem is not None:
             return _refused(dialect, problem, session)
         if request.stream:
             return StreamingResponse(
@@ -307,9 +320,11 @@ async def _stream(
     while not task.done():
         yield dialect.heartbeat
         await asyncio.wait([task], timeout=HEARTBEAT_S)
-    if (problem := _problem(task)) is not None:
+    problem = _problem(task)
+    if problem is not None:
         yield dialect.error_event(dialect.end_status, str(problem))
         return
+
     exchange = task.result()
     for piece in dialect.events(request, exchange.sent()):
         yield piece
@@ -318,21 +333,22 @@ async def _stream(
 
 def _key(call: Call) -> str:
     """Return the API key of a request."""
-    scheme, _, given = call.headers.get("authorization", "").partition(" ")
-    return call.headers.get("x-api-key", "") or (
-        given.strip() if scheme.lower() == "bearer" else ""
-    )
+    key = call.headers.get("x-api-key", "")
+    if key:
+        return key
+    scheme, _, value = call.headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else ""
 
 
 NO_KEY = "the API key is wrong or missing; turnwright record prints it when it starts"
 NO_RETRY = {"x-should-retry": "false"}
 
 
-def _fits(given: str, required: str) -> bool:
+def _fits(key: str, required: str) -> bool:
     """Return whether an API key is the required one, which a dash and a name may follow."""
     size = len(required)
-    own = hmac.compare_digest(given[:size].encode(), required.encode())
-    return own and (not required or given[size : size + 1] in ("", "-"))
+    begins_so = hmac.compare_digest(key[:size].encode(), required.encode())
+    return begins_so and (not required or key[size : size + 1] in ("", "-"))
 
 
 def _problem(task: asyncio.Task[Exchange]) -> RequestFault | None:

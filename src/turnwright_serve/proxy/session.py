@@ -1,4 +1,10 @@
-"""One program's conversations with the model: its requests become calls of `Model.generate`."""
+"""One program's conversations with the model: its requests become calls of `Model.generate`.
+
+`ProxySession.read` reads a request, `submit` samples its reply or finds the one it repeats, and
+`_reply` is one exchange from the conversation that it continues to what is sent. Which conversation
+that is, is decided by `History.match` (`matching.py`); the wire formats are in `chat.py`,
+`responses.py` and `anthropic.py`, the server in `server.py`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -24,13 +30,15 @@ from turnwright_serve.proxy.wire import UNMET_CHOICE, RequestFault, WireCall, Wi
 if TYPE_CHECKING:
     from turnwright_serve.proxy.dialect import Dialect
 
-MIN_TEXT, MAX_TEXT, TEXT_PER_TOKEN = 2**20, 2**22, 16
+TEXT_PER_TOKEN = 16
+MIN_TEXT = 2**20
+MAX_TEXT = 2**22
 """Maximum bytes of a request without its images: so many for each token of the context, at least
 the first, and the second where the context is not known. A MiB takes 0.4 s to render, in which no
 other request is answered."""
 UNPACED_TEXT = 2**18
-"""Bytes of such text after which the next request is read at once; a longer one makes it wait
-for a second for each MiB."""
+"""Bytes of such text after which the next request is read at once; a longer one makes it wait for a
+second for each MiB."""
 MAX_AGENT_NAME = 200
 """Maximum characters of a header that names an agent; of a longer one, a digest is kept."""
 
@@ -40,8 +48,8 @@ class ProxySettings:
     """How a program's requests are answered."""
 
     untrained: tuple[str, ...] = ("side",)
-    """Reasons of branches whose replies are recorded and not trained (`side`,
-    `subagent`, `compacted`, ...)."""
+    """Reasons of branches whose replies are recorded and not trained (`side`, `subagent`,
+    `compacted`, ...)."""
     models: tuple[str, ...] = ()
     """Names of models that requests may ask for; empty accepts any, since there is only one."""
 
@@ -58,6 +66,15 @@ class ReadRequest:
     """Bytes of its body."""
     text: int
     """Bytes of its body without its images."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LatestRequest:
+    """The last request of an agent."""
+
+    request: WireRequest
+    body: bytes
+    key: Hashable
 
 
 class ProxySession:
@@ -84,9 +101,10 @@ class ProxySession:
         """`time.monotonic()` from which on the next request is read."""
         self._tasks: dict[tuple[Hashable, str], asyncio.Task[Exchange]] = {}
         """The last task of each request, by the request."""
-        self._latest: dict[str, tuple[WireRequest, bytes, Hashable]] = {}
-        """Last request of each agent, its body and key."""
+        self._latest: dict[str, _LatestRequest] = {}
+        """By agent."""
         self._folds_roles = False
+        """Whether the template takes one system message alone."""
         self._requests = 0
 
     @property
@@ -97,7 +115,9 @@ class ProxySession:
     @property
     def why_ended(self) -> str:
         """Why no further request is answered."""
-        return "the episode is over" if self.limit is None else f"the episode is over: {self.limit}"
+        if self.limit is None:
+            return "the episode is over"
+        return f"the episode is over: {self.limit}"
 
     def count(self, *names: str, by: int = 1) -> None:
         """Count in the episode's metrics, as `proxy_<name>`."""
@@ -124,6 +144,7 @@ class ProxySession:
             raise RequestFault(
                 f"the model {request.model!r:.80} does not exist here; models are {known}", 404
             )
+
         key = self._key(request, dialect.name, body, agent)
         return ReadRequest(request, agent, key, len(raw), len(raw) - _image_bytes(request))
 
@@ -137,15 +158,17 @@ class ProxySession:
         """Set when the next request is read.
 
         Raises:
-            RequestFault: for more text than any context has, which ends the episode as
-                its context's limit does.
+            RequestFault: for more text than any context has, which ends the episode as its
+                context's limit does.
         """
         pause = max(0, read.text - UNPACED_TEXT) / 2**20
         self._next_reading = time.monotonic() + pause
+
         context = self.model.context
         most = MAX_TEXT if context is None else max(MIN_TEXT, TEXT_PER_TOKEN * context)
         if read.text <= most:
             return
+
         text = f"the request has {read.text} bytes of text; at most {most} are read"
         if context is None:
             raise RequestFault(text, 413)
@@ -154,12 +177,12 @@ class ProxySession:
         raise RequestFault(self.why_ended)
 
     def _agent(self, named: str) -> str:
-        """Return the name of an agent: the first that a session sees is
-        `main`, others are numbered."""
+        """Return the name of an agent: the first that a session sees is `main`, others are
+        numbered."""
         if len(named) > MAX_AGENT_NAME:
             named = blake2b(named.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if named not in self.agents:
-            self.agents[named] = "main" if not self.agents else f"agent{len(self.agents)}"
+            self.agents[named] = f"agent{len(self.agents)}" if self.agents else "main"
         return self.agents[named]
 
     def submit(self, read: ReadRequest, *, retried: bool) -> asyncio.Task[Exchange]:
@@ -181,35 +204,39 @@ class ProxySession:
             if not exchange.continued and (retried or not exchange.delivered):
                 self.count("served_again")
                 return last
+
         if self.ended.is_set():
             raise RequestFault(self.why_ended)
         self.check_text(read)
 
-        self._tasks[name] = task = asyncio.ensure_future(self._reply(read.request, read.agent))
+        task = asyncio.ensure_future(self._reply(read.request, read.agent))
+        self._tasks[name] = task
 
         def finished(done: asyncio.Task[Exchange]) -> None:
             # A failure is not served again, and would keep its request.
-            if (done.cancelled() or done.exception() is not None) and self._tasks.get(name) is done:
+            failed = done.cancelled() or done.exception() is not None
+            if failed and self._tasks.get(name) is done:
                 del self._tasks[name]
 
         task.add_done_callback(finished)
         return task
 
     def _key(self, request: WireRequest, dialect: str, body: RequestBody, agent: str) -> Hashable:
-        """Return what equal requests have in common; Codex writes the keys of a
-        retry in another order."""
-        known = self._latest.get(agent)
+        """Return what equal requests have in common; Codex writes the keys of a retry in another
+        order."""
+        latest = self._latest.get(agent)
         raw = body.raw
         if (
-            known is not None
-            and len(known[1]) == len(raw)
-            and known[0] == request
-            and _sorted(known[1]) == _sorted(raw)
+            latest is not None
+            and len(latest.body) == len(raw)
+            and latest.request == request
+            and _sorted(latest.body) == _sorted(raw)
         ):
-            return known[2]
+            return latest.key
+
         key = dialect, len(raw), body.key
         self._latest.pop(agent, None)
-        self._latest[agent] = request, raw, key
+        self._latest[agent] = _LatestRequest(request, raw, key)
         if len(self._latest) > KEPT_CONVERSATIONS:
             del self._latest[next(iter(self._latest))]
         return key
@@ -219,13 +246,16 @@ class ProxySession:
             self.count(name, by=number)
         if not request.messages:
             raise RequestFault("a request needs at least one message")
+
         exchange = self.history.match(request, agent)
-        number = self._requests = self._requests + 1
+        self._requests += 1
+        number = self._requests
         try:
             reply = await self._generate(exchange, request)
         except BaseException:
             self.history.withdraw(exchange)
             raise
+
         self._record(exchange, reply)
         wire = self._wire(reply, number, request.stop)
         self.history.add_reply(exchange, reply, wire)
@@ -234,18 +264,18 @@ class ProxySession:
         return exchange
 
     async def count_tokens(self, request: WireRequest) -> int:
-        """Return the number of ids of a request's prompt, in which recorded replies
-        have their sampled ids."""
-        messages = self.history.read(request)[0]
-        known = {
-            id(one.reply.message): one.reply.ids
-            for one in self.history.exchanges
-            if one.reply is not None
+        """Return the number of ids of a request's prompt, in which recorded replies have their
+        sampled ids."""
+        messages, *_ = self.history.read(request)
+        ids_of_message = {
+            id(exchange.reply.message): exchange.reply.ids
+            for exchange in self.history.exchanges
+            if exchange.reply is not None
         }
         replies = {
-            number: known[id(message)]
+            number: ids_of_message[id(message)]
             for number, message in enumerate(messages)
-            if id(message) in known
+            if id(message) in ids_of_message
         }
         try:
             return len(await self.model.render(messages, replies, request.tools))
@@ -253,23 +283,28 @@ class ProxySession:
             raise RequestFault(str(error)) from error
 
     async def _generate(self, exchange: Exchange, request: WireRequest) -> Reply:
-        given: dict[str, Any] = {
-            "agent": exchange.agent,
-            "tools": request.tools,
-            "max_tokens": request.max_tokens,
-        }
-        given |= {"stop": request.stop, "branch": exchange.branch}
-        generate: Callable[..., Awaitable[Reply]] = self.model.generate
+        """Sample a reply; a limit, or what fails, ends the episode."""
+
+        async def generate(messages: list[Message]) -> Reply:
+            return await self.model.generate(
+                messages,
+                agent=exchange.agent,
+                tools=request.tools,
+                max_tokens=request.max_tokens,
+                stop=request.stop,
+                branch=exchange.branch,
+            )
+
         try:
             if not self._folds_roles:
                 try:
-                    return await generate(exchange.messages, **given)
+                    return await generate(exchange.messages)
                 except TemplateError:
                     if fold_roles(exchange.messages) == exchange.messages:
                         raise
                     self._folds_roles = True
             self.count("roles_folded")
-            return await generate(fold_roles(exchange.messages), **given)
+            return await generate(fold_roles(exchange.messages))
         except LimitReached as limit:
             self.limit = limit
             self.ended.set()
@@ -291,28 +326,38 @@ class ProxySession:
                 assert summary.reply is not None
                 self.model.note(summary.reply, {"proxy": summary.about() | {"summary": True}})
                 self.count("summaries")
-        if about := exchange.about():
+        about = exchange.about()
+        if about:
             self.model.note(reply, {"proxy": about})
         if exchange.branch in self.settings.untrained:
             self.model.weigh(reply, 0.0)
 
     def _wire(self, reply: Reply, number: int, stop: tuple[str, ...]) -> WireReply:
-        """Return a reply as it is sent; calls that cannot be read are text, unless their name
-        and arguments are known."""
+        """Return a reply as it is sent; calls that cannot be read are text, unless their name and
+        arguments are known."""
         uid = f"{self.token[:8]}{number:04d}"
-        message, calls = reply.message, reply.tool_calls
-        text, reasoning = message.text, message.reasoning
+        message = reply.message
+        text = message.text
+        reasoning = message.reasoning
+        calls = reply.tool_calls
         if any(call.error is not None and not (call.name and call.raw) for call in calls):
-            text, reasoning, calls = self.model.text_of(reply), None, ()
-        sent = tuple(
-            WireCall(f"call_{uid}_{at}", call.name, call.raw or _json(call.arguments))
-            for at, call in enumerate(calls)
+            text = self.model.text_of(reply)
+            reasoning = None
+            calls = ()
+        wire_calls = tuple(
+            WireCall(f"call_{uid}_{index}", call.name, call.raw or _json(call.arguments))
+            for index, call in enumerate(calls)
         )
-        turn = next(turn for turn in reversed(self.model.trajectory.turns) if turn.reply is message)
-        stopped = next((one for one in stop if not calls and text.endswith(one)), "")
+
+        # A stop text is no part of what is sent.
+        stopped = ""
+        if not calls:
+            stopped = next((stop_text for stop_text in stop if text.endswith(stop_text)), "")
         text = text.removesuffix(stopped)
+
+        turn = next(turn for turn in reversed(self.model.trajectory.turns) if turn.reply is message)
         return WireReply(
-            uid, text, reasoning, sent, reply.finish, turn.context, len(reply.ids), stopped
+            uid, text, reasoning, wire_calls, reply.finish, turn.context, len(reply.ids), stopped
         )
 
     async def end(self) -> None:
@@ -331,35 +376,34 @@ class ProxySession:
         first = exchanges[0] if exchanges else None
         if first is None or first.tools or first.continued:
             return
-        main = next(
-            (
-                one
-                for one in exchanges
-                if one.branch == "subagent" and one.parent is None and one.tools
-            ),
-            None,
-        )
-        if (
-            main is not None
-            and main.agent == first.agent
-            and main.reply is not None
-            and first.reply is not None
-        ):
-            branches = self.model.trajectory.branches
-            branches["subagent"] -= 1
-            if not branches["subagent"]:
-                del branches["subagent"]
-            branches["side"] = branches.get("side", 0) + 1
-            for reply, branch in ((first.reply, "side"), (main.reply, None)):
-                self.model.note(reply, {"proxy": {} if branch is None else {"branch": branch}})
-                self.model.weigh(reply, 0.0 if branch in self.settings.untrained else 1.0)
+        with_tools = [
+            exchange
+            for exchange in exchanges
+            if exchange.branch == "subagent" and exchange.parent is None and exchange.tools
+        ]
+        if not with_tools:
+            return
+        main = with_tools[0]
+        if main.agent != first.agent or main.reply is None or first.reply is None:
+            return
+
+        branches = self.model.trajectory.branches
+        branches["subagent"] -= 1
+        if not branches["subagent"]:
+            del branches["subagent"]
+        branches["side"] = branches.get("side", 0) + 1
+
+        self.model.note(first.reply, {"proxy": {"branch": "side"}})
+        self.model.weigh(first.reply, 0.0 if "side" in self.settings.untrained else 1.0)
+        self.model.note(main.reply, {"proxy": {}})
+        self.model.weigh(main.reply, 1.0)
 
 
 def fold_roles(messages: list[Message]) -> list[Message]:
     """Return messages for a template that takes one system message, at the start.
 
-    The system and developer messages at the start become one; later ones
-    become messages of the user.
+    The system and developer messages at the start become one; later ones become messages of the
+    user.
     """
     opening: list[Message] = []
     for message in messages:
@@ -367,22 +411,23 @@ def fold_roles(messages: list[Message]) -> list[Message]:
             break
         opening.append(message)
     rest = [
-        replace(one, role="user") if one.role in ("system", "developer") else one
-        for one in messages[len(opening) :]
+        replace(message, role="user") if message.role in ("system", "developer") else message
+        for message in messages[len(opening) :]
     ]
-    return [Message("system", "\n".join(one.text for one in opening)), *rest] if opening else rest
+    if not opening:
+        return rest
+    return [Message("system", "\n".join(message.text for message in opening)), *rest]
 
 
 def _image_bytes(request: WireRequest) -> int:
-    parts = (
-        part
-        for message in request.messages
-        if not isinstance(message.content, str)
-        for part in message.content
-    )
-    return sum(
-        len(part.value) for part in parts if isinstance(part, Image) and isinstance(part.value, str)
-    )
+    total = 0
+    for message in request.messages:
+        if isinstance(message.content, str):
+            continue
+        for part in message.content:
+            if isinstance(part, Image) and isinstance(part.value, str):
+                total += len(part.value)
+    return total
 
 
 def _sorted(body: bytes) -> bytes:

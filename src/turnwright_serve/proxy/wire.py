@@ -1,5 +1,7 @@
-"""Data that all dialects share: requests as read, replies as sent, and what
-a request may ask for."""
+"""Data that all dialects share: requests as read, replies as sent, what a request may ask for.
+
+The dialects themselves are `chat`, `responses` and `anthropic`.
+"""
 
 from __future__ import annotations
 
@@ -94,14 +96,14 @@ class WireReply:
 
     @property
     def signature(self) -> str:
-        """Opaque text that is sent with the reasoning, and replaces it where a
-        program returns only that."""
+        """Opaque text that is sent with the reasoning, and replaces it where a program returns
+        only that."""
         return base64.b64encode(f"turnwright:{self.uid}".encode()).decode()
 
 
 def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter[str]) -> None:
-    """Count ignored and unknown fields; raise `RequestFault` for one that
-    changes what is sampled."""
+    """Count ignored and unknown fields; raise `RequestFault` for one that changes what is
+    sampled."""
     if body.get("n", 1) not in (None, 1):
         raise RequestFault("n: one reply for each request; send the request again for another")
     for name, value in body.items():
@@ -109,10 +111,8 @@ def check_fields(body: Mapping[str, Any], known: frozenset[str], counts: Counter
             counts[f"ignored_{name}"] += value is not None
         elif name in REFUSED:
             if value:
-                raise RequestFault(
-                    f"{name}: not supported, since it changes what is sampled or returned; remove "
-                    "it"
-                )
+                fault = "not supported, since it changes what is sampled or returned; remove it"
+                raise RequestFault(f"{name}: {fault}")
         elif name not in known and name != "n":
             counts["unknown_fields"] += 1
 
@@ -130,9 +130,9 @@ def tool_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     function: dict[str, Any] = {"name": name}
     if isinstance(description, str) and description:
         function["description"] = description
-    function["parameters"] = (
-        parameters if isinstance(parameters, Mapping) else {"type": "object", "properties": {}}
-    )
+    if not isinstance(parameters, Mapping):
+        parameters = {"type": "object", "properties": {}}
+    function["parameters"] = parameters
     return {"type": "function", "function": function}
 
 
@@ -140,11 +140,12 @@ def rows_of(value: Any, what: str) -> list[Mapping[str, Any]]:
     """Return a list of objects; raise `RequestFault` for anything else."""
     if not isinstance(value, list):
         raise RequestFault(f"{what} must be a list, not {type(value).__name__}")
-    if not set(map(type, value)) <= {dict}:  # a long history costs a microsecond, at each call
-        number, wrong = next(
-            (number, one) for number, one in enumerate(value) if not isinstance(one, dict)
-        )
-        raise RequestFault(f"{what}[{number}] must be an object, not {type(wrong).__name__}")
+    # At each call, for all of a long history: a set of types costs a microsecond.
+    if set(map(type, value)) <= {dict}:
+        return value
+    for number, row in enumerate(value):
+        if not isinstance(row, dict):
+            raise RequestFault(f"{what}[{number}] must be an object, not {type(row).__name__}")
     return value
 
 
@@ -172,8 +173,7 @@ def positive(value: Any, what: str) -> int | None:
 
 
 def tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-    """Apply `tool_choice`: return the tools that are offered, none for `none`, and
-    whether a call is required.
+    """Apply `tool_choice`: return the tools that are offered, and whether a call is required.
 
     Nothing can force a call; a reply without a required one is counted.
     """
@@ -183,19 +183,13 @@ def tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[list[dict[str
 
 
 def stop_texts(value: Any, what: str) -> tuple[str, ...]:
-    """Return stop texts."""
-    texts = (
-        ()
-        if value is None
-        else (value,)
-        if isinstance(value, str)
-        else tuple(value)
-        if isinstance(value, list)
-        else None
-    )
-    if texts is None or not all(isinstance(one, str) and one for one in texts):
+    """Return the stop texts of a request, which names one or lists several."""
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise RequestFault(f"{what} must be a text, or a list of texts that are not empty")
-    return texts
+    return tuple(texts)
 
 
 def unsupported(part: Mapping[str, Any]) -> RequestFault:
@@ -208,6 +202,5 @@ def unsupported(part: Mapping[str, Any]) -> RequestFault:
 def sse(data: Mapping[str, Any], event: str = "") -> bytes:
     """Return one server-sent event."""
     head = f"event: {event}\n" if event else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n".encode(
-        "utf-8", "surrogatepass"
-    )
+    body = json.dumps(data, ensure_ascii=False)
+    return f"{head}data: {body}\n\n".encode("utf-8", "surrogatepass")

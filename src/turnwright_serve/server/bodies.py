@@ -140,9 +140,9 @@ class Generate(Body):
 
     def take_urls(self) -> list[str]:
         """Return the images and drop them, so that they are not kept until the reply is there."""
-        given = self.image_data
+        images = self.image_data
         self.image_data = None
-        return [given] if isinstance(given, str) else given or []
+        return [images] if isinstance(images, str) else images or []
 
 
 class Aborts(Body):

@@ -1,5 +1,10 @@
-"""HTTP server for JSON: starlette routes on uvicorn, a schema per body, and access checks
-before the body is read."""
+"""HTTP server for JSON: starlette routes on uvicorn, a schema per body, and access checks before
+the body is read.
+
+`JsonHttpServer` serves endpoints. A request goes through `_Protocol` (how many connections, how
+long a head may take), `_Gate` (host, origin, token) and the `_EndpointApp` of its route (owner,
+body, handler, response). How much is taken in at once is bounded by `Intake` (`intake.py`).
+"""
 
 from __future__ import annotations
 
@@ -47,9 +52,11 @@ MAX_HEAD = 2**16
 """Maximum bytes of a request's headers."""
 IDLE_S = 75
 """Seconds that a connection may be idle between two requests."""
-ACCEPTED_AT_ONCE, BACKLOG = 64, 4096
-"""Connections accepted in one pass of the event loop, and those that wait for it. A client whose
-connection finds no place there tries again after a second."""
+ACCEPTED_AT_ONCE = 64
+"""Connections accepted in one pass of the event loop."""
+BACKLOG = 4096
+"""Connections that wait for it. A client whose connection finds no place there tries again after a
+second."""
 MAX_REPORTED = 3
 """Maximum number of schema faults that a response names."""
 
@@ -102,10 +109,10 @@ Table = dict[tuple[str, str], Endpoint]
 class JsonHttpServer:
     """Serves requests on one address.
 
-    Every request must carry the token. A web page in a browser on this machine could send
-    requests here too, so a request must also name this server as its host, carry no
-    `Origin` or cross-site `Sec-Fetch-Site`, and declare its body as JSON. With a token from
-    the caller, it may name any host.
+    Every request must carry the token. A web page in a browser on this machine could send requests
+    here too, so a request must also name this server as its host, carry no `Origin` or cross-site
+    `Sec-Fetch-Site`, and declare its body as JSON. With a token from the caller, it may name any
+    host.
 
     Args:
         routes: endpoints by `(method, path)`.
@@ -113,8 +120,8 @@ class JsonHttpServer:
             and writes it to a file for this user's clients (`turnwright.engines.tokens`). None: the
             endpoints check access themselves.
         keyless: whether requests that change nothing need no generated token.
-        unix: path of a Unix socket to serve too. Every user of this machine who
-            reaches the path may connect.
+        unix: path of a Unix socket to serve too. Every user of this machine who reaches the path
+            may connect.
         listener: bound socket to serve in place of one of `host` and `port`; `close` closes it.
         limits: bounds of what is taken in at once.
     """
@@ -131,7 +138,10 @@ class JsonHttpServer:
         listener: socket.socket | None = None,
         limits: IntakeLimits | None = None,
     ) -> None:
-        self._host, self._port, self._unix, self._listener = host, port, unix, listener
+        self._host = host
+        self._port = port
+        self._unix = unix
+        self._listener = listener
         self._limits = limits or IntakeLimits()
         self.token = token or secrets.token_urlsafe(24)
         """Token required by requests."""
@@ -140,11 +150,12 @@ class JsonHttpServer:
 
         self.intake = Intake(self._limits)
         """What is taken in now."""
-        made = [
-            Route(path, _EndpointApp(endpoint, self.token, self.intake), methods=[method])
-            for (method, path), endpoint in routes.items()
-        ]
-        app = Starlette(routes=made, exception_handlers={HTTPException: _no_route})
+
+        apps: list[Route] = []
+        for (method, path), endpoint in routes.items():
+            app_of_route = _EndpointApp(endpoint, self.token, self.intake)
+            apps.append(Route(path, app_of_route, methods=[method]))
+        app = Starlette(routes=apps, exception_handlers={HTTPException: _no_route})
         every = bool(token) or (self.published and not keyless)
         self._app = _Gate(app, self.token, every=every, any_host=bool(token))
         self._socket: socket.socket | None = None
@@ -160,11 +171,12 @@ class JsonHttpServer:
     @property
     def url(self) -> str:
         """URL, after `start`."""
-        return f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{self.port}"
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Start listening: OSError for an unavailable address, ConfigError when the
-        token cannot be written."""
+        """Start listening: OSError for an unavailable address, ConfigError when the token cannot be
+        written."""
         config = _Config(
             self._app,
             self._limits,
@@ -190,37 +202,39 @@ class JsonHttpServer:
         except (OSError, ConfigError):
             self._socket.close()
             raise
+
         sockets = [self._socket, *self._unix_sockets()]
         self._task = asyncio.create_task(self._server.serve(sockets))
         while not self._server.started and not self._task.done():
             await asyncio.sleep(0.001)
         if not self._task.done():
-            for one in sockets:  # asyncio takes one number for both
-                one.listen(BACKLOG)
+            # asyncio takes one number for what is accepted at once and what waits.
+            for listening in sockets:
+                listening.listen(BACKLOG)
 
     def _bound(self) -> socket.socket:
         kinds = socket.getaddrinfo(
             self._host, self._port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, proto, _, address = kinds[0]
-        made = socket.socket(family, kind, proto)
+        bound = socket.socket(family, kind, proto)
         try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-            made.setblocking(False)
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            bound.setblocking(False)
         except OSError:
-            made.close()
+            bound.close()
             raise
-        return made
+        return bound
 
     def _unix_sockets(self) -> list[socket.socket]:
         if self._unix is None:
             return []
-        made = socket.socket(socket.AF_UNIX)
-        made.bind(str(self._unix))
+        bound = socket.socket(socket.AF_UNIX)
+        bound.bind(str(self._unix))
         self._unix.chmod(0o666)
-        made.setblocking(False)
-        return [made]
+        bound.setblocking(False)
+        return [bound]
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -305,13 +319,18 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
     def _make_room(self) -> None:
-        """Close the connection that has been without a request for longest; this one,
-        if each has a request."""
-        others = [one for one in self.connections if isinstance(one, _Protocol) and one is not self]
-        quiet = [one for one in others if not one._in_request and not one.transport.is_closing()]
+        """Close the connection that has been without a request for longest; this one, if each has a
+        request."""
+        quiet: list[_Protocol] = []
+        for connection in self.connections:
+            if not isinstance(connection, _Protocol) or connection is self:
+                continue
+            if not connection._in_request and not connection.transport.is_closing():
+                quiet.append(connection)
         if quiet:
-            min(quiet, key=lambda one: one._quiet_since).transport.close()
+            min(quiet, key=lambda connection: connection._quiet_since).transport.close()
             return
+
         text = b'{"error": "too many connections are open; use fewer, or try again"}'
         head = (
             "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
@@ -334,17 +353,19 @@ class _Gate:
     """Checks access by the headers only."""
 
     def __init__(self, app: ASGIApp, token: str, *, every: bool, any_host: bool) -> None:
-        self._app, self._token, self._every, self._any_host = app, token, every, any_host
+        self._app = app
+        self._token = token
+        self._every = every
+        self._any_host = any_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+
         headers = Request(scope).headers
-        host, fault = headers.get("host", "").lower(), ""
-        in_brackets = host.startswith("[")
-        name = host.rpartition("]")[0].removeprefix("[") if in_brackets else host.partition(":")[0]
+        fault = ""
         # A page whose domain resolves to this machine sends its own domain.
-        if not self._any_host and name not in tokens.LOOPBACK:
+        if not self._any_host and _host_name(headers) not in tokens.LOOPBACK:
             fault = "the Host is not this machine; set TURNWRIGHT_SERVE_TOKEN for other names"
         if headers.get("origin") is not None:
             fault = "requests from web pages are refused (they carry an Origin)"
@@ -359,6 +380,14 @@ class _Gate:
         await answer(scope, receive, send)
 
 
+def _host_name(headers: Mapping[str, str]) -> str:
+    """Return the host that a request names, without its port."""
+    host = headers.get("host", "").lower()
+    if host.startswith("["):
+        return host.rpartition("]")[0].removeprefix("[")
+    return host.partition(":")[0]
+
+
 NO_TOKEN = (
     "the token is wrong or missing (authorization: Bearer ...); its server prints it, and "
     "the file that it names has it"
@@ -366,10 +395,9 @@ NO_TOKEN = (
 
 
 def _has_token(headers: Mapping[str, str], token: str) -> bool:
-    given = headers.get("authorization", "")
-    return hmac.compare_digest(
-        given.encode("latin-1", "replace"), f"Bearer {token}".encode("latin-1", "replace")
-    )
+    sent = headers.get("authorization", "").encode("latin-1", "replace")
+    required = f"Bearer {token}".encode("latin-1", "replace")
+    return hmac.compare_digest(sent, required)
 
 
 NO_CHAT = (
@@ -381,14 +409,14 @@ NO_CHAT = (
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 404 and request.url.path.rstrip("/").endswith(
+    is_chat = request.url.path.rstrip("/").endswith(
         ("/chat/completions", "/messages", "/responses")
-    ):
-        return _error_response(HttpError(404, NO_CHAT, {"detail": NO_CHAT}))
-    headers = dict(error.headers or {})
-    return _error_response(
-        HttpError(error.status_code, error.detail, {"detail": error.detail}, headers)
     )
+    if error.status_code == 404 and is_chat:
+        return _error_response(HttpError(404, NO_CHAT, {"detail": NO_CHAT}))
+    body = {"detail": error.detail}
+    headers = dict(error.headers or {})
+    return _error_response(HttpError(error.status_code, error.detail, body, headers))
 
 
 class _Arrival:
@@ -408,7 +436,9 @@ class _EndpointApp:
     """Answers the requests of one route: access, body, handler, response."""
 
     def __init__(self, endpoint: Endpoint, token: str, intake: Intake) -> None:
-        self._endpoint, self._token, self._intake = endpoint, token, intake
+        self._endpoint = endpoint
+        self._token = token
+        self._intake = intake
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival = _Arrival(receive)
@@ -421,7 +451,8 @@ class _EndpointApp:
                 self._intake.enter(owner)
                 entered = True
                 response = await self._answer(request, owner)
-            except HttpError as error:  # the body may still be arriving
+            except HttpError as error:
+                # The body may still be arriving.
                 response = _Refusal(error)
             except ClientDisconnect:
                 response = Response()
@@ -440,7 +471,8 @@ class _EndpointApp:
         return self._endpoint.admits(head)
 
     async def _answer(self, request: Request, owner: str | None) -> Response:
-        endpoint, intake = self._endpoint, self._intake
+        endpoint = self._endpoint
+        intake = self._intake
         body = await intake.receive(request, endpoint.max_bytes, owner)
         try:
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -451,13 +483,13 @@ class _EndpointApp:
                 return intake.parse(body, owner, work, bounded=endpoint.bounded)
 
             async def handle() -> Response:
-                found: Any = None
+                parsed: Any = None
                 if endpoint.body is bytes:
-                    found = body.raw
+                    parsed = body.raw
                 elif endpoint.body is not None and issubclass(endpoint.body, BaseModel):
-                    found = await parse(partial(_validated, endpoint.body))
+                    parsed = await parse(partial(_validated, endpoint.body))
                 call = Call(
-                    found, request.headers, request.query_params, request.path_params, parse
+                    parsed, request.headers, request.query_params, request.path_params, parse
                 )
                 return await _call_handler(endpoint.handler, call)
 
@@ -487,23 +519,24 @@ def _validated(schema: type[BaseModel], raw: bytes) -> BaseModel:
         return schema.model_validate_json(raw if raw.strip() else b"{}")
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        messages = [
-            f"{'.'.join(map(str, fault['loc'])) or 'the body'}: {fault['msg']}"[:300]
-            for fault in faults[:MAX_REPORTED]
-        ]
+        messages = []
+        for fault in faults[:MAX_REPORTED]:
+            where = ".".join(map(str, fault["loc"])) or "the body"
+            messages.append(f"{where}: {fault['msg']}"[:300])
         more = f" (and {len(faults) - MAX_REPORTED} more)" if len(faults) > MAX_REPORTED else ""
         raise HttpError(400, f"invalid request: {'; '.join(messages)}{more}") from None
 
 
 async def _call_handler(handler: Handler, call: Call) -> Response:
     try:
-        found = await handler(call)
-        if isinstance(found, Response):
-            return found
-        return Response(orjson.dumps(found), media_type="application/json")
+        answer = await handler(call)
+        if isinstance(answer, Response):
+            return answer
+        return Response(orjson.dumps(answer), media_type="application/json")
     except HttpError as error:
         return _error_response(error)
-    except BackendContractError as error:  # the request is at fault, not the engine
+    except BackendContractError as error:
+        # The request is at fault, not the engine.
         return _error_response(HttpError(400, str(error)))
     except TurnwrightError as error:
         return _error_response(HttpError(500, str(error)))
@@ -530,15 +563,18 @@ class _Refusal(Response):
         super().__init__(orjson.dumps(error.body), error.status, headers, "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
-        )
+        start = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(start)
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        complete = (
-            receive.complete
-            if isinstance(receive, _Arrival)
-            else not has_body(Request(scope).headers)
-        )
+
+        if isinstance(receive, _Arrival):
+            complete = receive.complete
+        else:
+            complete = not has_body(Request(scope).headers)
         if not complete:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
@@ -546,7 +582,8 @@ class _Refusal(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def _drop_body(self, receive: Receive) -> None:
-        dropped, more = 0, True
+        dropped = 0
+        more = True
         while more and dropped < LINGER_BYTES:
             message = await receive()
             dropped += len(message.get("body", b""))

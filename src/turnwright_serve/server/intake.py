@@ -1,6 +1,9 @@
 """What a server takes in at once: connections, bytes of bodies, and the time that reading them
 takes from other requests.
 
+`Intake.receive` and `Intake.parse` are a body's way: its bytes get room (`BodyRoom`), and what
+takes long to parse gets its turn (`ParseLane`).
+
 A request's access is decided from its head. Only then is its body read, into room that all bodies
 of the server share. What takes long to parse is parsed in a thread, one body at a time, and the
 event loop gets most of the time between two of them: a parser in C keeps Python's lock, so that a
@@ -25,20 +28,28 @@ T = TypeVar("T")
 MIB = 2**20
 MAX_VALUES = 2**21
 """Maximum values of a body: a context of two million ids. They take 0.3 s to parse."""
-MAX_KEYS, MAX_NESTED = 2**18, 2**16
-"""Maximum keys, and lists and objects, which take ten times the time and memory of a number. As
-many ids as a vocabulary has may be keys."""
-SHORT_BYTES, SHORT_VALUES = MIB, 2**13
+MAX_KEYS = 2**18
+"""Maximum keys, which take ten times the time and memory of a number. As many ids as a vocabulary
+has may be keys."""
+MAX_NESTED = 2**16
+"""Maximum lists and objects, which take as much as keys."""
+SHORT_BYTES = MIB
+SHORT_VALUES = 2**13
 """Bodies within both are parsed at once, in about 2 ms."""
-PAUSE_FACTOR, SHORTEST_PAUSED_S, LONGEST_PAUSE_S = 2.0, 0.02, 1.0
-"""How much longer than a parse the pause after it is, the shortest parse that has one,
-and the longest pause."""
-LINGER_BYTES, LINGER_S = MIB, 1.0
-"""How much of a refused body is read and dropped, and for how long, so that its sender
-gets to read the answer."""
+PAUSE_FACTOR = 2.0
+"""How much longer than a parse the pause after it is."""
+SHORTEST_PAUSED_S = 0.02
+"""The shortest parse that has one."""
+LONGEST_PAUSE_S = 1.0
+LINGER_BYTES = MIB
+LINGER_S = 1.0
+"""How much of a refused body is read and dropped, and for how long, so that its sender gets to read
+the answer."""
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{}:,]', re.DOTALL)
 """Strings, and what separates values in JSON."""
-_COMMA, _COLON, _OPENS = ord(","), ord(":"), b"[{"
+_COMMA = ord(",")
+_COLON = ord(":")
+_OPENS = b"[{"
 
 
 class HttpError(Exception):
@@ -79,8 +90,8 @@ class IntakeLimits:
     yield_s: float = 0.5
     """Seconds that a body may take to arrive while others wait for its room."""
     head_s: float = 20.0
-    """Seconds from the first byte of a request's head to its last, and from a
-    connection to its first request."""
+    """Seconds from the first byte of a request's head to its last, and from a connection to its
+    first request."""
     body_s: float = 30.0
     """Seconds that a body may take to arrive, and one more for each MiB."""
 
@@ -89,7 +100,9 @@ class Reservation:
     """Room of one body."""
 
     def __init__(self, room: BodyRoom, size: int, owner: str | None) -> None:
-        self._room, self.size, self.owner = room, size, owner
+        self._room = room
+        self.size = size
+        self.owner = owner
         self.since = time.monotonic()
         self.evicted = False
         """Whether it was ended for others while it arrived."""
@@ -124,8 +137,8 @@ class Reservation:
 
 
 class BodyRoom:
-    """Room for the bodies of one server, granted in the order of the requests to owners that
-    are within their share."""
+    """Room for the bodies of one server, granted in the order of the requests to owners that are
+    within their share."""
 
     def __init__(self, limits: IntakeLimits) -> None:
         self._limits = limits
@@ -155,7 +168,8 @@ class BodyRoom:
         except BaseException as error:
             if entry in self._waiting:
                 self._waiting.remove(entry)
-                self._grant()  # later ones may fit
+                # Later ones may fit.
+                self._grant()
             else:
                 reservation.release()
             if isinstance(error, TimeoutError):
@@ -216,15 +230,19 @@ class BodyRoom:
         if not any(self._within_share(reservation) for reservation, _ in self._waiting):
             return
         late = time.monotonic() - self._limits.yield_s
-        slow = [one for one in self.arriving if one.since <= late and not one.evicted]
+        slow = [
+            reservation
+            for reservation in self.arriving
+            if reservation.since <= late and not reservation.evicted
+        ]
         if slow:
-            min(slow, key=lambda one: one.since).evict()
+            min(slow, key=lambda reservation: reservation.since).evict()
         self._watch()
 
 
 class ParseLane:
-    """Runs what reads long bodies in a thread: one at a time, the owners in turn, with
-    pauses for the event loop."""
+    """Runs what reads long bodies in a thread: one at a time, the owners in turn, with pauses for
+    the event loop."""
 
     def __init__(self) -> None:
         self._waiting: dict[str | None, deque[tuple[asyncio.Future[Any], Callable[[], Any]]]] = {}
@@ -242,8 +260,9 @@ class ParseLane:
         try:
             return await result
         finally:
+            # The client of one that still waits left: its body is not kept until its turn.
             queue = self._waiting.get(owner)
-            if queue and entry in queue:  # its client left: its body is not kept until its turn
+            if queue and entry in queue:
                 queue.remove(entry)
 
     def _start_next(self) -> None:
@@ -254,7 +273,8 @@ class ParseLane:
             if not queue:
                 continue
             result, work = queue.popleft()
-            self._waiting[owner] = queue  # after the other owners
+            # The owner's next one comes after those of the others.
+            self._waiting[owner] = queue
 
             self._busy = True
             running = asyncio.ensure_future(asyncio.to_thread(_timed, work))
@@ -264,20 +284,29 @@ class ParseLane:
     def _finish(
         self, result: asyncio.Future[Any], done: asyncio.Future[tuple[float, Any, Exception | None]]
     ) -> None:
-        if done.cancelled():  # the event loop ends
+        if done.cancelled():
+            # The event loop ends.
             result.cancel()
             return
+
         seconds, value, error = done.result()
         if not result.done():
-            result.set_result(value) if error is None else result.set_exception(error)
-        pause = min(PAUSE_FACTOR * seconds, LONGEST_PAUSE_S) if seconds > SHORTEST_PAUSED_S else 0.0
+            if error is None:
+                result.set_result(value)
+            else:
+                result.set_exception(error)
+
+        pause = 0.0
+        if seconds > SHORTEST_PAUSED_S:
+            pause = min(PAUSE_FACTOR * seconds, LONGEST_PAUSE_S)
         asyncio.get_running_loop().call_later(pause, self._start_next)
 
 
 def _timed(work: Callable[[], T]) -> tuple[float, T | None, Exception | None]:
     """Return the processor time of a call, and its value or its error."""
     began = time.thread_time()
-    value, error = None, None
+    value = None
+    error = None
     try:
         value = work()
     except Exception as raised:
@@ -345,17 +374,21 @@ class Intake:
         """Receive a body, which the caller releases.
 
         Raises:
-            HttpError: 413 for a longer one, 408 for one that does not arrive in time,
-                503 where there is no room.
+            HttpError: 413 for a longer one, 408 for one that does not arrive in time, 503 where
+                there is no room.
         """
         declared = request.headers.get("content-length")
         size = int(declared or 0)
         if size > max_bytes:
             raise HttpError(413, f"the body has {size} bytes; at most {max_bytes} are accepted")
 
-        body, pieces = RawBody(), list[bytes]()
-        room = await self.room.reserve(size, owner) if size > self.limits.uncounted else None
+        room = None
+        if size > self.limits.uncounted:
+            room = await self.room.reserve(size, owner)
         seconds = self.limits.body_s + (size if declared else max_bytes) / MIB
+
+        body = RawBody()
+        pieces: list[bytes] = []
         received = 0
         try:
             async with asyncio.timeout(seconds) as deadline:
@@ -386,8 +419,8 @@ class Intake:
     async def parse(
         self, body: RawBody, owner: str | None, work: Callable[[bytes], T], *, bounded: bool
     ) -> T:
-        """Return what `work` makes of a body, whose room is given back; in the
-        lane, if that takes long.
+        """Return what `work` makes of a body, whose room is given back; in the lane, if that takes
+        long.
 
         Args:
             bounded: whether the number of its values is bounded.
@@ -411,14 +444,14 @@ class Intake:
 
 
 def _separators(raw: bytes) -> tuple[int, int, int]:
-    """Return the commas, the colons, and the brackets and braces of a text,
-    those in strings included."""
+    """Return the commas, the colons, and the brackets and braces of a text, those in strings
+    included."""
     return raw.count(b","), raw.count(b":"), raw.count(b"[") + raw.count(b"{")
 
 
 def check_values(raw: bytes) -> None:
-    """Raise `HttpError` for JSON with so many values that it would take seconds
-    and gigabytes to parse."""
+    """Raise `HttpError` for JSON with so many values that it would take seconds and gigabytes to
+    parse."""
     values, keys, nested = _separators(raw)
     if values <= MAX_VALUES and keys <= MAX_KEYS and nested <= MAX_NESTED:
         return

@@ -13,8 +13,8 @@ PAUSES = {"abort": "abort", "wait": "wait", "keep": "hold", "retract": "hold"}
 with the weights of then; by the names that vLLM (`keep`) and SGLang (`retract`) have for it. What
 is held computes its cache again."""
 Span = dict[str, Any]
-"""Run of ids that the same weights sampled, as vLLM and SGLang report it:
-`version`, `start`, `end`."""
+"""Run of ids that the same weights sampled, as vLLM and SGLang report it: `version`, `start`,
+`end`."""
 
 
 class Replies:
@@ -52,12 +52,14 @@ class Replies:
         await self._allowed.wait()
         if name in self._running:
             raise HttpError(400, f"request {name!r} is already running")
+
         spans: list[Span] = []
         task = asyncio.ensure_future(self._sample_parts(request, spans))
         self._running[name] = task
         try:
             return await task, spans
         except asyncio.CancelledError:
+            # Either this task is cancelled, or the reply alone.
             current = asyncio.current_task()
             if current is not None and current.cancelling():
                 raise
@@ -67,29 +69,33 @@ class Replies:
             del self._running[name]
 
     async def _sample_parts(self, request: Request, spans: list[Span]) -> Generation:
-        """Sample a reply, which goes on after each pause that holds it; add to `spans`
-        the weights of its ids."""
+        """Sample a reply, which goes on after each pause that holds it; add to `spans` the weights
+        of its ids."""
         reply: Generation | None = None
         while True:
-            weights, start = self.weights, len(reply.ids) if reply else 0
+            weights = self.weights
+            start = len(reply.ids) if reply else 0
             part: Generation = await self._engine.generate(request)
             reply = reply.joined(part) if reply else part
             if spans and start == spans[-1]["start"]:
-                spans.pop()  # nothing was sampled with those
+                # Nothing was sampled with the last weights.
+                spans.pop()
             spans.append({"version": weights, "start": start, "end": len(reply.ids)})
+
             if part.finish != "abort" or self._held is None or not await asyncio.shield(self._held):
                 return reply
             request = request.continued(part)
 
     async def pause(self, effect: str) -> None:
-        """Block new replies; end those in flight (`abort`), wait for them (`wait`),
-        or hold them (`hold`)."""
+        """Block new replies; end those in flight (`abort`), wait for them (`wait`), or hold them
+        (`hold`)."""
         self._allowed.clear()
         if effect == "hold":
             if self._held is None or self._held.done():
                 self._held = asyncio.get_running_loop().create_future()
             self._engine.abort()
             return
+
         self._end_hold(go_on=False)
         if effect == "abort":
             self._engine.abort()

@@ -1,4 +1,9 @@
-"""vLLM and SGLang routes: sampling, weight transfer, sleep."""
+"""vLLM and SGLang routes: sampling, weight transfer, sleep.
+
+Each method of `EngineService` under a decorator is a route of one format or both; the bodies are in
+`bodies.py`. `_sample` is one reply, whichever the format: its request becomes one of the engine,
+which `Replies` samples, pauses and aborts. New weights go through a `WeightReceiver`.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +38,8 @@ DEFAULT_GROUP = "weight_update_group"
 PARTS = ("weights", "kv_cache")
 Formats = Literal["vllm", "sglang"]
 PlaceImages = Callable[[Sequence[int], Sequence[str]], tuple[list[int], tuple[MediaPlacement, ...]]]
-"""Returns the ids, with each placeholder expanded, and the blocks of the
-images. Raises `MediaError`."""
+"""Returns the ids, with each placeholder expanded, and the blocks of the images. Raises
+`MediaError`."""
 ServiceHandler = Callable[["EngineService", Call], Awaitable[Any]]
 _ROUTES: list[tuple[tuple[Formats, ...], str, str, Callable[..., Endpoint]]] = []
 """Formats, method, path, and what makes the endpoint of a handler."""
@@ -51,14 +56,10 @@ def _route(
     """Serve a path by a method of `EngineService`; `rules` as in `Endpoint`."""
 
     def register(handler: ServiceHandler) -> ServiceHandler:
-        _ROUTES.append(
-            (
-                formats,
-                method,
-                path,
-                lambda service: Endpoint(partial(handler, service), body, **rules),
-            )
-        )
+        def endpoint_of(service: EngineService) -> Endpoint:
+            return Endpoint(partial(handler, service), body, **rules)
+
+        _ROUTES.append((formats, method, path, endpoint_of))
         return handler
 
     return register
@@ -74,8 +75,8 @@ class EngineService:
     """One engine as a vLLM or SGLang server: requests, pauses and the name of its weights."""
 
     engine: Any
-    """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not
-    shared with other callers."""
+    """`generate`, `abort`, `check`, `context`, `vocabulary`, `queue_lengths`, `slots`; not shared
+    with other callers."""
     _: KW_ONLY
     model: str
     score: Callable[[ScoreRequest], IdScores]
@@ -100,11 +101,10 @@ class EngineService:
 
     def routes(self, formats: Formats) -> Table:
         """Return the routes of a format."""
-        table = {
-            (method, path): endpoint(self)
-            for kinds, method, path, endpoint in _ROUTES
-            if formats in kinds
-        }
+        table: Table = {}
+        for served, method, path, endpoint_of in _ROUTES:
+            if formats in served:
+                table[method, path] = endpoint_of(self)
         if formats == "vllm":
             paths: dict[str, dict[str, str]] = {path: {} for _, path in table}
 
@@ -128,7 +128,7 @@ class EngineService:
         self,
         name: str,
         ids: list[int],
-        given: bodies.Settings | None,
+        settings: bodies.Settings | None,
         max_tokens: int | None,
         session: str,
         media: tuple[MediaPlacement, ...] = (),
@@ -136,11 +136,11 @@ class EngineService:
         *,
         scored: bool = False,
     ) -> tuple[Generation, list[Span]]:
-        """Sample one reply, with its experts from `routes_from` on; return it with the
-        names of the weights of its ids.
+        """Sample one reply, with its experts from `routes_from` on; return it with the names of the
+        weights of its ids.
 
-        With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait
-        for no pass of the engine.
+        With `max_tokens` 0 nothing is sampled, so that the scores of a `scored` prompt wait for no
+        pass of the engine.
         """
         if max_tokens == 0:
             if not scored:
@@ -149,49 +149,46 @@ class EngineService:
                     "max_tokens: 0 asks for no id, and no logprobs of the prompt are asked for "
                     "either",
                 )
-            return Generation([], [], "length", 0), [
-                {"version": self.replies.weights, "start": 0, "end": 0}
-            ]
-        given, space = given or bodies.Settings(), self._reply_space(ids)
-        stops = frozenset(given.stop_token_ids or ()) | (
-            frozenset() if given.ignore_eos else self.end_ids
-        )
-        seed = given.seed if given.seed is not None else given.sampling_seed
-        temperature = 1.0 if given.temperature is None else given.temperature
-        texts = [given.stop] if isinstance(given.stop, str) else given.stop
-        sampled = given.reply_position
-        if sampled >= len(ids):
-            raise HttpError(
-                400, f"reply_position: {sampled} of {len(ids)} ids, which leaves no prompt"
-            )
-        try:
-            stop_text = (
-                StopText(texts, self.decode).continued_after(ids[len(ids) - sampled :])
-                if texts
-                else None
-            )
-        except UsageError as error:
-            raise HttpError(400, str(error)) from None
+            nothing = Generation([], [], "length", 0)
+            return nothing, [{"version": self.replies.weights, "start": 0, "end": 0}]
+
+        settings = settings or bodies.Settings()
+        space = self._reply_space(ids)
+        stop_ids = frozenset(settings.stop_token_ids or ())
+        if not settings.ignore_eos:
+            stop_ids |= self.end_ids
+        seed = settings.sampling_seed if settings.seed is None else settings.seed
+        stop_text = self._stop_text(settings, ids)
         request = Request(
             ids,
             min(max_tokens or 16, space),
-            stops,
+            stop_ids,
             random.getrandbits(64) if seed is None else seed,
             session or name,
-            sampling=Sampling(
-                temperature,
-                1.0 if given.top_p is None else given.top_p,
-                max(0, given.top_k or 0),
-                min_p=given.min_p or 0.0,
-            ),
-            banned_ids=frozenset(given.logit_bias or ()),
+            sampling=_sampling_of(settings),
+            banned_ids=frozenset(settings.logit_bias or ()),
             stop_text=stop_text,
-            reply_position=sampled,
+            reply_position=settings.reply_position,
             media=media,
             extras=frozenset() if routes_from is None else frozenset([ROUTES]),
             routes_from=routes_from or 0,
         )
         return await self.replies.sample(request, name)
+
+    def _stop_text(self, settings: bodies.Settings, ids: list[int]) -> StopText | None:
+        """Return the texts that end a reply, of which the last ids of a context may be a part."""
+        sampled = settings.reply_position
+        if sampled >= len(ids):
+            raise HttpError(
+                400, f"reply_position: {sampled} of {len(ids)} ids, which leaves no prompt"
+            )
+        texts = [settings.stop] if isinstance(settings.stop, str) else settings.stop
+        if not texts:
+            return None
+        try:
+            return StopText(texts, self.decode).continued_after(ids[len(ids) - sampled :])
+        except UsageError as error:
+            raise HttpError(400, str(error)) from None
 
     async def _place(
         self, ids: list[int], urls: Sequence[str]
@@ -209,11 +206,10 @@ class EngineService:
     def _reply_space(self, ids: list[int]) -> int:
         """Return how many new ids fit after a context; reject an invalid context."""
         space: int = self.engine.context - len(ids)
-        if not ids or space < 1:
-            raise HttpError(
-                400,
-                f"{len(ids)} ids fill the context of {self.engine.context}" if ids else "no ids",
-            )
+        if not ids:
+            raise HttpError(400, "no ids")
+        if space < 1:
+            raise HttpError(400, f"{len(ids)} ids fill the context of {self.engine.context}")
         if max(ids) >= self.engine.vocabulary:
             raise HttpError(
                 400, f"id {max(ids)} is not in the vocabulary of {self.engine.vocabulary} ids"
@@ -230,43 +226,38 @@ class EngineService:
     async def _score_ids(
         self,
         ids: list[int],
-        given: bodies.Settings | None,
+        settings: bodies.Settings | None,
         media: tuple[MediaPlacement, ...] = (),
         top: int = 0,
     ) -> IdScores:
         self._reply_space(ids)
-        temperature = (
-            1.0 if given is None or given.score_temperature is None else given.score_temperature
-        )
-        banned = frozenset(
-            () if given is None or given.score_banned_ids is None else given.score_banned_ids
-        )
+        settings = settings or bodies.Settings()
+        temperature = 1.0 if settings.score_temperature is None else settings.score_temperature
+        banned = frozenset(settings.score_banned_ids or ())
         if banned and len(banned) >= self.engine.vocabulary:
             raise HttpError(400, "score_banned_ids: every id of the vocabulary is banned")
-        return await asyncio.to_thread(
-            self.score, ScoreRequest(ids, media, temperature, banned, top)
-        )
+        request = ScoreRequest(ids, media, temperature, banned, top)
+        return await asyncio.to_thread(self.score, request)
 
     async def _prompt_rows(
-        self, ids: list[int], given: bodies.Settings, media: tuple[MediaPlacement, ...] = ()
+        self, ids: list[int], settings: bodies.Settings, media: tuple[MediaPlacement, ...] = ()
     ) -> list[dict[str, Any] | None] | None:
         """Return vLLM's `prompt_logprobs`, or None where they are not requested."""
-        if given.prompt_logprobs is None:
+        if settings.prompt_logprobs is None:
             return None
-        found = await self._score_ids(ids, given, media, given.prompt_logprobs)
-        tops = found.top or [{}] * len(found.logprobs)
-        every = (
-            {**top, one: logprob}
-            for one, logprob, top in zip(ids[1:], found.logprobs, tops, strict=True)
-        )
-        return [
-            None,
-            *({str(one): {"logprob": logprob} for one, logprob in row.items()} for row in every),
-        ]
+
+        scores = await self._score_ids(ids, settings, media, settings.prompt_logprobs)
+        tops = scores.top or [{}] * len(scores.logprobs)
+        # The first id has no score.
+        rows: list[dict[str, Any] | None] = [None]
+        for id, logprob, top in zip(ids[1:], scores.logprobs, tops, strict=True):
+            logprobs = {**top, id: logprob}
+            rows.append({str(key): {"logprob": value} for key, value in logprobs.items()})
+        return rows
 
     def _load(self) -> tuple[int, int, float]:
-        """Return requests that are computed, requests that wait, and the fraction of the
-        cache that the former use."""
+        """Return requests that are computed, requests that wait, and the fraction of the cache that
+        the former use."""
         running, waiting = self.engine.queue_lengths
         return running, waiting, running / self.engine.slots
 
@@ -280,8 +271,8 @@ class EngineService:
 
     @property
     def _all_experts(self) -> int | None:
-        """First position whose experts replies hold: no request asks for them, and a server
-        that has them sends all."""
+        """First position whose experts replies hold: no request asks for them, and a server that
+        has them sends all."""
         return 0 if self.experts else None
 
     @_vllm("/version", method="GET")
@@ -311,10 +302,11 @@ class EngineService:
         scored = await self._prompt_rows(ids, body)
         name = f"cmpl-{call.headers.get('x-request-id') or uuid.uuid4().hex}"
         session = call.headers.get("x-session-id", "")
-        sampled = await asyncio.gather(
-            *(
+        sampling = []
+        for number, settings in enumerate(_settings_of_each(body)):
+            sampling.append(
                 self._sample(
-                    name if not at else f"{at}_{name}",
+                    f"{number}_{name}" if number else name,
                     ids,
                     settings,
                     body.max_tokens,
@@ -322,11 +314,12 @@ class EngineService:
                     routes_from=self._all_experts,
                     scored=scored is not None,
                 )
-                for at, settings in enumerate(_settings_of_each(body))
             )
-        )
-        choices = [
-            {
+        replies = [reply for reply, _ in await asyncio.gather(*sampling)]
+
+        choices: list[dict[str, Any]] = []
+        for index, reply in enumerate(replies):
+            choice = {
                 "index": index,
                 "text": self.decode(reply.ids),
                 "token_ids": reply.ids,
@@ -336,39 +329,45 @@ class EngineService:
                 "logprobs": {"token_logprobs": reply.logprobs},
                 "prompt_logprobs": scored,
             }
-            | _npy_experts(reply)
-            for index, (reply, _) in enumerate(sampled)
-        ]
-        return {"id": name, "model": self.model, "choices": choices} | _usage(
-            ids, *(reply for reply, _ in sampled)
-        )
+            choices.append(choice | _npy_experts(reply))
+        return {"id": name, "model": self.model, "choices": choices} | _usage(ids, *replies)
 
     @_vllm("/inference/v1/generate", bodies.TokensIn)
     async def _vllm_generate(self, call: Call) -> Any:
         body: bodies.TokensIn = call.body
         self._check(body, body.model)
-        given, name = body.sampling_params, body.request_id or uuid.uuid4().hex
+        settings = body.sampling_params
+        name = body.request_id or uuid.uuid4().hex
         ids, media = await self._place(body.token_ids, body.take_urls())
-        session = call.headers.get("x-session-id", "")
-        scored = await self._prompt_rows(ids, given, media)
-        parts = name, ids, given, given.max_tokens, session, media, self._all_experts
-        reply, spans = await self._sample(*parts, scored=scored is not None)
+        scored = await self._prompt_rows(ids, settings, media)
+        reply, spans = await self._sample(
+            name,
+            ids,
+            settings,
+            settings.max_tokens,
+            call.headers.get("x-session-id", ""),
+            media,
+            self._all_experts,
+            scored=scored is not None,
+        )
+
         content = [
-            {"token_id": one, "logprob": p}
-            for one, p in zip(reply.ids, reply.logprobs, strict=True)
+            {"token_id": id, "logprob": logprob}
+            for id, logprob in zip(reply.ids, reply.logprobs, strict=True)
         ]
         choice = {
             "index": 0,
             "token_ids": reply.ids,
             "finish_reason": reply.finish,
             "logprobs": {"content": content},
+            "weight_versions": spans,
         }
-        choice["weight_versions"] = spans
         choice |= _npy_experts(reply)
-        row = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]} | _usage(
-            ids, reply
-        )
-        return row if scored is None else row | {"prompt_logprobs": scored}
+        answer = {"request_id": name, "prompt_token_ids": ids, "choices": [choice]}
+        answer |= _usage(ids, reply)
+        if scored is not None:
+            answer["prompt_logprobs"] = scored
+        return answer
 
     @_vllm("/inference/v1/abort_requests", bodies.Aborts, changes=True)
     async def _vllm_abort(self, call: Call) -> Any:
@@ -456,12 +455,12 @@ class EngineService:
 
     @_sglang("/model_info", method="GET")
     async def _sglang_model(self, call: Call) -> Any:
-        model = {
+        return {
             "model_path": self.model,
             "served_model_name": self.model,
             "weight_version": self.replies.weights,
+            "has_image_understanding": self.place is not None,
         }
-        return model | {"has_image_understanding": self.place is not None}
 
     @_sglang("/server_info", method="GET")
     async def _sglang_server(self, call: Call) -> Any:
@@ -471,7 +470,8 @@ class EngineService:
     async def _sglang_generate(self, call: Call) -> Any:
         body: bodies.Generate = call.body
         self._check(body)
-        given, name = body.sampling_params, body.rid or uuid.uuid4().hex
+        settings = body.sampling_params
+        name = body.rid or uuid.uuid4().hex
         ids, media = await self._place(body.input_ids, body.take_urls())
         if body.return_routed_experts and not self.experts:
             raise HttpError(400, "return_routed_experts: the model is no mixture of experts")
@@ -479,27 +479,33 @@ class EngineService:
             raise HttpError(
                 400, f"routed_experts_start_len = {body.routed_experts_start_len} of {len(ids)} ids"
             )
+
+        is_scored = body.logprob_start_len == 0
         meta: dict[str, Any] = {}
-        if body.logprob_start_len == 0:
-            scored = await self._score_ids(ids, given, media, body.top_logprobs_num)
-            scores = [None, *scored.logprobs]
+        if is_scored:
+            # The first id has no score.
+            scores = await self._score_ids(ids, settings, media, body.top_logprobs_num)
+            logprobs = [None, *scores.logprobs]
             meta["input_token_logprobs"] = [
-                [score, one, None] for one, score in zip(ids, scores, strict=True)
+                [logprob, id, None] for id, logprob in zip(ids, logprobs, strict=True)
             ]
             if body.top_logprobs_num:
-                meta["input_top_logprobs"] = [
-                    None,
-                    *([[p, one, None] for one, p in row.items()] for row in scored.top),
-                ]
-        session, max_tokens = (
+                tops = [[[logprob, id, None] for id, logprob in top.items()] for top in scores.top]
+                meta["input_top_logprobs"] = [None, *tops]
+
+        reply, spans = await self._sample(
+            name,
+            ids,
+            settings,
+            settings.max_new_tokens if settings else None,
             call.headers.get("x-smg-routing-key", ""),
-            given.max_new_tokens if given else None,
+            media,
+            body.routed_experts_start_len if body.return_routed_experts else None,
+            scored=is_scored,
         )
-        routes_from = body.routed_experts_start_len if body.return_routed_experts else None
-        parts = name, ids, given, max_tokens, session, media, routes_from
-        reply, spans = await self._sample(*parts, scored=body.logprob_start_len == 0)
-        if (found := _experts_of(reply)) is not None:
-            meta["routed_experts"] = b64encode(found.astype("<i4").tobytes()).decode()
+        experts = _experts_of(reply)
+        if experts is not None:
+            meta["routed_experts"] = b64encode(experts.astype("<i4").tobytes()).decode()
         meta |= {
             "id": name,
             "finish_reason": {"type": reply.finish},
@@ -509,20 +515,21 @@ class EngineService:
             "weight_version": spans[-1]["version"],
             "weight_versions": spans,
             "output_token_logprobs": [
-                [p, one, None] for one, p in zip(reply.ids, reply.logprobs, strict=True)
+                [logprob, id, None] for id, logprob in zip(reply.ids, reply.logprobs, strict=True)
             ],
         }
         if reply.drafted:
             meta |= {
                 "spec_num_proposed_drafts": reply.drafted,
                 "spec_num_correct_drafts": reply.accepted,
+                "spec_accept_rate": reply.accepted / reply.drafted,
             }
-            meta["spec_accept_rate"] = reply.accepted / reply.drafted
         return {"text": self.decode(reply.ids), "output_ids": reply.ids, "meta_info": meta}
 
     @_sglang("/abort_request", bodies.Abort, changes=True)
     async def _sglang_abort(self, call: Call) -> Any:
-        for name in self.replies.names if call.body.abort_all else [call.body.rid]:
+        names = self.replies.names if call.body.abort_all else [call.body.rid]
+        for name in names:
             self.replies.cancel(name)
         return {}
 
@@ -535,9 +542,8 @@ class EngineService:
 
     @_sglang("/init_weights_update_group", bodies.Meeting, changes=True)
     async def _sglang_join(self, call: Call) -> Any:
-        await self._join(
-            call.body, call.body.group_name or DEFAULT_GROUP, call.body.backend or "nccl"
-        )
+        info: bodies.Meeting = call.body
+        await self._join(info, info.group_name or DEFAULT_GROUP, info.backend or "nccl")
         return {"success": True, "message": ""}
 
     @_sglang("/update_weights_from_distributed", bodies.Bucket, changes=True)
@@ -631,7 +637,10 @@ def _experts_of(reply: Generation) -> Any:
     """Return the experts of a reply, an array [positions, layers, k]; None where it has none."""
     from numpy import asarray
 
-    return asarray(reply.extras[ROUTES][1]) if ROUTES in reply.extras else None
+    if ROUTES not in reply.extras:
+        return None
+    _, routes = reply.extras[ROUTES]
+    return asarray(routes)
 
 
 def _npy_experts(reply: Generation) -> dict[str, str]:
@@ -639,11 +648,18 @@ def _npy_experts(reply: Generation) -> dict[str, str]:
     empty where it has none."""
     from numpy import save
 
-    if (experts := _experts_of(reply)) is None:
+    experts = _experts_of(reply)
+    if experts is None:
         return {}
     file = BytesIO()
     save(file, experts, allow_pickle=False)
     return {"routed_experts": b64encode(file.getvalue()).decode()}
+
+
+def _sampling_of(settings: bodies.Settings) -> Sampling:
+    temperature = 1.0 if settings.temperature is None else settings.temperature
+    top_p = 1.0 if settings.top_p is None else settings.top_p
+    return Sampling(temperature, top_p, max(0, settings.top_k or 0), min_p=settings.min_p or 0.0)
 
 
 def _settings_of_each(body: bodies.Completion) -> list[bodies.Completion]:
@@ -659,14 +675,14 @@ def _usage(ids: Sequence[int], *replies: Generation) -> dict[str, Any]:
         "prompt_tokens": len(ids),
         "completion_tokens": count,
         "total_tokens": len(ids) + count,
+        "prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens},
     }
-    found: dict[str, Any] = {
-        "usage": usage | {"prompt_tokens_details": {"cached_tokens": replies[0].cached_tokens}}
-    }
-    if drafted := sum(reply.drafted for reply in replies):
+    fields: dict[str, Any] = {"usage": usage}
+    drafted = sum(reply.drafted for reply in replies)
+    if drafted:
         drafts = {
             "num_draft_tokens": drafted,
             "num_accepted_draft_tokens": sum(reply.accepted for reply in replies),
         }
-        found["metrics"] = {"speculative_decoding": drafts}
-    return found
+        fields["metrics"] = {"speculative_decoding": drafts}
+    return fields

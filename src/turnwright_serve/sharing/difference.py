@@ -14,10 +14,10 @@ import numpy as np
 
 WORD = np.dtype("<u2")
 MOST_CHANGED = 0.25
-"""Share of changed words from which no difference is made: in float32 nearly
-every element changes."""
+"""Share of changed words from which no difference is made: in float32 nearly every element
+changes."""
 LEVEL = 1
-"""Of zlib: the fastest."""
+"""Level of zlib: the fastest."""
 
 
 def encode_difference(old: bytes, new: bytes) -> bytes | None:
@@ -25,21 +25,25 @@ def encode_difference(old: bytes, new: bytes) -> bytes | None:
     be shorter than `new`."""
     if len(old) != len(new):
         return None
-    words, new_words = _words(old), _words(new)
+    words = _words(old)
+    new_words = _words(new)
     changed = words != new_words
     if int(np.count_nonzero(changed)) > MOST_CHANGED * len(changed):
         return None
 
-    where = np.flatnonzero(changed)  # indexing by bits took 14 ms for 8 MiB in all, this 9
+    # Indexing by bits took 14 ms for 8 MiB in all, this 9.
+    where = np.flatnonzero(changed)
     added = new_words[where] - words[where]
-    low, high = (added & 0xFF).astype(np.uint8), (added >> 8).astype(np.uint8)
-    found = zlib.compress(np.packbits(changed).tobytes() + low.tobytes() + high.tobytes(), LEVEL)
-    return found if len(found) < len(new) else None
+    low = (added & 0xFF).astype(np.uint8)
+    high = (added >> 8).astype(np.uint8)
+    body = np.packbits(changed).tobytes() + low.tobytes() + high.tobytes()
+    difference = zlib.compress(body, LEVEL)
+    return difference if len(difference) < len(new) else None
 
 
 def apply_difference(old: bytes, difference: bytes) -> bytes:
-    """Return the new bytes; raise `ValueError` for a difference that does not
-    fit, however it was made."""
+    """Return the new bytes; raise `ValueError` for a difference that does not fit, however it was
+    made."""
     words = _words(old).copy()
     bits = -(-len(words) // 8)
     unpack = zlib.decompressobj()
@@ -50,9 +54,8 @@ def apply_difference(old: bytes, difference: bytes) -> bytes:
     if not unpack.eof or len(body) < bits:
         raise ValueError("a difference of other bytes")
 
-    where = np.flatnonzero(
-        np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool)
-    )
+    changed = np.unpackbits(np.frombuffer(body, np.uint8, bits), count=len(words)).view(bool)
+    where = np.flatnonzero(changed)
     added = np.frombuffer(body, np.uint8, offset=bits)
     if len(added) != 2 * len(where):
         raise ValueError("a difference of other bytes")

@@ -12,8 +12,8 @@ from typing import Annotated, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 CHUNK = 8 * 2**20
-"""Bytes of a chunk: peers pass on a chunk once they have all of it, and
-unchanged chunks are not sent."""
+"""Bytes of a chunk: peers pass on a chunk once they have all of it, and unchanged chunks are not
+sent."""
 BASE = "base"
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 FileName = Annotated[str, Field(pattern=r"^[\w-][\w.-]*$", max_length=200)]
@@ -59,22 +59,22 @@ class Manifest(BaseModel):
     @classmethod
     def of(cls, directory: Path, version: int, chunk: int = CHUNK, *, base: bool = False) -> Self:
         """Describe the files of a directory, without hidden ones. Reads all of them."""
-        files = sorted(
+        paths = sorted(
             path for path in directory.iterdir() if path.is_file() and not path.name.startswith(".")
         )
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
 
             def digests(path: Path) -> list[str]:
-                starts = range(0, path.stat().st_size, chunk)
-                return list(
-                    pool.map(lambda start: sha256(read(path, start, chunk)).hexdigest(), starts)
-                )
+                def digest(start: int) -> str:
+                    return sha256(read(path, start, chunk)).hexdigest()
 
-            rows = [
+                return list(pool.map(digest, range(0, path.stat().st_size, chunk)))
+
+            files = [
                 FileChunks(name=path.name, size=path.stat().st_size, digests=digests(path))
-                for path in files
+                for path in paths
             ]
-        return cls(version=version, chunk=chunk, files=rows, base=base)
+        return cls(version=version, chunk=chunk, files=files, base=base)
 
     @property
     def size(self) -> int:
@@ -93,15 +93,11 @@ class Manifest(BaseModel):
         names = [file.name for file in self.files]
         if len(set(names)) < len(names):
             return "names a file twice"
-        wrong = next(
-            (file.name for file in self.files if len(file.digests) != -(-file.size // self.chunk)),
-            None,
-        )
-        return (
-            ""
-            if wrong is None
-            else f"has {wrong} with another number of chunks than its size needs"
-        )
+        for file in self.files:
+            chunks = -(-file.size // self.chunk)
+            if len(file.digests) != chunks:
+                return f"has {file.name} with another number of chunks than its size needs"
+        return ""
 
 
 def read(path: Path, start: int, size: int) -> bytes:

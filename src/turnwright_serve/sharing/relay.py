@@ -1,5 +1,9 @@
-"""Relay of weights on a node: fetches chunks from peers, verifies and stores them, and
-passes them on at once."""
+"""Relay of weights on a node: fetches chunks from peers, verifies them and passes them on at once.
+
+`WeightRelay.fetch` gets one policy, `_serve` answers a peer. What a policy consists of is in
+`manifest`, which peers a node asks in `tree`, how few bytes tell a chunk from its former one in
+`difference`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -33,8 +37,8 @@ PARALLEL = 4
 AHEAD_S = 5.0
 """Seconds that a peer may take to learn of an update that its own peers know of already."""
 FROM = "from"
-"""Parameter of a request for a chunk: the digest of the bytes at its place
-that the asking node has."""
+"""Parameter of a request for a chunk: the digest of the bytes at its place that the asking node
+has."""
 MAX_MANIFEST = 64 * 2**20
 Url = Annotated[str, Field(pattern="^https?://", max_length=2000)]
 
@@ -47,6 +51,17 @@ class Fetch(BaseModel):
     manifest: Manifest
     sources: Annotated[list[list[Url]], Field(min_length=1, max_length=64)]
     """Peers to ask, in order, per tree; chunk n comes by tree n modulo their number."""
+
+
+class StoredChunk(NamedTuple):
+    """A chunk that is on this node's disk."""
+
+    path: Path
+    chunk: Chunk
+
+    def read(self) -> bytes:
+        """Return its bytes."""
+        return read(self.path, self.chunk.start, self.chunk.size)
 
 
 class WeightRelay:
@@ -62,12 +77,14 @@ class WeightRelay:
     """
 
     def __init__(self, root: Path, keep: int = 2, *, token: str | None = None) -> None:
-        self.root, self._keep, self._token = root.absolute(), keep, own_token(token)
+        self.root = root.absolute()
+        self._keep = keep
+        self._token = own_token(token)
         self.counts: Counter[str] = Counter()
-        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `differences`,
-        `chunks_rejected`, `peers_failed`."""
-        self._have: dict[str, dict[str, tuple[Path, Chunk]]] = {}
-        """By name of a directory: where each chunk is that arrived."""
+        """`bytes_fetched`, `bytes_reused`, `bytes_served`, `differences`, `chunks_rejected`,
+        `peers_failed`."""
+        self._have: dict[str, dict[str, StoredChunk]] = {}
+        """By name of a directory: the chunks that arrived, by digest."""
         self._arrival: dict[str, asyncio.Future[None]] = {}
         """Chunks under way; peers wait for them."""
         self._fetching: dict[str, tuple[Manifest, asyncio.Task[Path]]] = {}
@@ -87,27 +104,26 @@ class WeightRelay:
     def offer(self, directory: Path, manifest: Manifest) -> None:
         """Serve the chunks of a complete directory, as the first of all peers does."""
         self._have[manifest.name] = {
-            chunk.digest: (directory / chunk.file, chunk) for chunk in manifest.chunks()
+            chunk.digest: StoredChunk(directory / chunk.file, chunk) for chunk in manifest.chunks()
         }
         self._forget()
 
     async def fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
-        """Fetch a policy unless this node has it; return its directory. Concurrent
-        calls share one transfer.
+        """Fetch a policy unless this node has it; return its directory.
+
+        Concurrent calls share one transfer.
 
         Raises:
             SyncError: when a chunk cannot be had from any source.
         """
-        if fault := manifest.fault():
+        fault = manifest.fault()
+        if fault:
             raise SyncError(f"the manifest of policy {manifest.version} {fault}")
+
         async with self._ordering:
-            known, task = self._fetching.get(manifest.name, (None, None))
-            failed = (
-                task is not None
-                and task.done()
-                and (task.cancelled() or task.exception() is not None)
-            )
-            if task is None or failed or known != manifest:  # another one is of an earlier run
+            fetched, task = self._fetching.get(manifest.name, (None, None))
+            # Another manifest of this name is of an earlier run.
+            if task is None or _has_failed(task) or fetched != manifest:
                 await cancel([] if task is None else [task])
                 task = asyncio.create_task(self._fetch(manifest, sources))
                 self._fetching[manifest.name] = manifest, task
@@ -126,42 +142,56 @@ class WeightRelay:
         return dict(self.counts)
 
     async def _serve(self, call: Call) -> Any:
+        """Answer a peer with a chunk, once it is here."""
         digest = call.path["digest"]
-        if (arrival := self._arrival.get(digest)) is not None:
+        arrival = self._arrival.get(digest)
+        if arrival is not None:
             try:
                 async with asyncio.timeout(CHUNK_S):
                     await asyncio.shield(arrival)
             except (TimeoutError, SyncError) as error:
                 raise HttpError(503, f"chunk {digest:.16} did not arrive here: {error}") from None
+
         for pause in (0.0, 0.01, 0.1):
             await asyncio.sleep(pause)
-            if (found := self._find(digest)) is None:
+            stored = self._find(digest)
+            if stored is None:
                 break
             old = self._find(call.query.get(FROM, ""))
-            with suppress(FileNotFoundError):  # renamed, or deleted, a moment ago
-                data = await asyncio.to_thread(_sent, found, old)
+            # The file may have been renamed or deleted a moment ago.
+            with suppress(FileNotFoundError):
+                data = await asyncio.to_thread(_to_send, stored, old)
                 self.counts["bytes_served"] += len(data)
                 return Response(data, media_type="application/octet-stream")
         raise HttpError(404, f"no chunk {digest:.80} here")
 
     def _places(self) -> dict[tuple[str, int], str]:
-        """Return the digest of the chunk at each place of a file, of the
-        latest policy that has one."""
+        """Return the digest of the chunk at each place of a file, of the latest policy that has
+        one."""
         return {
-            (chunk.file, chunk.start): digest
+            (stored.chunk.file, stored.chunk.start): digest
             for have in self._have.values()
-            for digest, (_, chunk) in have.items()
+            for digest, stored in have.items()
         }
 
-    def _find(self, digest: str) -> tuple[Path, Chunk] | None:
-        return next(
-            (have[digest] for have in reversed(self._have.values()) if digest in have), None
-        )
+    def _find(self, digest: str) -> StoredChunk | None:
+        """Return a chunk of any policy here, the latest first."""
+        for have in reversed(self._have.values()):
+            if digest in have:
+                return have[digest]
+        return None
 
     async def _fetch(self, manifest: Manifest, sources: Sequence[Sequence[str]]) -> Path:
+        """Write a policy to a hidden directory, which takes its name once it is complete.
+
+        Each chunk is served as soon as it is written.
+        """
         name = manifest.name
-        final, draft = self.root / name, self.root / f".{name}.{os.getpid()}.writing"
+        final = self.root / name
+        draft = self.root / f".{name}.{os.getpid()}.writing"
         chunks = list(manifest.chunks())
+
+        # From here on, peers that ask for a chunk wait until it arrives.
         loop = asyncio.get_running_loop()
         missing = {
             chunk.digest: loop.create_future()
@@ -169,35 +199,39 @@ class WeightRelay:
             if self._find(chunk.digest) is None
         }
         self._arrival.update(missing)
-        before = self._places()
+        former = self._places()
         self._have.pop(name, None)
-        have = self._have[name] = dict[str, tuple[Path, Chunk]]()
+        have = self._have[name] = dict[str, StoredChunk]()
+        numbered = iter(enumerate(chunks))
+
+        async def work() -> None:
+            """Take chunks of those that are left, and write each."""
+            for number, chunk in numbered:
+                stored = have.get(chunk.digest) or self._find(chunk.digest)
+                if stored is not None:
+                    pieces = [await asyncio.to_thread(stored.read)]
+                    self.counts["bytes_reused"] += chunk.size
+                else:
+                    old = former.get((chunk.file, chunk.start), "")
+                    pieces = await self._from_peers(chunk, sources[number % len(sources)], old)
+
+                path = draft / chunk.file
+                await asyncio.to_thread(_write, path, chunk.start, pieces)
+                have[chunk.digest] = StoredChunk(path, chunk)
+                arrival = missing.get(chunk.digest)
+                if arrival is not None and not arrival.done():
+                    arrival.set_result(None)
+
         try:
-            await asyncio.to_thread(
-                _make_files, draft, {file.name: file.size for file in manifest.files}
-            )
-            numbered = iter(enumerate(chunks))
-
-            async def work() -> None:
-                for number, chunk in numbered:
-                    known = have.get(chunk.digest) or self._find(chunk.digest)
-                    if known is not None:
-                        pieces = [await asyncio.to_thread(_content_of, known)]
-                        self.counts["bytes_reused"] += chunk.size
-                    else:
-                        old = before.get((chunk.file, chunk.start), "")
-                        pieces = await self._from_peers(chunk, sources[number % len(sources)], old)
-                    await asyncio.to_thread(_write, draft / chunk.file, chunk.start, pieces)
-                    have[chunk.digest] = draft / chunk.file, chunk
-                    if (arrival := missing.get(chunk.digest)) is not None and not arrival.done():
-                        arrival.set_result(None)
-
+            sizes = {file.name: file.size for file in manifest.files}
+            await asyncio.to_thread(_make_files, draft, sizes)
             async with asyncio.TaskGroup() as group:
                 for _ in range(PARALLEL):
                     group.create_task(work())
             await asyncio.to_thread(_replace, draft, final)
             self._have[name] = {
-                digest: (final / chunk.file, chunk) for digest, (_, chunk) in have.items()
+                digest: StoredChunk(final / stored.chunk.file, stored.chunk)
+                for digest, stored in have.items()
             }
         except BaseException as error:
             self._have.pop(name, None)
@@ -208,21 +242,30 @@ class WeightRelay:
                 raise SyncError(f"{final}: cannot be written: {error}") from error
             raise
         finally:
-            for digest, arrival in missing.items():
-                if self._arrival.get(digest) is arrival:
-                    del self._arrival[digest]
-                if not arrival.done():
-                    arrival.set_exception(SyncError(f"the transfer of {name} ended"))
-                arrival.exception()  # retrieved, whether or not a peer waits
+            self._end_arrivals(missing, name)
         self._forget()
         return final
 
+    def _end_arrivals(self, arrivals: Mapping[str, asyncio.Future[None]], name: str) -> None:
+        """Let nobody wait any longer for the chunks of a transfer, whether it ended well or not."""
+        for digest, arrival in arrivals.items():
+            if self._arrival.get(digest) is arrival:
+                del self._arrival[digest]
+            if not arrival.done():
+                arrival.set_exception(SyncError(f"the transfer of {name} ended"))
+            # Retrieved here: asyncio would log an exception for which no peer waits.
+            arrival.exception()
+
     async def _from_peers(self, chunk: Chunk, sources: Sequence[str], old: str) -> list[bytes]:
-        """Fetch and verify a chunk from the first source that has it, as a difference from chunk
-        `old` if that is here."""
-        loop, faults = asyncio.get_running_loop(), list[str]()
+        """Fetch and verify a chunk from the first source that has it.
+
+        A source may send its difference from chunk `old`, if that is here.
+        """
+        loop = asyncio.get_running_loop()
+        faults = list[str]()
         for url in sources:
-            peer, until = self._peer(url), loop.time() + AHEAD_S
+            peer = self._peer(url)
+            until = loop.time() + AHEAD_S
             while True:
                 query = f"?{FROM}={old}" if old else ""
                 try:
@@ -235,20 +278,23 @@ class WeightRelay:
                     self.counts["peers_failed"] += 1
                     faults.append(str(error))
                     break
-                self.counts["bytes_fetched"] += sum(map(len, pieces))
-                # One is always shorter.
-                is_difference = bool(old) and sum(map(len, pieces)) != chunk.size
-                known = self._find(old) if is_difference else None
-                restored = await asyncio.to_thread(_restored, chunk, pieces, known)
+
+                size = sum(map(len, pieces))
+                self.counts["bytes_fetched"] += size
+                # A difference is always shorter than its chunk.
+                is_difference = bool(old) and size != chunk.size
+                base = self._find(old) if is_difference else None
+                restored = await asyncio.to_thread(_restored, chunk, pieces, base)
                 if restored is not None:
                     self.counts["differences"] += is_difference
                     return restored
+
                 self.counts["chunks_rejected"] += 1
-                if old:  # the old bytes on this disk may have changed
-                    old = ""
-                    continue
-                faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
-                break
+                if not old:
+                    faults.append(f"{url} sent other bytes than chunk {chunk.digest[:16]}")
+                    break
+                # The old bytes on this disk may have changed: ask for all of the new ones.
+                old = ""
         raise SyncError(
             f"{chunk.file}: no peer has the bytes at {chunk.start}: {'; '.join(faults)}"
         )
@@ -279,41 +325,42 @@ def own_token(token: str | None) -> str:
     return os.environ.get(TOKEN, "") if token is None else token
 
 
-def _content_of(known: tuple[Path, Chunk]) -> bytes:
-    path, chunk = known
-    return read(path, chunk.start, chunk.size)
+def _has_failed(task: asyncio.Task[Path]) -> bool:
+    if not task.done():
+        return False
+    return task.cancelled() or task.exception() is not None
 
 
-def _sent(found: tuple[Path, Chunk], old: tuple[Path, Chunk] | None) -> bytes:
+def _to_send(stored: StoredChunk, old: StoredChunk | None) -> bytes:
     """Return the bytes of a chunk, or their difference from those of chunk `old`, if there is
     one and it is shorter."""
-    data, difference = _content_of(found), None
+    data = stored.read()
+    difference = None
     if old is not None:
-        with suppress(OSError):  # deleted a moment ago
-            difference = encode_difference(_content_of(old), data)
+        # The old file may have been deleted a moment ago.
+        with suppress(OSError):
+            difference = encode_difference(old.read(), data)
     return data if difference is None else difference
 
 
-def _restored(
-    chunk: Chunk, pieces: list[bytes], old: tuple[Path, Chunk] | None
-) -> list[bytes] | None:
+def _restored(chunk: Chunk, pieces: list[bytes], old: StoredChunk | None) -> list[bytes] | None:
     """Return the bytes of a chunk from what a peer sent, a difference from chunk `old` if that is
     given; None where they are others."""
     if old is not None:
         try:
-            pieces = [apply_difference(_content_of(old), b"".join(pieces))]
+            pieces = [apply_difference(old.read(), b"".join(pieces))]
         except (ValueError, OSError):
             return None
-    return (
-        pieces if sum(map(len, pieces)) == chunk.size and _digest(pieces) == chunk.digest else None
-    )
+    if sum(map(len, pieces)) != chunk.size or _digest(pieces) != chunk.digest:
+        return None
+    return pieces
 
 
 def _digest(pieces: Sequence[bytes]) -> str:
-    found = sha256()
+    digest = sha256()
     for piece in pieces:
-        found.update(piece)
-    return found.hexdigest()
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 def _make_files(draft: Path, sizes: Mapping[str, int]) -> None:
@@ -338,8 +385,10 @@ def _replace(draft: Path, final: Path) -> None:
 async def relay(
     root: Path, on_start: Callable[[str], None], *, host: str, port: int, token: str
 ) -> None:
-    """Run a relay until cancelled; once it listens, `on_start` receives its URL. Raises
-    `ConfigError` as `turnwright serve`."""
+    """Run a relay until cancelled; once it listens, `on_start` receives its URL.
+
+    Raises `ConfigError` as `turnwright serve`.
+    """
     if host not in LOOPBACK and not token:
         raise ConfigError(
             f"--host {host}: other machines could write here; set {TOKEN}, which the trainer must "

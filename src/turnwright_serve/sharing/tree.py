@@ -1,4 +1,8 @@
-"""Trainer's side of weights to many: one reader per node, and two trees of nodes."""
+"""Trainer's side of weights to many: one reader per node, and two trees of nodes.
+
+`WeightTree.share` describes a directory of weights and serves its chunks to the first nodes;
+`TreeWeights.send_to` has a node fetch them and a server load them. The nodes' side is `relay`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,15 @@ def parents(nodes: Sequence[str]) -> dict[str, list[list[str]]]:
     other. Each tree carries half of the chunks, so every node receives the weights once and sends
     them at most once, as the trainer does.
     """
-    found: dict[str, list[list[str]]] = {node: [] for node in nodes}
+    ancestors: dict[str, list[list[str]]] = {node: [] for node in nodes}
     for order in (nodes, nodes[::-1]):
         for place, node in enumerate(order):
             above = list[str]()
             while place:
                 place = (place - 1) // 2
                 above.append(order[place])
-            found[node].append(above)
-    return found
+            ancestors[node].append(above)
+    return ancestors
 
 
 class WeightTree:
@@ -49,8 +53,8 @@ class WeightTree:
             the servers relay themselves, as `turnwright serve` does: then the first server
             of a node reads for all.
         chunk: bytes of a chunk.
-        relays: returns the URL of the relay by host, where they come and
-            go; in place of `relay_port`.
+        relays: returns the URL of the relay by host, where they come and go; in place of
+            `relay_port`.
         token: that of the relays; by default the value of `TURNWRIGHT_SERVE_TOKEN`.
     """
 
@@ -63,7 +67,10 @@ class WeightTree:
         relays: Callable[[], Mapping[str, str]] | None = None,
         token: str | None = None,
     ) -> None:
-        self._host, self._relay_port, self._chunk, self._relays = host, relay_port, chunk, relays
+        self._host = host
+        self._relay_port = relay_port
+        self._chunk = chunk
+        self._relays = relays
         self.token = own_token(token)
         self._relay = WeightRelay(Path(os.devnull), token=self.token)
         """Only `offer` gives it chunks: its directory is never written to."""
@@ -72,23 +79,28 @@ class WeightTree:
         self._starting = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
     async def share(
-        self,
-        source: OnDisk,
-        urls: Sequence[str],
-        *,
-        base: bool = False,
+        self, source: OnDisk, urls: Sequence[str], *, base: bool = False
     ) -> TreeWeights:
-        """Return a source that sends a directory through the nodes of the servers at these URLs; a
-        `base` model stays there."""
+        """Return a source that sends a directory through the nodes of the servers at these URLs.
+
+        A `base` model stays there.
+        """
         manifest = await asyncio.to_thread(
             Manifest.of, source.directory, source.version, self._chunk, base=base
         )
         self._relay.offer(source.directory, manifest)
+
         nodes = dict(self.relays)
-        for url in urls if self._relays is None else ():
-            nodes.setdefault(node_of(url), self.relay_of(url))
-        text = manifest.model_dump_json(exclude_defaults=True).encode()
-        return TreeWeights(source, text, nodes, parents(list(nodes.values())), self)
+        if self._relays is None:
+            for url in urls:
+                nodes.setdefault(node_of(url), self.relay_of(url))
+        return TreeWeights(
+            source=source,
+            manifest=manifest.model_dump_json(exclude_defaults=True).encode(),
+            nodes=nodes,
+            ancestors=parents(list(nodes.values())),
+            tree=self,
+        )
 
     @property
     def relays(self) -> Mapping[str, str]:
@@ -99,11 +111,9 @@ class WeightTree:
         """Return the URL of the relay that reads for a server."""
         if self._relays is not None:
             return self.relays.get(node_of(url), "")
-        return (
-            url
-            if self._relay_port is None
-            else f"{urlsplit(url).scheme}://{node_of(url)}:{self._relay_port}"
-        )
+        if self._relay_port is None:
+            return url
+        return f"{urlsplit(url).scheme}://{node_of(url)}:{self._relay_port}"
 
     async def close(self) -> None:
         """Stop serving chunks."""
@@ -125,7 +135,8 @@ class WeightTree:
                     raise SyncError(
                         f"{self._host}: cannot serve weights there ({error}); set engine.group_host"
                     ) from None
-                self._server, self._loop = server, loop
+                self._server = server
+                self._loop = loop
         return self._server.url
 
 
@@ -156,10 +167,11 @@ class TreeWeights:
         return self.source.is_adapter
 
     async def send_to(self, engine: UpdatedServer) -> None:
-        """Have the node of a server fetch the weights, and the server load them
-        from its node's disk."""
-        self.nodes.setdefault(node_of(engine.url), self.tree.relay_of(engine.url))
-        directory = await self.directory_on(node_of(engine.url))
+        """Have the node of a server fetch the weights, and the server load them from its node's
+        disk."""
+        host = node_of(engine.url)
+        self.nodes.setdefault(host, self.tree.relay_of(engine.url))
+        directory = await self.directory_on(host)
         await replace(self.source, directory=directory).send_to(engine)
 
     async def directory_on(self, host: str) -> Path:
@@ -170,17 +182,19 @@ class TreeWeights:
                 f"{host}: nothing there fetches the weights of policy {self.version}; its server "
                 "is started again"
             )
-        # A node that joined later is a leaf: it asks a few others, and the trainer last.
-        others = list(self.ancestors)[:2]
+
         root = await self.tree.start()
-        sources = [[*above, root] for above in self.ancestors.get(relay) or (others, others[::-1])]
+        ancestors = self.ancestors.get(relay)
+        if not ancestors:
+            # A node that joined later is a leaf: it asks a few others, and the trainer last.
+            others = list(self.ancestors)[:2]
+            ancestors = [others, others[::-1]]
+        sources = [[*above, root] for above in ancestors]
+
         http = HttpClient(relay, token=self.tree.token)
         try:
-            done = await http.post(
-                "/weights/fetch",
-                {"manifest": orjson.Fragment(self.manifest), "sources": sources},
-                UPDATE_S,
-            )
+            order = {"manifest": orjson.Fragment(self.manifest), "sources": sources}
+            done = await http.post("/weights/fetch", order, UPDATE_S)
         except EngineError as error:
             raise SyncError(
                 f"{host} did not get the weights of policy {self.version}: {error}"

@@ -4,11 +4,12 @@
 
     D_i  = reward_i - mean(reward)                               over the trajectories of a task
     A_i  = (D_i - mean(D)) / (std(D) + 1e-4)                     over all tokens of the batch
-    L    = 1 / sum_i |y_i| * sum_i sum_t (-min(r_t A_i, clip(r_t, 1 - 0.2, 1 + 0.2) A_i) + kl * k2_t)
+    L    = 1 / sum_i |y_i| * sum_i sum_t (-min(r_t A_i, clip(r_t, 1 - 0.2, 1 + 0.2) A_i)
+                                          + kl * k2_t)
 
 Hu et al., arXiv 2501.03262, the variant with several samples per task: the group mean is the
 baseline, the deviation is that of the batch; KL is a term of the loss (k2).
-"""  # noqa: E501
+"""
 
 from turnwright.training.loss import Algorithm, clipped
 

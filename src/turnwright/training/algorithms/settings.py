@@ -1,5 +1,10 @@
-"""Algorithm settings: the recipe's keys, else the algorithm's values; custom algorithms are
-checked before training."""
+"""Which algorithm a recipe names, and with which values: `resolve_settings`.
+
+A key that the recipe sets counts; one that it leaves open is the algorithm's. An algorithm of the
+user's own (`file.py:function`) is checked on an example before anything is trained: `check_custom`.
+The built-in ones are a file each beside this one, which opens with formula and source; their losses
+are made of `turnwright.training.loss`.
+"""
 
 from __future__ import annotations
 
@@ -36,42 +41,57 @@ def resolve_settings(config: TrainConfig) -> AlgorithmSettings:
     for what does not fit."""
     for key, why in config.conflicts():
         raise ConfigError(f"train.{key} = {getattr(config, key)!r} {why}")
-    chosen = BUILT_IN.get(config.algorithm)
-    if chosen is None:
-        if wrong := algorithm_error(config.algorithm):
+
+    algorithm = BUILT_IN.get(config.algorithm)
+    if algorithm is None:
+        wrong = algorithm_error(config.algorithm)
+        if wrong:
             raise ConfigError(f"train.algorithm = {config.algorithm!r}: {wrong}")
-        chosen = load_custom(config.algorithm)
-    estimator, place = config.kl_estimator or chosen.kl_estimator, config.kl_in or chosen.kl_in
+        algorithm = load_custom(config.algorithm)
+
+    # KL in the reward needs an estimate whose gradient there is that of the KL: k1 alone.
+    estimator = config.kl_estimator or algorithm.kl_estimator
+    place = config.kl_in or algorithm.kl_in
     if place == "reward" and estimator != "k1":
         if config.kl_estimator is not None:
             raise ConfigError(
-                f"train.kl_estimator = {estimator!r}: {chosen.name} subtracts KL from the reward, "
-                "which needs k1; set "
-                'train.kl_in = "loss" to use it in the loss'
+                f"train.kl_estimator = {estimator!r}: {algorithm.name} subtracts KL from the "
+                'reward, which needs k1; set train.kl_in = "loss" to use it in the loss'
             )
         estimator = "k1"
+
+    clip_low = algorithm.clip_low if config.clip_low is None else config.clip_low
+    clip_high = algorithm.clip_high if config.clip_high is None else config.clip_high
+
+    # Groups are replaced for want of different rewards, which do not matter without a weight.
+    refill = algorithm.refill if config.refill is None else config.refill
+    if not config.reward_weight:
+        refill = 0
+
     return AlgorithmSettings(
-        chosen,
-        config.advantage or chosen.advantage,
-        config.aggregation or chosen.aggregation,
-        chosen.clip_low if config.clip_low is None else config.clip_low,
-        chosen.clip_high if config.clip_high is None else config.clip_high,
-        estimator,
-        place,
-        (chosen.refill if config.refill is None else config.refill) if config.reward_weight else 0,
-        tuple(_notes(config, chosen, estimator, place)),
+        algorithm=algorithm,
+        advantage=config.advantage or algorithm.advantage,
+        aggregation=config.aggregation or algorithm.aggregation,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        kl_estimator=estimator,
+        kl_in=place,
+        refill=refill,
+        notes=tuple(_notes(config, algorithm, estimator, place)),
     )
 
 
-def _notes(config: TrainConfig, chosen: Algorithm, estimator: str, place: str) -> list[str]:
+def _notes(config: TrainConfig, algorithm: Algorithm, estimator: str, place: str) -> list[str]:
     notes = []
-    for key in chosen.defining:
-        configured, own = getattr(config, key), getattr(chosen, key)
-        if configured is not None and configured != own:
+    for key in algorithm.defining:
+        configured = getattr(config, key)
+        defining = getattr(algorithm, key)
+        if configured is not None and configured != defining:
             notes.append(
-                f"train.{key} = {configured!r} replaces {chosen.name}'s own {own!r}, which defines "
-                "the algorithm"
+                f"train.{key} = {configured!r} replaces {algorithm.name}'s own {defining!r}, which "
+                "defines the algorithm"
             )
+
     if config.kl and estimator == "k1" and place == "loss":
         notes.append(
             'train.kl_estimator = "k1" in the loss has a mean gradient of 0, so it constrains '
@@ -81,26 +101,31 @@ def _notes(config: TrainConfig, chosen: Algorithm, estimator: str, place: str) -
 
 
 def load_custom(spec: str) -> Algorithm:
-    """Load ``file.py:function``: the loss of each token, (M,), before its weight; other
-    keys default to GRPO's."""
+    """Load ``file.py:function``: the loss of each token, (M,), before its weight.
+
+    The keys that the recipe leaves open default to GRPO's.
+    """
     function = load_object(spec)
     check_custom(function, spec)
 
     def loss(tokens: TokenBatch) -> TokenLoss:
-        made = function(tokens)
-        ratio = tokens.ratio.detach()
-        return TokenLoss(made, ratio, torch.zeros_like(ratio, dtype=torch.bool))
+        loss_m = function(tokens)
+        ratio_m = tokens.ratio.detach()
+        none_clipped_m = torch.zeros_like(ratio_m, dtype=torch.bool)
+        return TokenLoss(loss_m, ratio_m, none_clipped_m)
 
     return Algorithm(spec, loss, sequence=True)
 
 
 def check_custom(function: Any, spec: str) -> None:
-    """Call a function on 6 sampled tokens of two trajectories among 9 positions; raise
-    `ConfigError` with a defect and its remedy.
+    """Call a function on 6 sampled tokens of two trajectories among 9 positions.
 
     Checks the signature, the shape of the result, and that it and its gradient are finite. The
     gradient must reach the policy, only at sampled positions. A token's loss must not depend on the
     other tokens of its pass: a mean over the pass would make the result depend on micro-batches.
+
+    Raises:
+        ConfigError: with the defect and its remedy.
     """
 
     def refuse(why: str) -> ConfigError:
@@ -108,29 +133,29 @@ def check_custom(function: Any, spec: str) -> None:
 
     if not callable(function):
         raise refuse(f"is {type(function).__name__}, not a function of a TokenBatch")
-    if wrong := call_error(function, None):
+    wrong = call_error(function, None)
+    if wrong:
         raise refuse(
             f"must take one argument, a TokenBatch ({wrong}); write def "
             f"{spec.rpartition(':')[2]}(tokens)"
         )
-    logits = (
-        torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64).reshape(9, 5).sin().requires_grad_()
-    )
+
+    # An example whose logprobs are those of logits, so that gradients show what they reach.
+    spread = torch.linspace(-1.0, 1.0, 9 * 5, dtype=torch.float64)
+    logits = spread.reshape(9, 5).sin().requires_grad_()
     tokens = _example(logits)
-    inputs = {
-        name: getattr(tokens, name).detach().clone()
-        for name in ("logp", "old", "advantage", "sequence")
-    }
+    copies = {}
+    for name in ("logp", "old", "advantage", "sequence"):
+        copies[name] = getattr(tokens, name).detach().clone()
+
     loss = _call(function, tokens, refuse)
-    if any(
-        not torch.equal(getattr(tokens, name).detach(), before) for name, before in inputs.items()
-    ):
-        raise refuse("modifies its input tensors in place; return new ones")
-    slope = (
-        torch.autograd.grad(loss.sum(), logits, allow_unused=True)[0]
-        if loss.requires_grad
-        else None
-    )
+    for name, copy in copies.items():
+        if not torch.equal(getattr(tokens, name).detach(), copy):
+            raise refuse("modifies its input tensors in place; return new ones")
+
+    slope = None
+    if loss.requires_grad:
+        slope = torch.autograd.grad(loss.sum(), logits, allow_unused=True)[0]
     if slope is None or not bool(slope[SAMPLED].any()):
         raise refuse(
             "no gradient reaches the policy: the result must be computed from tokens.logp (or "
@@ -141,9 +166,11 @@ def check_custom(function: Any, spec: str) -> None:
             "its gradient is not finite on an example with ordinary logprobs; check logs and "
             "divisions"
         )
+
     others = [position for position in range(9) if position not in SAMPLED]
     if bool(slope[others].any()):
         raise refuse("has a gradient at positions whose token was not sampled")
+
     _check_independence(function, loss, slope, logits, refuse)
 
 
@@ -180,22 +207,29 @@ def _call(function: Any, tokens: TokenBatch, refuse: Callable[[str], ConfigError
 
 
 def _check_independence(
-    function: Any, loss: Tensor, slope: Tensor, logits: Tensor, refuse: Callable[[str], ConfigError]
+    function: Any,
+    loss: Tensor,
+    slope: Tensor,
+    logits: Tensor,
+    refuse: Callable[[str], ConfigError],
 ) -> None:
     """Check that halves of the example give the values and gradients of the full example."""
-    slopes: list[Tensor | None] = []
+    dependent = refuse(
+        "the loss of a token depends on the others of its pass, so the result would depend on "
+        "train.micro_tokens; avoid means and sums over tokens (tokens.sequence has the mean "
+        "over a trajectory)"
+    )
+
+    # The first part cuts a trajectory in two, as passes may.
+    slopes: list[Tensor] = []
     for part in (slice(0, 2), slice(2, None)):
-        separate = _call(function, _example(logits, part), refuse)
-        if not torch.allclose(separate, loss[part], rtol=1e-9, atol=1e-12):
-            slopes = []
-            break
-        slopes.append(torch.autograd.grad(separate.sum(), logits, allow_unused=True)[0])
-    found = [part for part in slopes if part is not None]
-    if not found or not torch.allclose(
-        sum(found, torch.zeros_like(slope)), slope, rtol=1e-9, atol=1e-12
-    ):
-        raise refuse(
-            "the loss of a token depends on the others of its pass, so the result would depend on "
-            "train.micro_tokens; avoid means and sums over tokens (tokens.sequence has the mean "
-            "over a trajectory)"
-        )
+        part_loss = _call(function, _example(logits, part), refuse)
+        if not torch.allclose(part_loss, loss[part], rtol=1e-9, atol=1e-12):
+            raise dependent
+        part_slope = torch.autograd.grad(part_loss.sum(), logits, allow_unused=True)[0]
+        if part_slope is not None:
+            slopes.append(part_slope)
+
+    total = sum(slopes, torch.zeros_like(slope))
+    if not slopes or not torch.allclose(total, slope, rtol=1e-9, atol=1e-12):
+        raise dependent

@@ -13,8 +13,8 @@ from turnwright.errors import ConfigError
 
 
 def enable_gradient_checkpointing(model: nn.Module) -> int:
-    """Wrap, in place, the layers that support gradient checkpointing; return their number or
-    raise `ConfigError` for none.
+    """Wrap, in place, the layers that support gradient checkpointing; return their number or raise
+    `ConfigError` for none.
 
     transformers' own switch works only in training mode, with dropout. Here the model is in
     evaluation mode, since the trained policy must equal the sampled one.
@@ -30,12 +30,12 @@ def enable_gradient_checkpointing(model: nn.Module) -> int:
     layers = [
         module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
     ]
-    for layer in layers:
-        if "forward" not in vars(layer):
-            layer.forward = partial(forward, layer)
     if not layers:
         raise ConfigError(
             "train.gradient_checkpointing: transformers supports it for no layer of "
             f"{type(model).__name__}; set it to false"
         )
+    for layer in layers:
+        if "forward" not in vars(layer):
+            layer.forward = partial(forward, layer)
     return len(layers)

@@ -1,5 +1,5 @@
-"""Divergences between the policy and a teacher, from log-probabilities over the vocabulary or
-over the teacher's top ids.
+"""Divergences between the policy and a teacher, from log-probabilities over the vocabulary or over
+the teacher's top ids.
 
 With p the policy and q the teacher, both of the distribution that the engine samples from::
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,10 +63,13 @@ class TeacherTargets:
         def part(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor[index_k]
 
-        found: dict[str, Any] = {
-            name: part(getattr(self, name)) for name in ("hidden_md", "top_mk", "top_logp_mk")
-        }
-        return replace(self, known_m=self.known_m[index_k], **found)
+        return replace(
+            self,
+            known_m=self.known_m[index_k],
+            hidden_md=part(self.hidden_md),
+            top_mk=part(self.top_mk),
+            top_logp_mk=part(self.top_logp_mk),
+        )
 
     def divergence(
         self, logp_mv: Tensor, excluded: Tensor | None, distribution: DistributionOf
@@ -74,6 +77,7 @@ class TeacherTargets:
         """Compute the divergence at each target, (M,), with a gradient for `logp_mv`, the policy's
         log-probabilities; those of `excluded` ids are `FLOOR`."""
         if self.top_mk is not None and self.top_logp_mk is not None:
+            # Over the teacher's top ids and the rest as one more.
             rest_m = logp_mv.scatter(1, self.top_mk, FLOOR).logsumexp(1)
             policy = torch.cat([logp_mv.gather(1, self.top_mk), rest_m[:, None]], 1)
             teacher = with_rest(self.top_logp_mk).to(policy.dtype)
@@ -83,7 +87,8 @@ class TeacherTargets:
                 teacher = distribution(
                     logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), excluded
                 )
-            policy, teacher = logp_mv, teacher.to(logp_mv.dtype)
+            policy = logp_mv
+            teacher = teacher.to(logp_mv.dtype)
         else:
             return logp_mv.new_zeros(len(logp_mv))
         return torch.where(self.known_m, divergence(self.kind, policy, teacher), 0.0)

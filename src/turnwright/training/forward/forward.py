@@ -1,15 +1,21 @@
-"""Forward pass of any Hugging Face causal or vision-language model, up to
-statistics of its targets.
+"""Forward pass of any Hugging Face causal or vision-language model, to statistics of its targets.
+
+`ForwardPass.stats` is the way in: the model's body on complete rows (`ForwardPass.hidden`), then
+its head on the targets alone (`target_stats`), with the distribution that the engine samples from
+(`LogitDistribution`). Which rows share a pass is decided in `passes.py` and `packing.py`, and what
+the statistics are used for in `turnwright.training.loss`.
 
 The logits of all targets would be the largest tensor of a step: 8192 targets over a vocabulary of
 151,936 are 5 GB in float32, and a softmax with its gradient holds several of that size. So the head
 is applied to a few hundred targets at a time, and recomputed in the backward pass.
+
+Suffixes of tensors beside those of `batch.py`: `_c` the targets of one chunk, `_v` the vocabulary,
+`_d` the width of hidden states, `_p` the positions that hold features of images.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -43,14 +49,14 @@ from turnwright.types import Media
 ENTROPY_CHUNK = 1 << 22
 """Maximum elements of the copy that the entropy is computed on: 16 MB in float32."""
 BANNED_LOGIT = -1e30
-"""Replacement for minus infinity: probability exactly 0, and 0 times its
-log-probability is 0 instead of NaN."""
+"""Replacement for minus infinity: probability exactly 0, and 0 times its log-probability is 0
+instead of NaN."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Log-probabilities and entropy at M targets; the entropy carries a gradient only
-    if that was asked for."""
+    """Log-probabilities and entropy at M targets; the entropy carries a gradient only if that was
+    asked for."""
 
     logprobs_m: Tensor
     entropy_m: Tensor
@@ -86,12 +92,12 @@ class LogitDistribution:
 
         Ids beyond the vocabulary are ignored.
         """
-        key = (logits.shape[-1], logits.device)
+        vocabulary, device = key = (logits.shape[-1], logits.device)
         if key not in self._masks:
-            ids = [i for i in self.banned_ids if 0 <= i < key[0]]
-            mask_v = torch.zeros(key[0], dtype=torch.bool)
+            ids = [id for id in self.banned_ids if 0 <= id < vocabulary]
+            mask_v = torch.zeros(vocabulary, dtype=torch.bool)
             mask_v[ids] = True
-            self._masks[key] = mask_v.to(key[1]) if ids else None
+            self._masks[key] = mask_v.to(device) if ids else None
         return self._masks[key]
 
     def excluded(
@@ -104,11 +110,11 @@ class LogitDistribution:
             return banned_v
         if support is not None:
             return support.excluded(wide_mv.shape[-1])
+
         with torch.no_grad():
             sampling = Sampling(self.temperature, self.top_p, self.top_k, min_p=self.min_p)
-            excluded_mv: Tensor = masked_scores(
-                wide_mv.detach(), sampling, frozenset(self.banned_ids)
-            ).isneginf()
+            scores_mv = masked_scores(wide_mv.detach(), sampling, frozenset(self.banned_ids))
+            excluded_mv: Tensor = scores_mv.isneginf()
             return excluded_mv.scatter_(1, targets_m[:, None], False)
 
     def stats(
@@ -121,8 +127,8 @@ class LogitDistribution:
         entropy_grad: bool = False,
         teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
-        """Compute statistics in float32 or better: any difference from the sampler's
-        distribution biases the ratio."""
+        """Compute statistics in float32 or better: any difference from the sampler's distribution
+        biases the ratio."""
         wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
         excluded = self.excluded(wide_mv, targets_m, support)
         logp_mv = self.log_softmax(wide_mv, excluded)
@@ -132,14 +138,13 @@ class LogitDistribution:
         )
         if not entropy:
             return TokenStats(chosen_m, chosen_m.new_zeros(0), divergences)
+
         # A few rows at a time: with a large vocabulary another copy of the log-probabilities would
         # be the peak of memory.
-        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(
-            max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
-        )
-        return TokenStats(
-            chosen_m, torch.cat([-(part.exp() * part).sum(-1) for part in parts]), divergences
-        )
+        rows = max(1, ENTROPY_CHUNK // logp_mv.shape[-1])
+        parts = (logp_mv if entropy_grad else logp_mv.detach()).split(rows)
+        entropy_m = torch.cat([-(part.exp() * part).sum(-1) for part in parts])
+        return TokenStats(chosen_m, entropy_m, divergences)
 
     def log_softmax(self, wide_mv: Tensor, excluded: Tensor | None) -> Tensor:
         """Return log-probabilities from logits at temperature 1, without the excluded ids."""
@@ -151,9 +156,8 @@ class LogitDistribution:
 
     def support(self, logits_mv: Tensor, targets_m: Tensor) -> SamplingSupport:
         """Compute the support of each target of a distribution that truncates."""
-        excluded_mv = self.excluded(
-            logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32)), targets_m
-        )
+        wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
+        excluded_mv = self.excluded(wide_mv, targets_m)
         assert excluded_mv is not None
         return SamplingSupport.of(excluded_mv)
 
@@ -165,8 +169,8 @@ s, all at once 6.1 s (768 targets, width 512, vocabulary 151,936)."""
 
 
 MIXED_CHUNK = 10_000_000
-"""The same in mixed precision, whose products are fast with few rows: 40 MB for each of the
-four copies of a chunk."""
+"""The same in mixed precision, whose products are fast with few rows: 40 MB for each of the four
+copies of a chunk."""
 
 
 def chunk_rows(device: torch.device, head: OutputHead) -> int:
@@ -174,7 +178,9 @@ def chunk_rows(device: torch.device, head: OutputHead) -> int:
     if isinstance(head.module, MixedLinear):
         rows = MIXED_CHUNK // head.vocabulary
         return max(TILE, rows // TILE * TILE)
-    return max(1, CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"]) // head.vocabulary)
+
+    numbers = CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cuda"])
+    return max(1, numbers // head.vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +197,20 @@ class LogitTransform:
             return torch.tanh(logits / self.number) * self.number
         if self.kind == "times":
             return logits * self.number
-        return logits / self.number if self.kind == "over" else logits
+        if self.kind == "over":
+            return logits / self.number
+        return logits
 
     def backward_(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Compute the gradient of the input in place, from the gradient and
-        the value of the output."""
+        """Compute the gradient of the input in place, from the gradient and the value of the
+        output."""
         if self.kind == "cap":
             return gradient.mul_(1.0 - (logits / self.number) ** 2)
         if self.kind == "times":
             return gradient.mul_(self.number)
-        return gradient.div_(self.number) if self.kind == "over" else gradient
+        if self.kind == "over":
+            return gradient.div_(self.number)
+        return gradient
 
 
 KEYS = {"final_logit_softcapping": "cap", "logit_scale": "times", "logits_scaling": "over"}
@@ -208,8 +218,8 @@ KEYS = {"final_logit_softcapping": "cap", "logit_scale": "times", "logits_scalin
 
 
 def shapes(config: Any) -> Iterator[LogitTransform]:
-    """Yield the transforms that a model of this config may apply; the caller
-    tests which one it does."""
+    """Yield the transforms that a model of this config may apply; the caller tests which one it
+    does."""
     yield LogitTransform()
     for key, kind in KEYS.items():
         number = getattr(config, key, None)
@@ -232,11 +242,9 @@ class OutputHead:
     def vocabulary(self) -> int:
         """Logits per position."""
         weight = getattr(self.module, "weight", None)
-        return (
-            int(weight.shape[0])
-            if isinstance(weight, Tensor)
-            else int(cast(Any, self.module).out_features)
-        )
+        if isinstance(weight, Tensor):
+            return int(weight.shape[0])
+        return int(cast(Any, self.module).out_features)
 
     @property
     def is_linear(self) -> bool:
@@ -257,20 +265,18 @@ class OutputHead:
 
 @dataclass(slots=True)
 class FittedHead(OutputHead):
-    """Output head with a given number of logits: models of one tokenizer
-    may be padded differently."""
+    """Output head with a given number of logits: models of one tokenizer may be padded
+    differently."""
 
     width: int = 0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (M, width); ids that the model lacks have no probability."""
-        made = self.shape(cast(Tensor, self.module(hidden)))
-        missing = self.width - made.shape[-1]
-        return (
-            nn.functional.pad(made, (0, missing), value=BANNED_LOGIT)
-            if missing > 0
-            else made[..., : self.width]
-        )
+        logits = self.shape(cast(Tensor, self.module(hidden)))
+        missing = self.width - logits.shape[-1]
+        if missing > 0:
+            return nn.functional.pad(logits, (0, missing), value=BANNED_LOGIT)
+        return logits[..., : self.width]
 
     @property
     def vocabulary(self) -> int:
@@ -290,19 +296,27 @@ def target_stats(
     teachers: Sequence[TeacherTargets] = (),
     max_logits: int | None = None,
 ) -> TokenStats:
-    """Compute statistics of M targets from the hidden states that predict them; the logprobs carry
-    a gradient, the entropy only with `entropy_grad`. Without `support`, it is computed if the
-    distribution truncates; without `entropy`, that is empty."""
-    rows = (
-        chunk_rows(hidden_md.device, head)
-        if max_logits is None
-        else max(1, max_logits // head.vocabulary)
-    )
-    count, wanted = len(targets_m), {"entropy": entropy, "entropy_grad": entropy_grad}
+    """Compute statistics of M targets from the hidden states that predict them.
+
+    The logprobs carry a gradient, the entropy only with `entropy_grad`. Without `support`, it is
+    computed if the distribution truncates; without `entropy`, that is empty. `max_logits` is how
+    many are computed at once.
+    """
+    if max_logits is None:
+        rows = chunk_rows(hidden_md.device, head)
+    else:
+        rows = max(1, max_logits // head.vocabulary)
+    count = len(targets_m)
     if count <= rows:
         return distribution.stats(
-            head.logits(hidden_md), targets_m, support, **wanted, teachers=teachers
+            head.logits(hidden_md),
+            targets_m,
+            support,
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            teachers=teachers,
         )
+
     if torch.is_grad_enabled() and head.is_linear and not teachers:
         linear = cast(nn.Linear, head.module)
         logp_m, entropy_m = _Chunks.apply(
@@ -319,19 +333,24 @@ def target_stats(
         )
         return TokenStats(logp_m, entropy_m)
 
-    def chunk_stats(at: slice) -> tuple[Tensor, ...]:
-        parts, support_c = [teacher.take(at) for teacher in teachers], _part(support, at, targets_m)
-        found = distribution.stats(
-            head.logits(hidden_md[at]), targets_m[at], support_c, **wanted, teachers=parts
+    def chunk_stats(chunk: slice) -> tuple[Tensor, ...]:
+        stats = distribution.stats(
+            head.logits(hidden_md[chunk]),
+            targets_m[chunk],
+            _part(support, chunk, targets_m),
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            teachers=[teacher.take(chunk) for teacher in teachers],
         )
-        return found.logprobs_m, found.entropy_m, *found.divergences
+        return stats.logprobs_m, stats.entropy_m, *stats.divergences
 
+    chunks = _slices(count, rows)
     if torch.is_grad_enabled():
-        chunks = [checkpoint(chunk_stats, at, use_reentrant=False) for at in _slices(count, rows)]
+        parts = [checkpoint(chunk_stats, chunk, use_reentrant=False) for chunk in chunks]
     else:
         with packed_once(head.module):
-            chunks = [chunk_stats(at) for at in _slices(count, rows)]
-    logp_m, entropy_m, *divergences = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+            parts = [chunk_stats(chunk) for chunk in chunks]
+    logp_m, entropy_m, *divergences = (torch.cat(column) for column in zip(*parts, strict=True))
     return TokenStats(logp_m, entropy_m, tuple(divergences))
 
 
@@ -339,20 +358,18 @@ def _slices(count: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
 
 
-def _part(support: SamplingSupport | None, at: slice, like: Tensor) -> SamplingSupport | None:
-    return (
-        None
-        if support is None
-        else support.take(torch.arange(at.start, at.stop, device=like.device))
-    )
+def _part(support: SamplingSupport | None, chunk: slice, like: Tensor) -> SamplingSupport | None:
+    if support is None:
+        return None
+    return support.take(torch.arange(chunk.start, chunk.stop, device=like.device))
 
 
 class _Chunks(torch.autograd.Function):  # type: ignore[misc]
-    """`target_stats` for a linear head, with z the logits, T the temperature, p their
-    softmax and H its entropy::
+    """`target_stats` for a linear head, with z the logits, T the temperature, p their softmax and H
+    its entropy::
 
-    d logp_m / d z_mv = ([v = target_m] - p_mv) / T
-    d H_m / d z_mv = -p_mv (log p_mv + H_m) / T
+        d logp_m / d z_mv = ([v = target_m] - p_mv) / T
+        d H_m / d z_mv    = -p_mv (log p_mv + H_m) / T
     """
 
     @staticmethod
@@ -369,7 +386,7 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
         entropy_grad: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
-        found = target_stats(
+        stats = target_stats(
             hidden_md,
             head,
             targets_m,
@@ -379,59 +396,68 @@ class _Chunks(torch.autograd.Function):  # type: ignore[misc]
             max_logits=rows * head.vocabulary,
         )
         ctx.save_for_backward(hidden_md, weight_vd, targets_m)
-        ctx.head, ctx.distribution, ctx.support, ctx.rows = head, distribution, support, rows
-        ctx.entropy_m = found.entropy_m if entropy_grad else None
+        ctx.head = head
+        ctx.distribution = distribution
+        ctx.support = support
+        ctx.rows = rows
+        ctx.entropy_m = stats.entropy_m if entropy_grad else None
         if not entropy_grad:
-            ctx.mark_non_differentiable(found.entropy_m)
-        return found.logprobs_m, found.entropy_m
+            ctx.mark_non_differentiable(stats.entropy_m)
+        return stats.logprobs_m, stats.entropy_m
 
     @staticmethod
     def backward(ctx: Any, slope_m: Tensor, entropy_slope_m: Tensor) -> tuple[Any, ...]:
         hidden_md, weight_vd, targets_m = ctx.saved_tensors
-        shape, distribution = ctx.head.shape, ctx.distribution
-        to_hidden, to_weight, to_bias = ctx.needs_input_grad[:3]
+        head: OutputHead = ctx.head
+        to_hidden, to_weight, to_bias, *_ = ctx.needs_input_grad
+
         # Chunks are summed in the precision of the loss: bfloat16 would round each sum.
         hidden_grad = torch.empty_like(hidden_md) if to_hidden else None
         weight_grad = torch.zeros_like(weight_vd, dtype=slope_m.dtype) if to_weight else None
-        bias_grad = (
-            weight_grad.new_zeros(len(weight_vd)) if to_bias and weight_grad is not None else None
-        )
-        mixed = isinstance(ctx.head.module, MixedLinear)
+        bias_grad = None
+        if to_bias and weight_grad is not None:
+            bias_grad = weight_grad.new_zeros(len(weight_vd))
+
+        mixed = isinstance(head.module, MixedLinear)
         matrix_vd = round_weights(weight_vd) if mixed else weight_vd
-        with packed_once(ctx.head.module, matrix_vd):
-            for at in _slices(len(targets_m), ctx.rows):
-                logits_cv = ctx.head.logits(hidden_md[at])
-                entropy = (
-                    None if ctx.entropy_m is None else (ctx.entropy_m[at], entropy_slope_m[at])
-                )
-                support = _part(ctx.support, at, targets_m)
+        with packed_once(head.module, matrix_vd):
+            for chunk in _slices(len(targets_m), ctx.rows):
+                logits_cv = head.logits(hidden_md[chunk])
+                entropy = None
+                if ctx.entropy_m is not None:
+                    entropy = (ctx.entropy_m[chunk], entropy_slope_m[chunk])
                 grad_cv = _slope(
-                    logits_cv, targets_m[at], slope_m[at], distribution, support, entropy
+                    logits_cv,
+                    targets_m[chunk],
+                    slope_m[chunk],
+                    ctx.distribution,
+                    _part(ctx.support, chunk, targets_m),
+                    entropy,
                 )
-                grad_cv = shape.backward_(grad_cv, logits_cv).to(matrix_vd.dtype)
+                grad_cv = head.shape.backward_(grad_cv, logits_cv).to(matrix_vd.dtype)
 
                 if bias_grad is not None:
                     bias_grad += grad_cv.sum(0, dtype=bias_grad.dtype)
                 if hidden_grad is not None:
                     if mixed:
-                        hidden_grad[at] = times_weight(grad_cv, matrix_vd)
+                        hidden_grad[chunk] = times_weight(grad_cv, matrix_vd)
                     else:
-                        torch.mm(grad_cv, matrix_vd, out=hidden_grad[at])
+                        torch.mm(grad_cv, matrix_vd, out=hidden_grad[chunk])
                 if weight_grad is not None:
-                    inputs_cd = hidden_md[at].to(matrix_vd.dtype)
+                    inputs_cd = hidden_md[chunk].to(matrix_vd.dtype)
                     if weight_grad.dtype == matrix_vd.dtype:
                         weight_grad.addmm_(grad_cv.T, inputs_cd)
                     elif mixed:
                         weight_grad += times_inputs(grad_cv, inputs_cd)
                     else:
                         weight_grad += grad_cv.T @ inputs_cd
-        back = None if weight_grad is None else weight_grad.to(weight_vd.dtype)
-        return (
-            hidden_grad,
-            back,
-            None if bias_grad is None else bias_grad.to(weight_vd.dtype),
-            *[None] * 7,
-        )
+
+        if weight_grad is not None:
+            weight_grad = weight_grad.to(weight_vd.dtype)
+        if bias_grad is not None:
+            bias_grad = bias_grad.to(weight_vd.dtype)
+        # The other seven arguments have no gradient.
+        return (hidden_grad, weight_grad, bias_grad, *[None] * 7)
 
 
 def _slope(
@@ -442,28 +468,31 @@ def _slope(
     support: SamplingSupport | None,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy`
-    adds (H_c, slope of H_c)."""
+    """Compute the gradient of ``sum_c slope_c * logp_c`` with respect to the logits; `entropy` adds
+    (H_c, slope of H_c)."""
     wide = logits_cv.to(torch.promote_types(logits_cv.dtype, torch.float32), copy=True)
     excluded = distribution.excluded(wide, targets_c, support)
     if distribution.temperature != 1.0:
         wide /= distribution.temperature
     if excluded is not None:
         wide.masked_fill_(excluded, BANNED_LOGIT)
+
     grad_cv = torch.softmax(wide, -1)
     if entropy is None:
         grad_cv *= -slope_c[:, None]
     else:
         value_c, entropy_slope_c = entropy
-        per_id_cv = (
-            torch.log_softmax(wide, -1)
-            .add_(value_c[:, None])
-            .mul_(entropy_slope_c[:, None])
-            .add_(slope_c[:, None])
-        )
+        # slope_c + entropy_slope_c (log p_cv + H_c), in the memory of one tensor.
+        per_id_cv = torch.log_softmax(wide, -1)
+        per_id_cv.add_(value_c[:, None])
+        per_id_cv.mul_(entropy_slope_c[:, None])
+        per_id_cv.add_(slope_c[:, None])
         grad_cv *= per_id_cv.neg_()
+
     grad_cv[torch.arange(len(targets_c), device=targets_c.device), targets_c] += slope_c
-    return grad_cv.div_(distribution.temperature) if distribution.temperature != 1.0 else grad_cv
+    if distribution.temperature != 1.0:
+        grad_cv.div_(distribution.temperature)
+    return grad_cv
 
 
 FROZEN_BYTES = 2**28
@@ -471,13 +500,13 @@ FROZEN_BYTES = 2**28
 
 
 class ForwardPass:
-    """Forward pass: the model's body on complete rows, its head only at the
-    requested positions, in chunks.
+    """Forward pass: the model's body on complete rows, its head only at the requested positions, in
+    chunks.
 
-    With a vocabulary of 151k, the logits of every position would be by far the largest tensor
-    of a step, and a multi-turn row is mostly observations. The transform after the head (soft
-    cap, factor) is identified by comparing one small pass bit by bit; with an unknown
-    transform, all logits are computed.
+    With a vocabulary of 151k, the logits of every position would be by far the largest tensor of a
+    step, and a multi-turn row is mostly observations. The transform after the head (soft cap,
+    factor) is identified by comparing one small pass bit by bit; with an unknown transform, all
+    logits are computed.
 
     For a vision model, each image of a pass goes through its tower once, and all rows with the
     image share its features.
@@ -490,17 +519,19 @@ class ForwardPass:
         self.replay = RoutingReplay(model) if replay else None
         self.tower, self.no_vision_reason = split_vlm(model)
         self.vision_inputs = None if self.tower is None else VisionInputs(self.tower)
+
+        # The body and the head of a text model, where it exposes both.
         module = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
         body = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-        exposed = (
+        is_exposed = (
             isinstance(module, nn.Module) and isinstance(body, nn.Module) and body is not model
         )
-        self.body: nn.Module | None = body if exposed else None
-        self.positions = (
-            "position_ids" in inspect.signature((self.body or model).forward).parameters
-        )
+        self.body: nn.Module | None = body if is_exposed else None
         self.head: OutputHead | None = None
         """None if all logits must be computed."""
+        parameters = inspect.signature((self.body or model).forward).parameters
+        self.positions = "position_ids" in parameters
+
         if self.tower is not None:
             self.head = OutputHead(self.tower.head)
         elif self.body is not None:
@@ -510,8 +541,8 @@ class ForwardPass:
         """Pass in mixed precision with the engine's arithmetic; None where the modules compute."""
 
     def enable_checkpointing(self) -> None:
-        """Compute activations again in the backward pass; raise `ConfigError` where
-        no layer supports it."""
+        """Compute activations again in the backward pass; raise `ConfigError` where no layer
+        supports it."""
         if self.mixed is not None:
             self.mixed.keep_inputs_only()
         else:
@@ -528,17 +559,30 @@ class ForwardPass:
         entropy_grad: bool = False,
         teachers: Sequence[TeacherTargets] = (),
     ) -> TokenStats:
-        """Compute statistics of a pass's M targets, see `target_stats`; raise `UsageError` for
-        images with a text-only model, `MediaError` when images are missing."""
-        wanted: dict[str, Any] = {
-            "entropy": entropy,
-            "entropy_grad": entropy_grad,
-            "teachers": teachers,
-        }
+        """Compute statistics of a pass's M targets, see `target_stats`.
+
+        Raises:
+            UsageError: for images with a text-only model.
+            MediaError: when images are missing.
+        """
         if self.head is None:
-            return distribution.stats(self.all_logits(micro), micro.targets_m, support, **wanted)
+            return distribution.stats(
+                self.all_logits(micro),
+                micro.targets_m,
+                support,
+                entropy=entropy,
+                entropy_grad=entropy_grad,
+                teachers=teachers,
+            )
         return target_stats(
-            self.hidden(micro, pixels), self.head, micro.targets_m, distribution, support, **wanted
+            self.hidden(micro, pixels),
+            self.head,
+            micro.targets_m,
+            distribution,
+            support,
+            entropy=entropy,
+            entropy_grad=entropy_grad,
+            teachers=teachers,
         )
 
     def features(self, micro: MicroBatch, pixels: PixelCache | None) -> tuple[Tensor, OutputHead]:
@@ -552,47 +596,50 @@ class ForwardPass:
     def sampling_support(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
     ) -> SamplingSupport:
-        """Compute the top-k/top-p support of a pass's targets, for a
-        distribution that truncates."""
+        """Compute the top-k/top-p support of a pass's targets, for a distribution that
+        truncates."""
+        targets_m = micro.targets_m
         with torch.no_grad():
             if self.head is None:
-                return distribution.support(self.all_logits(micro), micro.targets_m)
-            hidden_md, head, targets_m = self.hidden(micro, pixels), self.head, micro.targets_m
-            slices = _slices(len(targets_m), chunk_rows(hidden_md.device, head))
-            return SamplingSupport.join(
-                [distribution.support(head.logits(hidden_md[at]), targets_m[at]) for at in slices]
-            )
+                return distribution.support(self.all_logits(micro), targets_m)
+
+            hidden_md = self.hidden(micro, pixels)
+            supports: list[SamplingSupport] = []
+            for chunk in _slices(len(targets_m), chunk_rows(hidden_md.device, self.head)):
+                # The logits have no name, which would keep them while the next ones are computed.
+                supports.append(
+                    distribution.support(self.head.logits(hidden_md[chunk]), targets_m[chunk])
+                )
+            return SamplingSupport.join(supports)
 
     def all_logits(self, micro: MicroBatch) -> Tensor:
         """Compute the logits (M, vocabulary) at a pass's targets with the model's own head."""
         if micro.media:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
-        full_btv: Tensor = self._call(
-            self.model, micro.ids_bt, micro.positions, **self._prepare(micro)
-        ).logits
+        output = self._call(self.model, micro.ids_bt, micro.positions, **self._prepare(micro))
+        full_btv: Tensor = output.logits
         return _predicting(full_btv, micro)
 
     def full_logprobs(
         self, micro: MicroBatch, pixels: PixelCache | None, distribution: LogitDistribution
     ) -> Tensor:
-        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32
-        or better; not chunked."""
-        logits = (
-            self.all_logits(micro)
-            if self.head is None
-            else self.head.logits(self.hidden(micro, pixels))
-        )
-        wide = (
-            logits.to(torch.promote_types(logits.dtype, torch.float32)) / distribution.temperature
-        )
-        excluded_v = distribution.banned(wide)
-        return torch.log_softmax(
-            wide if excluded_v is None else wide.masked_fill(excluded_v, BANNED_LOGIT), -1
-        )
+        """Compute log-probabilities (M, vocabulary) at a pass's M targets, in float32 or better;
+        not chunked."""
+        if self.head is None:
+            logits_mv = self.all_logits(micro)
+        else:
+            logits_mv = self.head.logits(self.hidden(micro, pixels))
+        wide_mv = logits_mv.to(torch.promote_types(logits_mv.dtype, torch.float32))
+        wide_mv = wide_mv / distribution.temperature
+
+        banned_v = distribution.banned(wide_mv)
+        if banned_v is not None:
+            wide_mv = wide_mv.masked_fill(banned_v, BANNED_LOGIT)
+        return torch.log_softmax(wide_mv, -1)
 
     def hidden(self, micro: MicroBatch, pixels: PixelCache | None = None) -> Tensor:
-        """Compute the hidden states (M, width) that predict a pass's
-        targets, after the last norm."""
+        """Compute the hidden states (M, width) that predict a pass's targets, after the last
+        norm."""
         if self.mixed is not None:
             return self._mixed_hidden(self.mixed, micro, pixels)
         if self.tower is not None and self.vision_inputs is not None:
@@ -604,9 +651,8 @@ class ForwardPass:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
         else:
             assert self.body is not None
-            hidden_btd = self._call(
-                self.body, micro.ids_bt, micro.positions, **self._prepare(micro)
-            ).last_hidden_state
+            output = self._call(self.body, micro.ids_bt, micro.positions, **self._prepare(micro))
+            hidden_btd = output.last_hidden_state
         return _predicting(hidden_btd, micro)
 
     def _mixed_hidden(
@@ -614,14 +660,17 @@ class ForwardPass:
     ) -> Tensor:
         if micro.media and self.vision_inputs is None:
             raise UsageError(f"trajectories contain images, but {self.no_vision_reason}")
+
         batch, length = micro.ids_bt.shape
-        embeds_td, extras = decoder.embed(micro.ids_bt).flatten(0, 1), []
+        embeds_td = decoder.embed(micro.ids_bt).flatten(0, 1)
+        extras: list[Tensor] = []
         if self.vision_inputs is not None:
             places_p, features = self.vision_inputs.features_for(micro, pixels)
             if places_p is not None and features is not None:
                 embeds_td = embeds_td.index_put((places_p,), features.rows)
                 nothing_td = torch.zeros_like(embeds_td)
                 extras = [nothing_td.index_put((places_p,), layer) for layer in features.deep]
+
         stream_td = decoder.stream(embeds_td, (batch, length), micro.positions, micro.tree, extras)
         return decoder.last_norm(stream_td.index_select(0, micro.before_m))
 
@@ -647,26 +696,26 @@ class ForwardPass:
         return module(input_ids=ids_bt, attention_mask=None, use_cache=False, **more)
 
     def _shape(self, head: nn.Module) -> LogitTransform | None:
-        """Identify the transform after the head by exact comparison with the model's
-        logits; None if unknown."""
+        """Identify the transform after the head by exact comparison with the model's logits; None
+        if unknown."""
         assert self.body is not None
         device = next(self.model.parameters()).device
         ids_bt = torch.tensor([[0, 1, 2, 3]], device=device)
         positions_1t = torch.arange(4, device=device)[None]
         with torch.no_grad():
-            expected = self._call(self.model, ids_bt, positions_1t).logits
-            split = head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
-            found = (
-                shape
-                for shape in shapes(getattr(self.model, "config", None))
-                if torch.equal(expected, shape(split))
-            )
-            return next(found, None)
+            expected_btv = self._call(self.model, ids_bt, positions_1t).logits
+            head_btv = head(self._call(self.body, ids_bt, positions_1t).last_hidden_state)
+            for shape in shapes(getattr(self.model, "config", None)):
+                if torch.equal(expected_btv, shape(head_btv)):
+                    return shape
+        return None
 
 
 class VisionInputs:
     """Image and video features of a pass: each encoded once, with gradient if the tower is trained.
-    Those of a frozen tower are the same at every step, so they are cached within a memory limit."""
+
+    Those of a frozen tower are the same at every step, so they are cached within a memory limit.
+    """
 
     def __init__(self, tower: SplitVLM) -> None:
         self.tower = tower
@@ -679,8 +728,8 @@ class VisionInputs:
     def features_for(
         self, micro: MicroBatch, pixels: PixelCache | None
     ) -> tuple[Tensor | None, ImageFeatures | None]:
-        """Return the features' positions in the flattened (B, T), ascending, and the
-        features; None without media."""
+        """Return the features' positions in the flattened (B, T), ascending, and the features; None
+        without media."""
         if not micro.media:
             return None, None
         if pixels is None:
@@ -688,22 +737,30 @@ class VisionInputs:
                 "trajectories contain images, but the trainer has no pixels; pass "
                 "pixels=Rollout(...).pixels to Trainer"
             )
-        sizes = {media.key: (media, len(at)) for media, at in micro.media}
-        features, first = self._features(sizes, pixels)
+
+        # Features are those of each picture once; `micro.media` says where each is shown.
+        sizes = {media.key: (media, len(positions)) for media, positions in micro.media}
+        features, first_rows = self._features(sizes, pixels)
+        places: list[int] = []
+        rows: list[int] = []
+        for media, positions in micro.media:
+            places += positions
+            first_row = first_rows[media.key]
+            rows += range(first_row, first_row + len(positions))
+
         device = micro.ids_bt.device
-        places_p = torch.tensor([place for _, at in micro.media for place in at], device=device)
-        chosen_p = torch.tensor(
-            [first[media.key] + n for media, at in micro.media for n in range(len(at))],
-            device=device,
-        )
-        return places_p, features.take(chosen_p)
+        places_p = torch.tensor(places, device=device)
+        rows_p = torch.tensor(rows, device=device)
+        return places_p, features.take(rows_p)
 
     def _features(
         self, sizes: dict[str, tuple[Media, int]], pixels: PixelCache
     ) -> tuple[ImageFeatures, dict[str, int]]:
         """Return the concatenated features of all media and the first row of each."""
-        cached = [key for key in sizes if key in self._cache]
-        keys, parts = list(cached), [self._cache[key] for key in cached]
+        keys = [key for key in sizes if key in self._cache]
+        parts = [self._cache[key] for key in keys]
+
+        # What is not cached goes through the tower, images and videos apart.
         for video in (False, True):
             missing = [
                 key
@@ -717,30 +774,34 @@ class VisionInputs:
                 parts.append(self.tower.encode_together(arrays, [sizes[key][1] for key in missing]))
             self.encoded += len(missing)
             keys += missing
-        starts = dict(
-            zip(keys, itertools.accumulate([0, *(sizes[key][1] for key in keys)]), strict=False)
-        )
+
         features = ImageFeatures.join(parts)
+        first_rows: dict[str, int] = {}
+        row = 0
+        for key in keys:
+            first_rows[key] = row
+            row += sizes[key][1]
+
         if self.frozen:
             for key in keys:
                 if key not in self._cache:
-                    self._cache[key] = kept = features.take(
-                        slice(starts[key], starts[key] + sizes[key][1])
-                    ).clone()
-                    self._cached_bytes += kept.nbytes
+                    own_rows = slice(first_rows[key], first_rows[key] + sizes[key][1])
+                    self._cache[key] = features.take(own_rows).clone()
+                    self._cached_bytes += self._cache[key].nbytes
                 self._cache.move_to_end(key)
             while self._cached_bytes > FROZEN_BYTES and len(self._cache) > 1:
-                self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
-        return features, starts
+                _, oldest = self._cache.popitem(last=False)
+                self._cached_bytes -= oldest.nbytes
+        return features, first_rows
 
 
 def _predicting(output_bt: Tensor, micro: MicroBatch) -> Tensor:
-    """Select the positions that predict a pass's targets; check that attention followed its
-    tree, not one long row."""
+    """Select the positions that predict a pass's targets; check that attention followed its tree,
+    not one long row."""
     if micro.tree is not None and not micro.tree.cache["layers"]:
         raise TurnwrightError(
             "the model's attention was changed after its trainer was created "
-            "(set_attn_implementation?) and no longer follows "
-            'prefix trees; change it earlier, or set train.batching = "rows"'
+            "(set_attn_implementation?) and no longer follows prefix trees; change it earlier, or "
+            'set train.batching = "rows"'
         )
     return output_bt.flatten(0, 1).index_select(0, micro.before_m)

@@ -1,16 +1,19 @@
 """A decoder's pass for training in mixed precision, with the arithmetic of the engine's fused pass.
 
-Rounding to bfloat16 makes differences in the last bit of float32 grow: what two
-implementations compute differs by as much as the rounding itself, some hundredths of a nat
-a token. Here norms, rotary positions, attention and activations are the engine's own
-kernels, and products go through the same `PackedMatrix`. So a trained token has the hidden
-state, to the bit, that it was sampled from.
+Rounding to bfloat16 makes differences in the last bit of float32 grow: what two implementations
+compute differs by as much as the rounding itself, some hundredths of a nat a token. Here norms,
+rotary positions, attention and activations are the engine's own kernels, and products go through
+the same `PackedMatrix`. So a trained token has the hidden state, to the bit, that it was sampled
+from.
 
-A layer is one function of autograd with its backward pass written out. It keeps the residual stream
-before attention and before the MLP, what products returned, and the rounded weights; the rest is
-computed again.
+`MixedDecoder.stream` runs the layers. A layer is one function of autograd with its backward pass
+written out: `_layer_forward` and `_layer_backward` are the two pages to read. It keeps the residual
+stream before attention and before the MLP, what products returned, and the rounded weights; the
+rest is computed again. Which models are computed so is decided by `mixed_decoder`.
+
 Everything is laid out as T rows: the unique tokens of a prefix tree, or padded rows one after the
-other. Gradients of products are products in bfloat16, all other gradients are in float32.
+other. Gradients of products are products in bfloat16, all other gradients are in float32. A *slope*
+is the gradient of the loss by what it is named after.
 """
 
 from __future__ import annotations
@@ -44,8 +47,8 @@ class TrainedProjection:
     layers: tuple[Any, ...]
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield the tensors that get gradients: each layer's weight, or the two
-        matrices of its adapter."""
+        """Yield the tensors that get gradients: each layer's weight, or the two matrices of its
+        adapter."""
         for layer in self.layers:
             adapter = low_rank_of(layer)
             if adapter is None:
@@ -67,29 +70,34 @@ class TrainedProjection:
         return round_weights(*weights)
 
     def slopes(self, slope: Tensor, inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
-        """Return the gradients of `parameters()` in float32, from that of the output
-        and the inputs in bfloat16.
+        """Return the gradients of `parameters()` in float32, from that of the output and the inputs
+        in bfloat16.
 
         `needed` says which parameters get one.
         """
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         wanted = iter(needed)
-        slope, inputs = pad_rows(slope), pad_rows(inputs)
+        slope = pad_rows(slope)
+        inputs = pad_rows(inputs)
         parts = slope.split([layer.weight.shape[0] for layer in self.layers], 1)
         for layer, part in zip(self.layers, parts, strict=True):
             adapter = low_rank_of(layer)
             if adapter is None:
-                found.append((part.T @ inputs).float() if next(wanted) else None)
+                gradients.append((part.T @ inputs).float() if next(wanted) else None)
                 continue
 
-            needed_a, needed_b = next(wanted), next(wanted)
-            part, rows = part.float(), inputs.float()
+            # Of W + scale * B A the layer has A and B alone.
+            needed_a = next(wanted)
+            needed_b = next(wanted)
+            part = part.float()
+            rows = inputs.float()
             inner = part @ adapter.b.float() * adapter.scale
-            found.append(inner.T @ rows if needed_a else None)
-            found.append(
-                part.T @ (rows @ adapter.a.float().T) * adapter.scale if needed_b else None
-            )
-        return found
+            a_gradient = inner.T @ rows if needed_a else None
+            b_gradient = None
+            if needed_b:
+                b_gradient = part.T @ (rows @ adapter.a.float().T) * adapter.scale
+            gradients += [a_gradient, b_gradient]
+        return gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +123,10 @@ class TrainedLayer:
     @classmethod
     def of(cls, layer: Any) -> TrainedLayer:
         """Find the parts of a transformers layer that the fused pass supports."""
-        attention, projections = layer.self_attn, projections_of(layer)
-        normed, biased = hasattr(attention, "q_norm"), attention.q_proj.bias is not None
+        attention = layer.self_attn
+        projections = projections_of(layer)
+        normed = hasattr(attention, "q_norm")
+        biased = attention.q_proj.bias is not None
         return cls(
             first=layer.input_layernorm.weight,
             second=layer.post_attention_layernorm.weight,
@@ -137,14 +147,16 @@ class TrainedLayer:
 
     def head_parameters(self) -> list[Tensor]:
         """Return what acts on the heads between projection and attention: norms, then biases."""
-        norms = [] if self.q_norm is None or self.k_norm is None else [self.q_norm, self.k_norm]
+        norms: list[Tensor] = []
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = [self.q_norm, self.k_norm]
         return [*norms, *self.biases]
 
     def parameters(self) -> list[Tensor]:
         """Return all tensors that get gradients, in the order of the function's arguments."""
-        matrices = [
-            p for part in (self.qkv, self.output, self.both, self.down) for p in part.parameters()
-        ]
+        matrices: list[Tensor] = []
+        for projection in (self.qkv, self.output, self.both, self.down):
+            matrices += projection.parameters()
         return [self.first, self.second, *self.head_parameters(), *matrices]
 
 
@@ -243,7 +255,8 @@ class MixedDecoder:
     def _plan(self, shape: tuple[int, int], positions: Tensor, tree: PrefixTree | None) -> PassPlan:
         batch, length = shape
         weight = self.layers[0].first
-        if positions.dim() == 3:  # angles of each row
+        if positions.dim() == 3:
+            # Time, height and width differ from row to row, and so do angles.
             cos, sin = self.rotary(weight, positions)
             turns = np.arange(batch * length)
         else:
@@ -289,8 +302,8 @@ class MixedDecoder:
         return normed
 
     def attention(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
-        """Return what the rows attend to, [T, heads * head size], from their
-        projections in bfloat16."""
+        """Return what the rows attend to, [T, heads * head size], from their projections in
+        bfloat16."""
         rotated = self._rotated(layer, plan, qkv)
         mixed = torch.empty(len(qkv), self.heads * self.size)
         (scores,) = self._scratch(plan, 1)
@@ -309,55 +322,56 @@ class MixedDecoder:
     def attention_slopes(
         self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor, slope: Tensor
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of the projections, in float32, and of the head parameters,
-        from that of `attention`."""
-        rotated, qkv_slope = self._rotated(layer, plan, qkv), torch.zeros(qkv.shape)
-        given = flat_view(slope), flat_view(qkv_slope)
-        sizes = self.heads, self.kv, self.size
+        """Return the gradients of the projections, in float32, and of the head parameters, from
+        that of `attention`."""
+        rotated = self._rotated(layer, plan, qkv)
+        qkv_slope = torch.zeros(qkv.shape)
         gathered = np.empty(3 * plan.capacity * self.size, dtype=np.float32)
         self.kernels.attend_paths_slope(
             flat_view(rotated),
             *plan.storage(),
-            *sizes,
+            self.heads,
+            self.kv,
+            self.size,
             layer.scale,
             *self._scratch(plan, 2),
             gathered,
-            *given,
+            flat_view(slope),
+            flat_view(qkv_slope),
         )
 
+        # Back through the rotation and the norms of the heads, in place.
         biased = qkv.float()
         if layer.biases:
             biased += torch.cat([bias.detach() for bias in layer.biases])
-        norms = [
+        norm_slopes = [
             torch.zeros_like(norm) for norm in (layer.q_norm, layer.k_norm) if norm is not None
         ]
-        into = [flat_view(norm) for norm in norms] or [_NOTHING, _NOTHING]
+        into = [flat_view(norm_slope) for norm_slope in norm_slopes] or [_NOTHING, _NOTHING]
         self.kernels.rotate_slope(
-            flat_view(biased), *self._head_settings(layer, plan), given[1], *into
+            flat_view(biased), *self._head_settings(layer, plan), flat_view(qkv_slope), *into
         )
-        biases = (
-            qkv_slope.sum(0).split([len(bias) for bias in layer.biases]) if layer.biases else ()
-        )
-        return qkv_slope, [*norms, *biases]
+
+        bias_slopes: Sequence[Tensor] = ()
+        if layer.biases:
+            bias_slopes = qkv_slope.sum(0).split([len(bias) for bias in layer.biases])
+        return qkv_slope, [*norm_slopes, *bias_slopes]
 
     def _rotated(self, layer: TrainedLayer, plan: PassPlan, qkv: Tensor) -> Tensor:
         """Return projections in float32 with their biases, queries and keys normed and rotated."""
         rotated = qkv.float()
-        bias = (
-            flat_view(torch.cat([bias.detach() for bias in layer.biases]))
-            if layer.biases
-            else _NOTHING
-        )
+        bias = _NOTHING
+        if layer.biases:
+            bias = flat_view(torch.cat([bias.detach() for bias in layer.biases]))
         self.kernels.rotate(flat_view(rotated), bias, *self._head_settings(layer, plan))
         return rotated
 
     def _head_settings(self, layer: TrainedLayer, plan: PassPlan) -> tuple[Any, ...]:
         """Return what `rotate` and `rotate_slope` take alike: head norms, angles and sizes."""
-        norms = (
-            _NOTHING if norm is None else flat_view(norm) for norm in (layer.q_norm, layer.k_norm)
-        )
+        q_norm = _NOTHING if layer.q_norm is None else flat_view(layer.q_norm)
+        k_norm = _NOTHING if layer.k_norm is None else flat_view(layer.k_norm)
         angles = flat_view(plan.cos), flat_view(plan.sin), plan.turns
-        return *norms, layer.head_eps, *angles, self.heads, self.kv, self.size
+        return q_norm, k_norm, layer.head_eps, *angles, self.heads, self.kv, self.size
 
     def _scratch(self, plan: PassPlan, count: int) -> np.ndarray:
         """Return buffers for the scores of the query heads of a key head."""
@@ -365,18 +379,23 @@ class MixedDecoder:
 
     def gated(self, both: Tensor) -> Tensor:
         """Return SwiGLU of gates and values, all bfloat16."""
-        rows, size = len(both), both.shape[1] // 2
-        out = both.new_empty(rows, size)
-        self.kernels.swiglu(flat_view(both), rows, size, flat_view(out))
-        return out
+        rows = len(both)
+        size = both.shape[1] // 2
+        gated = both.new_empty(rows, size)
+        self.kernels.swiglu(flat_view(both), rows, size, flat_view(gated))
+        return gated
 
     def gated_slope(self, both: Tensor, slope: Tensor) -> Tensor:
         """Return the gradient of gates and values from that of `gated`, all bfloat16."""
-        out = torch.empty_like(both)
+        both_slope = torch.empty_like(both)
         self.kernels.swiglu_slope(
-            flat_view(both), len(both), both.shape[1] // 2, flat_view(slope), flat_view(out)
+            flat_view(both),
+            len(both),
+            both.shape[1] // 2,
+            flat_view(slope),
+            flat_view(both_slope),
         )
-        return out
+        return both_slope
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,19 +435,28 @@ def _product(weight: Tensor, inputs: Tensor) -> Tensor:
 
 
 def _layer_forward(
-    decoder: MixedDecoder, layer: TrainedLayer, plan: PassPlan, stream: Tensor, extra: Tensor | None
+    decoder: MixedDecoder,
+    layer: TrainedLayer,
+    plan: PassPlan,
+    stream: Tensor,
+    extra: Tensor | None,
 ) -> tuple[Tensor, _Kept]:
     """Return the stream after a layer; the same steps as `FusedDecoder._layer`."""
     weights = _Rounded.of(layer)
+
+    # Attention.
     normed = decoder.normed(stream, None, layer.first, layer.eps)
     qkv = _product(weights.qkv, normed)
     mixed = decoder.attention(layer, plan, qkv).bfloat16()
+
+    # MLP. The norm adds what attention returned to the stream.
     middle = stream.clone()
     normed = decoder.normed(middle, _product(weights.output, mixed), layer.second, layer.eps)
     both = _product(weights.both, normed)
     change = _product(weights.down, decoder.gated(both)).float()
-    kept = _Kept(middle, qkv, mixed, both, weights)
-    return middle + (change if extra is None else change + extra), kept
+    if extra is not None:
+        change = change + extra
+    return middle + change, _Kept(middle, qkv, mixed, both, weights)
 
 
 class _Layer(torch.autograd.Function):  # type: ignore[misc]
@@ -443,25 +471,32 @@ class _Layer(torch.autograd.Function):  # type: ignore[misc]
         *parameters: Tensor,
     ) -> Tensor:
         output, kept = _layer_forward(decoder, layer, plan, stream, extra)
-        ctx.decoder, ctx.layer, ctx.plan = decoder, layer, plan
-        saved = () if plan.checkpoint else (kept.middle, kept.qkv, kept.mixed, kept.both)
-        # In a step's first pass, gradients of whole weights will take more memory than these;
-        # an adapter's will not.
-        weights = () if plan.checkpoint or layer.has_adapters else kept.weights.tensors()
+        ctx.decoder = decoder
+        ctx.layer = layer
+        ctx.plan = plan
+        saved: tuple[Tensor, ...] = ()
+        weights: tuple[Tensor, ...] = ()
+        if not plan.checkpoint:
+            saved = (kept.middle, kept.qkv, kept.mixed, kept.both)
+            # In a step's first pass, gradients of whole weights will take more memory than these;
+            # an adapter's will not.
+            if not layer.has_adapters:
+                weights = kept.weights.tensors()
         ctx.save_for_backward(stream, *saved, *weights)
         return output
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
-        decoder, layer, plan = ctx.decoder, ctx.layer, ctx.plan
+        decoder: MixedDecoder = ctx.decoder
+        layer: TrainedLayer = ctx.layer
+        plan: PassPlan = ctx.plan
         stream, *saved = ctx.saved_tensors
         if plan.checkpoint:
-            kept = _layer_forward(decoder, layer, plan, stream, None)[1]
+            _, kept = _layer_forward(decoder, layer, plan, stream, None)
         else:
             middle, qkv, mixed, both, *weights = saved
-            kept = _Kept(
-                middle, qkv, mixed, both, _Rounded(*weights) if weights else _Rounded.of(layer)
-            )
+            rounded = _Rounded(*weights) if weights else _Rounded.of(layer)
+            kept = _Kept(middle, qkv, mixed, both, rounded)
         return _layer_backward(
             decoder, layer, plan, stream, kept, slopes[0], ctx.needs_input_grad[3:]
         )
@@ -476,16 +511,15 @@ def _layer_backward(
     slope: Tensor,
     needed: Sequence[bool],
 ) -> tuple[Any, ...]:
-    """Return the gradients of the arguments of `_Layer.forward`, from that of its
-    output; last step first."""
-    _, to_extra, to_first, to_second, *rest = needed
-    to_heads, to_matrices = (
-        rest[: len(layer.head_parameters())],
-        iter(rest[len(layer.head_parameters()) :]),
-    )
+    """Return the gradients of the arguments of `_Layer.forward`, from that of its output; last step
+    first."""
+    _, to_extra, to_first, to_second, *to_parameters = needed
+    heads_count = len(layer.head_parameters())
+    to_heads = to_parameters[:heads_count]
+    to_matrices = iter(to_parameters[heads_count:])
     to_qkv, to_output, to_both, to_down = (
-        [next(to_matrices) for _ in part.parameters()]
-        for part in (layer.qkv, layer.output, layer.both, layer.down)
+        [next(to_matrices) for _ in projection.parameters()]
+        for projection in (layer.qkv, layer.output, layer.both, layer.down)
     )
 
     # MLP.
@@ -522,16 +556,16 @@ def _layer_backward(
         middle_slope,
     )
 
-    of_heads = [one if wanted else None for one, wanted in zip(heads, to_heads, strict=True)]
-    norms = first if to_first else None, second if to_second else None
+    head_slopes = [head if wanted else None for head, wanted in zip(heads, to_heads, strict=True)]
     return (
         None,
         None,
         None,
         stream_slope,
         slope if to_extra else None,
-        *norms,
-        *of_heads,
+        first if to_first else None,
+        second if to_second else None,
+        *head_slopes,
         *qkv,
         *output,
         *both,
@@ -540,28 +574,35 @@ def _layer_backward(
 
 
 def _norm_slopes(
-    kernels: Any, hidden: Tensor, weight: Tensor, eps: float, slope: Tensor, beside: Tensor
+    kernels: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    eps: float,
+    slope: Tensor,
+    beside: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows of a norm and of its weight; `beside` reaches the rows
     around the norm, if not empty."""
-    hidden_slope, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    given = flat_view(slope), flat_view(beside)
+    hidden_slope = torch.empty_like(hidden)
+    weight_slope = torch.zeros_like(weight)
     kernels.norm_slope(
         flat_view(hidden),
         flat_view(weight),
         eps,
-        *given,
+        flat_view(slope),
+        flat_view(beside),
         flat_view(hidden_slope),
-        flat_view(of_weight),
+        flat_view(weight_slope),
     )
-    return hidden_slope, of_weight
+    return hidden_slope, weight_slope
 
 
 class _Norm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, kernels: Any, rows: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = rows.contiguous()
-        normed, nothing = torch.empty_like(rows), np.zeros(0, dtype=np.float32)
+        normed = torch.empty_like(rows)
+        nothing = np.zeros(0, dtype=np.float32)
         kernels.add_and_norm(
             flat_view(rows),
             nothing,
@@ -571,16 +612,17 @@ class _Norm(torch.autograd.Function):  # type: ignore[misc]
             flat_view(normed),
         )
         ctx.save_for_backward(rows, weight)
-        ctx.kernels, ctx.eps = kernels, eps
+        ctx.kernels = kernels
+        ctx.eps = eps
         return normed
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> tuple[Any, ...]:
         rows, weight = ctx.saved_tensors
-        found = _norm_slopes(
+        rows_slope, weight_slope = _norm_slopes(
             ctx.kernels, rows, weight, ctx.eps, slopes[0].contiguous(), torch.zeros(0)
         )
-        return None, *found, None
+        return None, rows_slope, weight_slope, None
 
 
 _NOTHING = np.zeros(0, dtype=np.float32)
@@ -593,6 +635,7 @@ def mixed_decoder(model: Any, tower: SplitVLM | None) -> MixedDecoder | None:
         return None
     try:
         from turnwright.engines.local import numba_kernels
-    except Exception:  # not installed, or an incompatible compiler; the engine says so
+    except Exception:
+        # Not installed, or with an incompatible compiler; the engine says so.
         return None
     return MixedDecoder(model.model if tower is None else tower.text, numba_kernels)

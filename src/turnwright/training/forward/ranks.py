@@ -1,4 +1,8 @@
-"""The processes that train a model together."""
+"""The processes that train a model together: what trainer and forward passes ask of them.
+
+`Ranks` is one process, which does nothing for the others. Several, started by torchrun, are
+`ProcessRanks` in `turnwright.training.distributed`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,8 @@ from turnwright.training.forward.passes import MicroBatch
 class Ranks:
     """Processes that train together: here one alone, rank 0 of 1; `ProcessRanks` are several."""
 
-    rank, size = 0, 1
+    rank = 0
+    size = 1
 
     def broadcast(self, message: Any) -> None:
         """Send a message to all other ranks, from rank 0."""
@@ -53,6 +58,6 @@ class Ranks:
         return micro_tokens
 
     def passes(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, bool]]:
-        """Yield this rank's passes, and whether each counts; others only keep step
-        with the other ranks."""
+        """Yield this rank's passes, and whether each counts; others only keep step with the other
+        ranks."""
         return ((micro, True) for micro in micros)

@@ -9,6 +9,9 @@ remain the trainer's own,
           divided by their sum if the router does that (norm_topk_prob)
 
 so gradients reach the trainer's router.
+
+`routes_of` finds the recorded experts of a row, `pack_routes` those of a pass, and `RoutingReplay`
+hooks the routers. Suffixes: `_p` flattened positions of a pass, `_n` numbers of each.
 """
 
 from __future__ import annotations
@@ -41,26 +44,27 @@ class PassRoutes:
 
 
 def pack_routes(
-    given: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str
+    rows: Sequence[tuple[ExpertRoutes, Any]], size: int, device: torch.device | str
 ) -> PassRoutes:
     """Combine the routes of a pass's rows, each with the flattened positions of its ids, to those
     of its `size` positions."""
-    wide = any(routes.width == 2 for routes, _ in given)
-    numbers = {routes.layers * routes.k for routes, _ in given}
+    is_wide = any(routes.width == 2 for routes, _ in rows)
+    numbers = {routes.layers * routes.k for routes, _ in rows}
     if len(numbers) > 1:
         raise TurnwrightError(
             f"trajectories have {sorted(numbers)} experts per position: they come from different "
             "models"
         )
-    experts = np.zeros((size, numbers.pop()), dtype=np.int32 if wide else np.uint8)
-    known = np.zeros(size, dtype=bool)
-    for routes, places in given:
-        experts[places] = np.asarray(routes).reshape(len(routes), -1)
-        known[places] = True
+
+    experts_pn = np.zeros((size, numbers.pop()), dtype=np.int32 if is_wide else np.uint8)
+    known_p = np.zeros(size, dtype=bool)
+    for routes, places in rows:
+        experts_pn[places] = np.asarray(routes).reshape(len(routes), -1)
+        known_p[places] = True
     return PassRoutes(
-        torch.from_numpy(experts).to(device),
-        torch.from_numpy(known).to(device),
-        int(experts.max(initial=0)),
+        torch.from_numpy(experts_pn).to(device),
+        torch.from_numpy(known_p).to(device),
+        int(experts_pn.max(initial=0)),
     )
 
 
@@ -69,18 +73,22 @@ def keys_with_routes(
 ) -> Sequence[Sequence[int]]:
     """Extend the keys of rows' positions by their experts: engines may route the same prefix in two
     ways (other rows in the batch, another server), and each trajectory trains on its own."""
-    pairs = []
+    pairs: list[list[tuple[int, bytes]]] = []
     for row, row_routes in zip(keys, routes, strict=True):
-        each, data = (
-            (row_routes.bytes_per_position, row_routes.data) if row_routes is not None else (0, b"")
-        )
+        size = 0 if row_routes is None else row_routes.bytes_per_position
+        data = b"" if row_routes is None else row_routes.data
         pairs.append(
-            [(key % 2**64, data[at * each : (at + 1) * each]) for at, key in enumerate(row)]
+            [
+                (key % 2**64, data[position * size : (position + 1) * size])
+                for position, key in enumerate(row)
+            ]
         )
-    # By rank, so that rows with equal experts keep the order of their ids, and the layout
-    # they have without routes.
-    ranks = {key: rank for rank, key in enumerate(sorted({key for row in pairs for key in row}))}
-    return [[ranks[key] for key in row] for row in pairs]
+
+    # By rank, so that rows with equal experts keep the order of their ids, and the layout they have
+    # without routes.
+    distinct = {pair for row in pairs for pair in row}
+    ranks = {pair: rank for rank, pair in enumerate(sorted(distinct))}
+    return [[ranks[pair] for pair in row] for row in pairs]
 
 
 def routes_of(sample: Sample, end: int) -> ExpertRoutes:
@@ -88,12 +96,13 @@ def routes_of(sample: Sample, end: int) -> ExpertRoutes:
     the first unknown one."""
     if sample.routes is not None and all(sample.routes_mask[:end]):
         return sample.routes.slice(0, end)
+
     first = 0 if sample.routes is None else sample.routes_mask.index(0)
     raise RoutesMissing(
         f"{sample.trajectory.key}: the experts of position {first} are unknown, but later ids are "
         "trained: the engine did not report them. LocalEngine reports them for models with "
-        "routers, vLLM and SGLang if started with "
-        '--enable-return-routed-experts; else set train.routing_replay = "off"'
+        "routers, vLLM and SGLang if started with --enable-return-routed-experts; else set "
+        'train.routing_replay = "off"'
     )
 
 
@@ -112,23 +121,23 @@ SCORES: Sequence[Score] = (normalized, softmax)
 
 
 class RoutingReplay:
-    """Hooks that make a model's routers use recorded experts, where there are any; a copy of the
-    model chooses its own. They stay set between passes, so layers recomputed in the backward pass
-    use the same ones. Raise `ConfigError` for a model without routers, or whose routers compute
-    scores in an unknown way."""
+    """Hooks that make a model's routers use recorded experts, where there are any.
+
+    A copy of the model chooses its own. The hooks stay set between passes, so layers recomputed in
+    the backward pass use the same experts.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        for module in model.modules():  # hooks of an earlier trainer of the same model
-            for key in [
-                key for key, hook in module._forward_hooks.items() if isinstance(hook, _Hook)
-            ]:
-                del module._forward_hooks[key]
+        """Raise `ConfigError` for a model without routers, or whose routers compute scores in an
+        unknown way."""
+        _remove_hooks(model)
         self.routers = find_routers(model)
         if not self.routers:
             raise ConfigError(
                 f'train.routing_replay = "replay", but {type(model).__name__} has no router that '
                 'returns logits, scores and indices; set train.routing_replay = "off"'
             )
+
         self._routes: PassRoutes | None = None
         self._chosen: list[Tensor] = []
         for number, router in enumerate(self.routers):
@@ -140,7 +149,8 @@ class RoutingReplay:
         self._routes = routes
         if routes is None:
             return
-        numbers, k = routes.experts_pn.shape[1], self.routers[0].k
+        numbers = routes.experts_pn.shape[1]
+        k = self.routers[0].k
         layers = list(range(len(self.routers)))
         if numbers != len(self.routers) * k:
             # Servers report every layer of the decoder, dense ones too.
@@ -155,6 +165,7 @@ class RoutingReplay:
                 f"the engine reports expert {routes.highest}, but the trainer's model has "
                 f"{self.routers[0].experts}: the models differ"
             )
+
         self._chosen = [
             routes.experts_pn[:, layer * k : (layer + 1) * k].long() for layer in layers
         ]
@@ -165,16 +176,19 @@ class RoutingReplay:
         """Return a router's output with the recorded experts; None to keep its own."""
         if self._routes is None:
             return None
-        logits, scores, own = output
-        chosen, known = self._chosen[number], self._routes.known_p[:, None]
-        if len(chosen) != len(logits):
+        logits, scores, own_experts = output
+        recorded = self._chosen[number]
+        is_known = self._routes.known_p[:, None]
+        if len(recorded) != len(logits):
             raise TurnwrightError(
                 f"router {self.routers[number].name} has {len(logits)} positions, but experts are "
-                f"set for {len(chosen)}"
+                f"set for {len(recorded)}"
             )
+
         # The same experts in another order would change the last bits.
-        same = (chosen.sort(dim=-1).values == own.sort(dim=-1).values).all(dim=-1, keepdim=True)
-        experts = torch.where(known & ~same, chosen, own)
+        in_order = recorded.sort(dim=-1).values == own_experts.sort(dim=-1).values
+        same = in_order.all(dim=-1, keepdim=True)
+        experts = torch.where(is_known & ~same, recorded, own_experts)
         return logits, score(logits, experts).to(scores.dtype), experts
 
 
@@ -184,24 +198,32 @@ class _Hook:
     def __init__(
         self, replay: RoutingReplay | None, number: int = 0, score: Score = softmax
     ) -> None:
-        self._replay, self._number, self._score = replay, number, score
+        self._replay = replay
+        self._number = number
+        self._score = score
 
     def __call__(self, module: nn.Module, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        return (
-            None
-            if self._replay is None
-            else self._replay.replayed_output(self._number, self._score, output)
-        )
+        if self._replay is None:
+            return None
+        return self._replay.replayed_output(self._number, self._score, output)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(None)
 
 
+def _remove_hooks(model: nn.Module) -> None:
+    """Remove the hooks of an earlier trainer of the same model."""
+    for module in model.modules():
+        hooks = module._forward_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+            del hooks[key]
+
+
 def _score_of(router: MoERouter) -> Score:
     """Find how a router computes its scores, by exact comparison with its own."""
-    given = probe_router(router.module)
-    if given is not None:
-        logits, scores, indices = given
+    example = probe_router(router.module)
+    if example is not None:
+        logits, scores, indices = example
         for score in SCORES:
             if torch.equal(score(logits, indices).to(scores.dtype), scores):
                 return score

@@ -28,10 +28,8 @@ class SamplingSupport:
     def join(cls, parts: Sequence[SamplingSupport]) -> SamplingSupport:
         """Concatenate several supports."""
         counts = torch.cat([part.counts for part in parts])
-        return cls(
-            torch.nn.functional.pad(counts.cumsum(0), (1, 0)),
-            torch.cat([part.ids for part in parts]),
-        )
+        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return cls(ends, torch.cat([part.ids for part in parts]))
 
     @property
     def counts(self) -> Tensor:
@@ -40,14 +38,14 @@ class SamplingSupport:
 
     def take(self, index_k: Tensor) -> SamplingSupport:
         """Select targets."""
-        counts = self.counts[index_k]
-        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        at = torch.arange(int(ends[-1]), device=self.ids.device) - torch.repeat_interleave(
-            ends[:-1], counts
-        )
-        return SamplingSupport(
-            ends, self.ids[at + torch.repeat_interleave(self.ends[:-1][index_k], counts)]
-        )
+        counts_k = self.counts[index_k]
+        ends = torch.nn.functional.pad(counts_k.cumsum(0), (1, 0))
+
+        # Of each id that is selected: its place within its target, and where that target's begin.
+        places = torch.arange(int(ends[-1]), device=self.ids.device)
+        places = places - torch.repeat_interleave(ends[:-1], counts_k)
+        begins = torch.repeat_interleave(self.ends[:-1][index_k], counts_k)
+        return SamplingSupport(ends, self.ids[places + begins])
 
     def excluded(self, width: int) -> Tensor:
         """Return a mask (M, width), true for ids that cannot be sampled."""

@@ -1,4 +1,5 @@
-"""The attention structure of a tree of rows with shared prefixes."""
+"""The attention structure of a tree of rows with shared prefixes, as `prefix_tree.py` lays it
+out."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import Any, NamedTuple
 
 
 class BranchAttention(NamedTuple):
-    """Queries of a node's side branches and the keys of the chain they attend
-    to, as half-open ranges."""
+    """Queries of a node's side branches and the keys of the chain they attend to, as half-open
+    ranges."""
 
     first: int
     last: int
@@ -36,6 +37,8 @@ class PrefixTree:
     @property
     def pairs(self) -> int:
         """Number of (query, key) pairs, a token with itself included."""
-        return sum((e - s) * (e - s + 1) // 2 for s, e in self.chains) + sum(
+        in_chains = sum((end - start) * (end - start + 1) // 2 for start, end in self.chains)
+        to_chains = sum(
             (branch.last - branch.first) * (branch.keys - branch.key) for branch in self.branches
         )
+        return in_chains + to_chains

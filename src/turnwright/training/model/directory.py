@@ -17,16 +17,18 @@ ADAPTER_FILE = "adapter_config.json"
 
 
 def base_model_of(directory: Path) -> Path | None:
-    """Return the base of a LoRA adapter's directory, or None for another; raise `ModelError`
-    when the base is missing."""
+    """Return the base of a LoRA adapter's directory, or None for another; raise `ModelError` when
+    the base is missing."""
     path = directory / ADAPTER_FILE
     if not path.is_file():
         return None
     named = read_json(path, "it is no adapter").get("base_model_name_or_path")
     if not isinstance(named, str) or "\0" in named:
         named = None
+
     # A moved run has its model next to its checkpoints.
-    for base in (Path(named or ""), *(above / "model" for above in directory.parents[1:3])):
+    beside = [parent / "model" for parent in directory.parents[1:3]]
+    for base in (Path(named or ""), *beside):
         if (base / "config.json").is_file() and base != directory:
             return base
     raise ModelError(
@@ -40,11 +42,16 @@ def renderer_of(
 ) -> ChatRenderer:
     """Load the renderer of a model directory, or of an adapter's base with the adapter's own
     template, if it has one."""
-    template, root, own = config.template, source, source / "chat_template.jinja"
-    if (
-        base := base_model_of(source)
-    ) is not None:  # an adapter has a template of its own but no image processor
-        root, template = base, str(own) if template is None and own.is_file() else template
+    root = source
+    template = config.template
+
+    # An adapter has a template of its own, but no image processor.
+    base = base_model_of(source)
+    if base is not None:
+        root = base
+        own_template = source / "chat_template.jinja"
+        if template is None and own_template.is_file():
+            template = str(own_template)
     return load_renderer(
         root,
         template=template,
@@ -59,32 +66,29 @@ def token_count(root: Path) -> int:
     `ModelError` without one."""
     from tokenizers import Tokenizer
 
+    path = root / "tokenizer.json"
     try:
-        files.check_regular([root / "tokenizer.json"])
-        vocabulary = Tokenizer.from_file(str(root / "tokenizer.json")).get_vocab(
-            with_added_tokens=True
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(
-            f"{root / 'tokenizer.json'} cannot be read ({error}); save the tokenizer again"
-        ) from error
+        files.check_regular([path])
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:
+        # The library raises bare Exception.
+        raise ModelError(f"{path} cannot be read ({error}); save the tokenizer again") from error
     return 1 + max(vocabulary.values(), default=-1)
 
 
 def row_count(root: Path) -> int:
     """Return the rows of a model's embedding matrix by its config.json; 0 if not given there."""
     config = read_json(root / "config.json", "it is no Hugging Face model directory")
+    rows = config.get("vocab_size")
     text = config.get("text_config")
-    return (
-        config.get("vocab_size")
-        or (text.get("vocab_size") if isinstance(text, dict) else None)
-        or 0
-    )
+    if not rows and isinstance(text, dict):
+        rows = text.get("vocab_size")
+    return rows or 0
 
 
 def read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what
-    a missing file means."""
+    """Read a JSON object of a model directory, else raise `ModelError`; `otherwise` is what a
+    missing file means."""
     try:
         value = files.read_json(path)
     except FileNotFoundError as error:

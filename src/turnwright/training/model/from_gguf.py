@@ -21,7 +21,10 @@ from turnwright.training.model.gguf_files import HEADER, copy_header
 
 DIGITS = {"type": "Digits", "individual_digits": True}
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
@@ -64,11 +67,9 @@ def convert(file: Path, directory: Path) -> None:
     kind = _text(fields, "tokenizer.ggml.model")
     name = _text(fields, "tokenizer.ggml.pre")
     if kind == "gpt2" and name not in SPLITS:
-        how = (
-            f"splits text as {name!r}, which is not known here"
-            if name
-            else "does not say how it splits text"
-        )
+        how = "does not say how it splits text"
+        if name:
+            how = f"splits text as {name!r}, which is not known here"
         known = ", ".join(SPLITS)
         raise ValueError(
             f"its tokenizer {how} (known are {known}); name the directory of the original model"
@@ -81,7 +82,8 @@ def convert(file: Path, directory: Path) -> None:
     }
     tokenizer = AutoTokenizer.from_pretrained(**source)
     model = AutoModelForCausalLM.from_pretrained(**source, dtype="float32", trust_remote_code=False)
-    model.hf_quantizer = None  # the weights are plain numbers
+    # The weights are plain numbers now.
+    model.hf_quantizer = None
     vars(model.config).pop("quantization_config", None)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
@@ -103,7 +105,8 @@ def main(words: list[str]) -> int:
     file, directory = map(Path, words)
     try:
         convert(file, directory)
-    except Exception as error:  # many kinds, of a file that anyone may have made
+    except Exception as error:
+        # Many kinds, of a file that anyone may have made.
         print(" ".join(str(error).split()) or type(error).__name__, file=sys.stderr)
         return 1
     return 0

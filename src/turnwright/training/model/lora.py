@@ -1,9 +1,13 @@
-"""LoRA through peft: train small matrices beside linear layers instead of the
-layers (arXiv 2106.09685).
+"""LoRA through peft: train small matrices beside linear layers instead of the layers (arXiv
+2106.09685).
 
 A layer computes ``W x + scale * B (A x)`` with ``scale = alpha / rank``; A starts random and B at
 zero, so the initial model is unchanged. Engines get merged weights, ``W + scale * B A``;
 checkpoints hold only A and B, in peft's own layout.
+
+`add_lora` adds an adapter to a model, `load_adapter` that of a directory, `unload` merges it for
+good. `Adapter` is what training does with one: merge its weights on their way to an engine, switch
+it off for the reference policy, save it.
 """
 
 from __future__ import annotations
@@ -52,7 +56,9 @@ class Adapter:
 
         self.config: Any = model.peft_config[ADAPTER_NAME]
         self.layers: dict[str, Any] = {
-            n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, BaseTunerLayer)
         }
         for name, layer in self.layers.items():
             if (
@@ -71,7 +77,8 @@ class Adapter:
 
     def merge(self, weights: Weights) -> Weights:
         """Transform that merges adapters and restores the tensor names of a model without peft."""
-        halves: dict[str, dict[str, Tensor]] = {}
+        # A layer's W, A and B come apart, and are merged with the last of them.
+        waiting: dict[str, dict[str, Tensor]] = {}
         for name, tensor in weights:
             part = _PART.fullmatch(name)
             layer = part["layer"] if part else ""
@@ -80,14 +87,14 @@ class Adapter:
             elif part["own"] not in (None, "weight"):
                 yield f"{layer}.{part['own']}", tensor
             else:
-                have = halves.setdefault(layer, {})
-                have[part["half"] or "W"] = tensor
-                if len(have) == 3:
-                    yield (
-                        f"{layer}.weight",
-                        merge_weight(have["W"], have["lora_A"], have["lora_B"], self.scales[layer]),
+                matrices = waiting.setdefault(layer, {})
+                matrices[part["half"] or "W"] = tensor
+                if len(matrices) == 3:
+                    merged = merge_weight(
+                        matrices["W"], matrices["lora_A"], matrices["lora_B"], self.scales[layer]
                     )
-                    del halves[layer]
+                    yield f"{layer}.weight", merged
+                    del waiting[layer]
 
     def in_layout(self, weights: Weights) -> Weights:
         """Transform that keeps only the adapters, by peft's file names."""
@@ -109,9 +116,8 @@ class Adapter:
         """Disable the adapters in this context; for passes without gradient."""
         try:
             for layer in self.layers.values():
-                layer._disable_adapters = (
-                    True  # `enable_adapters` would also remove the gradients of A and B
-                )
+                # `enable_adapters` would also remove the gradients of A and B.
+                layer._disable_adapters = True
             yield
         finally:
             for layer in self.layers.values():
@@ -120,14 +126,14 @@ class Adapter:
     @contextmanager
     def dropout(self) -> Iterator[None]:
         """Enable dropout before A, if the adapter has any."""
-        found = [layer.lora_dropout[ADAPTER_NAME] for layer in self.layers.values()]
+        drops = [layer.lora_dropout[ADAPTER_NAME] for layer in self.layers.values()]
         try:
-            for one in found:
-                one.train()
+            for drop in drops:
+                drop.train()
             yield
         finally:
-            for one in found:
-                one.eval()
+            for drop in drops:
+                drop.eval()
 
     def peft_config(self) -> dict[str, Any]:
         """Return the content of peft's adapter_config.json."""
@@ -139,14 +145,10 @@ class Adapter:
     def save(self, tensors: Mapping[str, Tensor], directory: Path, base: Path | None) -> None:
         """Write the adapter of base model directory `base` in peft's layout; tensors are by the
         names of `in_layout`."""
-        path = None if base is None else str(base.resolve())
-        self.config.base_model_name_or_path = path
+        self.config.base_model_name_or_path = None if base is None else str(base.resolve())
         self.config.save_pretrained(directory)
-        save_file(
-            {name: tensor.contiguous() for name, tensor in tensors.items()},
-            directory / WEIGHTS_FILE,
-            {"format": "pt"},
-        )
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, directory / WEIGHTS_FILE, {"format": "pt"})
 
 
 def adapter_of(model: nn.Module) -> Adapter | None:
@@ -157,22 +159,22 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 def shape_of(model: nn.Module, config: LoraConfig) -> AdapterShape:
     """Return the shape of the adapter that `add_lora` will add to a model."""
     alpha = 2 * config.rank if config.alpha is None else config.alpha
-    return AdapterShape(
-        tuple(linear_layers(model, config.targets)), config.rank, alpha / config.rank
-    )
+    layers = tuple(linear_layers(model, config.targets))
+    return AdapterShape(layers, config.rank, alpha / config.rank)
 
 
 def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
-    """Add adapters to a model in place and freeze the rest; those of a
-    bfloat16 model are in float32.
+    """Add adapters to a model in place and freeze the rest; those of a bfloat16 model are in
+    float32.
 
     Args:
         seed: of the random A.
 
-    Raises `ConfigError` when peft is not installed, or a target is no linear layer.
+    Raises:
+        ConfigError: when peft is not installed, or a target is no linear layer.
     """
     shape = shape_of(model, config)
-    made = _peft().LoraConfig(
+    peft_config = _peft().LoraConfig(
         r=shape.rank,
         lora_alpha=2 * config.rank if config.alpha is None else config.alpha,
         lora_dropout=config.dropout,
@@ -182,13 +184,16 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int = 0) -> Adapter:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _inject(model, made)
+        return _inject(model, peft_config)
 
 
 def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
-    """Load the adapter of a directory in peft's layout into its base model, in place; raise
-    `ModelError` when it is unreadable or of another model, `ConfigError` without peft, or for a
-    kind that cannot be merged."""
+    """Load the adapter of a directory in peft's layout into its base model, in place.
+
+    Raises:
+        ModelError: when it is unreadable or of another model.
+        ConfigError: without peft, or for a kind that cannot be merged.
+    """
     directory = Path(directory)
     peft = _peft()
     try:
@@ -198,15 +203,20 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
         raise ModelError(
             f"{directory}: its LoRA adapter cannot be read ({' '.join(str(error).split())[:200]})"
         ) from error
-    own = dict(adapter.in_layout((name, p.detach()) for name, p in model.named_parameters()))
-    mismatched = sorted(own.keys() ^ tensors.keys()) or [
-        name for name in own if own[name].shape != tensors[name].shape
-    ]
+
+    named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    parameters = dict(adapter.in_layout(named))
+    mismatched = sorted(parameters.keys() ^ tensors.keys())
+    if not mismatched:
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                mismatched.append(name)
     if mismatched:
         raise ModelError(
             f"{directory}: the LoRA adapter belongs to another model: {mismatched[0]} does not fit"
         )
-    for name, parameter in own.items():
+
+    for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
     return adapter
 
@@ -214,11 +224,9 @@ def load_adapter(model: nn.Module, directory: str | Path) -> Adapter:
 def unload(model: nn.Module, adapter: Adapter) -> None:
     """Merge a model's adapter into it and remove peft, in place."""
     for name, layer in adapter.layers.items():
-        linear, a, b = (
-            layer.base_layer,
-            layer.lora_A[ADAPTER_NAME].weight,
-            layer.lora_B[ADAPTER_NAME].weight,
-        )
+        linear = layer.base_layer
+        a = layer.lora_A[ADAPTER_NAME].weight
+        b = layer.lora_B[ADAPTER_NAME].weight
         with torch.no_grad():
             linear.weight.copy_(merge_weight(linear.weight, a, b, adapter.scales[name]))
         parent, _, last = name.rpartition(".")
@@ -230,33 +238,38 @@ def linear_layers(model: nn.Module, targets: tuple[str, ...]) -> list[str]:
     """Resolve `all`, or suffixes such as `q_proj` or `mlp.up_proj`, to linear layers; raise
     `ConfigError` if one has none."""
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+    # Of the text model: without its head, and without a vision tower.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     tower, _ = split_vlm(model)
     vision = {name for name, _ in tower.vision_parameters()} if tower is not None else set()
-    text = [n for n in linear if model.get_submodule(n) is not head and f"{n}.weight" not in vision]
-    found: list[str] = []
+    text: list[str] = []
+    for name in linear:
+        if model.get_submodule(name) is not head and f"{name}.weight" not in vision:
+            text.append(name)
+
+    layers: list[str] = []
     for target in targets:
-        matches = (
-            text
-            if target == ALL
-            else [name for name in linear if name == target or name.endswith(f".{target}")]
-        )
+        if target == ALL:
+            matches = text
+        else:
+            matches = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not matches:
             kinds = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
                 f"lora.targets: {type(model).__name__} has no linear layer {target!r}; it has "
                 f"{', '.join(kinds)}, and {ALL!r} for all of its text model"
             )
-        found += [name for name in matches if name not in found]
-    return found
+        layers += [name for name in matches if name not in layers]
+    return layers
 
 
 def _inject(model: nn.Module, config: Any) -> Adapter:
     peft = _peft()
     peft.inject_adapter_in_model(config, model, ADAPTER_NAME)
     for name, parameter in model.named_parameters():
-        half = _PART.fullmatch(name)
-        parameter.requires_grad_(half is not None and half["half"] is not None)
+        part = _PART.fullmatch(name)
+        parameter.requires_grad_(part is not None and part["half"] is not None)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     model.eval()

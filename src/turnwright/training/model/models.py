@@ -1,4 +1,10 @@
-"""Load a model or create the tiny one."""
+"""Load a model (`load`), or create a tiny one (`create_tiny_model`).
+
+A loaded model is a module of transformers in evaluation mode, on the device and in the precision
+that `[model]` names (`device_and_dtype`); `choose_products` decides whether a large one multiplies
+in bfloat16 on a CPU. A tiny model is written as a model directory like any other: tokenizer,
+config, random weights, and for `model.vision` the settings of an image processor.
+"""
 
 from __future__ import annotations
 
@@ -53,17 +59,16 @@ Small environments need far fewer: merges stop at pairs that occur once.
 
 
 def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenizer:
-    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909)
-    that can encode any text.
+    """Train a byte-level BPE tokenizer (Sennrich et al., arXiv 1508.07909) that can encode any
+    text.
 
     Every digit is a token. A word has different tokens with and without a leading space, so an
     environment whose words are to be copied should write them in one form. Control tokens in texts
     are excluded. The same texts give the same tokenizer.
     """
-    special = (
-        *SPECIAL_TOKENS,
-        *(token for token in extra if token not in (*SPECIAL_TOKENS, *MARKUP_TOKENS)),
-    )
+    always = (*SPECIAL_TOKENS, *MARKUP_TOKENS)
+    special = (*SPECIAL_TOKENS, *(token for token in extra if token not in always))
+
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -78,11 +83,12 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
+
     # Between control tokens only: merges across one could never be used.
     between = re.compile("|".join(map(re.escape, (*special, *MARKUP_TOKENS))))
-    tokenizer.train_from_iterator(
-        (piece for text in texts for piece in between.split(text) if piece), trainer
-    )
+    pieces = (piece for text in texts for piece in between.split(text) if piece)
+    tokenizer.train_from_iterator(pieces, trainer)
+
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in special]
     )
@@ -93,8 +99,8 @@ def train_tokenizer(texts: Iterable[str], extra: Iterable[str] = ()) -> Tokenize
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, template: str, context: int) -> None:
-    """Write a tokenizer in transformers' layout: tokenizer.json,
-    tokenizer_config.json, chat_template.jinja."""
+    """Write a tokenizer in transformers' layout: tokenizer.json, tokenizer_config.json,
+    chat_template.jinja."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_TOKEN,
@@ -120,18 +126,20 @@ CLIP_FRAMES = 32
 def vision_model(
     config: ModelConfig, sizes: Mapping[str, Any], token: Callable[[str], int | None]
 ) -> Any:
-    """Create a Qwen3-VL with random weights; `sizes` are its decoder's, `token` returns the
-    id of a special token."""
+    """Create a Qwen3-VL with random weights; `sizes` are its decoder's, `token` returns the id of a
+    special token."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    quarter = sizes["head_dim"] // 8
     # Time, height and width share half of a head's width.
+    quarter = sizes["head_dim"] // 8
     rope = dict(sizes["rope_parameters"]) | {
         "mrope_section": [2 * quarter, quarter, quarter],
         "mrope_interleaved": True,
     }
     text = dict(sizes) | {"rope_parameters": rope}
-    tied, dtype = text.pop("tie_word_embeddings"), text.pop("dtype")
+    tied = text.pop("tie_word_embeddings")
+    dtype = text.pop("dtype")
+
     side = config.image_side // config.patch
     vision = {
         "depth": config.layers,
@@ -149,6 +157,7 @@ def vision_model(
         "deepstack_visual_indexes": [0],
         "initializer_range": text["initializer_range"],
     }
+
     model = Qwen3VLForConditionalGeneration(
         Qwen3VLConfig(
             text_config=text,
@@ -179,14 +188,16 @@ def _init_positions(table: Tensor, side: int) -> None:
     """Fill a table of positions, [side * side, width]: a random code of the row plus one of the
     column, so that what is learned in one place holds in its row and its column."""
     width = table.shape[1]
-    rows, columns = (torch.randn(side, width) * (POSITION_STD / math.sqrt(2.0)) for _ in range(2))
+    scale = POSITION_STD / math.sqrt(2.0)
+    rows = torch.randn(side, width) * scale
+    columns = torch.randn(side, width) * scale
     with torch.no_grad():
         table.copy_((rows[:, None] + columns[None, :]).reshape(side * side, width))
 
 
 def write_processor(config: ModelConfig, directory: Path) -> None:
     """Write the settings of the image and video processors in transformers' layout."""
-    token = config.patch * MERGE
+    side_of_token = config.patch * MERGE
     shared = {
         "do_resize": True,
         "do_rescale": True,
@@ -199,31 +210,32 @@ def write_processor(config: ModelConfig, directory: Path) -> None:
         "temporal_patch_size": 1,
         "processor_class": "Qwen3VLProcessor",
     }
+
+    def write(name: str, kind: dict[str, str], max_pixels: int) -> None:
+        size = {"shortest_edge": side_of_token * side_of_token, "longest_edge": max_pixels}
+        settings = kind | {"size": size} | shared
+        (directory / name).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
     max_pixels = config.image_side * config.image_side
-    for name, kind, value, pixels in (
-        ("preprocessor_config.json", "image_processor_type", "Qwen2VLImageProcessor", max_pixels),
-        # For all frames together.
-        (
-            "video_preprocessor_config.json",
-            "video_processor_type",
-            "Qwen3VLVideoProcessor",
-            CLIP_FRAMES * max_pixels,
-        ),
-    ):
-        size = {"size": {"shortest_edge": token * token, "longest_edge": pixels}}
-        (directory / name).write_text(
-            json.dumps({kind: value} | size | shared, indent=2) + "\n", encoding="utf-8"
-        )
+    write(
+        "preprocessor_config.json",
+        {"image_processor_type": "Qwen2VLImageProcessor"},
+        max_pixels,
+    )
+    # A video's are those of all its frames together.
+    write(
+        "video_preprocessor_config.json",
+        {"video_processor_type": "Qwen3VLVideoProcessor"},
+        CLIP_FRAMES * max_pixels,
+    )
 
 
 TINY_CONTEXT = 4096
 """Maximum positions of a tiny model."""
-OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE = (
-    "optimizer.safetensors",
-    "reference.safetensors",
-    "state.json",
-)
-"""Files of a checkpoint besides those of a model directory."""
+OPTIMIZER_FILE = "optimizer.safetensors"
+REFERENCE_FILE = "reference.safetensors"
+STATE_FILE = "state.json"
+"""With the two before, the files of a checkpoint besides those of a model directory."""
 _OWN = {OPTIMIZER_FILE, REFERENCE_FILE, STATE_FILE, ADAPTER_FILE}
 
 
@@ -248,20 +260,24 @@ def create_tiny_model(
     """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random
     weights, as a model directory.
 
-    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width
-    is 3 * hidden. The same arguments give the same files. Raise `ConfigError` for sizes
-    that do not fit together.
+    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width is 3 *
+    hidden. The same arguments give the same files.
+
+    Raises:
+        ConfigError: for sizes that do not fit together.
     """
     _check_sizes(config)
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, VISION_TOKENS if config.vision else ())
     write_tokenizer(tokenizer, directory, template_source(tiny_template(config)), TINY_CONTEXT)
+
     with silence_transformers(), torch.random.fork_rng(devices=[]):
         from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
         torch.manual_seed(seed)
-        end, pad = tokenizer.token_to_id(END_TOKEN), tokenizer.token_to_id(PAD_TOKEN)
+        end = tokenizer.token_to_id(END_TOKEN)
+        pad = tokenizer.token_to_id(PAD_TOKEN)
         sizes = {
             "vocab_size": tokenizer.get_vocab_size(),
             "hidden_size": config.hidden,
@@ -273,14 +289,15 @@ def create_tiny_model(
             "max_position_embeddings": TINY_CONTEXT,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "tie_word_embeddings": True,
-            # transformers' 0.02 suits wide models; width 64 needs 0.1, or copying is not
-            # learned in hundreds of steps.
+            # transformers' 0.02 suits wide models; width 64 needs 0.1, or copying is not learned in
+            # hundreds of steps.
             "initializer_range": 0.8 * config.hidden**-0.5,
             "eos_token_id": end,
             "pad_token_id": pad,
             "bos_token_id": None,
             "dtype": "float32",
         }
+
         if config.vision:
             model: Any = vision_model(config, sizes, tokenizer.token_to_id)
             write_processor(config, directory)
@@ -299,37 +316,44 @@ def load(
     """Load a Hugging Face directory of a causal or vision-language model; nothing is downloaded.
 
     The directory of a LoRA adapter gives its base model with the adapter merged in. `dtype` None is
-    float32 on a CPU, bfloat16 elsewhere. Raise `ModelError` with the remedy when something is
-    missing or does not fit.
+    float32 on a CPU, bfloat16 elsewhere.
+
+    Raises:
+        ModelError: with the remedy, when something is missing or does not fit.
     """
     root = Path(path)
-    if (base := base_model_of(root)) is not None:
+    base = base_model_of(root)
+    if base is not None:
         model, info = load(base, device, dtype)
         unload(model, load_adapter(model, root))
         return model.requires_grad_(True), info
+
     _check_directory(root)
     dtype = dtype or (torch.float32 if device.startswith("cpu") else torch.bfloat16)
     with silence_transformers():
         try:
-            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused
-            # kernel on CPU and CUDA.
+            # sdpa is exact enough (3.8e-6 in float32 against eager) and has a fused kernel on CPU
+            # and CUDA.
             model, report = from_directory(
                 root, dtype, attn_implementation="sdpa", output_loading_info=True
             )
-        except Exception as error:  # transformers raises nearly anything for a broken directory
+        except Exception as error:
+            # transformers raises nearly anything for a broken directory.
             reason = " ".join(str(error).split())[:300]
             raise ModelError(
                 f"{root}: transformers cannot load it as a causal language model: {reason}"
             ) from error
-    if report["missing_keys"]:
-        lost = sorted(report["missing_keys"])
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise ModelError(
-            f"{root}: the weights lack {len(lost)} tensors of config.json, {lost[0]!r} first; "
-            "transformers would fill them with random numbers: copy config.json and *.safetensors "
-            "from the same model"
+            f"{root}: the weights lack {len(missing)} tensors of config.json, {missing[0]!r} "
+            "first; transformers would fill them with random numbers: copy config.json and "
+            "*.safetensors from the same model"
         )
+
     model.to(device)
     model.requires_grad_(True)
+
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = token_count(root)
     if tokens > vocabulary:
@@ -358,13 +382,12 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
     device that is not here."""
     device = config.device
     if device == "auto":
-        device = (
-            "cpu"
-            if not torch.cuda.is_available()
-            else "cuda"
-            if world_size() == 1
-            else f"cuda:{local_rank()}"
-        )
+        if not torch.cuda.is_available():
+            device = "cpu"
+        elif world_size() == 1:
+            device = "cuda"
+        else:
+            device = f"cuda:{local_rank()}"
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -376,7 +399,9 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, torch.dtype]:
             f"model.device is {config.device!r}, but torch finds no CUDA device here; use "
             "--model.device cpu"
         )
+
     torch.set_num_threads(config.threads)
+
     if config.dtype != "auto":
         if config.dtype == "mixed" and kind != "cpu":
             raise ConfigError(
@@ -398,21 +423,17 @@ smaller than 20 and keep the bits of float32.
 
 
 def choose_products(model: nn.Module, config: ModelConfig) -> str:
-    """Let a model on a CPU multiply in bfloat16 where `model.dtype` says so or, by
-    default, where that pays.
+    """Let a model on a CPU multiply in bfloat16 where `model.dtype` says so or, by default, where
+    that pays.
 
-    Return what was chosen and why; empty for a model on another device, of another type, or
-    too small for the question.
+    Return what was chosen and why; empty for a model on another device, of another type, or too
+    small for the question.
     """
-    first, count = (
-        next(model.parameters()),
-        sum(parameter.numel() for parameter in model.parameters()),
-    )
-    if (
-        first.device.type != "cpu"
-        or first.dtype != torch.float32
-        or config.dtype not in ("auto", "mixed")
-    ):
+    first = next(model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if first.device.type != "cpu" or first.dtype != torch.float32:
+        return ""
+    if config.dtype not in ("auto", "mixed"):
         return ""
     if config.dtype == "auto" and count < MIXED_WEIGHTS:
         return ""
@@ -420,16 +441,17 @@ def choose_products(model: nn.Module, config: ModelConfig) -> str:
         return (
             "float32: this processor has no fast products in bfloat16, or torch does not use them"
         )
+
     tower, _ = split_vlm(model)
     if config.dtype == "auto" and not is_supported(model, tower):
         return (
             'float32: products in bfloat16 (model.dtype = "mixed") are exact only in models '
             "like Llama, Qwen2 and Qwen3"
         )
+
     head = model.get_output_embeddings()
-    use_mixed_products(
-        model.model if tower is None else tower.text, head if isinstance(head, nn.Module) else None
-    )
+    decoder = model.model if tower is None else tower.text
+    use_mixed_products(decoder, head if isinstance(head, nn.Module) else None)
     size = f"{count / 1e6:.0f} million weights"
     return (
         f'mixed: products in bfloat16, all else in float32 ({size}); model.dtype = "float32" '
@@ -451,12 +473,9 @@ def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) 
     """Copy a model directory's other files (tokenizer, template, license) unless they exist."""
     # Weights, their index and checkpoint files are written separately.
     separate = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+    excluded = {*_OWN, *leave_out}
     for path in source.iterdir():
-        if (
-            path.name in {*_OWN, *leave_out}
-            or path.name.startswith(".")
-            or path.name.endswith(separate)
-        ):
+        if path.name in excluded or path.name.startswith(".") or path.name.endswith(separate):
             continue
         if path.is_file() and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
@@ -464,7 +483,8 @@ def copy_extras(source: Path, directory: Path, leave_out: Collection[str] = ()) 
 
 def _check_sizes(config: ModelConfig) -> None:
     for name in ("hidden", "layers", "heads", "kv_heads"):
-        if (value := getattr(config, name)) < 1:
+        value = getattr(config, name)
+        if value < 1:
             raise ConfigError(f"model.{name} is {value}; it must be at least 1")
     if config.hidden % (2 * config.heads):
         raise ConfigError(
@@ -499,13 +519,11 @@ def _check_directory(root: Path) -> None:
     check_model_files(root)
     read_json(root / "config.json", "it is no Hugging Face model directory")
     if not any(root.glob("*.safetensors")):
-        others = sorted(p.name for p in root.glob("*.bin"))
-        found = (
-            f"; {others[0]} would have to be converted to safetensors"
-            if others
-            else "; download the weights too"
-        )
-        raise ModelError(f"{root}: no weights (*.safetensors){found}")
+        convertible = sorted(path.name for path in root.glob("*.bin"))
+        remedy = "download the weights too"
+        if convertible:
+            remedy = f"{convertible[0]} would have to be converted to safetensors"
+        raise ModelError(f"{root}: no weights (*.safetensors); {remedy}")
     if not (root / "tokenizer.json").is_file():
         raise ModelError(
             f"{root}: no tokenizer.json; save the tokenizer there with transformers' "
@@ -518,12 +536,13 @@ def silence_transformers() -> Iterator[None]:
     """Suppress transformers' progress bars and advice in this context."""
     from transformers.utils import logging
 
-    bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    bars_enabled = logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if bars_enabled:
             logging.enable_progress_bar()

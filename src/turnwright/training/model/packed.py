@@ -1,5 +1,9 @@
 """Packed model directories: codes and scales in the layouts of compressed-tensors (int4) and
-transformers (fp8 blocks)."""
+transformers (fp8 blocks).
+
+`write_packed` writes one of a model, `packing` is the same as a transform of weights on their way
+to servers, and `quantization_config` what config.json says of it.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,11 @@ from turnwright.training.model.weight_export import Transform, Weights, unique_w
 
 
 def quant_of(source: Path) -> QuantConfig:
-    """Return the `[quant]` of the run that a checkpoint belongs to; the default
-    for any other directory."""
-    run = source.absolute().parent.parent
-    if source.absolute().parent.name == "checkpoints" and (run / "config.json").is_file():
+    """Return the `[quant]` of the run that a checkpoint belongs to; the default for any other
+    directory."""
+    checkpoints = source.absolute().parent
+    run = checkpoints.parent
+    if checkpoints.name == "checkpoints" and (run / "config.json").is_file():
         return load_run_config(run).config.quant
     return QuantConfig()
 
@@ -38,67 +43,70 @@ def write_packed(source: Path, directory: Path, config: QuantConfig) -> None:
         raise ConfigError(f'{source}: quant.kind is "none"; choose --kind int4 or fp8')
     if directory.exists():
         raise ConfigError(f"{directory}: already exists; choose another --out")
-    settings = read_json(
-        (base_model_of(source) or source) / "config.json", "it is no Hugging Face model directory"
-    )
-    model, _ = load(
-        source, "cpu", {"bfloat16": torch.bfloat16}.get(settings.get("dtype", ""), torch.float32)
-    )
+
+    model_source = base_model_of(source) or source
+    settings = read_json(model_source / "config.json", "it is no Hugging Face model directory")
+    dtype = torch.bfloat16 if settings.get("dtype", "") == "bfloat16" else torch.float32
+    model, _ = load(source, "cpu", dtype)
     packed_weights = packing(model, config)(unique_weights(model, copy=True))
     tensors = {name: tensor.contiguous() for name, tensor in packed_weights}
+
     directory.mkdir(parents=True)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    text = json.dumps(
-        settings | {"quantization_config": quantization_config(model, config)}, indent=2
-    )
+    settings["quantization_config"] = quantization_config(model, config)
+    text = json.dumps(settings, indent=2)
     (directory / "config.json").write_text(text + "\n", encoding="utf-8")
     copy_extras(source, directory)
 
 
 def packing(model: nn.Module, config: QuantConfig) -> Transform:
-    """Create a transform for `Trainer.transforms` from a model's weights to those
-    of a packed directory."""
-    config = replace(config, activations=False)  # files hold weights
-    grid, names = grid_of(config), quantized_names(model, config)
+    """Create a transform for `Trainer.transforms` from a model's weights to those of a packed
+    directory."""
+    # Files hold weights alone.
+    config = replace(config, activations=False)
+    grid = grid_of(config)
     assert grid is not None
-    stage = packed(
-        grid,
-        frozenset(name for name in names if name.endswith(".weight"))
-        | set(_expert_names(model, names)),
-    )
+
+    names = quantized_names(model, config)
+    matrices = frozenset(name for name in names if name.endswith(".weight"))
+    stage = packed(grid, matrices | set(_expert_names(model, names)))
     return lambda weights: stage(_per_expert(weights, names))
 
 
 def quantization_config(model: nn.Module, config: QuantConfig) -> dict[str, Any]:
     """Return `quantization_config` of config.json for a model's packed directories."""
     config = replace(config, activations=False)
-    grid, names = grid_of(config), quantized_names(model, config)
+    grid = grid_of(config)
     assert grid is not None
+
+    names = quantized_names(model, config)
     return grid.config(
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and f"{n}.weight" not in names
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and f"{name}.weight" not in names
     )
 
 
 def _per_expert(weights: Weights, names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights with the names of files: stacked experts one by one, gate and
-    up projections apart."""
+    """Yield weights with the names of files: stacked experts one by one, gate and up projections
+    apart."""
     for name, tensor in weights:
         if name not in names or name.endswith(".weight"):
             yield name, tensor
             continue
+
         stem, _, last = name.rpartition(".")
         if last not in ("gate_up_proj", "down_proj"):
             raise ConfigError(
                 f"{name}: no packed layout is known for these experts; add experts to quant.skip"
             )
         for number, matrix in enumerate(tensor):
-            parts = [matrix] if last == "down_proj" else matrix.chunk(2)
-            for own, part in zip(
-                ("down_proj",) if len(parts) == 1 else ("gate_proj", "up_proj"), parts, strict=True
-            ):
-                yield f"{stem}.{number}.{own}.weight", part
+            if last == "down_proj":
+                yield f"{stem}.{number}.down_proj.weight", matrix
+            else:
+                gate, up = matrix.chunk(2)
+                yield f"{stem}.{number}.gate_proj.weight", gate
+                yield f"{stem}.{number}.up_proj.weight", up
 
 
 def _expert_names(model: nn.Module, names: frozenset[str]) -> Iterator[str]:

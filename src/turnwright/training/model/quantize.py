@@ -1,9 +1,13 @@
-"""Quantization-aware training: which layers are quantized, straight-through layers, and weights
-on the grid for engines.
+"""Quantization-aware training: which layers are quantized, straight-through layers, and weights on
+the grid for engines.
 
-A layer keeps its full-precision weights (masters), names and tying; only its class
-changes. Rounding has the gradient of the identity (straight-through estimator: Bengio
-et al., arXiv 1308.3432).
+`quantized_layers` finds the layers, `quantize_for_training` makes them compute on their grid,
+`quantize_for_sampling` copies a model for an engine, and `OnGrid` and `packed` transform weights on
+their way to servers and files. The grids themselves are in `engines/local/quantization.py`.
+
+A layer keeps its full-precision weights (masters), names and tying; only its class changes.
+Rounding has the gradient of the identity (straight-through estimator: Bengio et al., arXiv
+1308.3432).
 """
 
 from __future__ import annotations
@@ -29,23 +33,23 @@ class _StraightThrough(torch.autograd.Function):  # type: ignore[misc]
     """Rounding with the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
-        return rounding(given)
+    def forward(ctx: Any, values: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+        return rounding(values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
 
 
-def straight_through(given: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+def straight_through(values: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
     """Round a tensor; its gradient is that of the result."""
-    rounded: Tensor = _StraightThrough.apply(given, rounding)
+    rounded: Tensor = _StraightThrough.apply(values, rounding)
     return rounded
 
 
 class GridLinear(nn.Linear):  # type: ignore[misc]
-    """Linear layer that computes with its weights on the grid, and with rounded inputs
-    if the grid has them."""
+    """Linear layer that computes with its weights on the grid, and with rounded inputs if the grid
+    has them."""
 
     grid: WeightGrid
 
@@ -53,15 +57,14 @@ class GridLinear(nn.Linear):  # type: ignore[misc]
         """Compute the layer in the values of its grid."""
         if self.grid.activations:
             inputs = straight_through(inputs, self.grid.round_inputs)
-        return nn.functional.linear(
-            inputs, straight_through(self.weight, self.grid.on_grid), self.bias
-        )
+        weight = straight_through(self.weight, self.grid.on_grid)
+        return nn.functional.linear(inputs, weight, self.bias)
 
 
 @cache
 def _experts_class(plain: Any) -> Any:
-    """Return a subclass of a module of stacked experts that computes with its
-    matrices on the grid."""
+    """Return a subclass of a module of stacked experts that computes with its matrices on the
+    grid."""
 
     class GridExperts(plain):  # type: ignore[misc]
         grid: WeightGrid
@@ -87,48 +90,50 @@ def grid_of(config: QuantConfig) -> WeightGrid | None:
         return None
     if config.kind == "fp8":
         return WeightGrid("fp8", config.block, config.activations)
-    dtype = (
-        None
-        if config.scale_dtype == "auto"
-        else {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.scale_dtype]
-    )
-    return WeightGrid("int4", config.group, scale_dtype=dtype)
+    scale_dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    return WeightGrid("int4", config.group, scale_dtype=scale_dtypes[config.scale_dtype])
 
 
 def quantized_layers(model: nn.Module, config: QuantConfig) -> dict[str, nn.Module]:
     """Return the layers that `[quant]` quantizes by name: linear layers and stacked experts of the
-    text model, except its head and `skip`. Raise `ConfigError` for a layer that does not fit."""
+    text model, except its head and `skip`.
+
+    Raises:
+        ConfigError: for a layer that does not fit.
+    """
     grid = grid_of(config)
     if grid is None:
         return {}
+
     tower, _ = split_vlm(model)
-    excluded = (
-        set() if tower is None else {id(parameter) for _, parameter in tower.vision_parameters()}
-    )
+    vision: set[int] = set()
+    if tower is not None:
+        vision = {id(parameter) for _, parameter in tower.vision_parameters()}
     head = model.get_output_embeddings()
     layers = {}
     for name, module in model.named_modules():
         matrices = dict(_matrices(module))
-        if (
-            not matrices
-            or module is head
-            or any(name == skip or name.endswith(f".{skip}") for skip in config.skip)
-        ):
+        if not matrices or module is head:
             continue
-        if any(id(matrix) in excluded for matrix in matrices.values()):
+        if any(name == skip or name.endswith(f".{skip}") for skip in config.skip):
             continue
-        for own, matrix in matrices.items():
-            # Files hold gate and up projections apart, so blocks must not cross
-            # from one to the other.
-            if why := grid.misfit(
-                (matrix.chunk(2, -2)[0] if own == "gate_up_proj" else matrix).shape
-            ):
+        if any(id(matrix) in vision for matrix in matrices.values()):
+            continue
+
+        for own_name, matrix in matrices.items():
+            # Files hold gate and up projections apart, so blocks must not cross from one to the
+            # other.
+            part = matrix.chunk(2, -2)[0] if own_name == "gate_up_proj" else matrix
+            misfit = grid.misfit(part.shape)
+            if misfit:
                 raise ConfigError(
-                    f"{name}.{own}: {why}; choose a divisor, or add the layer's name to quant.skip"
+                    f"{name}.{own_name}: {misfit}; choose a divisor, or add the layer's name to "
+                    "quant.skip"
                 )
         if not isinstance(module, nn.Linear):
             _check_experts(name, module, grid)
         layers[name] = module
+
     if not layers:
         raise ConfigError(
             f'quant.kind = "{config.kind}": {type(model).__name__} has no linear layer outside '
@@ -142,8 +147,9 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     if isinstance(module, nn.Linear):
         yield "weight", module.weight
     elif not isinstance(module, (nn.Conv1d, nn.modules.conv._ConvNd)):
-        stacked = ((name, p) for name, p in module.named_parameters(recurse=False) if p.dim() == 3)
-        yield from stacked
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 3:
+                yield name, parameter
 
 
 def _check_experts(name: str, module: nn.Module, grid: WeightGrid) -> None:
@@ -154,23 +160,23 @@ def _check_experts(name: str, module: nn.Module, grid: WeightGrid) -> None:
             "quant.skip"
         )
     if grid.activations:
-        why = (
-            "the inputs of its second product are inside one function of transformers, so they "
-            "cannot be rounded"
+        raise ConfigError(
+            f"{name} (stacked experts): the inputs of its second product are inside one function "
+            "of transformers, so they cannot be rounded; set quant.activations = false"
         )
-        raise ConfigError(f"{name} (stacked experts): {why}; set quant.activations = false")
 
 
 def quantize_for_training(model: nn.Module, config: QuantConfig) -> None:
-    """Make the quantized layers compute on their grid, in place, by a change of class;
-    parameters stay as they are."""
+    """Make the quantized layers compute on their grid, in place, by a change of class; parameters
+    stay as they are."""
     for module in quantized_layers(model, config).values():
-        if "grid" in vars(module):  # done before, for a server
-            continue
+        if "grid" in vars(module):
+            continue  # changed already, for a server
         module.grid = grid_of(config)
-        module.__class__ = (
-            GridLinear if isinstance(module, nn.Linear) else _experts_class(module.__class__)
-        )
+        if isinstance(module, nn.Linear):
+            module.__class__ = GridLinear
+        else:
+            module.__class__ = _experts_class(module.__class__)
 
 
 def quantize_for_sampling(model: nn.Module, config: QuantConfig) -> nn.Module:
@@ -179,6 +185,7 @@ def quantize_for_sampling(model: nn.Module, config: QuantConfig) -> nn.Module:
     grid = grid_of(config)
     if grid is None:
         return model
+
     model = deepcopy(model)
     for module in quantized_layers(model, config).values():
         for _, matrix in _matrices(module):
@@ -193,9 +200,10 @@ def quantize_for_sampling(model: nn.Module, config: QuantConfig) -> nn.Module:
 def quantized_names(model: nn.Module, config: QuantConfig) -> frozenset[str]:
     """Return the names of the quantized matrices, as in `state_dict()`."""
     layers = quantized_layers(model, config)
-    return frozenset(
-        f"{name}.{own}" for name, module in layers.items() for own, _ in _matrices(module)
-    )
+    names: set[str] = set()
+    for name, module in layers.items():
+        names.update(f"{name}.{own_name}" for own_name, _ in _matrices(module))
+    return frozenset(names)
 
 
 def rounds_activations(model: nn.Module) -> bool:
@@ -239,16 +247,22 @@ class OnGrid:
 
     def codes(self, weights: Weights) -> dict[str, Tensor]:
         """Return the codes of the named matrices, one byte each, on the CPU."""
-        named = ((name, tensor) for name, tensor in weights if name in self.names)
-        return {name: self.grid.codes(tensor)[0].view(torch.uint8).cpu() for name, tensor in named}
+        codes: dict[str, Tensor] = {}
+        for name, tensor in weights:
+            if name in self.names:
+                codes[name] = self.grid.codes(tensor)[0].view(torch.uint8).cpu()
+        return codes
 
 
 def packed(grid: WeightGrid, names: frozenset[str]) -> Transform:
-    """Create a transform that replaces the named matrices by codes and scales, in the
-    layout of a packed directory."""
+    """Create a transform that replaces the named matrices by codes and scales, in the layout of a
+    packed directory."""
 
     def stage(weights: Weights) -> Weights:
         for name, tensor in weights:
-            yield from grid.pack(name, tensor) if name in names else [(name, tensor)]
+            if name in names:
+                yield from grid.pack(name, tensor)
+            else:
+                yield name, tensor
 
     return stage

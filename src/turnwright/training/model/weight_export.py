@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from turnwright.training.distributed import full_tensor, is_sharded
 
 Weights = Iterator[tuple[str, Tensor]]
+"""Tensors by their names."""
 Transform = Callable[[Weights], Weights]
 
 
@@ -21,10 +22,8 @@ def cast(dtype: torch.dtype) -> Transform:
     """Create a transform for `Trainer.transforms` that casts every floating-point tensor."""
 
     def stage(weights: Weights) -> Weights:
-        return (
-            (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
-            for name, tensor in weights
-        )
+        for name, tensor in weights:
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return stage
 

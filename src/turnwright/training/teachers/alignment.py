@@ -1,5 +1,9 @@
-"""Ids of one tokenizer as ids of another: control tokens by their text, other text by its
-bytes, chunk by chunk."""
+"""Ids of one tokenizer as ids of another: control tokens by their text, other text by its bytes,
+chunk by chunk.
+
+`Translation.align` makes a teacher's ids of a policy's, and the chunks in which both can be
+compared. What a chunk's score does to the policy's ids is in `aligned.py`.
+"""
 
 from __future__ import annotations
 
@@ -30,61 +34,74 @@ class Translation:
     def __init__(self, policy: ChatRenderer, teacher: ChatRenderer, name: str) -> None:
         """Compare two renderers; raise `ConfigError` for one whose ids are not bytes, or whose
         turns are marked otherwise."""
-        texts, own = policy.codec.token_bytes, teacher.codec.token_bytes
-        if texts is None or own is None:
-            which = "teacher's" if own is None else "policy's"
+        texts = policy.codec.token_bytes
+        teacher_texts = teacher.codec.token_bytes
+        if texts is None or teacher_texts is None:
+            which = "teacher's" if teacher_texts is None else "policy's"
             raise ConfigError(
                 f"teacher {name}: the {which} tokenizer is not byte-level, so their ids cannot be "
                 "aligned"
             )
-        self._texts, self._own, self._codec = texts, own, teacher.codec
+        self._texts = texts
+        self._teacher_texts = teacher_texts
+        self._codec = teacher.codec
+
         # After "lo", a policy that splits "lookup" is in the middle of a word that the teacher has
         # as one id: their probabilities of what comes next are not of the same events.
         self._begun = {
-            *_beginnings(own, texts, policy.codec),
-            *_beginnings(texts, own, teacher.codec),
+            *_beginnings(teacher_texts, texts, policy.codec),
+            *_beginnings(texts, teacher_texts, teacher.codec),
         }
+
+        # The teacher's control token of the same text; any of its stop tokens for one of the
+        # policy's.
         control = teacher.codec.control
-        self._control = {
-            i: control[text] for text, i in policy.codec.control.items() if text in control
-        }
-        ends = sorted(teacher.stop_ids)
-        self._control |= {i: ends[0] for i in policy.stop_ids - self._control.keys() if ends}
-        opening = policy.preamble_ids
-        if missing := [
-            policy.token_texts([i])[0]
-            for i in opening
-            if i in policy.special_ids and i not in self._control
-        ]:
-            raise ConfigError(
-                f"teacher {name}: its tokenizer has no {missing[0]!r}, which begins turns in the "
-                "policy's template; a teacher with another tokenizer needs the same marks of turns"
-            )
+        self._control: dict[int, int] = {}
+        for text, id in policy.codec.control.items():
+            if text in control:
+                self._control[id] = control[text]
+        if teacher.stop_ids:
+            end = min(teacher.stop_ids)
+            for id in policy.stop_ids - self._control.keys():
+                self._control[id] = end
+
+        for id in policy.preamble_ids:
+            if id in policy.special_ids and id not in self._control:
+                raise ConfigError(
+                    f"teacher {name}: its tokenizer has no {policy.token_texts([id])[0]!r}, which "
+                    "begins turns in the policy's template; a teacher with another tokenizer needs "
+                    "the same marks of turns"
+                )
 
     def align(
         self, ids: Sequence[int], sampled: Collection[int]
     ) -> tuple[list[int], list[AlignedChunk]]:
-        """Return the teacher's ids for the policy's, and the chunks of both. Text is
-        encoded separately before, in and after sampled ids (at the given positions), as the
-        teacher would read it."""
-        made: list[int] = []
+        """Return the teacher's ids for the policy's, and the chunks of both.
+
+        Text is encoded separately before, in and after sampled ids (at the given positions), as the
+        teacher would read it.
+        """
+        own_ids: list[int] = []
         chunks: list[AlignedChunk] = []
         start = 0
         for place, token in enumerate(ids):
-            mapped = self._control.get(token)
-            if mapped is None and (place == start or (place in sampled) == (place - 1 in sampled)):
+            control = self._control.get(token)
+            is_boundary = place != start and (place in sampled) != (place - 1 in sampled)
+            if control is None and not is_boundary:
                 continue
-            before = self._text(ids, start, place, place - 1 in sampled, made, chunks)
+
+            open_at = self._text(ids, start, place, place - 1 in sampled, own_ids, chunks)
             start = place
-            if mapped is not None:
-                first, own_first = (
-                    before if before is not None and place in sampled else (place, len(made))
-                )
-                chunks.append(AlignedChunk(first, place + 1, own_first, len(made) + 1))
-                made.append(mapped)
+            if control is not None:
+                # Sampled text that may go on ends with the control token, in one chunk.
+                begin, own_begin = place, len(own_ids)
+                if open_at is not None and place in sampled:
+                    begin, own_begin = open_at
+                chunks.append(AlignedChunk(begin, place + 1, own_begin, len(own_ids) + 1))
+                own_ids.append(control)
                 start = place + 1
-        self._text(ids, start, len(ids), len(ids) - 1 in sampled, made, chunks)
-        return made, chunks
+        self._text(ids, start, len(ids), len(ids) - 1 in sampled, own_ids, chunks)
+        return own_ids, chunks
 
     def _text(
         self,
@@ -92,35 +109,43 @@ class Translation:
         start: int,
         end: int,
         sampled: bool,
-        made: list[int],
+        own_ids: list[int],
         chunks: list[AlignedChunk],
     ) -> tuple[int, int] | None:
-        """Add the teacher's ids of text, and its chunks; return where sampled text begins, in
-        both, that may go on."""
+        """Add the teacher's ids of text, and its chunks; return where sampled text begins, in both,
+        that may go on."""
         if start == end:
             return None
-        pieces = [self._texts[i] for i in ids[start:end]]
-        everything = b"".join(pieces)
-        own, first = (
-            self._codec.encode_plain(everything.decode("utf-8", "replace"), "control"),
-            len(made),
-        )
-        made += own
-        theirs = [self._own[i] for i in own]
-        if b"".join(theirs) != everything:
+
+        pieces = [self._texts[id] for id in ids[start:end]]
+        text = b"".join(pieces)
+        first = len(own_ids)
+        encoded = self._codec.encode_plain(text.decode("utf-8", "replace"), "control")
+        own_ids += encoded
+        own_pieces = [self._teacher_texts[id] for id in encoded]
+        if b"".join(own_pieces) != text:
             return None  # bytes that are no text, which the teacher cannot read
-        ends = {size: n for n, size in enumerate(accumulate(map(len, theirs)), 1)}
-        before, own_before, size_before = 0, 0, 0
-        for n, size in enumerate(accumulate(map(len, pieces)), 1):
-            if size not in ends or not pieces[n - 1]:
+
+        # How many of the teacher's ids end at each size of the text.
+        own_counts = {size: count for count, size in enumerate(accumulate(map(len, own_pieces)), 1)}
+        done = 0
+        own_done = 0
+        done_size = 0
+        for count, size in enumerate(accumulate(map(len, pieces)), 1):
+            if size not in own_counts or not pieces[count - 1]:
                 continue
-            if everything[size_before:size] in self._begun and (sampled or n < len(pieces)):
+            may_go_on = sampled or count < len(pieces)
+            if may_go_on and text[done_size:size] in self._begun:
                 continue
             chunks.append(
-                AlignedChunk(start + before, start + n, first + own_before, first + ends[size])
+                AlignedChunk(
+                    start + done, start + count, first + own_done, first + own_counts[size]
+                )
             )
-            before, own_before, size_before = n, ends[size], size
-        return (start + before, first + own_before) if size_before < len(everything) else None
+            done = count
+            own_done = own_counts[size]
+            done_size = size
+        return (start + done, first + own_done) if done_size < len(text) else None
 
 
 def _beginnings(
@@ -129,7 +154,7 @@ def _beginnings(
     """Yield the texts at which another tokenizer, of these ids, splits tokens."""
     for token in {*tokens} - {*others}:
         try:
-            pieces = [others[i] for i in codec.encode_plain(token.decode(), "control")]
+            pieces = [others[id] for id in codec.encode_plain(token.decode(), "control")]
         except UnicodeDecodeError:
             continue  # half a character
         yield from accumulate(pieces[:-1])

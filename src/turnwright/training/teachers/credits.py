@@ -1,5 +1,10 @@
-"""Credits of a step with teachers: which ids are trained, and the account of the
-others. No tensors here."""
+"""Credits of a step with teachers: which ids are trained, and the account of the others. No tensors
+here.
+
+Teachers alone (`credits_of_teachers`) train every trajectory that did not fail; beside rewards
+(`credits_beside_rewards`) they add those that rewards alone would leave out. The credits of rewards
+are made by `advantages.advantages`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ from turnwright.training.untrained_reasons import (
 from turnwright.types import Group, Trajectory
 
 Answered = Mapping[int, Sequence[bool]]
-"""Span index -> whether a teacher answered for each of its ids; spans that are
-missing have no answer."""
+"""Span index -> whether a teacher answered for each of its ids; spans that are missing have no
+answer."""
 WITHOUT_REWARD = (NO_SIGNAL, GROUP_TOO_SMALL, NO_REWARD)
 """Reasons that concern rewards alone: a teacher trains such trajectories."""
 
@@ -35,19 +40,21 @@ def credits_of_teachers(
 ) -> StepCredits:
     """Return the credits of a step that teachers alone train: every trajectory that did not fail,
     with or without a reward."""
-    found = []
-    for trajectory in sorted((t for group in groups for t in group.trajectories), key=sort_key):
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    credits = []
+    for trajectory in sorted(trajectories, key=sort_key):
         reason = exclusion_reason(trajectory)
-        reason = None if reason == NO_REWARD else reason
+        if reason == NO_REWARD:
+            reason = None
         if overlong_filter and trajectory.stop in CUT_BY_LENGTH:
             reason = reason or OVERLONG
-        credit = Credit(
-            trajectory, None, reason or NO_TEACHER, trainable_tokens(trajectory, scale(trajectory))
-        )
-        found.append(
-            credit if reason else taught(credit, answered(trajectory), scale(trajectory)) or credit
-        )
-    return count_ids(found)
+
+        tokens = trainable_tokens(trajectory, scale(trajectory))
+        credit = Credit(trajectory, None, reason or NO_TEACHER, tokens)
+        if reason is None:
+            credit = taught(credit, answered(trajectory), scale(trajectory)) or credit
+        credits.append(credit)
+    return count_ids(credits)
 
 
 def credits_beside_rewards(
@@ -58,17 +65,25 @@ def credits_beside_rewards(
 ) -> StepCredits:
     """Return the credits of a step with the advantages of rewards times their weight, and with the
     trajectories that only a teacher trains."""
-    found = []
+    credits = []
     for credit in rewarded.credits:
-        if credit.reason in WITHOUT_REWARD and exclusion_reason(credit.trajectory) != FAILED:
-            credit = taught(credit, answered(credit.trajectory), scale(credit.trajectory)) or credit
+        trajectory = credit.trajectory
+        if credit.reason in WITHOUT_REWARD and exclusion_reason(trajectory) != FAILED:
+            credit = taught(credit, answered(trajectory), scale(trajectory)) or credit
         elif credit.advantage is not None and reward_weight != 1.0:
-            values = credit.values and {
-                span: [reward_weight * v for v in given] for span, given in credit.values.items()
-            }
-            credit = replace(credit, advantage=reward_weight * credit.advantage, values=values)
-        found.append(credit)
-    return replace(count_ids(found), rejected=rewarded.rejected)
+            credit = _weighted(credit, credit.advantage, reward_weight)
+        credits.append(credit)
+    return replace(count_ids(credits), rejected=rewarded.rejected)
+
+
+def _weighted(credit: Credit, advantage: float, reward_weight: float) -> Credit:
+    values = credit.values
+    if values:
+        values = {
+            span: [reward_weight * value for value in span_values]
+            for span, span_values in values.items()
+        }
+    return replace(credit, advantage=reward_weight * advantage, values=values)
 
 
 def taught(credit: Credit, answered: Answered, weights: TokenWeights | None) -> Credit | None:
@@ -77,7 +92,9 @@ def taught(credit: Credit, answered: Answered, weights: TokenWeights | None) -> 
     trajectory = credit.trajectory
     kept = only_answered(trajectory, answered, weights)
     tokens = trainable_tokens(trajectory, kept)
-    return Credit(trajectory, 0.0, None, tokens, None, kept) if tokens else None
+    if not tokens:
+        return None
+    return Credit(trajectory, 0.0, None, tokens, None, kept)
 
 
 def only_answered(
@@ -89,18 +106,17 @@ def only_answered(
     for index, span in enumerate(trajectory.spans):
         if not span.sampled:
             continue
-        before = by_span.get(index, (1.0,) * len(span.ids))
-        has = answered.get(index, (False,) * len(span.ids))
-        if not all(has):
-            by_span[index] = tuple(
-                weight if one else 0.0 for weight, one in zip(before, has, strict=True)
-            )
-            masked = TokenWeights(by_span, NO_TEACHER)
-            lacking[index] = trained_ids(trajectory, index, weights) - trained_ids(
-                trajectory, index, masked
-            )
-    return (
-        TokenWeights(by_span, weights.reason if weights else NO_TEACHER, lacking)
-        if lacking
-        else weights
-    )
+        span_weights = by_span.get(index, (1.0,) * len(span.ids))
+        has_answer = answered.get(index, (False,) * len(span.ids))
+        if all(has_answer):
+            continue
+
+        by_span[index] = tuple(
+            weight if has else 0.0 for weight, has in zip(span_weights, has_answer, strict=True)
+        )
+        masked = TokenWeights(by_span, NO_TEACHER)
+        trained = trained_ids(trajectory, index, weights)
+        lacking[index] = trained - trained_ids(trajectory, index, masked)
+    if not lacking:
+        return weights
+    return TokenWeights(by_span, weights.reason if weights else NO_TEACHER, lacking)

@@ -1,4 +1,9 @@
-"""Teachers in this process: another model, or the policy itself with a hint."""
+"""Teachers in this process: another model, or the policy itself with a hint.
+
+`LocalTeacher.score` packs the rows that the teacher reads and runs its model over them; a
+`SelfTeacher` does so in the policy's own model. A model with another tokenizer is an
+`AlignedTeacher` (`aligned.py`).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,11 @@ from turnwright.training.score_ids import top_logprobs
 from turnwright.training.teachers.teacher import Hint, TaughtPolicy, Teacher, no_answer
 
 
-def _keep(kept: dict[str, Tensor], name: str, values: Tensor, at_m: Tensor, size: int) -> None:
-    """Put values of tokens `at_m` into a tensor for all tokens of a batch."""
+def _keep(kept: dict[str, Tensor], name: str, values_m: Tensor, index_m: Tensor, size: int) -> None:
+    """Put values of tokens `index_m` into a tensor for all tokens of a batch."""
     if name not in kept:
-        kept[name] = values.new_zeros((size, *values.shape[1:]))
-    kept[name][at_m] = values
+        kept[name] = values_m.new_zeros((size, *values_m.shape[1:]))
+    kept[name][index_m] = values_m
 
 
 class LocalTeacher(Teacher):
@@ -55,18 +60,14 @@ class LocalTeacher(Teacher):
     @property
     def context(self) -> int | None:
         config: Any = getattr(self.forward.model, "config", None)
-        positions = (
-            None
-            if config is None
-            else getattr(config.get_text_config(), "max_position_embeddings", None)
-        )
+        if config is None:
+            return None
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
         return positions if isinstance(positions, int) else None
 
     def score(self, batch: TrainingBatch) -> TeacherScores:
-        policy, vision = (
-            self.policy,
-            None if self.policy.pixels is None else self.policy.pixels.vision,
-        )
+        policy = self.policy
+        vision = None if policy.pixels is None else policy.pixels.vision
         rows, tokens_k = self.rows(batch)
         device = batch.weights_n.device
         self._start()
@@ -74,6 +75,7 @@ class LocalTeacher(Teacher):
         def packed(limit: int) -> list[MicroBatch]:
             return self._pack(rows, limit, device, vision)
 
+        # The batch as the teacher reads it, with passes of its own.
         view = replace(
             batch,
             micros=packed(policy.micro_tokens),
@@ -83,6 +85,7 @@ class LocalTeacher(Teacher):
         logp_n = torch.full_like(batch.weights_n, torch.nan)
         known_n = torch.zeros_like(batch.weights_n, dtype=torch.bool)
         known_n[tokens_k] = True
+
         if policy.distribution.truncates and batch.support is None and rows:
             raise no_answer(self.name)
         kept: dict[str, Tensor] = {}
@@ -100,31 +103,37 @@ class LocalTeacher(Teacher):
         self,
         batch: TrainingBatch,
         micro: MicroBatch,
-        at_m: Tensor,
+        index_m: Tensor,
         logp_n: Tensor,
         kept: dict[str, Tensor],
     ) -> None:
-        """Score one pass, whose targets are tokens `at_m` of the batch."""
-        config, law = self.config, self.policy.distribution
-        features_md, own = self.forward.features(micro, self.policy.pixels)
-        head = FittedHead(own.module, own.shape, self.policy.vocabulary)
-        support = None if batch.support is None else batch.support.take(at_m)
-        found = target_stats(features_md, head, micro.targets_m, law, support, entropy=False)
-        logp_n[at_m] = found.logprobs_m.double()
+        """Score one pass, whose targets are tokens `index_m` of the batch."""
+        config = self.config
+        law = self.policy.distribution
+        features_md, own_head = self.forward.features(micro, self.policy.pixels)
+        head = FittedHead(own_head.module, own_head.shape, self.policy.vocabulary)
+        support = None if batch.support is None else batch.support.take(index_m)
+        stats = target_stats(features_md, head, micro.targets_m, law, support, entropy=False)
+        logp_n[index_m] = stats.logprobs_m.double()
 
         if config.top is not None:
-            best = top_logprobs(features_md, head, micro.targets_m, law, support, config.top)
-            _keep(kept, "top_mk", best[0], at_m, batch.size)
-            _keep(kept, "top_logp_mk", best[1], at_m, batch.size)
+            top_mk, top_logp_mk = top_logprobs(
+                features_md, head, micro.targets_m, law, support, config.top
+            )
+            _keep(kept, "top_mk", top_mk, index_m, batch.size)
+            _keep(kept, "top_logp_mk", top_logp_mk, index_m, batch.size)
         elif config.signal == "loss":
-            _keep(kept, "hidden_md", features_md, at_m, batch.size)
+            _keep(kept, "hidden_md", features_md, index_m, batch.size)
 
     def _targets(self, known_n: Tensor, kept: dict[str, Tensor]) -> TeacherTargets | None:
         if self.config.signal != "loss":
             return None
-        head, own = None, self.forward.head
-        if "hidden_md" in kept and own is not None:
-            head = FittedHead(self.kept_module(own.module), own.shape, self.policy.vocabulary)
+
+        head = None
+        own_head = self.forward.head
+        if "hidden_md" in kept and own_head is not None:
+            module = self.kept_module(own_head.module)
+            head = FittedHead(module, own_head.shape, self.policy.vocabulary)
         return TeacherTargets(self.config.divergence, known_n, head=head, **kept)
 
     def kept_module(self, head: nn.Module) -> nn.Module:

@@ -1,10 +1,14 @@
-"""Teachers on servers: vLLM, SGLang, or `turnwright serve`."""
+"""Teachers on servers: vLLM, SGLang, or `turnwright serve`.
+
+`RemoteTeacher.ask` sends each row of a step's episodes once, before the step's first update;
+`score` reads the answers from what came back.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,13 +44,17 @@ class RemoteTeacher(Teacher):
         renderer: ChatRenderer,
         on_note: Callable[[str], None] | None = None,
     ) -> None:
-        """Connect to the servers; raise `ConfigError` for one that does not compute the
-        policy's distribution."""
+        """Connect to the servers; raise `ConfigError` for one that does not compute the policy's
+        distribution."""
         super().__init__(config, name, policy, hint)
-        self._renderer, self._on_note = renderer, on_note or (lambda line: None)
+        self._renderer = renderer
+        self._on_note = on_note or (lambda line: None)
         self._kinds: dict[str, str] = {}
-        self._found: dict[Slot, float] = {}
+        """Kind of the server at each URL."""
+        self._logprobs: dict[Slot, float] = {}
+        """Answers of the step."""
         self._tops: dict[Slot, dict[int, float]] = {}
+        """The most likely ids of each, with their logprobs."""
         self._context = run_sync(self._check())
 
     @property
@@ -55,16 +63,20 @@ class RemoteTeacher(Teacher):
 
     def ask(self, trajectories: Sequence[Trajectory]) -> None:
         super().ask(trajectories)
-        self._found, self._tops = {}, {}
-        failures = run_sync(self._ask([t for t in trajectories if self._answered[id(t)]]))
+        self._logprobs = {}
+        self._tops = {}
+        asked = [trajectory for trajectory in trajectories if self._answered[id(trajectory)]]
+        failures = run_sync(self._ask(asked))
+
+        # Of what it can read, what it answered.
         for trajectory in trajectories:
-            number = id(trajectory)
-            self._answered[number] = {
+            key = id(trajectory)
+            self._answered[key] = {
                 span: [
-                    has and (number, span, offset) in self._found
-                    for offset, has in enumerate(given)
+                    has and (key, span, offset) in self._logprobs
+                    for offset, has in enumerate(readable)
                 ]
-                for span, given in self._answered[number].items()
+                for span, readable in self._answered[key].items()
             }
         if failures:
             self._on_note(
@@ -74,32 +86,34 @@ class RemoteTeacher(Teacher):
 
     def score(self, batch: TrainingBatch) -> TeacherScores:
         device = batch.weights_n.device
-        numbers = [id(trajectory) for trajectory in batch.trajectories]
-        slots = [(numbers[row.trajectory], *slot) for row in batch.rows for slot in row.slots]
-        logp_n = torch.tensor(
-            [self._found.get(slot, torch.nan) for slot in slots], dtype=torch.float64, device=device
-        )
+        keys = [id(trajectory) for trajectory in batch.trajectories]
+        slots = [(keys[row.trajectory], *slot) for row in batch.rows for slot in row.slots]
+        logprobs = [self._logprobs.get(slot, torch.nan) for slot in slots]
+        logp_n = torch.tensor(logprobs, dtype=torch.float64, device=device)
         targets = None
         if self.config.signal == "loss":
-            targets = TeacherTargets(
-                self.config.divergence, logp_n.isfinite(), **self._top_tensors(slots, device)
-            )
+            targets = self._targets(slots, logp_n)
         return TeacherScores(self.config, self.name, logp_n, targets)
 
-    def _top_tensors(self, slots: Sequence[Slot], device: torch.device) -> dict[str, torch.Tensor]:
+    def _targets(self, slots: Sequence[Slot], logp_n: torch.Tensor) -> TeacherTargets:
         """Return ids and logprobs (N, k) of the most likely ids, k as many as every answer has."""
+        kind = self.config.divergence
+        known_n = logp_n.isfinite()
         tops = [self._tops.get(slot) for slot in slots]
         width = min((len(top) for top in tops if top is not None), default=0)
         if not width:
-            return {}
+            return TeacherTargets(kind, known_n)
+
+        # What has no answer is not known, whatever stands in its row.
         rows = [list((top or {}).items())[:width] or [(0, 0.0)] * width for top in tops]
-        ids = torch.tensor(
-            [[one for one, _ in row] for row in rows], dtype=torch.long, device=device
+        ids = [[id for id, _ in row] for row in rows]
+        logprobs = [[logprob for _, logprob in row] for row in rows]
+        return TeacherTargets(
+            kind,
+            known_n,
+            top_mk=torch.tensor(ids, dtype=torch.long, device=logp_n.device),
+            top_logp_mk=torch.tensor(logprobs, dtype=torch.float64, device=logp_n.device),
         )
-        logps = torch.tensor(
-            [[logp for _, logp in row] for row in rows], dtype=torch.float64, device=device
-        )
-        return {"top_mk": ids, "top_logp_mk": logps}
 
     # Servers
 
@@ -108,26 +122,29 @@ class RemoteTeacher(Teacher):
 
         if url not in self._kinds:
             self._kinds[url] = await kind_of(url, key_env=self.config.key_env)
-        config = self.config
-        options: dict[str, Any] = {
-            "renderer": self._renderer,
-            "key_env": config.key_env,
-            "request_s": config.timeout_s,
-        }
-        engine = await connect(url, kind=self._kinds[url], **options)
+        engine = await connect(
+            url,
+            kind=self._kinds[url],
+            renderer=self._renderer,
+            key_env=self.config.key_env,
+            request_s=self.config.timeout_s,
+        )
         if self.policy.pixels is not None:
             engine.add_pixel_source(self.policy.pixels)
         return engine
 
     async def _check(self) -> int | None:
-        contexts = []
+        """Return the context of the servers; raise `ConfigError` for one that cannot score."""
+        contexts: list[int] = []
         for url in self.config.urls:
             engine = await self._engine(url)
             try:
-                if fault := engine.scoring_fault(self._request([0])):
+                fault = engine.scoring_fault(self._request([0]))
+                if fault:
                     raise ConfigError(f"teacher {self.name}: {engine.display_name}: {fault}")
-                # A server that scores samples one id, too.
-                contexts += [] if engine.context is None else [engine.context - 1]
+                if engine.context is not None:
+                    # A server that scores samples one id, too.
+                    contexts.append(engine.context - 1)
             finally:
                 await engine.close()
         return min(contexts, default=None)
@@ -137,9 +154,12 @@ class RemoteTeacher(Teacher):
     ) -> ScoreRequest:
         law = self.policy.distribution
         blocks = () if sample is None else placements_between(sample.media, 0, len(ids) - shift)
-        media = tuple(block.shifted(shift) for block in blocks)
         return ScoreRequest(
-            ids, media, law.temperature, frozenset(law.banned_ids), self.config.top or 0
+            ids,
+            tuple(block.shifted(shift) for block in blocks),
+            law.temperature,
+            frozenset(law.banned_ids),
+            self.config.top or 0,
         )
 
     async def _ask(self, trajectories: Sequence[Trajectory]) -> list[str]:
@@ -149,22 +169,16 @@ class RemoteTeacher(Teacher):
         failures: list[str] = []
 
         async def ask(number: int, trajectory: Trajectory, sample: Sample) -> None:
-            has = self._answered[id(trajectory)]
-            wanted = [
-                place
-                for place, ((span, offset), weight) in enumerate(
-                    zip(sample.slots, sample.weights, strict=True)
-                )
-                if weight and place and span in has and has[span][offset]
-            ]
+            wanted = self._wanted(trajectory, sample)
             if not wanted:
                 return
+
             prefix = self.preamble(trajectory)
             ids = [*prefix, *sample.ids[: wanted[-1] + 1]]
             try:
                 async with limits[number]:
                     scoring = engines[number].scores(self._request(ids, sample, len(prefix)))
-                    found: IdScores = await asyncio.wait_for(scoring, self.config.timeout_s)
+                    scores: IdScores = await asyncio.wait_for(scoring, self.config.timeout_s)
             except ConfigError:
                 raise
             except (TurnwrightError, TimeoutError) as error:
@@ -172,22 +186,32 @@ class RemoteTeacher(Teacher):
                     str(error) or f"no answer in {self.config.timeout_s:g} s (teacher.timeout_s)"
                 )
                 return
+
+            # The first id has no score.
             for place in wanted:
-                at, slot = len(prefix) + place - 1, (id(trajectory), *sample.slots[place])
-                self._found[slot] = found.logprobs[at]
-                if found.top:
-                    self._tops[slot] = dict(found.top[at])
+                index = len(prefix) + place - 1
+                slot = (id(trajectory), *sample.slots[place])
+                self._logprobs[slot] = scores.logprobs[index]
+                if scores.top:
+                    self._tops[slot] = dict(scores.top[index])
 
         try:
-            rows = [
-                (number, t, sample)
-                for number, t in enumerate(trajectories)
-                for sample in t.samples()
-            ]
-            await asyncio.gather(
-                *(ask(number % len(engines), t, sample) for number, t, sample in rows)
-            )
+            rows: list[tuple[int, Trajectory, Sample]] = []
+            for number, trajectory in enumerate(trajectories):
+                for sample in trajectory.samples():
+                    rows.append((number % len(engines), trajectory, sample))
+            await asyncio.gather(*(ask(*row) for row in rows))
         finally:
             for engine in engines:
                 await engine.close()
         return failures
+
+    def _wanted(self, trajectory: Trajectory, sample: Sample) -> list[int]:
+        """Return the positions of a row whose ids are trained and that the teacher can read."""
+        readable = self._answered[id(trajectory)]
+        wanted: list[int] = []
+        slots = zip(sample.slots, sample.weights, strict=True)
+        for place, ((span, offset), weight) in enumerate(slots):
+            if weight and place and span in readable and readable[span][offset]:
+                wanted.append(place)
+        return wanted

@@ -1,4 +1,10 @@
-"""What every teacher does: choose the ids that it scores, and put its hint before what it reads."""
+"""What every teacher does: choose the ids that it scores, and put its hint before what it reads.
+
+`Teacher` is the base of the teachers in this process (`local.py`), on servers (`remote.py`) and
+with another tokenizer (`aligned.py`); `Teachers` are all those of one policy. Which ids a step
+trains on because a teacher answered is in `credits.py`; what an answer does to the loss, in
+`loss.teacher_advantage` and `forward/divergence.py`.
+"""
 
 from __future__ import annotations
 
@@ -57,55 +63,60 @@ class TaughtPolicy:
 
 
 class Hint:
-    """Messages that a teacher reads before the ids of an episode, by a user's
-    function of the trajectory."""
+    """Messages that a teacher reads before the ids of an episode, by a user's function of the
+    trajectory."""
 
     def __init__(self, spec: str, renderer: ChatRenderer) -> None:
         """Load ``file.py:function``; raise `ConfigError` for something else."""
-        self.spec, self._renderer = spec, renderer
+        self.spec = spec
+        self._renderer = renderer
         self._function: Callable[[Trajectory], Any] = load_object(spec)
         if not callable(self._function):
             raise ConfigError(
                 f"teacher.hint = {spec!r}: is {type(self._function).__name__}, not a function of a "
                 "trajectory"
             )
-        if wrong := call_error(self._function, None):
+        wrong = call_error(self._function, None)
+        if wrong:
             raise ConfigError(
                 f"teacher.hint = {spec!r}: must take one argument, the trajectory ({wrong})"
             )
 
     def ids(self, trajectory: Trajectory) -> list[int]:
-        """Return the ids of the messages, without the start of a reply; none where the
-        function returns none."""
+        """Return the ids of the messages, without the start of a reply; none where the function
+        returns none."""
         key = trajectory.key
         where = f"teacher.hint = {self.spec!r}, task {key.task!r}, sample {key.sample}"
         try:
-            given = self._function(trajectory)
-            messages = as_messages(given)
+            messages = as_messages(self._function(trajectory))
         except Exception as error:
-            place = user_location(error)
-            raise UsageError(
-                f"{where}: {type(error).__name__}: {error}{place and f' ({place})'}"
-            ) from error
+            location = user_location(error)
+            place = f" ({location})" if location else ""
+            raise UsageError(f"{where}: {type(error).__name__}: {error}{place}") from error
         if not messages:
             return []
-        found = self._renderer.preamble(messages)
-        if found.media:
+
+        preamble = self._renderer.preamble(messages)
+        if preamble.media:
             raise UsageError(f"{where}: the messages have images; a hint is text")
-        return list(found.ids)
+        return list(preamble.ids)
 
 
 class Teacher:
-    """One teacher of a policy: filters, hint, and the ids that it answered for, by
-    trajectory of the current step."""
+    """One teacher of a policy: filters, hint, and the ids that it answered for, by trajectory of
+    the current step."""
 
     def __init__(
         self, config: TeacherConfig, name: str, policy: TaughtPolicy, hint: Hint | None
     ) -> None:
-        self.config, self.name, self.policy = config, name, policy
+        self.config = config
+        self.name = name
+        self.policy = policy
         self._hint = hint
         self._answered: dict[int, Answered] = {}
+        """By the `id` of a trajectory, as `_hints`."""
         self._hints: dict[int, list[int] | None] = {}
+        """None where the teacher is not for an episode."""
 
     @property
     def context(self) -> int | None:
@@ -114,11 +125,11 @@ class Teacher:
 
     def ask(self, trajectories: Sequence[Trajectory]) -> None:
         """Start a step: find out which ids the teacher answers for."""
-        self._answered, self._hints = {}, {}
+        self._answered = {}
+        self._hints = {}
         for trajectory in trajectories:
-            self._hints[id(trajectory)] = (
-                self._hint_of(trajectory) if self.covers(trajectory) else None
-            )
+            hint = self._hint_of(trajectory) if self.covers(trajectory) else None
+            self._hints[id(trajectory)] = hint
             self._answered[id(trajectory)] = self._readable(trajectory)
 
     def answered(self, trajectory: Trajectory) -> Answered:
@@ -142,51 +153,54 @@ class Teacher:
 
     def _readable(self, trajectory: Trajectory) -> Answered:
         """Return the ids that fit the filters and, with all before them, the teacher's context."""
-        hint, agents, most = self._hints[id(trajectory)], self.config.agents, self.context
+        hint = self._hints[id(trajectory)]
         if hint is None or (self.config.self and not hint):
             return {}
-        spans = [
-            (n, span)
-            for n, span in enumerate(trajectory.spans)
-            if span.sampled and (not agents or span.agent in agents)
-        ]
-        room = math.inf if most is None else most - len(hint)  # ids before the last that it reads
-        return {
-            number: [span.start + offset <= room for offset in range(len(span.ids))]
-            for number, span in spans
-        }
+
+        # Ids before the last that it reads.
+        room = math.inf if self.context is None else self.context - len(hint)
+        agents = self.config.agents
+        readable: dict[int, Sequence[bool]] = {}
+        for number, span in enumerate(trajectory.spans):
+            if span.sampled and (not agents or span.agent in agents):
+                readable[number] = [span.start + offset <= room for offset in range(len(span.ids))]
+        return readable
 
     def rows(self, batch: TrainingBatch) -> tuple[list[TrainingRow], torch.Tensor]:
-        """Return the rows that the teacher reads, and which tokens of the
-        batch their targets are."""
-        rows, tokens, first = [], [], 0
+        """Return the rows that the teacher reads, and which tokens of the batch their targets
+        are."""
+        rows: list[TrainingRow] = []
+        tokens: list[int] = []
+        first = 0
         for row in batch.rows:
             trajectory = batch.trajectories[row.trajectory]
             answered = self.answered(trajectory)
             chosen = [
-                k
-                for k, (span, offset) in enumerate(row.slots)
+                index
+                for index, (span, offset) in enumerate(row.slots)
                 if span in answered and answered[span][offset]
             ]
             if chosen:
                 rows.append(with_preamble(row, self.preamble(trajectory), chosen))
-                tokens += [first + k for k in chosen]
+                tokens += [first + index for index in chosen]
             first += len(row.places)
         return rows, torch.tensor(tokens, dtype=torch.long, device=batch.weights_n.device)
 
 
 def with_preamble(row: TrainingRow, ids: Sequence[int], chosen: Sequence[int]) -> TrainingRow:
     """Return a row of some of the targets, with ids before all others; the others are verbatim."""
-    shift, places = len(ids), [row.places[k] for k in chosen]
+    shift = len(ids)
+    places = [row.places[index] for index in chosen]
+    media = placements_between(row.media, 0, places[-1])
     return replace(
         row,
         ids=[*ids, *row.ids[: places[-1]]],
         places=[place + shift for place in places],
-        targets=[row.targets[k] for k in chosen],
-        weights=[row.weights[k] for k in chosen],
-        logprobs=[row.logprobs[k] for k in chosen],
-        slots=[row.slots[k] for k in chosen],
-        media=tuple(block.shifted(shift) for block in placements_between(row.media, 0, places[-1])),
+        targets=[row.targets[index] for index in chosen],
+        weights=[row.weights[index] for index in chosen],
+        logprobs=[row.logprobs[index] for index in chosen],
+        slots=[row.slots[index] for index in chosen],
+        media=tuple(block.shifted(shift) for block in media),
         routes=None,
     )
 
@@ -195,7 +209,8 @@ class Teachers:
     """The teachers of one policy."""
 
     def __init__(self, teachers: Sequence[Teacher], reward_weight: float) -> None:
-        self.teachers, self.reward_weight = list(teachers), reward_weight
+        self.teachers = list(teachers)
+        self.reward_weight = reward_weight
 
     @property
     def include_self(self) -> bool:
@@ -209,14 +224,14 @@ class Teachers:
 
     def answered(self, trajectory: Trajectory) -> Answered:
         """Return for which ids of a trajectory any teacher answered."""
-        found: dict[int, Sequence[bool]] = {}
+        by_any: dict[int, Sequence[bool]] = {}
         for teacher in self.teachers:
             for span, has in teacher.answered(trajectory).items():
-                before = found.get(span)
-                found[span] = (
-                    has if before is None else [a or b for a, b in zip(before, has, strict=True)]
-                )
-        return found
+                if span in by_any:
+                    by_any[span] = [a or b for a, b in zip(by_any[span], has, strict=True)]
+                else:
+                    by_any[span] = has
+        return by_any
 
     def credits(
         self,
@@ -226,8 +241,9 @@ class Teachers:
     ) -> StepCredits:
         """Ask the teachers about a step's groups and return its credits, with those of rewards
         unless their weight is 0."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         self.ask(
-            [t for group in groups for t in group.trajectories if exclusion_reason(t) != FAILED]
+            [trajectory for trajectory in trajectories if exclusion_reason(trajectory) != FAILED]
         )
         if self.reward_weight:
             return credits_beside_rewards(

@@ -1,10 +1,10 @@
 """What a forward and a backward pass allocate, seen on short passes and carried on to a long one.
 
-A pass makes the same tensors in the same order however many tokens it has; only their sizes
-change. So three short passes give each tensor's size as a polynomial, and the long pass is
-played in numbers alone: its peak is exact where a parabola through the three peaks would be
-wrong, since in a short pass the peak may be one large weight's gradient, and in a long one the
-activations of all layers.
+A pass makes the same tensors in the same order however many tokens it has; only their sizes change.
+So three short passes (`trace_pass`) give each tensor's size as a polynomial, and the long pass is
+played in numbers alone (`carry_on`): its peak is exact where a parabola through the three peaks
+would be wrong, since in a short pass the peak may be one large weight's gradient, and in a long one
+the activations of all layers.
 
 What a kernel allocates inside itself is not seen.
 """
@@ -35,7 +35,8 @@ class Allocations:
 
     def live_bytes(self) -> list[float]:
         """Return the bytes in use after each event."""
-        live, total = [], 0.0
+        live: list[float] = []
+        total = 0.0
         for event in self.events:
             total += self.sizes[event] if event >= 0 else -self.sizes[-1 - event]
             live.append(total)
@@ -55,47 +56,52 @@ class Allocations:
 def carry_on(
     short: Sequence[Allocations], lengths: Sequence[int], tokens: int, length: int
 ) -> Allocations:
-    """Return the allocations of a pass over `tokens` tokens in rows of `length`, from
-    passes over one row each.
+    """Return the allocations of a pass over `tokens` tokens in rows of `length`, from passes over
+    one row each.
 
     A block has a constant size, a cost per token, and a cost per token and token of its row
     (attention that keeps its weights). Passes that made different blocks, as kernels that choose by
     size do, are reduced to what was saved and the peak.
     """
-    if any(one.events != short[0].events for one in short):
-        short = [
-            Allocations([one.saved, max(0.0, one.peak - one.saved)], [0, 1], 1) for one in short
-        ]
+    if any(allocations.events != short[0].events for allocations in short):
+        short = [_saved_and_peak(allocations) for allocations in short]
 
     powers = torch.tensor([[1.0, n, n * n] for n in lengths], dtype=torch.float64)
-    sizes = torch.tensor([one.sizes for one in short], dtype=torch.float64)
+    sizes = torch.tensor([allocations.sizes for allocations in short], dtype=torch.float64)
     constant, each, squared = torch.linalg.solve(powers, sizes)
-    # Rounding leaves a few bytes in place of 0, which a product of two lengths
-    # would make millions of.
+    # Rounding leaves a few bytes in place of 0, which a product of two lengths would make millions
+    # of.
     squared = squared.where(squared > 0.01, 0.0)
     carried = constant + each * tokens + squared * (tokens * length)
     return Allocations(carried.clamp(min=0.0).tolist(), short[0].events, short[0].forward_events)
 
 
+def _saved_and_peak(allocations: Allocations) -> Allocations:
+    saved = allocations.saved
+    beyond = max(0.0, allocations.peak - saved)
+    return Allocations(sizes=[saved, beyond], events=[0, 1], forward_events=1)
+
+
 def trace_pass(forward: Callable[[], Tensor], known: Iterable[Tensor]) -> Allocations:
     """Run a forward pass and the backward pass of its result, and return what they allocated.
 
-    `known` are the tensors that exist already, such as the model's weights. Their
-    gradients, which must be None before, are dropped as soon as they are complete: an
-    estimate counts them once for all passes.
+    `known` are the tensors that exist already, such as the model's weights. Their gradients, which
+    must be None before, are dropped as soon as they are complete: an estimate counts them once for
+    all passes.
     """
-    found, leaves = Allocations(), [tensor for tensor in known if tensor.requires_grad]
+    allocations = Allocations()
+    leaves = [tensor for tensor in known if tensor.requires_grad]
     hooks = [leaf.register_post_accumulate_grad_hook(drop_gradient) for leaf in leaves]
     try:
-        with torch.enable_grad(), _Tracer(found, known):
+        with torch.enable_grad(), _Tracer(allocations, known):
             result = forward()
-            found.forward_events = len(found.events)
+            allocations.forward_events = len(allocations.events)
             if result.requires_grad:
                 result.backward(torch.ones_like(result))
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return allocations
 
 
 def drop_gradient(leaf: Tensor) -> None:
@@ -104,20 +110,20 @@ def drop_gradient(leaf: Tensor) -> None:
 
 
 class _Tracer(TorchDispatchMode):  # type: ignore[misc]
-    """Adds to `found` each storage that an operation returns for the first time,
-    and when it is freed."""
+    """Adds to `allocations` each storage that an operation returns for the first time, and when it
+    is freed."""
 
-    def __init__(self, found: Allocations, known: Iterable[Tensor]) -> None:
+    def __init__(self, allocations: Allocations, known: Iterable[Tensor]) -> None:
         super().__init__()
-        self.found = found
+        self.allocations = allocations
         self.references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.alive = {tensor.untyped_storage()._cdata for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
+            # A packed matrix has no storage to see.
             if isinstance(tensor, Tensor) and not tensor.is_mkldnn:
-                # A packed matrix has no storage to see.
                 self._see(tensor.untyped_storage())
         return result
 
@@ -125,13 +131,13 @@ class _Tracer(TorchDispatchMode):  # type: ignore[misc]
         address = storage._cdata
         if address in self.alive:
             return
-        number = len(self.found.sizes)
+        number = len(self.allocations.sizes)
         self.alive.add(address)
-        self.found.sizes.append(storage.nbytes())
-        self.found.events.append(number)
+        self.allocations.sizes.append(storage.nbytes())
+        self.allocations.events.append(number)
         self.references[number] = weakref.ref(storage, lambda _: self._freed(address, number))
 
     def _freed(self, address: int, number: int) -> None:
         self.alive.discard(address)
         self.references.pop(number, None)
-        self.found.events.append(-1 - number)
+        self.allocations.events.append(-1 - number)

@@ -1,5 +1,9 @@
-"""Dot products of two gradients, in one pass over the memory: for large models, whose
-numbers fit into no cache."""
+"""Dot products of two gradients, in one pass over the memory: for large models, whose numbers fit
+into no cache.
+
+`gradient_signal.py` says what they are for; `optimizer.py` computes the same with torch for other
+models.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,8 @@ def dot_products(
     """
     sums = np.zeros(6, dtype=np.float64)
     has_past = len(past) > 0
-    fresh, least = np.float32(1.0 - kept), np.float32(tiny)
+    fresh = np.float32(1.0 - kept)
+    least = np.float32(tiny)
     for start in range(0, len(gradient), BLOCK):
         dot = square = other_square = scaled_dot = scaled_square = scaled_other = np.float32(0.0)
         for i in range(start, min(start + BLOCK, len(gradient))):

@@ -1,4 +1,5 @@
-"""The process' heap."""
+"""The process' heap: freed memory goes back to the system where the other half of a step needs
+it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ model of 135 million weights."""
 def _trim() -> Any:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # another C library
-        return None
+    except (OSError, AttributeError, TypeError):
+        return None  # another C library
 
 
 def return_free_pages() -> None:
@@ -28,7 +29,8 @@ def return_free_pages() -> None:
 
     The allocator of glibc keeps those between blocks that are in use.
     """
-    if (trim := _trim()) is not None:
+    trim = _trim()
+    if trim is not None:
         trim(0)
 
 
@@ -39,7 +41,7 @@ def return_freed_memory() -> None:
 
 
 def return_large_heap(engine: Engine | SupportsWeightUpdate) -> None:
-    """Return freed memory to the system, between sampling and training in one
-    process with a large model."""
+    """Return freed memory to the system, between sampling and training in one process with a large
+    model."""
     if isinstance(engine, SharesMemory) and engine.weight_bytes >= LARGE_WEIGHTS:
         return_freed_memory()

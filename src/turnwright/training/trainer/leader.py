@@ -1,4 +1,7 @@
-"""Trainer of rank 0, which broadcasts its calls to the other ranks."""
+"""Trainer of rank 0, which broadcasts its calls to the other ranks, and what those do with them.
+
+The calls are made by `ProcessRanks.call_together`; each of `BROADCAST_METHODS` goes through it.
+"""
 
 from __future__ import annotations
 
@@ -34,21 +37,21 @@ BROADCAST_METHODS = (
 
 
 class RankZeroTrainer(Trainer):
-    """Trainer of several ranks: rank 0 broadcasts each call to the others before it
-    makes the call itself."""
+    """Trainer of several ranks: rank 0 broadcasts each call to the others before it makes the call
+    itself."""
 
     ranks: ProcessRanks
 
     def expected(self, ids: Sequence[int]) -> list[float]:
-        """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing
-        banned, to verify servers."""
-        known = list(ids)
-        ones = [1.0] * (len(known) - 1)
-        row = TrainingRow(known[:-1], list(range(1, len(known))), known[1:], ones, ones, 0)
-        (micro,) = padded([row], len(known), self.device)
+        """Compute log p(ids[i] | ids[:i]) for i >= 1, at temperature 1 with nothing banned, to
+        verify servers."""
+        ids = list(ids)
+        ones = [1.0] * (len(ids) - 1)
+        row = TrainingRow(ids[:-1], list(range(1, len(ids))), ids[1:], ones, ones, 0)
+        (micro,) = padded([row], len(ids), self.device)
         with torch.no_grad():
-            found = self._stats(micro, None, LogitDistribution(), entropy=False)
-        return [float(value) for value in found.logprobs_m]
+            stats = self._stats(micro, None, LogitDistribution(), entropy=False)
+        return [float(logp) for logp in stats.logprobs_m]
 
 
 def _broadcasting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,12 +72,14 @@ def follow_rank_zero(ranks: ProcessRanks, begin: Callable[..., Trainer]) -> None
     message = ranks.receive()
     if message is None:
         return
+
     trainer = begin(*message)
     while (message := ranks.receive()) is not None:
         name, args, named = message
         try:
-            found = getattr(trainer, name)(*args, **named)
-            if isinstance(found, Iterator):
-                deque(found, maxlen=0)  # all ranks must gather, even if only one uses the result
+            result = getattr(trainer, name)(*args, **named)
+            if isinstance(result, Iterator):
+                # All ranks must gather, even if only one uses the result.
+                deque(result, maxlen=0)
         except TurnwrightError:
             continue  # rank 0 raises and reports it

@@ -1,4 +1,9 @@
-"""Estimate of a step's peak memory, before training."""
+"""Estimate of a step's peak memory, before training.
+
+`report_memory` is what a run says before its first step, `estimate` counts what a step holds. The
+part of a forward and a backward pass is measured on short passes and carried on to long ones
+(`allocations.py`). What happens when memory runs out all the same is in `micro_batches.py`.
+"""
 
 from __future__ import annotations
 
@@ -84,25 +89,25 @@ class MemoryEstimate:
         `least` is the estimate for shorter rows, where their length is not known yet.
         """
         names = ["process", "weights", "gradients", "optimizer", "reference", "engine"]
-        names += (
-            ["activations", "logits"]
-            if self.activations + self.logits > self.update
-            else ["update"]
-        )
-        parts = ", ".join(
-            f"{name} {format_gib(getattr(self, name))}"
-            for name in names
-            if getattr(self, name) >= MIB
-        )
+        if self.activations + self.logits > self.update:
+            names += ["activations", "logits"]
+        else:
+            names.append("update")
+        parts: list[str] = []
+        for name in names:
+            size = getattr(self, name)
+            if size >= MIB:
+                parts.append(f"{name} {format_gib(size)}")
 
-        total, rows = f"about {format_gib(self.total)}", ""
+        total = f"about {format_gib(self.total)}"
+        rows = ""
         if least is not None and self.total > SPREAD * least.total:
             total = f"{format_gib(least.total)} to {format_gib(self.total)}"
             rows = f" for rows of {least.longest} to {self.longest} ids"
         images = ", images not counted" if self.takes_images else ""
         of = "" if have is None else f" of {format_gib(have)}"
         return (
-            f"memory: {total}{of} at the peak of a step{rows} ({parts}; passes of "
+            f"memory: {total}{of} at the peak of a step{rows} ({', '.join(parts)}; passes of "
             f"{self.tokens} tokens{images})"
         )
 
@@ -127,17 +132,20 @@ def estimate(
         passes: of `short_passes`, if they were made before.
     """
     weights = _bytes(trainer.model.parameters()) + _bytes(trainer.model.buffers())
-    trained = [p for p in trainer.model.parameters() if p.requires_grad]
-    low = any(p.dtype in (torch.bfloat16, torch.float16) for p in trained)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+
     # Two moments; with float32 masters also those and a float32 copy of the gradient.
-    optimizer = sum(p.numel() for p in trained) * (
-        16 if low else 2 * (trained[0].element_size() if trained else 4)
-    )
+    each = 2 * (trained[0].element_size() if trained else 4)
+    if any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trained):
+        each = 16
+    optimizer = each * sum(parameter.numel() for parameter in trained)
+
     # A reference of its own takes the place of the trained parameters while it scores, and they
     # wait in a copy. With a LoRA adapter it is the model without the adapter.
     reference = _bytes(trained) if trainer.keeps_reference and trainer.adapter is None else 0
 
-    in_engine = cache = 0
+    in_engine = 0
+    cache = 0
     if engine is not None:
         in_engine = engine.weight_bytes
         cache = max(0, engine.cache_bytes_of(concurrency, longest) - engine.cache_bytes)
@@ -145,8 +153,9 @@ def estimate(
     tokens = trainer.micro_batch_limit.tokens
     if sequences is not None:
         tokens = min(tokens, sequences * longest)
-    made = carry_on(passes or short_passes(trainer), LENGTHS, tokens, min(longest, tokens))
+    a_pass = carry_on(passes or short_passes(trainer), LENGTHS, tokens, min(longest, tokens))
     heap = _heap(trainer)
+    beyond_peak = max(0.0, a_pass.saved + _logits(trainer, tokens) - a_pass.peak)
     return MemoryEstimate(
         process=max(0, _bytes_in_use(trainer.device) - weights - in_engine),
         weights=weights,
@@ -154,8 +163,8 @@ def estimate(
         optimizer=optimizer,
         reference=reference,
         engine=in_engine + cache,
-        activations=int(heap * made.peak),
-        logits=int(heap * max(0.0, made.saved + _logits(trainer, tokens) - made.peak)),
+        activations=int(heap * a_pass.peak),
+        logits=int(heap * beyond_peak),
         update=weights,
         tokens=tokens,
         longest=longest,
@@ -164,8 +173,8 @@ def estimate(
 
 
 def short_passes(trainer: Trainer) -> list[Allocations]:
-    """Run a forward and a backward pass up to the head over rows of `LENGTHS` ids;
-    return what they allocate."""
+    """Run a forward and a backward pass up to the head over rows of `LENGTHS` ids; return what they
+    allocate."""
     known = [*trainer.model.parameters(), *trainer.model.buffers()]
     return [trace_pass(partial(_features, trainer, count), known) for count in LENGTHS]
 
@@ -173,48 +182,59 @@ def short_passes(trainer: Trainer) -> list[Allocations]:
 def _features(trainer: Trainer, count: int) -> Tensor:
     """Run a forward pass over one row in which each id is a target."""
     ids_bt = torch.zeros(1, count, dtype=torch.long, device=trainer.device)
-    at_m = torch.arange(count, device=trainer.device)
+    index_m = torch.arange(count, device=trainer.device)
     micro = MicroBatch(
-        ids_bt=ids_bt, positions=at_m[None], before_m=at_m, targets_m=ids_bt[0], tokens_m=at_m
+        ids_bt=ids_bt,
+        positions=index_m[None],
+        before_m=index_m,
+        targets_m=ids_bt[0],
+        tokens_m=index_m,
     )
-    return trainer.forward.features(micro, None)[0]
+    features_md, _ = trainer.forward.features(micro, None)
+    return features_md
 
 
 def _logits(trainer: Trainer, tokens: int) -> int:
-    """Estimate a chunk of logits with intermediate results and the gradient of the head's
-    weights; or all logits."""
+    """Estimate a chunk of logits with intermediate results and the gradient of the head's weights;
+    or all logits."""
     head = trainer.forward.head
     if head is None:
         width = int(getattr(getattr(trainer.model, "config", None), "vocab_size", 0))
         return 4 * 4 * tokens * width
-    width, most = head.vocabulary, chunk_rows(trainer.device, head) * head.vocabulary
+
+    width = head.vocabulary
+    most = chunk_rows(trainer.device, head) * width
+    weight_gradient = 0
     weight = getattr(head.module, "weight", None)
-    chunked = tokens * width > most
-    weight_grad = (
-        4 * weight.numel() if chunked and isinstance(weight, Tensor) and weight.requires_grad else 0
-    )
-    return 4 * 4 * min(tokens * width, most) + weight_grad
+    is_chunked = tokens * width > most
+    if is_chunked and isinstance(weight, Tensor) and weight.requires_grad:
+        weight_gradient = 4 * weight.numel()
+    return 4 * 4 * min(tokens * width, most) + weight_gradient
 
 
 def _heap(trainer: Trainer) -> float:
     """Return the memory that holds a pass over what the pass uses."""
     if trainer.device.type != "cpu":
         return 1.0
-    adapter = trainer.adapter is not None and trainer.dtype == torch.float32
-    small = adapter or trainer.config.gradient_checkpointing
-    return HEAP_OF_SMALL_BLOCKS if small else HEAP
+    float32_adapter = trainer.adapter is not None and trainer.dtype == torch.float32
+    if float32_adapter or trainer.config.gradient_checkpointing:
+        return HEAP_OF_SMALL_BLOCKS
+    return HEAP
 
 
 def _bytes_in_use(device: torch.device) -> int:
-    return int(torch.cuda.memory_allocated(device)) if device.type == "cuda" else resident_bytes()
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return resident_bytes()
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Return the bytes that this process may use on a device, those in use
-    included; None if unknown."""
+    """Return the bytes that this process may use on a device, those in use included; None if
+    unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + int(torch.cuda.memory_reserved(device))
+
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(
@@ -222,6 +242,8 @@ def available_bytes(device: torch.device) -> int | None:
         )
     except (OSError, ValueError, StopIteration):
         return None
+
+    # What a container may use is less than what the machine has.
     have = free + resident_bytes()
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
@@ -240,16 +262,19 @@ def report_memory(
     sequences: int,
     concurrency: int,
 ) -> None:
-    """Report a step's estimated memory and what is available; nothing for several
-    ranks, which share devices.
+    """Report a step's estimated memory and what is available; nothing for several ranks, which
+    share devices.
 
     How long rows will be is not known yet: at least as long as replies that fill their limits, if
     observations are short; at most as long as the limit or the engine allows.
     """
     if trainer.ranks.size > 1:
         return
-    own = engine if isinstance(engine, LocalEngine) else None
-    longest = limits.context or (engine.context if isinstance(engine, HasContextLimit) else None)
+
+    local_engine = engine if isinstance(engine, LocalEngine) else None
+    longest = limits.context
+    if not longest and isinstance(engine, HasContextLimit):
+        longest = engine.context
     longest = longest or trainer.micro_batch_limit.tokens
     shortest = min(longest, limits.turns * limits.turn_tokens)
 
@@ -258,7 +283,7 @@ def report_memory(
         trainer,
         longest=shortest,
         sequences=sequences,
-        engine=own,
+        engine=local_engine,
         concurrency=min(sequences, concurrency),
         passes=passes,
     )
@@ -266,7 +291,7 @@ def report_memory(
         trainer,
         longest=longest,
         sequences=sequences,
-        engine=own,
+        engine=local_engine,
         concurrency=concurrency,
         passes=passes,
     )
@@ -274,28 +299,29 @@ def report_memory(
 
 
 def check_memory(
-    found: MemoryEstimate, have: int | None, least: MemoryEstimate | None = None
+    most: MemoryEstimate, have: int | None, least: MemoryEstimate | None = None
 ) -> str:
     """Format the estimate, with a warning close to the available memory; raise `ConfigError` when
     the fixed part is over it."""
-    text = found.text(have, least)
-    if have is None or found.total <= 0.9 * have:
+    text = most.text(have, least)
+    if have is None or most.total <= 0.9 * have:
         return text
-    certain = least or found
+
+    # What is certain is the estimate for the shortest rows.
+    certain = least or most
     if certain.fixed > have:
+        without_kl = ", or set train.kl = 0" if most.reference else ""
         raise ConfigError(
             f"{text}: weights, gradients and optimizer alone need {format_gib(certain.fixed)}. "
-            "Train fewer parameters, use a "
-            'smaller model, model.dtype = "bfloat16" or a device with more memory'
-            + (", or set train.kl = 0" if found.reference else "")
+            'Train fewer parameters, use a smaller model, model.dtype = "bfloat16" or a device '
+            f"with more memory{without_kl}"
         )
-    each = (found.activations + found.logits) / found.tokens
-    fits = int((0.9 * have - found.fixed) / each) if each else 0
-    what = (
-        f"train.micro_tokens = {fits // 128 * 128}"
-        if fits >= 256
-        else "a smaller train.micro_tokens and shorter episodes"
-    )
+
+    each = (most.activations + most.logits) / most.tokens
+    fitting = int((0.9 * have - most.fixed) / each) if each else 0
+    what = "a smaller train.micro_tokens and shorter episodes"
+    if fitting >= 256:
+        what = f"train.micro_tokens = {fitting // 128 * 128}"
     return f"{text}, which may not fit: {what} would"
 
 
@@ -306,4 +332,5 @@ def format_gib(size: float) -> str:
 
 def _bytes(tensors: Iterable[Tensor | nn.Parameter]) -> int:
     """Sum the bytes of tensors, tied ones once."""
-    return sum({tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.nbytes for tensor in tensors}
+    return sum(sizes.values())

@@ -29,8 +29,8 @@ MOST = 16
 
 
 def good_episodes(credits: Sequence[Credit]) -> list[Credit]:
-    """Return up to `MOST` of a step's episodes whose reward is at least the
-    mean, each with an advantage.
+    """Return up to `MOST` of a step's episodes whose reward is at least the mean, each with an
+    advantage.
 
     Groups without a signal count too: nothing is trained on them, so they tell what a step breaks.
     """
@@ -73,12 +73,13 @@ class StepLimit:
         return float(divergence_n.sum()) / episodes
 
     def share(self) -> tuple[float, float]:
-        """Return the share of the step that keeps the bound, from 0 to 1, and the
-        divergence of all of it.
+        """Return the share of the step that keeps the bound, from 0 to 1, and the divergence of all
+        of it.
 
         The divergence of a short step grows with the square of its length.
         """
         divergence = self.divergence()
         if math.isnan(divergence):
             return 0.0, divergence
-        return min(1.0, math.sqrt(MAX_GOOD_KL / max(divergence, MAX_GOOD_KL))), divergence
+        share = math.sqrt(MAX_GOOD_KL / max(divergence, MAX_GOOD_KL))
+        return min(1.0, share), divergence
