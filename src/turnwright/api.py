@@ -40,6 +40,17 @@ def train(
 ) -> Path:
     """Train an agent, like `turnwright train`, with objects instead of names.
 
+    Example::
+
+        run = tw.train(
+            "hop",
+            model=tw.tiny(),
+            out="runs/hop",
+            warmup={"demos": 4000, "gate_success": 0.15},
+            train={"steps": 60, "lr": 1e-3},
+        )
+        print((run / "summary.json").read_text())
+
     Args:
         env: an `Env` class, another factory of environments, a play function, or what a recipe
             names: a built-in environment, `file.py:Name`.

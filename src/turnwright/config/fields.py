@@ -28,8 +28,7 @@ def field_types(cls: type) -> dict[str, Any]:
 def field_type(dotted: str) -> Any | None:
     """Return the type of a dotted key, a dataclass for a section; None if the key is unknown.
 
-    Example:
-        A table of settings accepts any key:
+    Example: a table of settings accepts any key::
 
         >>> field_type("env.0.args.depth")
         typing.Any

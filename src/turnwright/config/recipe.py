@@ -81,7 +81,8 @@ def load(
         templates: names of the built-in chat templates; None does not check names.
         training: whether the run trains; evaluation alone needs no groups of two.
 
-    Example:
+    Example::
+
         >>> resolved = load(None, ["--env.0.use", "hop", "--train.lr", "1e-4"])
         >>> resolved.config.train.lr, resolved.origins["train.lr"]
         (0.0001, 'command line')
@@ -134,7 +135,8 @@ def from_python(settings: Mapping[str, Any], place: str) -> ResolvedConfig:
     (values that differ from their defaults count as given), and plain values (`out`, `seed`).
     `place` names the source in a ConfigError, which is one line.
 
-    Example:
+    Example::
+
         >>> from_python({"train": {"steps": 20}}, "turnwright.train()").config.train.steps
         20
     """
@@ -197,7 +199,8 @@ def parse_overrides(words: Sequence[str]) -> list[tuple[str, str]]:
 
     Raises `ConfigError` for other words.
 
-    Example:
+    Example::
+
         >>> parse_overrides(["--train.lr", "1e-4", "--train.max-mismatch=0.1"])
         [('train.lr', '1e-4'), ('train.max_mismatch', '0.1')]
     """

@@ -495,7 +495,8 @@ def tiny(
             larger images are scaled down.
         threads: CPU threads of torch.
 
-    Example:
+    Example::
+
         >>> tw.tiny(hidden=96, layers=3).hidden
         96
     """

@@ -19,8 +19,13 @@ def token_logprobs(logits: Any, ids: Any, sampling: SamplingDistribution) -> Any
 
     Example::
 
-        shifted = logits[:-1]  # the logits at position t belong to the id at t + 1
-        logprobs = tw.token_logprobs(shifted, ids[1:], sample.sampling)
+        >>> import numpy as np
+        >>> ids = np.array([0, 2, 1])
+        >>> logits = np.array([[0.0, 0.0, 2.0], [0.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
+        >>> sampling = tw.SamplingDistribution(temperature=0.5, banned_ids=frozenset({0}))
+        >>> shifted = logits[:-1]  # the logits at position t belong to the id at t + 1
+        >>> [round(float(logprob), 3) for logprob in tw.token_logprobs(shifted, ids[1:], sampling)]
+        [-0.018, -0.127]
 
     Args:
         logits: [n, vocabulary] from any array library; float16 and bfloat16 are computed in

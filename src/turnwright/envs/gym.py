@@ -84,12 +84,15 @@ def gym_env(
 
     Example::
 
-        env = gym_env(
-            "FrozenLake-v1",
-            actions=["left", "down", "right", "up"],
-            render_mode="ansi",
-            is_slippery=False,
-        )
+        >>> moves = ["left", "down", "right", "up"]
+        >>> env = tw.gym_env(
+        ...     "FrozenLake-v1", actions=moves, render_mode="ansi", is_slippery=False
+        ... )
+        >>> goal = ["down", "down", "right", "right", "down", "right"]
+        >>> engine = tw.ScriptedEngine(goal)
+        >>> (trajectory,) = tw.rollout(env, [tw.Task("go", info={"seed": 0})], engine)
+        >>> trajectory.reward
+        1.0
 
     Args:
         id: environment id for `gymnasium.make`.

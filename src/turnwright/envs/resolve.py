@@ -141,6 +141,17 @@ def as_env_spec(
     class or instance methods; instance methods have access to the constructor's arguments.
     Constructors must therefore be cheap; expensive work belongs in `reset`.
 
+    Example::
+
+        >>> class Coin(tw.Env):
+        ...     def reset(self, task, *, seed=None):
+        ...         return task.messages
+        ...     def step(self, action):
+        ...         return tw.Step(reward=float(action.text == "heads"), terminated=True)
+        >>> env_spec = tw.as_env_spec(Coin, tasks=[tw.Task("Heads or tails?")])
+        >>> env_spec.name, [task.messages[0].text for task in env_spec.tasks("train", 1)]
+        ('Coin', ['Heads or tails?'])
+
     Raises:
         ConfigError: for any other object, or arguments that do not match its signature.
     """

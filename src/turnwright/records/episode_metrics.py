@@ -202,7 +202,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory], *, success: float = 1.0)
     Families are dicts; empty ones are left out. `success` is the minimum reward of a successful
     episode. docs/reference/metrics.md documents the metrics.
 
-    Example:
+    Example::
+
         >>> async def play(task, model):
         ...     return float((await model.generate(task.messages)).text == task.answer)
         >>> tasks = [tw.Task("6 * 7?", answer="42")]
@@ -280,7 +281,8 @@ def top_counts(names: Iterable[str]) -> dict[str, int]:
 def flatten_row(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row under flattened names, without other values.
 
-    Example:
+    Example::
+
         >>> dict(flatten_row({"stops": {"done": 3}, "phase": "train"}))
         {'stops.done': 3.0}
     """
@@ -528,7 +530,8 @@ def wilson(successes: float, n: int) -> tuple[float, float]:
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", JASA 22
     (1927), eq. for p0.
 
-    Example:
+    Example::
+
         >>> low, high = wilson(81, 263)
         >>> round(low, 4), round(high, 4)
         (0.2553, 0.3662)

@@ -43,7 +43,8 @@ def to_json(value: Any) -> bytes:
     environment's info, integers over 64 bits, and values nested too deep or cyclically. NaN becomes
     null; a lone surrogate is escaped.
 
-    Example:
+    Example::
+
         >>> to_json({"reward": float("nan"), "steps": range(3)})
         b'{"reward":null,"steps":"range(0, 3)"}'
     """
@@ -345,7 +346,8 @@ def read_json_lines(path: Path, checks: Checks | None = None) -> Iterator[Any]:
     `checks` collects lines with wrong checksums. Raises `TraceError` for a line that is not JSON
     and, without `checks`, for the first wrong checksum.
 
-    Example:
+    Example::
+
         >>> with RunDir("runs/first") as run:
         ...     run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
         >>> for row in read_json_lines(Path("runs/first/metrics.jsonl")):
@@ -438,7 +440,8 @@ class RunDir:
     `journal.jsonl` is authoritative: one event per line, each turn before the next begins.
     `trajectories.jsonl` and `metrics.jsonl` are for people and tools.
 
-    Example:
+    Example::
+
         >>> with RunDir("runs/first") as run:
         ...     run.metrics.append({"phase": "train", "step": 1, "reward": 0.5})
         ...     run.write_json("summary.json", {"steps": 1})

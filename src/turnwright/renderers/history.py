@@ -44,8 +44,7 @@ class HistoryPolicy(Protocol):
     rendered by the template and never trained. A policy must be deterministic: the same
     conversation gives the same messages.
 
-    Example:
-        A policy that keeps the first message and the last four:
+    Example: a policy that keeps the first message and the last four::
 
         >>> def recent(conversation, replies):
         ...     return [*conversation[:1], *conversation[1:][-4:]]

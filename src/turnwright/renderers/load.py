@@ -67,7 +67,8 @@ def byte_renderer(control_text: ControlText = "neutralise") -> ChatRenderer:
     Args:
         control_text: handling of control text in messages: `neutralise`, `reject` or `allow`.
 
-    Example:
+    Example::
+
         >>> renderer = tw.byte_renderer()
         >>> prompt = renderer.open([tw.Message("user", "Hi")])
         >>> renderer.decode(prompt.ids)
@@ -115,6 +116,12 @@ def load_renderer(
 ) -> ChatRenderer:
     """Load the renderer of a Hugging Face model directory: tokenizer, chat template and vision
     processor.
+
+    Example::
+
+        renderer = tw.load_renderer("path/to/Qwen3-0.6B", template_args={"enable_thinking": False})
+        prompt = renderer.open([tw.Message("user", "Hi")])
+        print(renderer.decode(prompt.ids))
 
     Args:
         template: another chat template, by name or file (see `turnwright.renderers.template`).

@@ -125,7 +125,8 @@ class _Call(NamedTuple):
 class Model:
     """The model of an agent function: samples, records, and enforces the limits.
 
-    Example:
+    Example::
+
         >>> async def play(task, model):
         ...     messages = list(task.messages)
         ...     reply = await model.generate(messages)

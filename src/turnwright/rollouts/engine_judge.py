@@ -20,7 +20,8 @@ class EngineJudge:
 
     Equal questions get equal answers.
 
-    Example:
+    Example::
+
         >>> engine = tw.ScriptedEngine(lambda messages, rng: "8")
         >>> polite = tw.judged(tw.EngineJudge(engine), "How polite is the assistant?")
     """

@@ -25,7 +25,8 @@ def sampling_of(config: RolloutConfig | EvalConfig) -> Sampling:
 class RolloutSettings:
     """Settings of a `Rollout`; the defaults are those of `turnwright.rollout`, which explains them.
 
-    Example:
+    Example::
+
         >>> settings = tw.RolloutSettings(limits=tw.Limits(turns=4), seed=3)
         >>> settings.sampling.temperature
         1.0

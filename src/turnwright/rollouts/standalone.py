@@ -66,7 +66,8 @@ async def arollout(
 ) -> list[Trajectory]:
     """Play episodes and return their trajectories, `samples` per task, in the order of the tasks.
 
-    Example:
+    Example::
+
         >>> async def play(task, model):
         ...     reply = await model.generate(task.messages)
         ...     return float(task.answer in reply.text)

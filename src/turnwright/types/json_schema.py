@@ -296,7 +296,8 @@ def read_schema(schema: Any) -> ResolvedSchema:
     Raises `SchemaFault` for a type that does not exist, a reference to nothing, to another document
     or to itself, and a schema that is nested, or refers, too much to be checked.
 
-    Example:
+    Example::
+
         >>> read_schema({"type": "INT"}).root
         {'type': 'integer'}
     """

@@ -87,7 +87,8 @@ Media = ImageRef | VideoRef
 class Image:
     """A raw image; the rollout stores its pixels and keeps a reference.
 
-    Example:
+    Example::
+
         >>> import numpy as np
         >>> pixels = np.zeros((32, 48, 3), np.uint8)
         >>> picture = tw.Image(pixels, alt="goal: 2 right")

@@ -62,7 +62,8 @@ ContentPart = str | ImageRef | VideoRef | Image | Video
 class Message:
     """One chat message. A dict in OpenAI's format is accepted wherever a message is.
 
-    Example:
+    Example::
+
         >>> tw.Message("user", "What is 6 * 7?").to_dict()
         {'role': 'user', 'content': 'What is 6 * 7?'}
         >>> call = tw.ToolCall("multiply", {"a": 6, "b": 7})
@@ -137,7 +138,8 @@ class Message:
         dict without a role, without content (unless it has tool calls or reasoning), or with
         content under a key that is not read.
 
-        Example:
+        Example::
+
             >>> tw.Message.of({"role": "system", "content": "Be brief."}).text
             'Be brief.'
             >>> tw.Message.of("What is 6 * 7?").role
@@ -216,7 +218,8 @@ def as_messages(value: Messages | None, role: str = "user") -> tuple[Message, ..
 
     Raises `TypeError` or `ValueError` as `Message.of`.
 
-    Example:
+    Example::
+
         >>> [message.role for message in as_messages("Hi")]
         ['user']
         >>> (message,) = as_messages([tw.Image("data:image/png;base64,"), "What is this?"])
@@ -349,7 +352,8 @@ def is_media(value: Any) -> bool:
 def join_texts(texts: Sequence[str]) -> str:
     """Join the texts of one message: by a line break where no white space separates two.
 
-    Example:
+    Example::
+
         >>> print(join_texts(["Look:", "a cat", " and ", "a dog"]))
         Look:
         a cat and a dog

@@ -76,7 +76,8 @@ class Status(StrEnum):
 class StopReason(StrEnum):
     """Why an episode ended; `reason.sentence` describes it and `reason.status` classifies it.
 
-    Example:
+    Example::
+
         >>> tw.StopReason("max_turns").status
         <Status.TRUNCATED: 'truncated'>
     """

@@ -33,7 +33,8 @@ from turnwright.types.sampling import SamplingDistribution
 class Task:
     """One immutable row of a dataset: the conversation to start from, and the expected answer.
 
-    Example:
+    Example::
+
         >>> task = tw.Task("What is 6 * 7?", answer="42")
         >>> task.messages[0].role, task.messages[0].text
         ('user', 'What is 6 * 7?')
@@ -155,8 +156,7 @@ class Span:
     A span holds only the ids it adds. It follows its `parent` from path position `start` on. If
     `start` is before the parent's end, the rest of the parent belongs to another branch.
 
-    Example:
-        A prompt of 5 ids, a reply of 3, and an observation of 4:
+    Example: a prompt of 5 ids, a reply of 3, and an observation of 4::
 
         >>> prompt = tw.Span(tw.Origin.PROMPT, ids=[10, 11, 12, 13, 14])
         >>> logprobs = [-0.5, -0.1, -0.2]
@@ -245,8 +245,7 @@ class Span:
 class Turn:
     """One reply of the model and the environment's response.
 
-    Example:
-        The turn of the spans in the example of `Span`, whose reply is span 1:
+    Example: the turn of the spans in the example of `Span`, whose reply is span 1::
 
         >>> question, answer = tw.Message("user", "6 * 7?"), tw.Message("assistant", "42")
         >>> turn = tw.Turn(
@@ -357,8 +356,7 @@ class Sample:
     All lists have the length of `ids`. A sampled id shared by several paths has weight 1 only in
     the first of them.
 
-    Example:
-        One reply of one id per byte, and the id that ends it:
+    Example: one reply of one id per byte, and the id that ends it::
 
         >>> async def play(task, model):
         ...     reply = await model.generate(task.messages)
@@ -429,7 +427,8 @@ class Sample:
 class Trajectory:
     """The record of one episode: a forest of spans, its turns, reward and stop reason.
 
-    Example:
+    Example::
+
         >>> async def play(task, model):
         ...     reply = await model.generate(task.messages)
         ...     return float(reply.text == task.answer)

@@ -299,7 +299,9 @@ def python_tool(sandbox: SandboxProtocol | None = None) -> Tool:
 
     Example::
 
-        env = tw.tool_env(tools=[python_tool(Sandbox(seconds=2))], reward=correct)
+        >>> tool = tw.python_tool(tw.Sandbox(seconds=2))
+        >>> tool.name, list(tool.schema["function"]["parameters"]["properties"])
+        ('python', ['code'])
     """
     box = sandbox or Sandbox()
 
