@@ -94,7 +94,8 @@ class DiagnosisInput:
     """Rows that diagnoses read."""
 
     train: Sequence[Row]
-    last: Sequence[Row]  # the last `LAST` training steps
+    last: Sequence[Row]
+    """The last `LAST` training steps."""
     gate: Sequence[Row]
     summary: Row
 
@@ -157,8 +158,10 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
     share = _mean(rows.last, "truncated_share")
     if not rows.last or share < TRUNCATED:
         return None
-    cause = next(iter(sum_tables(rows.last, "truncations").most_common(1)), ("a limit", 0))[0]
-    remedy = {
+
+    causes = sum_tables(rows.last, "truncations").most_common(1)
+    cause = causes[0][0] if causes else "a limit"
+    remedies = {
         "turn_length": "Replies do not end: raise limits.turn_tokens, or check the stop ids "
         "(turnwright check --model).",
         "max_turns": "If so many turns are the task's rule, the limit is right: reward what leads "
@@ -172,17 +175,17 @@ def truncated(rows: DiagnosisInput) -> Diagnosis | None:
         "docs/reference/metrics.md.",
         "invalid_token": "Misplaced control tokens: warm the model up, or check its template "
         "(turnwright check --model).",
-    }.get(cause, "See stops in the overview.")
+    }
     return Diagnosis(
         "everything truncated",
         f"{100 * share:.0f}% of episodes were truncated, mostly by {cause}.",
-        remedy,
+        remedies.get(cause, "See stops in the overview."),
     )
 
 
 def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
-    """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of
-    the episodes call one."""
+    """The tool is never called: tools are offered, and fewer than `TOOL_USERS` of the episodes call
+    one."""
     offered = any(number(row.get("tools_offered")) for row in rows.train)
     share = _mean(rows.last, "tool_users")
     if not offered or len(rows.last) < LAST or share >= TOOL_USERS:
@@ -196,20 +199,19 @@ def tool_unused(rows: DiagnosisInput) -> Diagnosis | None:
 
 
 def blind(rows: DiagnosisInput) -> Diagnosis | None:
-    """The model is blind: success with gray images is as high, within
-    `BLIND_MARGIN` or half the interval."""
-    sighted, blind = (
-        number(rows.summary.get("success_after")),
-        number(rows.summary.get("success_blind")),
-    )
-    if sighted is None or blind is None:
+    """The model is blind: success with gray images is as high, within `BLIND_MARGIN` or half the
+    interval."""
+    sighted = number(rows.summary.get("success_after"))
+    blinded = number(rows.summary.get("success_blind"))
+    if sighted is None or blinded is None:
         return None
+
     low, high = pair(rows.summary.get("success_after_ci")) or (0.0, 0.0)
-    if sighted - blind > max(BLIND_MARGIN, (high - low) / 2):
+    if sighted - blinded > max(BLIND_MARGIN, (high - low) / 2):
         return None
     return Diagnosis(
         "the model is blind",
-        f"With gray images it succeeds as often ({100 * blind:.0f}%) as with the real ones "
+        f"With gray images it succeeds as often ({100 * blinded:.0f}%) as with the real ones "
         f"({100 * sighted:.0f}%).",
         "Check that the task needs its images, and that pixels reach the model: turnwright check "
         "--model PATH --images.",
@@ -222,6 +224,7 @@ def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
     measured = [row for row in rows.train if number(row.get("mismatch_mean")) is not None]
     if len(measured) < 2 * LAST:
         return None
+
     first = _mean(measured[:LAST], "mismatch_mean")
     last = _mean(measured[-LAST:], "mismatch_mean")
     if last < MISMATCH_MIN or last < MISMATCH_GROWTH * first:
@@ -236,11 +239,14 @@ def mismatch(rows: DiagnosisInput) -> Diagnosis | None:
 
 def entropy(rows: DiagnosisInput) -> Diagnosis | None:
     """Entropy collapsed: below `ENTROPY_LEFT` of the first `LAST` steps, with tasks unsolved."""
-    known = [row for row in rows.train if number(row.get("entropy")) is not None]
-    if len(known) < 2 * LAST:
+    measured = [row for row in rows.train if number(row.get("entropy")) is not None]
+    if len(measured) < 2 * LAST:
         return None
-    first, last = _mean(known[:LAST], "entropy"), _mean(known[-LAST:], "entropy")
-    if last > ENTROPY_LEFT * first or _mean(known[-LAST:], "success") >= UNSOLVED:
+
+    first = _mean(measured[:LAST], "entropy")
+    last = _mean(measured[-LAST:], "entropy")
+    is_solved = _mean(measured[-LAST:], "success") >= UNSOLVED
+    if last > ENTROPY_LEFT * first or is_solved:
         return None
     return Diagnosis(
         "entropy collapsed",
@@ -253,19 +259,21 @@ def entropy(rows: DiagnosisInput) -> Diagnosis | None:
 
 def dominated(rows: DiagnosisInput) -> Diagnosis | None:
     """One part of the reward dominates: it has `DOMINATES` of the parts' spread within groups."""
-    totals: Counter[str] = Counter()
+    spreads: dict[str, float] = {}
     for row in rows.last:
-        for name, value in mapping(row.get("rewards_spread")).items():
-            totals[str(name)] += number(value) or 0.0  # type: ignore[assignment]
-    total = sum(totals.values())
-    if len(rows.last) < LAST or len(totals) < 2 or not total:
+        for part, value in mapping(row.get("rewards_spread")).items():
+            spreads[str(part)] = spreads.get(str(part), 0.0) + (number(value) or 0.0)
+    total = sum(spreads.values())
+    if len(rows.last) < LAST or len(spreads) < 2 or not total:
         return None
-    name, largest = totals.most_common(1)[0]
-    if largest / total < DOMINATES:
+
+    largest = max(spreads, key=lambda part: spreads[part])
+    share = spreads[largest] / total
+    if share < DOMINATES:
         return None
     return Diagnosis(
         "one part of the reward dominates",
-        f"Within groups, {name} is {100 * largest / total:.0f}% of the spread of rewards; other "
+        f"Within groups, {largest} is {100 * share:.0f}% of the spread of rewards; other "
         "parts have almost no effect.",
         "Change the weights of the parts, or what the others measure. See rewards_spread.",
     )
@@ -274,15 +282,12 @@ def dominated(rows: DiagnosisInput) -> Diagnosis | None:
 def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
     """The warmup gate is not met: at least `GATE_EVALS` gate evaluations, none passed, and no
     reinforcement that helps."""
-    if (
-        len(rows.gate) < GATE_EVALS
-        or any(row.get("gate_passed") for row in rows.gate)
-        or (rows.train and not _unchanged(rows))
-    ):
+    if len(rows.gate) < GATE_EVALS or any(row.get("gate_passed") for row in rows.gate):
         return None
-    successes = [
-        success for row in rows.gate if (success := number(row.get("success"))) is not None
-    ]
+    if rows.train and not _unchanged(rows):
+        return None
+
+    successes = _values(rows.gate, "success")
     if not successes:
         return Diagnosis(
             "no episode of the warmup gate had a reward",
@@ -291,10 +296,11 @@ def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
             "Find out why the environment or its reward function returned None; more steps change "
             "nothing.",
         )
-    losses = [loss for row in rows.gate if (loss := number(row.get("loss"))) is not None]
-    trend = (
-        f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}" if len(losses) > 1 else ""
-    )
+
+    losses = _values(rows.gate, "loss")
+    trend = ""
+    if len(losses) > 1:
+        trend = f" while its loss went from {losses[0]:.3g} to {losses[-1]:.3g}"
     return Diagnosis(
         "the warmup gate is not met",
         f"In {len(rows.gate)} gate evaluations the model succeeded in at most "
@@ -307,12 +313,13 @@ def warmup_gate_unmet(rows: DiagnosisInput) -> Diagnosis | None:
 
 def worse(rows: DiagnosisInput) -> Diagnosis | None:
     """Reinforcement made it worse: the run went back to an earlier policy."""
-    kept, score = rows.summary.get("rolled_back"), pair(rows.summary.get("success_after_ci"))
-    if not kept or score is None:
+    kept = rows.summary.get("rolled_back")
+    interval = pair(rows.summary.get("success_after_ci"))
+    if not kept or interval is None:
         return None
     return Diagnosis(
         "reinforcement made it worse",
-        f"The last policy's held-out success is at most {100 * score[1]:.0f}%, under that of "
+        f"The last policy's held-out success is at most {100 * interval[1]:.0f}%, under that of "
         f"checkpoint {kept}, which the run keeps.",
         "Lower train.lr, scale it by evidence (train.gradient_signal_steps = 20), or check that "
         "the reward measures success.",
@@ -321,12 +328,13 @@ def worse(rows: DiagnosisInput) -> Diagnosis | None:
 
 def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
     """Training high and held-out low: success on training tasks leads by `NOT_CARRIED`."""
-    after, train = number(rows.summary.get("success_after")), _mean(rows.last, "success")
-    if after is None or len(rows.last) < LAST or train - after < NOT_CARRIED:
+    held_out = number(rows.summary.get("success_after"))
+    trained = _mean(rows.last, "success")
+    if held_out is None or len(rows.last) < LAST or trained - held_out < NOT_CARRIED:
         return None
     return Diagnosis(
         "what is learned does not carry over",
-        f"Training tasks succeed in {100 * train:.0f}%, held-out ones in {100 * after:.0f}%.",
+        f"Training tasks succeed in {100 * trained:.0f}%, held-out ones in {100 * held_out:.0f}%.",
         "Train on more and more different tasks, or hold out tasks whose answers also occur in "
         "training.",
     )
@@ -334,21 +342,25 @@ def not_carried(rows: DiagnosisInput) -> Diagnosis | None:
 
 def few_held_out(rows: DiagnosisInput) -> Diagnosis | None:
     """Few held-out episodes: under `FEW_HELD_OUT`, or of under `FEW_TASKS` tasks."""
-    n, tasks = number(rows.summary.get("n_eval")), number(rows.summary.get("eval_tasks"))
-    if n and n >= FEW_HELD_OUT and tasks and tasks < FEW_TASKS:
+    episodes = number(rows.summary.get("n_eval"))
+    tasks = number(rows.summary.get("eval_tasks"))
+    if not episodes:
+        return None
+
+    if episodes >= FEW_HELD_OUT:
+        if not tasks or tasks >= FEW_TASKS:
+            return None
         return Diagnosis(
             "few held-out tasks",
-            f"{tasks:.0f} held-out tasks, played {n / tasks:.0f} times each, say little about "
-            "others.",
+            f"{tasks:.0f} held-out tasks, played {episodes / tasks:.0f} times each, say little "
+            "about others.",
             "Give the environment more tasks, or evaluate on trained ones and say so "
             '(eval.overlap = "allowed").',
         )
-    if not n or n >= FEW_HELD_OUT:
-        return None
     return Diagnosis(
         "few held-out episodes",
-        f"{n:.0f} held-out episodes say little: one more success changes the rate by {100 / n:.0f} "
-        "points.",
+        f"{episodes:.0f} held-out episodes say little: one more success changes the rate by "
+        f"{100 / episodes:.0f} points.",
         "Give the environment more held-out tasks, or play each more often (eval.samples).",
     )
 
@@ -367,10 +379,8 @@ def overlapping(rows: DiagnosisInput) -> Diagnosis | None:
 def one_reply(rows: DiagnosisInput) -> Diagnosis | None:
     """No better than one reply: success after reinforcement is at `single_turn_best`, in at most
     one and a half turns."""
-    best, turns = (
-        number(rows.summary.get("single_turn_best")),
-        number(rows.summary.get("turns_after")),
-    )
+    best = number(rows.summary.get("single_turn_best"))
+    turns = number(rows.summary.get("turns_after"))
     low, high = pair(rows.summary.get("success_after_ci")) or (1.0, 0.0)
     if not best or turns is None or turns > 1.5 or not low <= best <= high:
         return None
@@ -385,16 +395,16 @@ def one_reply(rows: DiagnosisInput) -> Diagnosis | None:
 
 def malformed(rows: DiagnosisInput) -> Diagnosis | None:
     """Calls fail: `MALFORMED` of the calls cannot be parsed, or are answered by an error."""
-    bad = sum_tables(rows.last, "malformed_calls") + sum_tables(rows.last, "tool_mistakes")
-    calls = sum(sum_tables(rows.last, "tool_calls").values()) + sum(
-        sum_tables(rows.last, "malformed_calls").values()
-    )
-    if len(rows.last) < LAST or not calls or sum(bad.values()) < MALFORMED * calls:
+    malformed_calls = sum_tables(rows.last, "malformed_calls")
+    failing = malformed_calls + sum_tables(rows.last, "tool_mistakes")
+    calls = sum_tables(rows.last, "tool_calls").total() + malformed_calls.total()
+    if len(rows.last) < LAST or not calls or failing.total() < MALFORMED * calls:
         return None
-    kind, count = bad.most_common(1)[0]
+
+    kind, count = failing.most_common(1)[0]
     return Diagnosis(
         "calls fail",
-        f"{sum(bad.values()):.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, "
+        f"{failing.total():.0f} of {calls:.0f} calls in the last {LAST} steps cannot be used, "
         f"mostly {kind} ({count:.0f}).",
         "More demonstrations (warmup.demos) and warm-up steps teach the form; check it with "
         "turnwright check --model.",
@@ -407,32 +417,36 @@ def flat(rows: DiagnosisInput) -> Diagnosis | None:
     means = _unchanged(rows)
     if means is None or any(cause(rows) is not None for cause in (unrewarded, tied, truncated)):
         return None
-    recent = rows.train[-FLAT_STEPS:]
-    agreement = max(
-        _mean(recent, key) for key in ("gradient_agreement", "gradient_agreement_scaled")
-    )
-    groups, without = _sum(recent, "groups"), _sum(recent, "groups_no_signal")
-    why, remedy = "gradients agree, so steps are too small", "Raise train.lr."
-    if groups and without / groups >= MOSTLY_TIED:
-        never = _sum(recent, "groups_unsolved")
-        why = (
-            f"in {without:.0f} of {groups:.0f} groups all episodes had the same reward, in "
-            f"{never:.0f} of them none succeeded"
-        )
-        remedy = (
-            "Where none succeeds, warm up longer (warmup.steps) or reward partial success; "
-            "larger groups tie less often."
-        )
-    elif agreement < NOISE:
-        why, remedy = f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
-    elif all(row.get("lr") == 0.0 for row in recent):
-        why, remedy = "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
+
+    why, remedy = _why_flat(rows.train[-FLAT_STEPS:])
+    before, after = means
     return Diagnosis(
         "nothing changes",
-        f"Success of training episodes went from {100 * means[0]:.0f}% to {100 * means[1]:.0f}% in "
+        f"Success of training episodes went from {100 * before:.0f}% to {100 * after:.0f}% in "
         f"{FLAT_STEPS} steps: {why}.",
         remedy,
     )
+
+
+def _why_flat(recent: Sequence[Row]) -> tuple[str, str]:
+    """Return why steps changed nothing, and the remedy."""
+    groups = _sum(recent, "groups")
+    without_signal = _sum(recent, "groups_no_signal")
+    if groups and without_signal / groups >= MOSTLY_TIED:
+        unsolved = _sum(recent, "groups_unsolved")
+        return (
+            f"in {without_signal:.0f} of {groups:.0f} groups all episodes had the same reward, in "
+            f"{unsolved:.0f} of them none succeeded",
+            "Where none succeeds, warm up longer (warmup.steps) or reward partial success; "
+            "larger groups tie less often.",
+        )
+
+    agreement = max(_mean(recent, "gradient_agreement"), _mean(recent, "gradient_agreement_scaled"))
+    if agreement < NOISE:
+        return f"gradients of different steps do not agree ({agreement:.2f})", MORE_GROUPS
+    if all(row.get("lr") == 0.0 for row in recent):
+        return "gradients agree by no more than chance, so no step was taken", MORE_GROUPS
+    return "gradients agree, so steps are too small", "Raise train.lr."
 
 
 MORE_GROUPS = "Use larger or more groups (rollout)."
@@ -484,18 +498,25 @@ def _sum(rows: Sequence[Row], name: str) -> float:
 
 def _mean(rows: Sequence[Row], name: str) -> float:
     """Return the mean of a column over the rows that have it; 0 without any."""
-    values = []
-    for row in rows:
-        value = number(row.get(name))
-        if value is not None:
-            values.append(value)
+    values = _values(rows, name)
     return sum(values) / len(values) if values else 0.0
+
+
+def _values(rows: Sequence[Row], name: str) -> list[float]:
+    """Return the numbers of a column."""
+    numbers = [number(row.get(name)) for row in rows]
+    return [value for value in numbers if value is not None]
 
 
 FILE = "sanity.jsonl"
 _COLUMNS = ("sampled", "canonical", "sent")
-_MAX_FINDINGS = 40  # maximum number of findings reported
+
+_MAX_FINDINGS = 40
+"""Maximum number of findings reported."""
+
 _MAX_TEXT = 600
+"""Maximum characters of a finding's texts."""
+
 _SPACES = str.maketrans({"\n": "\u23ce", "\t": "\u21e5", " ": "\u00b7"})
 
 
@@ -505,52 +526,65 @@ class RenderFinding:
 
     cause: str
     sentence: str
-    count: int  # number of occurrences in the reinforcement steps
+    count: int
+    """Number of occurrences in the reinforcement steps."""
     where: str
-    columns: Sequence[tuple[str, str]]  # (name, text) of sampled, canonical and sent
+    columns: Sequence[tuple[str, str]]
+    """(name, text) of sampled, canonical and sent."""
 
 
 def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[RenderFinding]:
-    """Read the render findings of a run, the most frequent cause (by rows of
-    metrics.jsonl) first."""
+    """Read the render findings of a run, the most frequent cause (by rows of metrics.jsonl)
+    first."""
     counts: Counter[str] = Counter()
     for row in rows:
         for name, value in row.items():
             if str(name).startswith("render_mismatch_"):
                 counts[str(name).removeprefix("render_mismatch_")] += int(number(value) or 0)
-    found: list[RenderFinding] = []
-    for _, row in islice(lines_of(run_dir / FILE, problems), _MAX_FINDINGS):
-        cause, key = str(row.get("cause", "")), row.get("key")
-        episode = "/".join(map(str, key)) if isinstance(key, list) else ""
-        turn = number(row.get("turn"))
-        place = f"turn {int(turn) + 1}" if turn is not None and turn >= 0 else "the opening prompt"
-        where = (
-            f"episode {episode}, {place}, id {row.get('position')} of the path, origin "
-            f"{row.get('origin')}"
-        )
-        texts = [(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS]
-        sentence = " ".join(
-            filter(None, (str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT]))
-        )
-        found.append(RenderFinding(cause, sentence, counts[cause], where, texts))
-    return sorted(found, key=lambda one: (-one.count, one.cause))
+
+    rows_of_file = islice(lines_of(run_dir / FILE, problems), _MAX_FINDINGS)
+    found = [_finding(row, counts) for _, row in rows_of_file]
+    return sorted(found, key=lambda finding: (-finding.count, finding.cause))
+
+
+def _finding(row: Row, counts: Mapping[str, int]) -> RenderFinding:
+    """Read one finding; `counts` are the occurrences of each cause."""
+    key = row.get("key")
+    episode = "/".join(map(str, key)) if isinstance(key, list) else ""
+    turn = number(row.get("turn"))
+    place = "the opening prompt"
+    if turn is not None and turn >= 0:
+        place = f"turn {int(turn) + 1}"
+    where = (
+        f"episode {episode}, {place}, id {row.get('position')} of the path, origin "
+        f"{row.get('origin')}"
+    )
+
+    cause = str(row.get("cause", ""))
+    sentences = [str(row.get("sentence") or ""), str(row.get("said") or "")[:_MAX_TEXT]]
+    return RenderFinding(
+        cause=cause,
+        sentence=" ".join(filter(None, sentences)),
+        count=counts[cause],
+        where=where,
+        columns=[(name, str(row.get(name) or "")[:_MAX_TEXT]) for name in _COLUMNS],
+    )
 
 
 def table(found: Sequence[RenderFinding], width: int = 120) -> list[str]:
-    """Format findings as terminal lines: three columns under each cause,
-    with visible whitespace."""
+    """Format findings as terminal lines: three columns under each cause, with visible
+    whitespace."""
     lines: list[str] = []
     cell = max(16, (width - 6) // 3)
-    for one in found:
-        count = f" ({one.count} in the steps)" if one.count else ""
-        lines += [
-            "",
-            single_line(f"{one.cause}{count}: {one.sentence}"),
-            single_line(f"  {one.where}"),
-        ]
-        texts = [visible(text).translate(_SPACES) for _, text in one.columns]
+    for finding in found:
+        count = f" ({finding.count} in the steps)" if finding.count else ""
+        lines.append("")
+        lines.append(single_line(f"{finding.cause}{count}: {finding.sentence}"))
+        lines.append(single_line(f"  {finding.where}"))
+
+        texts = [visible(text).translate(_SPACES) for _, text in finding.columns]
         cells = [textwrap.wrap(text, cell, drop_whitespace=False) or [""] for text in texts]
-        lines.append("   ".join(name.ljust(cell) for name, _ in one.columns).rstrip())
+        lines.append("   ".join(name.ljust(cell) for name, _ in finding.columns).rstrip())
         for row in zip_longest(*cells, fillvalue=""):
             lines.append("   ".join(text.ljust(cell) for text in row).rstrip())
     return lines[1:]
@@ -573,11 +607,19 @@ class DiagnosingListener(ProgressListener):
         self._watch.progress(done, figures)
         if figures.get("phase") == "train":
             with suppress(Exception):  # a malformed row must not stop the run
-                (self._first if len(self._first) < LAST else self._last).append(figures)
-                for one in diagnose([*self._first, *self._last]):
-                    if one.name not in self._reported:
-                        self._reported.add(one.name)
-                        self._watch.note(f"diagnosis: {one.text}")
+                self._report(figures)
+
+    def _report(self, figures: Mapping[str, Any]) -> None:
+        """Note what is diagnosed for the first time with a training step."""
+        if len(self._first) < LAST:
+            self._first.append(figures)
+        else:
+            self._last.append(figures)
+
+        for diagnosis in diagnose([*self._first, *self._last]):
+            if diagnosis.name not in self._reported:
+                self._reported.add(diagnosis.name)
+                self._watch.note(f"diagnosis: {diagnosis.text}")
 
     def waiting(self, what: str) -> None:
         self._watch.waiting(what)
@@ -592,4 +634,5 @@ class DiagnosingListener(ProgressListener):
 def lines_of_run(run: Path) -> list[str]:
     """Return the diagnoses of a run, one line each."""
     data = read_run(run)
-    return [single_line(one.text, 1000) for one in diagnose(data.rows, data.summary)]
+    diagnoses = diagnose(data.rows, data.summary)
+    return [single_line(diagnosis.text, 1000) for diagnosis in diagnoses]

@@ -1,5 +1,10 @@
-"""Lenient reader of run directories: reads what exists, complete or not, without loading
-large files into memory."""
+"""Lenient reader of run directories, for displays: reads what exists, complete or not, without
+loading large files into memory.
+
+`read_run` reads all but the trajectories, `index` says where each of those is, and `choose` selects
+a few for a report. What is read may come from anyone: a value of another type counts as missing, a
+line that cannot be read is counted and left out. The strict reader is in `turnwright.records`.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +39,10 @@ class RunData:
     origins: Row
     versions: Row
     summary: Row
-    rows: Sequence[Row]  # rows of metrics.jsonl, under current names
-    problems: Sequence[str] = field(default_factory=list)  # what could not be read, one line each
+    rows: Sequence[Row]
+    """Rows of metrics.jsonl."""
+    problems: Sequence[str] = field(default_factory=list)
+    """What could not be read, one line each."""
 
     @property
     def warmup_steps(self) -> int:
@@ -48,13 +55,16 @@ class RunData:
         return PolicyNames(self.config, self.warmup_steps)
 
     def phase(self, name: str) -> list[Row]:
-        """Return the rows of one phase, in order; of a step trained twice
-        (after a resume), the last."""
-        last: dict[Any, Row] = {}
-        for index, row in enumerate(self.rows):
-            if row.get("phase") == name:
-                last[row.get("step", -1 - index) if name != "eval" else index] = row
-        return list(last.values())
+        """Return the rows of one phase, in order; of a step trained twice (after a resume), the
+        last."""
+        last_rows: dict[Any, Row] = {}
+        for number, row in enumerate(self.rows):
+            if row.get("phase") != name:
+                continue
+            # A step has several evaluations; a row without a step replaces no other.
+            key = number if name == "eval" else row.get("step", -1 - number)
+            last_rows[key] = row
+        return list(last_rows.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +93,14 @@ def read_run(path: Path) -> RunData:
     config = _object(path / "config.json", problems)
     summary = _object(path / "summary.json", problems)
     rows = [row for _, row in lines_of(path / "metrics.jsonl", problems, metrics_row)]
-    versions = mapping(config.get("versions") or summary.get("versions"))
     return RunData(
-        path,
-        mapping(config.get("config")),
-        mapping(config.get("origins")),
-        versions,
-        summary,
-        rows,
-        problems,
+        path=path,
+        config=mapping(config.get("config")),
+        origins=mapping(config.get("origins")),
+        versions=mapping(config.get("versions") or summary.get("versions")),
+        summary=summary,
+        rows=rows,
+        problems=problems,
     )
 
 
@@ -99,19 +108,17 @@ def index(path: Path, problems: list[str]) -> list[TrajectoryEntry]:
     """Return one small entry per trajectory; each line is parsed and discarded."""
     entries: list[TrajectoryEntry] = []
     for offset, row in lines_of(path, problems, episode_record):
-        key, stop, failed = (
-            mapping(row.get("key")),
-            str(row.get("stop") or ""),
-            bool(row.get("error")),
+        key = mapping(row.get("key"))
+        entry = TrajectoryEntry(
+            offset=offset,
+            phase=str(key.get("phase", "")),
+            step=integer(key.get("step")),
+            task=str(key.get("task", "")),
+            reward=number(row.get("reward")),
+            stop=str(row.get("stop") or ""),
+            failed=bool(row.get("error")),
         )
-        phase, step, task = (
-            str(key.get("phase", "")),
-            integer(key.get("step")),
-            str(key.get("task", "")),
-        )
-        entries.append(
-            TrajectoryEntry(offset, phase, step, task, number(row.get("reward")), stop, failed)
-        )
+        entries.append(entry)
     return entries
 
 
@@ -123,32 +130,39 @@ def load_at(path: Path, offset: int) -> Row:
 
 
 def choose(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
-    """Select examples: best and worst of the first, middle and last step and of each
-    evaluation, and three failures."""
+    """Select examples: best and worst of the first, middle and last step and of each evaluation,
+    and three failures."""
     picks: list[Pick] = []
     for phase in dict.fromkeys(entry.phase for entry in entries):
-        those = [entry for entry in entries if entry.phase == phase]
-        steps = sorted({entry.step for entry in those})
-        if phase != "train":
-            picks += _ends(
-                those, "rollout" if phase in ("", "rollout") else f"evaluation “{phase}”"
-            )
-            continue
-        chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
-        names = (
-            ("first step", "middle step", "last step")
-            if len(chosen) == 3
-            else ("first step", "last step")
-        )
-        for step, name in zip(chosen, names, strict=False):
-            picks += _ends(
-                [entry for entry in those if entry.step == step], f"reinforcement, {name} ({step})"
-            )
-    broken = [entry for entry in entries if entry.failed]
-    kinds = {entry.stop: entry for entry in reversed(broken)}  # one of each kind first
-    for entry in [*kinds.values(), *broken][:3]:
+        of_phase = [entry for entry in entries if entry.phase == phase]
+        if phase == "train":
+            picks += _picks_of_steps(of_phase)
+        elif phase in ("", "rollout"):
+            picks += _ends(of_phase, "rollout")
+        else:
+            picks += _ends(of_phase, f"evaluation “{phase}”")
+
+    # Failures of different kinds come first.
+    failures = [entry for entry in entries if entry.failed]
+    one_of_each_kind = {entry.stop: entry for entry in reversed(failures)}
+    for entry in [*one_of_each_kind.values(), *failures][:3]:
         if entry not in [pick.entry for pick in picks]:
             picks.append(Pick(entry, "a failure"))
+    return picks
+
+
+def _picks_of_steps(entries: Sequence[TrajectoryEntry]) -> list[Pick]:
+    """Select the best and the worst of the first, the middle and the last training step."""
+    steps = sorted({entry.step for entry in entries})
+    chosen = dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1]))
+    names = ["first step", "last step"]
+    if len(chosen) == 3:
+        names.insert(1, "middle step")
+
+    picks: list[Pick] = []
+    for step, name in zip(chosen, names, strict=False):
+        of_step = [entry for entry in entries if entry.step == step]
+        picks += _ends(of_step, f"reinforcement, {name} ({step})")
     return picks
 
 
@@ -174,10 +188,12 @@ def sum_tables(rows: Iterable[Row], name: str) -> Counter[str]:
 
 def pair(value: Any) -> tuple[float, float] | None:
     """Return two finite numbers, or None for anything else."""
-    low, high = (
-        map(number, value) if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
-    )
-    return None if low is None or high is None else (low, high)
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return None
+    low, high = map(number, value)
+    if low is None or high is None:
+        return None
+    return low, high
 
 
 def sentence_of(stop: str) -> str:
@@ -192,10 +208,13 @@ def integer(value: Any) -> int:
 
 
 def _ends(entries: Sequence[TrajectoryEntry], name: str) -> list[Pick]:
+    """Select the best and the worst of some trajectories; `name` says which these are."""
     scored = [entry for entry in entries if entry.reward is not None]
     if not scored:
         return [Pick(entries[0], name)] if entries else []
-    best, worst = (end(scored, key=lambda entry: entry.reward or 0.0) for end in (max, min))
+
+    best = max(scored, key=lambda entry: entry.reward or 0.0)
+    worst = min(scored, key=lambda entry: entry.reward or 0.0)
     if best.reward == worst.reward:
         return [Pick(best, f"{name}: all alike")]
     return [Pick(best, f"{name}: best"), Pick(worst, f"{name}: worst")]
@@ -220,8 +239,8 @@ def as_it_is(row: Row) -> Row:
 
 
 def episode_record(row: Row) -> Row:
-    """Return an object that has the shape of an episode's record; raise
-    `TypeError` for any other."""
+    """Return an object that has the shape of an episode's record; raise `TypeError` for any
+    other."""
     for name in ("spans", "turns", "failed_turns", "final", "failures"):
         if not isinstance(row.get(name), (list, NoneType)):
             raise TypeError(f"{name} is no list")
@@ -239,11 +258,13 @@ def metrics_row(row: Row) -> Row:
 def lines_of(
     path: Path, problems: list[str], read: Callable[[Row], Row] = as_it_is
 ) -> Iterator[tuple[int, Row]]:
-    """Yield (offset, object) of each line, as `read` returns it; unreadable lines
-    are counted and skipped."""
+    """Yield (offset, object) of each line, as `read` returns it; unreadable lines are counted and
+    skipped."""
     if not path.exists():
         return
-    unreadable = offset = 0
+
+    unreadable = 0
+    offset = 0
     try:
         with files.open_file(path) as file:
             for line in file:
@@ -271,13 +292,14 @@ def parse(text: bytes) -> Any:
     """
     with suppress(orjson.JSONDecodeError):
         return orjson.loads(text)
+    # The standard library's reader accepts lone surrogates, NaN and integers over 64 bits.
     with suppress(ValueError, RecursionError):
-        # Accepts what orjson rejects: lone surrogates, NaN, integers over 64 bits.
         return json.loads(text)
     return None
 
 
 def _object(path: Path, problems: list[str]) -> Row:
+    """Return the object that a JSON file has; empty for anything else, which is a problem."""
     try:
         value = parse(files.read_bytes(path))
     except FileNotFoundError:
@@ -303,16 +325,15 @@ class PolicyNames:
         """`config` is that of the run, as far as it can be read."""
         rows = [mapping(row) for row in _list(config.get("policy"))]
         self._rows = {str(row.get("name")): row for row in rows}
-        agents = {
-            name: [str(one) for one in _list(row.get("agents"))] or [name]
-            for name, row in self._rows.items()
-        }
+        agents: dict[str, list[str]] = {}
+        for name, row in self._rows.items():
+            agents[name] = [str(agent) for agent in _list(row.get("agents"))] or [name]
         self._agents = AgentPolicies(agents)
         self._warmup_steps = warmup_steps
 
     def of(self, span: Row) -> str:
-        """Return the policy of a span's agent; empty where the run has one policy,
-        or none for this agent."""
+        """Return the policy of a span's agent; empty where the run has one policy, or none for this
+        agent."""
         try:
             return self._agents.of(str(span.get("agent") or "main"))
         except UsageError:
@@ -320,16 +341,22 @@ class PolicyNames:
 
     def is_frozen(self, span: Row) -> bool:
         """Return whether a policy that is not trained sampled the span."""
-        row = self._rows.get(self.of(span), {}) if span.get("origin") == "model" else {}
+        if span.get("origin") != "model":
+            return False
+        row = self._rows.get(self.of(span), {})
         return row.get("trained") is False or bool(row.get("urls") or row.get("past"))
 
     def label(self, span: Row) -> str:
         """Return policy and version of a sampled span: "asker after 3 steps"."""
-        name, version = self.of(span), policy_name(span.get("version"), self._warmup_steps)
-        past = mapping(self._rows.get(name, {}).get("past")).get("of")
-        if past is not None:
-            return f"{name}: {past} {version}"
-        return f"{name}, not trained" if self.is_frozen(span) else f"{name} {version}".strip()
+        name = self.of(span)
+        version = policy_name(span.get("version"), self._warmup_steps)
+
+        past_of = mapping(self._rows.get(name, {}).get("past")).get("of")
+        if past_of is not None:
+            return f"{name}: {past_of} {version}"
+        if self.is_frozen(span):
+            return f"{name}, not trained"
+        return f"{name} {version}".strip()
 
 
 def policy_name(version: Any, warmup_steps: int) -> str:
