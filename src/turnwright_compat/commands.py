@@ -21,6 +21,7 @@ def add_convert(subparsers: Any) -> None:
         "no recipe does is refused (exit status 2)."
     )
     parser = add_command(subparsers, "convert", help, run_convert, epilog=epilog)
+
     parser.add_argument("source", metavar="FILE", type=Path, help="the script or configuration")
     parser.add_argument(
         "--system",
@@ -38,6 +39,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
     converted = convert_file(args.source, args.system)
     if args.out is None:
+        # The recipe alone is on the standard output, so it can be redirected into a file.
         print(converted.recipe, end="")
     else:
         try:
@@ -47,8 +49,11 @@ def run_convert(args: argparse.Namespace) -> int:
             raise UsageError(
                 f"--out {args.out}: cannot be written ({error.strerror}); name a new file"
             ) from None
+
+    # Values of the script must not reach the terminal as control characters.
     for line in converted.lines():
-        print("".join(one if one.isprintable() else " " for one in line), file=sys.stderr)
+        printable = "".join(character if character.isprintable() else " " for character in line)
+        print(printable, file=sys.stderr)
     return 0
 
 

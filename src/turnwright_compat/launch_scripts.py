@@ -1,4 +1,9 @@
-"""Recipes from the launch scripts and configurations of slime, SkyRL, verl, ms-swift and TRL."""
+"""Make recipes from the launch scripts and configurations of slime, SkyRL, verl, ms-swift and TRL.
+
+`convert` reads a text (`convert.sources.read_source`), finds the system whose settings it has, and
+looks them up in that system's table (`convert.engine.convert_source`; a table is `SYSTEM` in the
+`convert.py` of each framework's folder). Nothing of a script is executed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +22,9 @@ from turnwright_compat.trl import convert as trl
 from turnwright_compat.verl import convert as verl
 
 SYSTEMS: Mapping[str, System] = {
-    one.SYSTEM.name: one.SYSTEM for one in (slime, skyrl, verl, swift, trl)
+    module.SYSTEM.name: module.SYSTEM for module in (slime, skyrl, verl, swift, trl)
 }
+"""Tables by the name of their system, in the order in which the first of equals is chosen."""
 
 __all__ = ["SYSTEMS", "Account", "Converted", "convert", "convert_file"]
 
@@ -33,8 +39,8 @@ def convert(
         text: its content.
         name: its file name, whose ending tells the kind (`.yaml`, `.yml`, `.py`; anything else
             is a script or arguments).
-        system: `slime`, `skyrl`, `verl`, `swift` or `trl`; None is the one that
-            knows most of the settings.
+        system: `slime`, `skyrl`, `verl`, `swift` or `trl`; None is the one that knows most of the
+            settings.
         folder: folder in which files of the user are looked for; None looks for none.
 
     Raises `ConfigError` for a text without settings, for one of an unknown system, and for a
@@ -44,38 +50,52 @@ def convert(
     if system is not None and system not in SYSTEMS:
         near = did_you_mean(system, SYSTEMS)
         raise ConfigError(f"{system}: unknown system; {near or 'there are ' + ', '.join(SYSTEMS)}")
-    return convert_source(
-        source, SYSTEMS[system] if system else _detect(source, name), name, folder
-    )
+
+    table = SYSTEMS[system] if system else _detect(source, name)
+    return convert_source(source, table, name, folder)
 
 
 def convert_file(path: Path, system: str | None = None) -> Converted:
-    """Return a recipe from a file; raise `ConfigError` as `convert`, and for a
-    file that cannot be read."""
+    """Return a recipe from a file; raise `ConfigError` as `convert`, and for a file that cannot be
+    read."""
     try:
         text = files.read_text(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
+
     return convert(text, name=path.name, system=system, folder=files.resolved(path).parent)
 
 
 def _detect(source: Source, name: str) -> System:
     """Return the system that knows most settings; raise `ConfigError` if none knows one."""
-
-    def known(system: System) -> tuple[int, int]:
-        keys = [system.normalize(setting.key) for setting in source.settings]
-        endings = {one.rpartition(".")[2] for one in system.known()} if system.hydra else set()
-        full = sum(key in system.rules or key in system.none for key in keys)
-        starts = any(re.search(one, source.program) for one in (system.programs, *system.refused))
-        distinct = re.match(r"swift |verl\.|skyrl|[A-Z]\w*Trainer$", source.program) is not None
-        score = 10 * full + sum(key.rpartition(".")[2] in endings for key in keys)
-        return score + (1_000_000 if starts and distinct else 0), int(starts)
-
-    found = max(SYSTEMS.values(), key=known)
-    if not known(found)[0]:
+    system = max(SYSTEMS.values(), key=lambda candidate: _evidence(source, candidate))
+    score, _ = _evidence(source, system)
+    if not score:
         raise ConfigError(
             f"{name}: no known setting of {', '.join(SYSTEMS)}; name the system with --system"
         )
-    return found
+    return system
+
+
+_DISTINCT_PROGRAM = re.compile(r"swift |verl\.|skyrl|[A-Z]\w*Trainer$")
+"""Programs that belong to one system; `train.py` may be anyone's."""
+
+
+def _evidence(source: Source, system: System) -> tuple[int, int]:
+    """Return the points of a system, and whether the program is one of its own (of equals, it
+    wins)."""
+    keys = [system.normalize(setting.key) for setting in source.settings]
+    known_keys = sum(key in system.rules or key in system.none for key in keys)
+
+    # A part of a YAML file has keys without their tables.
+    endings = {key.rpartition(".")[2] for key in system.known()} if system.hydra else set()
+    known_endings = sum(key.rpartition(".")[2] in endings for key in keys)
+    score = 10 * known_keys + known_endings
+
+    programs = (system.programs, *system.refused)
+    starts_program = any(re.search(pattern, source.program) for pattern in programs)
+    if starts_program and _DISTINCT_PROGRAM.match(source.program):
+        score += 1_000_000
+    return score, int(starts_program)

@@ -168,7 +168,7 @@ FAULTS = [
     (
         "verl",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
-        lambda draft, value: draft.given.pop("data.train_batch_size"),
+        lambda draft, value: draft.settings.pop("data.train_batch_size"),
     ),
     (
         "swift",

@@ -1,5 +1,12 @@
 """Compose the configuration that `--config-name` names, as Hydra does, from files beside the
-script; nothing is executed."""
+script; nothing is executed.
+
+`compose` follows the lists of defaults of YAML files, and puts each file's settings under its
+package. A file that is not there is named in `Composed.missing`, unless it is one that the system
+ships: its values are the defaults in the system's table. Of interpolations,
+`resolve_interpolations` replaces those by key, `oc.select`, and `oc.env` with a default; structured
+configurations and other resolvers are left out.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +19,11 @@ from typing import Any
 from turnwright.errors import ConfigError
 
 MAX_FILE = 1_000_000
+"""Characters of a file that are read at most."""
+
 MAX_DEPTH = 30
+"""Files that may build on each other; a list of defaults that names itself has no end."""
+
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 _INTERPOLATION = re.compile(r"\$\{([^${}]+)\}")
 
@@ -66,52 +77,60 @@ def _document(text: str, name: str) -> Any:
         import yaml  # type: ignore[import-untyped,unused-ignore]
     except ImportError:
         raise ConfigError(f"{name}: reading YAML needs PyYAML: pip install pyyaml") from None
+
     if len(text) > MAX_FILE:
         raise ConfigError(f"{name}: has {len(text)} characters; at most {MAX_FILE} are read")
+
     try:
+        # A short text with aliases of aliases can expand to more than memory holds.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
             raise ConfigError(
                 f"{name}: has aliases (*name), which are not read; write their values"
             )
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{name}: is no YAML file ({' '.join(str(error).split())[:120]})"
-        ) from None
+        cause = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{name}: is no YAML file ({cause})") from None
 
 
 def compose(path: Path, belongs: Belongs) -> Composed:
     """Return what a configuration file and the files of its defaults set."""
-    found = Composed()
+    composed = Composed()
     try:
-        _add(path, path.parent, "", found, belongs, 0)
+        _add(path, path.parent, "", composed, belongs, 0)
     except ConfigError as error:
-        found.lack(str(error))
-    return found
+        composed.lack(str(error))
+    return composed
 
 
 def compose_table(table: dict[str, Any], folder: Path | None, belongs: Belongs) -> Composed:
-    """Return what the table of a configuration sets, whose defaults are in a
-    folder; None finds none."""
-    found = Composed()
-    _add_table(table, folder, "", "", found, belongs, 0)
-    return found
+    """Return what the table of a configuration sets, whose defaults are in a folder.
+
+    A folder of None finds none of them.
+    """
+    composed = Composed()
+    _add_table(table, folder, "", "", composed, belongs, 0)
+    return composed
 
 
 def _add(
-    path: Path, root: Path, package: str, found: Composed, belongs: Belongs, depth: int
+    path: Path, root: Path, package: str, composed: Composed, belongs: Belongs, depth: int
 ) -> None:
+    """Add a file and the files of its defaults, under the package that its header names."""
     if depth > MAX_DEPTH:
         raise ConfigError(f"{path}: is part of a list of defaults that has no end")
+
     text = path.read_text(encoding="utf-8") if path.stat().st_size <= MAX_FILE else ""
-    if (header := _PACKAGE.search(text)) is not None:
-        package = (
-            "" if header[1] == "_global_" else package if header[1] == "_group_" else header[1]
-        )
-    relative = path.parent.relative_to(root).as_posix() if path.is_relative_to(root) else ""
-    _add_table(
-        read_yaml(path), root, "" if relative == "." else relative, package, found, belongs, depth
-    )
+    header = _PACKAGE.search(text)
+    if header is not None and header[1] == "_global_":
+        package = ""
+    elif header is not None and header[1] != "_group_":
+        package = header[1]
+
+    group = path.parent.relative_to(root).as_posix() if path.is_relative_to(root) else ""
+    if group == ".":
+        group = ""
+    _add_table(read_yaml(path), root, group, package, composed, belongs, depth)
 
 
 def _add_table(
@@ -119,63 +138,76 @@ def _add_table(
     root: Path | None,
     group: str,
     package: str,
-    found: Composed,
+    composed: Composed,
     belongs: Belongs,
     depth: int,
 ) -> None:
+    """Add a table and the files of its defaults, in the order of its list: later ones win."""
     entries = table.pop("defaults", None)
     entries = list(entries) if isinstance(entries, list) else []
     if "_self_" not in entries:
         entries.append("_self_")
+
     for entry in entries:
         if entry == "_self_":
-            _merge(found.tree, _under(package, table))
+            _merge(composed.tree, _under(package, table))
             continue
-        for name, place in _named(entry, group, package):
+
+        for name, entry_package in _named(entry, group, package):
             path = None if root is None else _file(root, name)
             if path is not None and root is not None:
-                _add(path, root, place, found, belongs, depth + 1)
+                _add(path, root, entry_package, composed, belongs, depth + 1)
             elif not belongs(name):
-                found.missing.append(
+                composed.lack(
                     f"{name}.yaml, which the configuration builds on, was not found: its settings "
                     "are not read"
                 )
-                found.complete_base = False
 
 
 def _named(entry: Any, group: str, package: str) -> list[tuple[str, str]]:
-    """Return the file, relative to the configurations, and the package of an entry
-    of a list of defaults."""
+    """Return the files of an entry of a list of defaults, each with its package.
+
+    Files are relative to the folder of the configurations. An entry is a name, or a table of a
+    group and the names in it; a group may start with words (`override /model`) and end in
+    `@package`.
+    """
     if isinstance(entry, str):
-        inner = entry.lstrip("/") if entry.startswith("/") or not group else f"{group}/{entry}"
-        name, _, place = inner.partition("@")
-        return [(name.removesuffix(".yaml"), place or package)]
+        file, _, entry_package = _in_group(entry, group).partition("@")
+        return [(file.removesuffix(".yaml"), entry_package or package)]
     if not isinstance(entry, Mapping):
         return []
-    found = []
+
+    files = []
     for key, value in entry.items():
         words = str(key).split()
-        place_of, _, place = words[-1].partition("@")
-        for one in value if isinstance(value, list) else [value]:
-            if one is None or not words:
-                continue
-            inner = (
-                place_of.lstrip("/")
-                if place_of.startswith("/") or not group
-                else f"{group}/{place_of}"
-            )
-            own = (
-                place
-                if place not in ("", "_here_")
-                else ""
-                if place == "_here_"
-                else inner.replace("/", ".")
-            )
-            own = own if not package or place_of.startswith("/") else f"{package}.{own}".rstrip(".")
-            found.append(
-                (f"{inner}/{str(one).removesuffix('.yaml')}", "" if place == "_global_" else own)
-            )
-    return found
+        entry_group, _, entry_package = words[-1].partition("@")
+        folder = _in_group(entry_group, group)
+
+        if entry_package == "_global_":
+            place = ""
+        else:
+            place = _place(entry_package, folder)
+            if package and not entry_group.startswith("/"):
+                place = f"{package}.{place}".rstrip(".")
+
+        for name in value if isinstance(value, list) else [value]:
+            if name is not None:
+                files.append((f"{folder}/{str(name).removesuffix('.yaml')}", place))
+    return files
+
+
+def _in_group(name: str, group: str) -> str:
+    """Return a name relative to the folder of the configurations; one that starts with `/` is."""
+    if name.startswith("/") or not group:
+        return name.lstrip("/")
+    return f"{group}/{name}"
+
+
+def _place(entry_package: str, folder: str) -> str:
+    """Return the package that an entry names: without one, the dotted name of its group."""
+    if entry_package == "_here_":
+        return ""
+    return entry_package or folder.replace("/", ".")
 
 
 def _file(root: Path, name: str) -> Path | None:
@@ -184,7 +216,9 @@ def _file(root: Path, name: str) -> Path | None:
 
 
 def _under(package: str, table: dict[str, Any]) -> dict[str, Any]:
-    for part in reversed([one for one in package.split(".") if one]):
+    """Return a table under the dotted name of a package."""
+    parts = [part for part in package.split(".") if part]
+    for part in reversed(parts):
         table = {part: table}
     return table
 
@@ -198,33 +232,39 @@ def _merge(tree: dict[str, Any], added: Mapping[str, Any]) -> None:
 
 
 def resolve_interpolations(settings: dict[str, Any]) -> None:
-    """Replace `${a.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by values,
-    in place; others stay."""
+    """Replace `${a.b}`, `${oc.select:a.b,default}` and `${oc.env:NAME,default}` by values, in
+    place; others stay."""
+    # A value may hold further interpolations, and two may name each other without an end.
     for _ in range(8):
         changed = False
         for key, value in settings.items():
             if isinstance(value, str) and "${" in value:
-                made = _resolved(value, settings)
-                changed = changed or made != value
-                settings[key] = made
+                resolved = _resolved(value, settings)
+                changed = changed or resolved != value
+                settings[key] = resolved
         if not changed:
             return
 
 
 def _resolved(text: str, settings: Mapping[str, Any]) -> Any:
+    # A text that is one interpolation takes the value's type.
     single = _INTERPOLATION.fullmatch(text)
     if single is not None:
         return _lookup(single[1], settings, text)
-    return _INTERPOLATION.sub(lambda found: str(_lookup(found[1], settings, found[0])), text)
+
+    return _INTERPOLATION.sub(lambda match: str(_lookup(match[1], settings, match[0])), text)
 
 
-def _lookup(inside: str, settings: Mapping[str, Any], kept: str) -> Any:
+def _lookup(inside: str, settings: Mapping[str, Any], text: str) -> Any:
+    """Return the value of an interpolation, or its text where it has none."""
     name, colon, rest = inside.partition(":")
     if not colon:
-        return settings.get(name, kept)
+        return settings.get(name, text)
+
     key, comma, default = rest.partition(",")
     if name == "oc.select":
         return settings.get(key.strip(), default.strip() if comma else None)
+    # The environment of the run is not known here: its variables are taken as not set.
     if name == "oc.env" and comma:
         return default.strip()
-    return kept
+    return text

@@ -1,12 +1,21 @@
-"""Settings of a launch script, an argument list, a YAML file or a Python launcher, in the order in
-which they are given."""
+"""Read the settings of a launch script, an argument list, a YAML file or a Python launcher.
+
+`read_source` chooses the reader by the file's name, and returns a `Source`: the settings in the
+order in which they are given, what is started, and what could not be read. A setting is not
+understood here: its key and its text stay as they are, and `engine.convert_source` looks them up
+in the table of a system.
+
+Nothing is executed. `shell.read_script` follows the shell, `launcher.Launcher` follows Python,
+`trainers.read_trainer` reads the arguments of a trainer, and `hydra.compose` reads the files that
+a configuration builds on.
+"""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,8 +43,11 @@ class Setting:
 
     key: str
     value: Any
-    """A text, a list of texts (a flag with several values), True (a flag without
-    one), or a value of YAML."""
+    """A text, a list of texts (a flag with several values), True (a flag without one), or a value
+    of YAML."""
+
+
+_PROCESSES = re.compile(r"--(?:num[-_]processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b")
 
 
 @dataclass(slots=True)
@@ -44,8 +56,8 @@ class Source:
 
     settings: list[Setting] = field(default_factory=list)
     program: str = ""
-    """What is started: a module, a file, or two words (`swift rlhf`); empty
-    if that is not known."""
+    """What is started: a module, a file, or two words (`swift rlhf`); empty if that is not
+    known."""
     programs: list[str] = field(default_factory=list)
     """All that is started, servers of the training included."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -60,8 +72,8 @@ class Source:
     processes: int | None = None
     """Processes that the command starts, where it tells."""
     bases: list[str] = field(default_factory=list)
-    """Configurations of a system by name (`ppo_megatron_trainer`), which no file
-    beside the script has."""
+    """Configurations of a system by name (`ppo_megatron_trainer`), which no file beside the script
+    has."""
 
     def start(self, programs: Sequence[str], program: str) -> None:
         """Set what is started."""
@@ -71,11 +83,9 @@ class Source:
     def launch_processes(self, words: Sequence[str]) -> None:
         """Read the number of processes from the words before the program
         (`accelerate launch`, `torchrun`)."""
-        found = re.search(
-            r"--(?:num[-_]processes|nproc[-_]per[-_]node)[= ](\d{1,6})\b", " ".join(words)
-        )
-        if found is not None:
-            self.processes = int(found[1])
+        match = _PROCESSES.search(" ".join(words))
+        if match is not None:
+            self.processes = int(match[1])
 
     def lack(self, what: str) -> None:
         """Account for settings that are not read."""
@@ -95,7 +105,10 @@ class Source:
     def put_under(self, inner: Source) -> None:
         """Take the settings of the program that is started, below those of its command."""
         self.settings[:0] = inner.settings
-        self.missing.extend(one for one in inner.missing if "come from the command line" not in one)
+        # The flags of the command are read, so a program that takes them lacks nothing.
+        self.missing.extend(
+            clause for clause in inner.missing if "come from the command line" not in clause
+        )
         self.unresolved.extend(inner.unresolved)
         self.notes.extend(inner.notes)
         self.start(inner.programs, inner.program)
@@ -106,8 +119,10 @@ class Source:
 
 
 def read_source(text: str, name: str, folder: Path | None = None) -> Source:
-    """Read settings by the kind of `name` (`.yaml`, `.py`, anything else is a script or an argument
-    list); nothing is executed.
+    """Return the settings of a text, read by the ending of its name.
+
+    `.yaml` and `.yml` are configurations, `.py` is a launcher, and anything else is a script or an
+    argument list. Nothing is executed.
 
     Args:
         text: the content.
@@ -119,14 +134,14 @@ def read_source(text: str, name: str, folder: Path | None = None) -> Source:
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"{name}: has {len(text)} characters; at most {MAX_CHARACTERS} are read")
+
     if name.endswith((".yaml", ".yml")):
         source = _from_yaml(text, name, folder)
+    elif name.endswith(".py"):
+        source = _from_python(text, name, folder)
     else:
-        source = (
-            _from_python(text, name, folder)
-            if name.endswith(".py")
-            else _from_script(text, name, folder)
-        )
+        source = _from_script(text, name, folder)
+
     if not (source.settings or source.missing or source.bases):
         raise ConfigError(
             f"{name}: no settings found; expected flags (--key value), overrides (a.b=value) or a "
@@ -137,65 +152,71 @@ def read_source(text: str, name: str, folder: Path | None = None) -> Source:
 
 # YAML
 
-_OWN_CONFIG = re.compile(
+_SHIPPED_CONFIG = re.compile(
     r"(?:.*/)?(?:_generated_)?(?:fully_async_|one_step_off_|separate_)?(?:ppo_\w*trainer|ppo_base_config)(?:\.yaml)?"
 )
-"""Names of configurations that verl and SkyRL have themselves."""
-_OWN_GROUPS = {
-    *(
-        "actor",
-        "algorithm",
-        "critic",
-        "data",
-        "distillation",
-        "engine",
-        "model",
-        "model_engine",
-        "npu_profile",
-        "optim",
-    ),
-    *(
-        "profiler",
-        "ref",
-        "reward",
-        "reward_manager",
-        "reward_model",
-        "rollout",
-        "transfer_queue",
-        "legacy_reward_impl",
-    ),
-    *("hydra", "override", "deepspeed_config", "megatron_config"),
+"""Names of configurations that verl and SkyRL ship."""
+
+_SHIPPED_GROUPS = {
+    "actor",
+    "algorithm",
+    "critic",
+    "data",
+    "distillation",
+    "engine",
+    "model",
+    "model_engine",
+    "npu_profile",
+    "optim",
+    "profiler",
+    "ref",
+    "reward",
+    "reward_manager",
+    "reward_model",
+    "rollout",
+    "transfer_queue",
+    "legacy_reward_impl",
+    "hydra",
+    "override",
+    "deepspeed_config",
+    "megatron_config",
 }
 """Groups of such configurations."""
 
 
-def _is_own_config(name: str) -> bool:
-    return (
-        _OWN_CONFIG.fullmatch(name) is not None
-        or name.partition("/")[0].partition("@")[0] in _OWN_GROUPS
-    )
+def _is_shipped_config(name: str) -> bool:
+    group = name.partition("/")[0].partition("@")[0]
+    return _SHIPPED_CONFIG.fullmatch(name) is not None or group in _SHIPPED_GROUPS
 
 
 def _from_yaml(text: str, name: str, folder: Path | None) -> Source:
-    composed = compose_table(parse_yaml(text, name), folder, _is_own_config)
+    composed = compose_table(parse_yaml(text, name), folder, _is_shipped_config)
     source = Source()
     source.add(composed)
+    # Without overrides, this replaces interpolations by values.
     source.override(())
     source.unresolved.extend(_interpolations(source.settings))
     return source
 
 
 def _settings_of(tree: Mapping[Any, Any]) -> list[Setting]:
-    table = {one.key: one.value for one in _flat(tree)}
+    return _resolved(_flat(tree))
+
+
+def _resolved(settings: Iterable[Setting]) -> list[Setting]:
+    """Return the last value of each key, with interpolations replaced by values."""
+    table = {setting.key: setting.value for setting in settings}
     resolve_interpolations(table)
     return [Setting(key, value) for key, value in table.items()]
 
 
 def _interpolations(settings: Sequence[Setting]) -> list[str]:
-    texts = [one.value for one in settings if isinstance(one.value, str)]
-    return list(
-        dict.fromkeys(found for text in texts for found in re.findall(r"\$\{[^{}]*\}", text))
-    )
+    """Return the interpolations that are left in settings, each once."""
+    left: list[str] = []
+    for setting in settings:
+        if isinstance(setting.value, str):
+            left += re.findall(r"\$\{[^{}]*\}", setting.value)
+    return list(dict.fromkeys(left))
 
 
 def _flat(table: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[Setting]:
@@ -214,22 +235,27 @@ _SPACED = re.compile(r"^[ \t]*([A-Za-z_]\w*(?:\.\w+)+)[ \t]+=[ \t]+(\S+)[ \t]*$"
 
 def _from_script(text: str, name: str, folder: Path | None) -> Source:
     notes = []
-    if server := _commented_server(text):
+    server = _commented_server(text)
+    if server:
         text = f"{server}\n{text}"
         notes.append(
             "the command `swift rollout` in its comments is read too: the server has the scheduler"
         )
+
     try:
         script = read_script(_SPACED.sub(r"\1=\2", text), folder)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
+
     source = Source(variables=script.variables, notes=notes)
     _add_commands(source, script, folder)
     _add_trainer_script(source, folder)
+
+    # Files that only prepare the environment hold no settings.
     used_files = [
-        one
-        for one in script.not_found
-        if not one.rpartition("/")[2].startswith(("env", "activate", ".env"))
+        file
+        for file in script.not_found
+        if not file.rpartition("/")[2].startswith(("env", "activate", ".env"))
     ]
     if used_files and (source.unresolved or source.missing):
         source.missing.append(
@@ -239,14 +265,16 @@ def _from_script(text: str, name: str, folder: Path | None) -> Source:
 
 
 def _add_trainer_script(source: Source, folder: Path | None) -> None:
-    """Add what the program gives to TRL's trainer, where it is a file beside the
-    script; flags are above it."""
+    """Add what the program gives to TRL's trainer, where it is a file beside the script; flags
+    are above it."""
     path = find_file(source.program, folder) if source.program.endswith(".py") else None
     if path is None or path.stat().st_size > MAX_CHARACTERS:
         return
+
     text = path.read_text(encoding="utf-8", errors="replace")
     if re.search(r"\b(?:GRPO|RLOO)Trainer\(", text) is None:
         return
+
     try:
         inner = _from_python(text, path.name, path.parent)
     except ConfigError as error:
@@ -257,19 +285,27 @@ def _add_trainer_script(source: Source, folder: Path | None) -> None:
 
 
 def _commented_server(text: str) -> str:
-    """Return the command `swift rollout` that a script has in its comments, where
-    it has none of its own."""
+    """Return the command `swift rollout` that a script has in its comments, where it has none of
+    its own."""
     lines = [line.strip() for line in text.splitlines()]
     if any(line.startswith("swift rollout") for line in lines):
         return ""
-    plain = [line.lstrip("#").strip() if line.startswith("#") else "" for line in lines]
-    start = next((at for at, line in enumerate(plain) if line.startswith("swift rollout")), None)
+
+    comments = [line.lstrip("#").strip() if line.startswith("#") else "" for line in lines]
+    start = _first(comments, lambda comment: comment.startswith("swift rollout"))
     if start is None:
         return ""
-    end = next(
-        (at for at in range(start, len(plain)) if not plain[at].endswith("\\")), len(plain) - 1
-    )
-    return "\n".join(plain[start : end + 1])
+
+    # The command goes on while its lines end in a backslash.
+    end = start
+    while comments[end].endswith("\\") and end + 1 < len(comments):
+        end += 1
+    return "\n".join(comments[start : end + 1])
+
+
+def _first(words: Sequence[str], matches: Callable[[str], bool]) -> int | None:
+    """Return the position of the first word that matches."""
+    return next((index for index, word in enumerate(words) if matches(word)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,20 +323,24 @@ def _add_commands(source: Source, script: Script, folder: Path | None) -> None:
     """Add the settings of the commands that start a training or a rollout server."""
     commands = [
         _command(words, doubts)
-        for words, doubts in zip(*_unwrapped(script.commands, script.doubts, folder), strict=True)
+        for words, doubts in _unwrapped(script.commands, script.doubts, folder)
     ]
-    chosen = _launches(commands)
-    if not chosen:
+    launches = _launches(commands)
+    if not launches:
         return
-    servers = [one for one in chosen if one.program == "swift rollout"]
-    trainings = [one for one in chosen if one.program != "swift rollout"]
-    if len({tuple(one.words[one.start :]) for one in trainings}) > 1:
-        others = ", ".join(dict.fromkeys(one.program or one.words[0] for one in trainings[1:]))
+
+    servers = [command for command in launches if command.program == "swift rollout"]
+    trainings = [command for command in launches if command.program != "swift rollout"]
+    different_settings = {tuple(command.words[command.start :]) for command in trainings}
+    if len(different_settings) > 1:
+        names = [command.program or command.words[0] for command in trainings[1:]]
         source.missing.append(
             f"the script starts {len(trainings)} trainings; the first is read, not the others "
-            f"({others})"
+            f"({', '.join(dict.fromkeys(names))})"
         )
-    source.start([one.program for one in chosen], (trainings or servers)[0].program)
+
+    first = (trainings or servers)[0]
+    source.start([command.program for command in launches], first.program)
     for command in (*servers, *trainings[:1]):
         _add_command(source, command, script.unresolved, folder)
     source.unresolved.extend(_used(script.unresolved, source.settings))
@@ -311,34 +351,36 @@ def _unwrapped(
     doubts: Sequence[list[frozenset[str]]],
     folder: Path | None,
     depth: int = 0,
-) -> tuple[list[list[str]], list[list[frozenset[str]]]]:
-    """Return the commands, those of `bash -c "..."` in place of it."""
-    found: list[list[str]] = []
-    found_doubts: list[list[frozenset[str]]] = []
-    for words, own in zip(commands, doubts, strict=True):
-        at = next((at for at, word in enumerate(words[:-1]) if _is_shell(words, at)), None)
-        if at is None or depth > 3:
-            found.append(words)
-            found_doubts.append(own)
+) -> Iterator[tuple[list[str], list[frozenset[str]]]]:
+    """Yield the words and doubts of each command, those of `bash -c "..."` in place of it."""
+    for words, word_doubts in zip(commands, doubts, strict=True):
+        positions = range(len(words) - 1)
+        option = next((position for position in positions if _is_shell(words, position)), None)
+        if option is None or depth > 3:
+            yield words, word_doubts
             continue
-        inner = read_script(words[at + 1], folder)
-        more, more_doubts = _unwrapped(inner.commands, inner.doubts, folder, depth + 1)
-        found += more
-        found_doubts += more_doubts
-    return found, found_doubts
+
+        inner = read_script(words[option + 1], folder)
+        yield from _unwrapped(inner.commands, inner.doubts, folder, depth + 1)
 
 
-def _is_shell(words: Sequence[str], at: int) -> bool:
-    """Return whether the word at a position is the `-c` of `bash -c TEXT`."""
-    if re.fullmatch(r"-[a-z]*c", words[at]) is None or at == 0:
-        return words[at] == "--wrap"
-    return any(re.fullmatch(r"(?:.*/)?(?:ba|z)?sh", word) for word in words[max(0, at - 3) : at])
+def _is_shell(words: Sequence[str], position: int) -> bool:
+    """Return whether the word at a position is the `-c` of `bash -c TEXT`, or a `--wrap`."""
+    if position == 0 or re.fullmatch(r"-[a-z]*c", words[position]) is None:
+        return words[position] == "--wrap"
+
+    words_before = words[max(0, position - 3) : position]
+    return any(re.fullmatch(r"(?:.*/)?(?:ba|z)?sh", word) for word in words_before)
 
 
 def _used(unresolved: Sequence[str], settings: Sequence[Setting]) -> list[str]:
-    """Return what occurs in a setting."""
+    """Return the unresolved texts that occur in a setting, each once."""
     texts = [f"{setting.key} {setting.value}" for setting in settings]
-    return [one for one in dict.fromkeys(unresolved) if any(one in text for text in texts)]
+    return [
+        variable
+        for variable in dict.fromkeys(unresolved)
+        if any(variable in text for text in texts)
+    ]
 
 
 _LAUNCH = re.compile(
@@ -350,58 +392,54 @@ _NOT_TRAININGS = re.compile(
     r"(^|[/.])(convert|prepare|preprocess|download|data_?process|tools?/)|_to_|checkpoint|retriev|server\.py"
 )
 
-
 _TOOLS = {
-    *(
-        "pgrep",
-        "pkill",
-        "ps",
-        "grep",
-        "kill",
-        "killall",
-        "ls",
-        "cat",
-        "rm",
-        "cp",
-        "mv",
-        "mkdir",
-        "sleep",
-        "curl",
-        "wget",
-        "test",
-    )
+    "pgrep",
+    "pkill",
+    "ps",
+    "grep",
+    "kill",
+    "killall",
+    "ls",
+    "cat",
+    "rm",
+    "cp",
+    "mv",
+    "mkdir",
+    "sleep",
+    "curl",
+    "wget",
+    "test",
 }
 """Programs whose arguments may name a trainer and start none."""
 
 
 def _command(words: Sequence[str], doubts: Sequence[frozenset[str]]) -> _Command:
     """Find the program of a command, and where its settings start."""
-    at = _swift(words)
-    if at is not None:
-        return _Command(words, doubts, f"swift {words[at]}", at + 1)
-    place = next((at for at, word in enumerate(words) if _LAUNCH.search(word)), None)
-    if place is None:
-        place = next(
-            (
-                at + 1
-                for at, word in enumerate(words[:-1])
-                if word == "-m" and _is_dotted(words[at + 1])
-            ),
-            None,
-        )
+    swift = _swift(words)
+    if swift is not None:
+        return _Command(words, doubts, f"swift {words[swift]}", swift + 1)
     if words and words[0].rpartition("/")[2] in _TOOLS:
         return _Command(words, doubts, "", len(words))
-    if place is not None and words[place] == "torch.distributed.run":
-        place = None
-    if place is None:
-        place = next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
-    if place is None:
-        first = next(
-            (at for at, word in enumerate(words) if word.startswith("--") or _HYDRA.match(word)),
-            len(words),
-        )
-        return _Command(words, doubts, "", first)
-    return _Command(words, doubts, words[place], place + 1)
+
+    program = _first(words, lambda word: _LAUNCH.search(word) is not None)
+    if program is None:
+        program = _module(words)
+    # `python -m torch.distributed.run` starts a file that stands behind its own options.
+    if program is None or words[program] == "torch.distributed.run":
+        program = _first(words, lambda word: _PROGRAM.fullmatch(word) is not None)
+    if program is not None:
+        return _Command(words, doubts, words[program], program + 1)
+
+    first_setting = _first(words, _is_setting)
+    return _Command(words, doubts, "", len(words) if first_setting is None else first_setting)
+
+
+def _module(words: Sequence[str]) -> int | None:
+    """Return the position of the module of `-m MODULE`, or None."""
+    for position, (option, module) in enumerate(pairwise(words)):
+        if option == "-m" and _is_dotted(module):
+            return position + 1
+    return None
 
 
 def _is_dotted(word: str) -> bool:
@@ -411,80 +449,111 @@ def _is_dotted(word: str) -> bool:
 def _launches(commands: Sequence[_Command]) -> list[_Command]:
     """Return the commands that start a training or a rollout server; if there are none, the longest
     one with settings, or all lines of a text that has nothing else."""
-    given = [one for one in commands if _count(one.words)]
-    if swift := [one for one in commands if one.program.startswith("swift ")]:
-        chosen = [one for one in swift if one.program in ("swift rlhf", "swift rollout")]
-        trainings = [
-            one for one in swift if one.program.removeprefix("swift ") in ("sft", "pt", "rlhf")
-        ]
-        return chosen or trainings[:1] or swift[:1]
-    known = [one for one in commands if _LAUNCH.search(one.program)]
-    if known:
-        return known
-    if given and all(_count(one.words[:1]) for one in given):
-        words = [word for one in given for word in one.words]
-        doubts = [doubt for one in given for doubt in one.doubts]
+    swift_commands = [command for command in commands if command.program.startswith("swift ")]
+    if swift_commands:
+        return _swift_launches(swift_commands)
+
+    launches = [command for command in commands if _LAUNCH.search(command.program)]
+    if launches:
+        return launches
+
+    with_settings = [command for command in commands if _count_settings(command.words)]
+    if with_settings and all(_count_settings(command.words[:1]) for command in with_settings):
+        words = [word for command in with_settings for word in command.words]
+        doubts = [doubt for command in with_settings for doubt in command.doubts]
         return [_Command(words, doubts, "", 0)]
-    own = [one for one in given if one.program and not _NOT_TRAININGS.search(one.program)]
-    return sorted(own or given, key=lambda one: _count(one.words))[-1:]
+
+    programs = [
+        command
+        for command in with_settings
+        if command.program and not _NOT_TRAININGS.search(command.program)
+    ]
+    candidates = programs or with_settings
+    return sorted(candidates, key=lambda command: _count_settings(command.words))[-1:]
 
 
-def _count(words: Sequence[str]) -> int:
-    return sum(word.startswith("--") or _HYDRA.match(word) is not None for word in words)
+def _swift_launches(commands: Sequence[_Command]) -> list[_Command]:
+    """Return reinforcement and its servers; else the first training, else the first command."""
+    launches = [
+        command for command in commands if command.program in ("swift rlhf", "swift rollout")
+    ]
+    if launches:
+        return launches
+
+    trainings = [command for command in commands if command.program in ("swift sft", "swift pt")]
+    return [(trainings or commands)[0]]
 
 
-def _swift(command: Sequence[str]) -> int | None:
-    """Return the position of `rlhf` in `swift rlhf` or `python .../swift/cli/rlhf.py`, or None."""
-    for at, (first, second) in enumerate(pairwise(command)):
-        if first in ("swift", "megatron") and second.isidentifier():
-            return at + 1
+def _is_setting(word: str) -> bool:
+    return word.startswith("--") or _HYDRA.match(word) is not None
+
+
+def _count_settings(words: Sequence[str]) -> int:
+    return sum(_is_setting(word) for word in words)
+
+
+def _swift(words: Sequence[str]) -> int | None:
+    """Return the position of `rlhf` in `swift rlhf` or `megatron rlhf`, or None."""
+    for position, (program, subcommand) in enumerate(pairwise(words)):
+        if program in ("swift", "megatron") and subcommand.isidentifier():
+            return position + 1
     return None
 
 
 def _add_command(
     source: Source, command: _Command, unresolved: Sequence[str], folder: Path | None
 ) -> None:
-    words, start = command.words, command.start
-    source.launch_processes(words[:start])
-    rest = words[start:]
-    overrides = [place for place, word in enumerate(rest, start) if _HYDRA.match(word)]
-    flags = sum(word.startswith("--") for word in rest)
+    """Add the settings of a command: overrides as Hydra takes them, or flags."""
+    source.launch_processes(command.words[: command.start])
+    words = command.words[command.start :]
+    hydra_words = sum(_HYDRA.match(word) is not None for word in words)
+    flags = sum(word.startswith("--") for word in words)
+
     hidden: list[str] = []
-    if len(overrides) > flags or (not flags and any(_is_override(word) for word in rest)):
-        options, values = _hydra_words(rest)
+    if hydra_words > flags or (not flags and any(_is_override(word) for word in words)):
+        options, overrides = _hydra_words(words)
         _add_config(source, options, command.program, folder)
-        source.override(list(_overrides(values, unresolved, hidden)))
+        source.override(list(_overrides(overrides, unresolved, hidden)))
     else:
-        made = list(_flags(rest, unresolved, hidden))
-        for one in made:
-            if (
-                one.key == "config"
-                and isinstance(one.value, str)
-                and one.value.endswith((".yaml", ".yml"))
-            ):
-                _add_yaml(source, one.value, folder)
-        if rest and rest[0].endswith((".yaml", ".yml")):
-            _add_yaml(source, rest[0], folder)
-        source.settings.extend(made)
+        settings = list(_flags(words, unresolved, hidden))
+        for setting in settings:
+            if setting.key == "config" and _is_yaml(setting.value):
+                _add_yaml(source, setting.value, folder)
+        if words and _is_yaml(words[0]):
+            _add_yaml(source, words[0], folder)
+        # Flags are above the files.
+        source.settings.extend(settings)
+
     for word in hidden:
         _add_hidden(source, word)
-    conditions: dict[str, list[str]] = {}
+    _add_conditions(source, words, command.doubts[command.start :])
+
+
+def _is_yaml(value: Any) -> bool:
+    return isinstance(value, str) and value.endswith((".yaml", ".yml"))
+
+
+def _add_conditions(source: Source, words: Sequence[str], doubts: Sequence[frozenset[str]]) -> None:
+    """Account for settings that stand under a condition of the script."""
+    keys_of: dict[str, list[str]] = {}
     key = ""
-    for word, doubt in zip(rest, command.doubts[start:], strict=True):
-        key = word if word.startswith("--") or _HYDRA.match(word) else key
-        for condition in doubt:
-            conditions.setdefault(condition, []).append(key.partition("=")[0])
-    for condition, keys in conditions.items():
-        named = ", ".join(list(dict.fromkeys(one for one in keys if one))[:4])
+    for word, conditions in zip(words, doubts, strict=True):
+        if _is_setting(word):
+            key = word
+        for condition in conditions:
+            keys_of.setdefault(condition, []).append(key.partition("=")[0])
+
+    for condition, keys in keys_of.items():
+        named = list(dict.fromkeys(key for key in keys if key))[:4]
         source.missing.append(
             f"`{condition}` is known only when the script runs; all branches are read, check "
-            f"{named or 'them'}"
+            f"{', '.join(named) or 'them'}"
         )
 
 
 def _add_hidden(source: Source, word: str) -> None:
-    """Account for settings that are made elsewhere; those of a model's
-    shape are not needed here."""
+    """Account for settings that are made elsewhere; those of a model's shape are not needed
+    here."""
     if re.search(r"MODEL_(CONFIG_)?ARGS", word):
         source.notes.append(f"{word} is not read: the shape of the model comes from model.path")
         return
@@ -506,18 +575,21 @@ _WORKING_FOLDER = re.compile(r"^\$(?:PWD|\{PWD\}|\(pwd\.*\))/")
 
 
 def find_file(name: str, folder: Path | None) -> Path | None:
-    """Return a file that a script names, from its folder or one of those above;
-    None if it is not there."""
+    """Return a file that a script names, from its folder or one of those above; None if it is not
+    there."""
     if folder is None or not name or "\0" in name:
         return None
-    name = _WORKING_FOLDER.sub("", name)  # usually one of the folders above
-    for one in (folder, *folder.parents)[:6]:
-        path = one / name
+
+    # Scripts are started from the repository's root, which is usually one of the folders above.
+    name = _WORKING_FOLDER.sub("", name)
+    for parent in (folder, *folder.parents)[:6]:
+        path = parent / name
         try:
             if path.is_file():
                 return path
         except OSError:
             return None
+
     return None
 
 
@@ -553,33 +625,41 @@ def _add_config(
     source: Source, options: Mapping[str, str], program: str, folder: Path | None
 ) -> None:
     """Add the settings of the file that Hydra's options name."""
-    name = options.get("name", "").removesuffix(".yaml")
-    if not name and not options:
+    if not options:
         return
+    name = options.get("name", "").removesuffix(".yaml")
     where = options.get("path") or options.get("dir") or ""
     if not name:
         source.lack(
             f"the configuration in {where} is not named (--config-name): its settings are not read"
         )
         return
-    places = [f"{where}/{name}.yaml" if where else f"{name}.yaml"]
-    if where and program and not program.endswith(".py"):  # relative to the program's module
-        places.insert(0, f"{'/'.join(program.split('.')[:-1])}/{where}/{name}.yaml")
-    path = next((found for one in places if (found := find_file(one, folder)) is not None), None)
-    if path is None and _is_own_config(name) and re.match(r"verl[./]|skyrl|$", program):
+
+    file = f"{where}/{name}.yaml" if where else f"{name}.yaml"
+    path = None
+    if where and program and not program.endswith(".py"):
+        # Hydra takes the folder as relative to the program's module.
+        package = "/".join(program.split(".")[:-1])
+        path = find_file(f"{package}/{file}", folder)
+    if path is None:
+        path = find_file(file, folder)
+
+    if path is None and _is_shipped_config(name) and re.match(r"verl[./]|skyrl|$", program):
         source.bases.append(name)
         return
-    if path is None and (path := find_file(f"{name}.yaml", folder)) is not None:
-        source.missing.append(
-            f"{where}/{name}.yaml (--config-path) was not found; {path.name} beside the script is "
-            "read: check it"
-        )
+
     if path is None:
-        source.lack(
-            f"{places[-1]}, which --config-name names, was not found: its settings are not read"
-        )
+        path = find_file(f"{name}.yaml", folder)
+        if path is not None:
+            source.missing.append(
+                f"{where}/{name}.yaml (--config-path) was not found; {path.name} beside the script "
+                "is read: check it"
+            )
+    if path is None:
+        source.lack(f"{file}, which --config-name names, was not found: its settings are not read")
         return
-    composed = compose(path, _is_own_config)
+
+    composed = compose(path, _is_shipped_config)
     source.add(composed)
     source.notes.append(f"the settings of {path.name} are read")
 
@@ -588,16 +668,19 @@ def _overridden(base: Sequence[Setting], overrides: Sequence[Setting]) -> list[S
     """Return settings of a file after overrides, of which `~key` takes one away."""
     kept = list(base)
     added: list[Setting] = []
-    for one in overrides:
-        if one.key.startswith("~"):
-            gone = one.key[1:]
-            kept = [old for old in kept if old.key != gone and not old.key.startswith(f"{gone}.")]
-            added = [old for old in added if old.key != gone and not old.key.startswith(f"{gone}.")]
+    for override in overrides:
+        if override.key.startswith("~"):
+            removed = override.key[1:]
+            kept = [setting for setting in kept if not _is_under(setting.key, removed)]
+            added = [setting for setting in added if not _is_under(setting.key, removed)]
         else:
-            added.append(one)
-    table = {one.key: one.value for one in (*kept, *added)}
-    resolve_interpolations(table)
-    return [Setting(key, value) for key, value in table.items()]
+            added.append(override)
+
+    return _resolved([*kept, *added])
+
+
+def _is_under(key: str, table: str) -> bool:
+    return key == table or key.startswith(f"{table}.")
 
 
 def _is_override(word: str) -> bool:
@@ -619,31 +702,31 @@ def _overrides(
             hidden.append(word)
 
 
-def _flags(
-    words: Sequence[str], unresolved: Sequence[str] = (), hidden: list[str] | None = None
-) -> Iterator[Setting]:
-    """Yield the flags of a command; a word that is not known here and follows a complete flag
-    may hold further flags."""
+def _flags(words: Sequence[str], unresolved: Sequence[str], hidden: list[str]) -> Iterator[Setting]:
+    """Yield the flags of a command.
+
+    A word that is not known here and follows a complete flag may hold further flags: it is added
+    to `hidden`.
+    """
     key = ""
     values: list[str] = []
+    # The last word ends the last flag.
     for word in [*words, "--"]:
         if not word.startswith("--"):
-            if (
-                word in unresolved
-                and not word.startswith("$(")
-                and (values or not key)
-                and hidden is not None
-            ):
+            is_variable = word in unresolved and not word.startswith("$(")
+            if is_variable and (values or not key):
                 hidden.append(word)
             else:
                 values.append(word)
             continue
-        if key:
-            yield Setting(
-                key, True if not values else values[0] if len(values) == 1 else list(values)
-            )
-        name, equals, value = word[2:].partition("=")
-        key, values = name, [value] if equals else []
+
+        if key and not values:
+            yield Setting(key, True)
+        elif key:
+            yield Setting(key, values[0] if len(values) == 1 else list(values))
+
+        key, equals, value = word[2:].partition("=")
+        values = [value] if equals else []
 
 
 # Python launchers
@@ -654,73 +737,84 @@ def _from_python(text: str, name: str, folder: Path | None) -> Source:
     launcher = Launcher(text, name, folder)
     launcher.follow()
     source = Source(missing=list(launcher.missing))
+
     script = Script(unresolved=list(launcher.unresolved))
     for launch in launcher.launches:
         _add_launch(script, launch, folder)
     script.unresolved.extend(launcher.unresolved)
-    trainings = [
-        one
-        for one in script.commands
-        if _LAUNCH.search(_command(one, ()).program) or _swift(one) is not None
-    ]
-    if trainings or not (calls := trainer_calls(launcher)):
-        if not trainings:
+
+    starts_training = any(
+        _LAUNCH.search(_command(words, ()).program) or _swift(words) is not None
+        for words in script.commands
+    )
+    calls = [] if starts_training else trainer_calls(launcher)
+    if calls:
+        trainer = read_trainer(launcher, calls, name, folder)
+        source.settings.extend(Setting(key, value) for key, value in trainer.settings)
+        source.start([trainer.program], trainer.program)
+        source.missing.extend(trainer.missing)
+        if not trainer.base_known:
+            source.doubt_base()
+        source.unresolved.extend(_used([*script.unresolved, *trainer.unresolved], source.settings))
+    else:
+        if not starts_training:
             for words in _assigned(launcher):
                 script.add(words)
         _add_commands(source, script, folder)
-    else:
-        made = read_trainer(launcher, calls, name, folder)
-        source.settings.extend(Setting(key, value) for key, value in made.settings)
-        source.start([made.program], made.program)
-        source.missing.extend(made.missing)
-        if not made.base_known:
-            source.doubt_base()
-        source.unresolved.extend(_used([*script.unresolved, *made.unresolved], source.settings))
-    if source.settings and launcher.defaults:
-        decided = ", ".join(
-            f"{key} = {str(value)[:30]}" for key, value in list(launcher.decided.items())[:12]
-        )
-        source.notes.append(
-            f"the launcher's own arguments have their defaults{f': {decided}' if decided else ''}"
-        )
-    if source.settings and launcher.environment:
-        named = ", ".join(launcher.environment[:8]) + (
-            ", ..." if len(launcher.environment) > 8 else ""
-        )
-        source.notes.append(f"variables of the process environment are taken as not set ({named})")
+
+    if source.settings:
+        _note_assumptions(source, launcher)
     return source
 
 
+def _note_assumptions(source: Source, launcher: Launcher) -> None:
+    """Note the values that a launcher would take from its command line and environment."""
+    if launcher.defaults:
+        first_decided = list(launcher.decided.items())[:12]
+        decided = [f"{key} = {str(value)[:30]}" for key, value in first_decided]
+        listed = f": {', '.join(decided)}" if decided else ""
+        source.notes.append(f"the launcher's own arguments have their defaults{listed}")
+
+    if launcher.environment:
+        named = ", ".join(launcher.environment[:8])
+        if len(launcher.environment) > 8:
+            named += ", ..."
+        source.notes.append(f"variables of the process environment are taken as not set ({named})")
+
+
 def _add_launch(script: Script, launch: Launch, folder: Path | None) -> None:
+    """Add the commands of what a launcher starts: a program, words, or a text for the shell."""
     if launch.program:
         script.add(["python", launch.program, *split_words(launch.text or "")])
-    elif launch.text is None:
+        return
+    if launch.text is None:
         script.add(list(launch.words))
-    else:
-        try:
-            inner = read_script(launch.text, folder)
-        except ConfigError:
-            return
-        for words, doubts in zip(inner.commands, inner.doubts, strict=True):
-            script.add(words, doubts)
-        script.unresolved.extend(inner.unresolved)
+        return
+
+    try:
+        inner = read_script(launch.text, folder)
+    except ConfigError:
+        return
+    for words, doubts in zip(inner.commands, inner.doubts, strict=True):
+        script.add(words, doubts)
+    script.unresolved.extend(inner.unresolved)
 
 
 def _assigned(launcher: Launcher) -> list[list[str]]:
-    """Return the flags in the texts of a launcher that starts nothing which is known:
-    those of no other text."""
+    """Return the flags in the texts of a launcher that starts nothing which is known: those of no
+    other text."""
     names = {**launcher.scope.names, **launcher.last_names}
     texts = [
         value
         for value in names.values()
         if isinstance(value, str) and value.lstrip().startswith("--")
     ]
-    own = [
-        one
-        for one in dict.fromkeys(texts)
-        if not any(one != other and one.strip() in other for other in texts)
-    ]
-    words = [word for text in own for word in split_words(text)]
+
+    words: list[str] = []
+    for text in dict.fromkeys(texts):
+        part_of_another = any(text != other and text.strip() in other for other in texts)
+        if not part_of_another:
+            words += split_words(text)
     return [["python", "train.py", *words]] if words else []
 
 
@@ -728,32 +822,39 @@ def plain_value(value: Any) -> Any:
     """Return a text of the command line as a value: a number, a truth value, None, a list, a
     table, or the text itself."""
     if isinstance(value, list):
-        return [plain_value(one) for one in value]
+        return [plain_value(item) for item in value]
     if not isinstance(value, str):
         return value
+
     text = value.strip()
-    known = {"true": True, "false": False, "null": None, "none": None, "~": None}
-    if text.lower() in known:
-        return known[text.lower()]
+    constants = {"true": True, "false": False, "null": None, "none": None, "~": None}
+    if text.lower() in constants:
+        return constants[text.lower()]
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
         return text[1:-1]
+
     try:
         return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
     except ValueError:
         pass
+
+    # JSON and Python write lists and tables differently, and Hydra's lists have bare words.
     if text[:1] in "[{(" and len(text) < 100_000:
         for read in (json.loads, ast.literal_eval, _loose_list):
             try:
                 return read(text)
             except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
                 continue
+
     return value
 
 
 def _loose_list(text: str) -> list[Any]:
     """Read Hydra's lists of bare words: `[a,b]`."""
-    if not (text.startswith("[") and text.endswith("]")) or any(
-        mark in text[1:-1] for mark in "[]{}"
-    ):
+    inside = text[1:-1]
+    is_list = text.startswith("[") and text.endswith("]")
+    if not is_list or any(mark in inside for mark in "[]{}"):
         raise ValueError(text)
-    return [plain_value(one.strip()) for one in text[1:-1].split(",") if one.strip()]
+
+    items = [item.strip() for item in inside.split(",")]
+    return [plain_value(item) for item in items if item]

@@ -1,5 +1,10 @@
-"""Settings of a Python script that makes a trainer itself: TRL's `GRPOTrainer`, or
-ms-swift's `RLHFArguments`."""
+"""Read the settings of a Python script that makes a trainer itself: TRL's `GRPOTrainer`, or
+ms-swift's `RLHFArguments`.
+
+`trainer_calls` finds the calls among those that a `Launcher` followed, and `read_trainer` turns
+the first one into settings. Classes and functions become names that a recipe can import; what code
+makes when the script runs (a data set, a loaded model) is named as missing.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +30,12 @@ ARGUMENT_CLASSES = {
     "SftArguments": "swift sft",
     "TrainArguments": "swift sft",
 }
-"""Classes of arguments that a script gives to a trainer of ms-swift, and the
-command that it replaces."""
+"""Classes of arguments that a script gives to a trainer of ms-swift, and the command that it
+replaces."""
+
 _OBJECTS = ("environment_factory", "tools", "reward_funcs", "rollout_func")
+"""Arguments of a trainer that are classes and functions of the user."""
+
 _SERVED = (
     "processing_class",
     "callbacks",
@@ -35,6 +43,7 @@ _SERVED = (
     "reward_processing_classes",
     "compute_metrics",
 )
+"""Arguments of a trainer that are objects, and of which only the source is shown."""
 
 
 @dataclass(slots=True)
@@ -55,14 +64,18 @@ class TrainerSettings:
 
 
 def trainer_calls(launcher: Launcher) -> list[LauncherCall]:
-    """Return the calls that make a trainer, or the arguments of one."""
-    names = {call.name.rpartition(".")[2]: call for call in launcher.calls}
-    found = [
+    """Return the calls that make a trainer, or the arguments of one; `GRPOTrainer` comes first."""
+    last_calls = {_class_name(call): call for call in launcher.calls}
+    calls = [
         call
-        for name, call in names.items()
+        for name, call in last_calls.items()
         if re.fullmatch(r"[A-Z]\w*Trainer", name) or name in ARGUMENT_CLASSES
     ]
-    return sorted(found, key=lambda call: not call.name.endswith("GRPOTrainer"))
+    return sorted(calls, key=lambda call: not call.name.endswith("GRPOTrainer"))
+
+
+def _class_name(call: LauncherCall) -> str:
+    return call.name.rpartition(".")[2]
 
 
 def read_trainer(
@@ -70,128 +83,144 @@ def read_trainer(
 ) -> TrainerSettings:
     """Return what the first trainer of a script is given."""
     call = calls[0]
-    kind = call.name.rpartition(".")[2]
-    made = TrainerSettings(ARGUMENT_CLASSES.get(kind, kind))
-    if kind in ARGUMENT_CLASSES:
-        _add_fields(made, call.kwargs, "")
-        return made
+    class_name = _class_name(call)
+    trainer = TrainerSettings(ARGUMENT_CLASSES.get(class_name, class_name))
+    if class_name in ARGUMENT_CLASSES:
+        _add_fields(trainer, call.kwargs, "")
+        return trainer
+
     config = call.kwargs.get("args")
     if isinstance(config, Record):
-        _add_fields(made, config.fields, "")
+        _add_fields(trainer, config.fields, "")
     elif config is not None:
         source = config.source if isinstance(config, Unknown) else "args"
-        made.lack(
+        trainer.lack(
             f"the trainer's settings come from the command line ({source}): give them to convert "
             "as flags"
         )
-    here = str((folder or Path()) / name) if folder is not None else name
+
+    script = name if folder is None else str(folder / name)
     for key, value in call.kwargs.items():
         if key in _OBJECTS:
-            _add_objects(made, key, value, here)
+            _add_objects(trainer, key, value, script)
         elif key == "model":
-            _add_model(made, value)
+            _add_model(trainer, value)
         elif key in ("train_dataset", "eval_dataset"):
-            _add_data(made, key, value)
+            _add_data(trainer, key, value)
         elif key == "peft_config":
-            _add_adapter(made, value)
+            _add_adapter(trainer, value)
         elif key in _SERVED:
-            made.settings.append((key, source_of(value, key)))
+            trainer.settings.append((key, source_of(value, key)))
         elif key == "**":
-            made.lack(f"{value.source} is not known here, and the arguments in it are not read")
+            trainer.lack(f"{value.source} is not known here, and the arguments in it are not read")
         elif key != "args":
-            made.settings.append((key, _plain(value)))
-    return made
+            trainer.settings.append((key, _plain(value)))
+    return trainer
 
 
-def _add_fields(made: TrainerSettings, fields: Mapping[str, Any], prefix: str) -> None:
+def _add_fields(trainer: TrainerSettings, fields: Mapping[str, Any], prefix: str) -> None:
     for key, value in fields.items():
         if key == "**":
-            made.lack(f"{value.source} is not known here, and the settings in it are not read")
+            trainer.lack(f"{value.source} is not known here, and the settings in it are not read")
         elif isinstance(value, Unknown):
-            made.settings.append((f"{prefix}{key}", value.placeholder))
-            made.unresolved.append(value.placeholder)
+            trainer.settings.append((f"{prefix}{key}", value.placeholder))
+            trainer.unresolved.append(value.placeholder)
         else:
-            made.settings.append((f"{prefix}{key}", _plain(value)))
+            trainer.settings.append((f"{prefix}{key}", _plain(value)))
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as a recipe can hold it: objects by their names."""
     if isinstance(value, Unknown):
         return value.placeholder
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, Record | Class | Function):
-        return value.kind if isinstance(value, Record) else value.name
+        return [_plain(item) for item in value]
+    if isinstance(value, Record):
+        return value.kind
+    if isinstance(value, Class | Function):
+        return value.name
     return value
 
 
-def _add_model(made: TrainerSettings, value: Any) -> None:
+def _add_model(trainer: TrainerSettings, value: Any) -> None:
     if isinstance(value, str):
-        made.settings.append(("model", value))
+        trainer.settings.append(("model", value))
     else:
-        made.missing.append(
+        trainer.missing.append(
             f"the model is made by code ({source_of(value, 'model')}): set model.path"
         )
 
 
-def _add_data(made: TrainerSettings, key: str, value: Any) -> None:
+def _add_data(trainer: TrainerSettings, key: str, value: Any) -> None:
     if value is None:
         return
     if isinstance(value, str):
-        made.settings.append((key, value))
+        trainer.settings.append((key, value))
         return
+
     source = source_of(value, key)
     part = "tasks" if key == "train_dataset" else "eval_tasks"
-    made.missing.append(
+    trainer.missing.append(
         f"{key} is made by code ({source}): write its rows to a file, or a function (set [[env]] "
         f"{part})"
     )
 
 
-def _add_adapter(made: TrainerSettings, value: Any) -> None:
+def _add_adapter(trainer: TrainerSettings, value: Any) -> None:
     if isinstance(value, Record):
-        made.settings.append(("use_peft", True))
-        _add_fields(made, value.fields, "lora.")
+        trainer.settings.append(("use_peft", True))
+        _add_fields(trainer, value.fields, "lora.")
     elif value is not None:
-        made.missing.append(
+        trainer.missing.append(
             f"peft_config is known only when the script runs ({source_of(value, 'peft_config')}): "
             "set [lora]"
         )
 
 
-def _add_objects(made: TrainerSettings, key: str, value: Any, here: str) -> None:
+def _add_objects(trainer: TrainerSettings, key: str, value: Any, script: str) -> None:
     """Add classes and functions by name; those that a function makes have none."""
-    several = value if isinstance(value, list) else [value]
     names = []
-    for one in several:
-        named = _named(one, here)
-        if named is not None:
-            names.append(named)
-        elif one is not None:
-            what = one.name if isinstance(one, Class | Function) else source_of(one, str(one))
-            where = one.scope.function if isinstance(one, Class | Function) else ""
-            inside = (
-                f"is made inside {where}(): move it to the top of the file"
-                if where
-                else "is made by code: name it"
-            )
-            script = (
-                f'; or set use = "{here}:{made.program}", which runs the script up to its trainer'
-            )
-            made.missing.append(f"{key}: {what} {inside}, then set it in [[env]]{script}")
+    for item in value if isinstance(value, list) else [value]:
+        name = _importable_name(item, script)
+        if name is not None:
+            names.append(name)
+        elif item is not None:
+            trainer.missing.append(_unnamed(trainer, key, item, script))
+
     if names:
-        made.settings.append((key, names if isinstance(value, list) else names[0]))
+        trainer.settings.append((key, names if isinstance(value, list) else names[0]))
 
 
-def _named(value: Any, here: str) -> str | None:
-    """Return `file.py:name`, or `module:name` of something imported; None for
-    what has no such name."""
+def _unnamed(trainer: TrainerSettings, key: str, item: Any, script: str) -> str:
+    """Return the clause on an object that no recipe can name, with its remedy."""
+    if isinstance(item, Class | Function):
+        what = item.name
+        function = item.scope.function
+    else:
+        what = source_of(item, str(item))
+        function = ""
+
+    if function:
+        reason = f"is made inside {function}(): move it to the top of the file"
+    else:
+        reason = "is made by code: name it"
+    return (
+        f"{key}: {what} {reason}, then set it in [[env]]; or set use = "
+        f'"{script}:{trainer.program}", which runs the script up to its trainer'
+    )
+
+
+def _importable_name(value: Any, script: str) -> str | None:
+    """Return `file.py:name`, or `module:name` of something imported; None for what has no such
+    name."""
     if isinstance(value, Class | Function):
-        if value.scope.function or (isinstance(value, Function) and value.name == "lambda"):
+        is_lambda = isinstance(value, Function) and value.name == "lambda"
+        if value.scope.function or is_lambda:
             return None
-        return f"{value.scope.path or here}:{value.name}"
+        return f"{value.scope.path or script}:{value.name}"
+
     if isinstance(value, Unknown) and re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", value.source):
         module, _, name = value.source.rpartition(".")
         return f"{module}:{name}" if value.imported else None
-    if isinstance(value, str):
-        return value
-    return None
+
+    return value if isinstance(value, str) else None

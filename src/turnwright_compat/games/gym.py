@@ -13,8 +13,8 @@ from turnwright_compat.games.registries import call_with_args, library, with_fun
 
 def adapt(found: ForeignObject) -> Any:
     """Make the factory of an id; `[env.args]` are the arguments of `tw.gym_env`."""
-    given = with_functions(found.args, ("action", "observation", "tasks"), found)
-    return call_with_args(partial(gym_env, found.target.id), given, found.where)
+    args = with_functions(found.args, ("action", "observation", "tasks"), found)
+    return call_with_args(partial(gym_env, found.target.id), args, found.where)
 
 
 def find(id: str) -> Registered | None:

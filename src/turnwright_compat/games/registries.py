@@ -24,11 +24,12 @@ def with_functions(
     args: Mapping[str, Any], names: tuple[str, ...], found: ForeignObject
 ) -> dict[str, Any]:
     """Load those of the arguments that name a function, `file.py:function`."""
-    given = dict(args)
+    loaded = dict(args)
     for name in names:
-        if isinstance(value := given.get(name), str) and ".py:" in value:
-            given[name] = load_object(value, base=found.base)
-    return given
+        value = loaded.get(name)
+        if isinstance(value, str) and ".py:" in value:
+            loaded[name] = load_object(value, base=found.base)
+    return loaded
 
 
 def call_with_args(make: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
@@ -38,14 +39,17 @@ def call_with_args(make: Callable[..., Any], args: Mapping[str, Any], where: str
     except ConfigError:
         raise
     except Exception as error:
-        known = ""
-        if isinstance(error, TypeError):
-            parameters = inspect.signature(make).parameters.values()
-            named = [
-                one.name
-                for one in parameters
-                if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            ]
-            known = f"; [env.args] may have {', '.join(named)}" if named else ""
+        # A library has no common error for arguments that it does not take.
         message = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(f"{where} cannot be made: {message}{known}") from error
+        hint = _argument_names(make) if isinstance(error, TypeError) else ""
+        raise ConfigError(f"{where} cannot be made: {message}{hint}") from error
+
+
+def _argument_names(make: Callable[..., Any]) -> str:
+    """Return a clause on the arguments that a maker takes by name; empty if it has none."""
+    names = [
+        parameter.name
+        for parameter in inspect.signature(make).parameters.values()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    return f"; [env.args] may have {', '.join(names)}" if names else ""

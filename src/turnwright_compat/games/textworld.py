@@ -19,6 +19,8 @@ from turnwright.types import Message, Task
 from turnwright_compat.games.registries import library
 
 SUFFIXES = (".z8", ".z5", ".ulx")
+"""Endings of the files of games."""
+
 _ARGUMENTS = ("games", "system")
 
 
@@ -31,17 +33,18 @@ def adapt(found: ForeignObject) -> TextWorldFactory:
             raise ConfigError(
                 f"{found.where} has no argument {key!r}; {suggest_or_list(key, _ARGUMENTS)}"
             )
-    more = args.get("games", [])
-    games = tuple(
-        str(resolved(str(one), found.base))
-        for one in (found.target.id, *(more if isinstance(more, (list, tuple)) else [more]))
-    )
+
+    further = args.get("games", [])
+    if not isinstance(further, (list, tuple)):
+        further = [further]
+    games = tuple(str(resolved(str(file), found.base)) for file in (found.target.id, *further))
     for game in games:
         if not Path(game).is_file() or not game.endswith(SUFFIXES):
             raise ConfigError(
                 f"{found.where}: {game}: no game; name a {', '.join(SUFFIXES)} file, such as "
                 "tw-make writes"
             )
+
     return TextWorldFactory(games, args.get("system"))
 
 
@@ -58,12 +61,17 @@ class TextWorldFactory:
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
         """Return a task for each game; every second of several is held out, and a single one is in
         both splits by its seed."""
-        names = [Path(game).stem for game in self.games]
-        out = split == "eval"
-        chosen = [number for number in range(len(names)) if len(names) == 1 or number % 2 == out]
+        held_out = split == "eval"
+        numbers = range(len(self.games))
+        if len(self.games) > 1:
+            numbers = numbers[int(held_out) :: 2]
+
         return [
-            Task(id=f"{names[number]}-{split}", info={"game": number, "seed": int(out)})
-            for number in chosen
+            Task(
+                id=f"{Path(self.games[number]).stem}-{split}",
+                info={"game": number, "seed": int(held_out)},
+            )
+            for number in numbers
         ]
 
 
@@ -73,7 +81,8 @@ class TextWorldEnv(Env):
     def __init__(self, factory: TextWorldFactory) -> None:
         self._factory = factory
         self._game: Any = None
-        self._score = self._most = 0
+        self._score = 0
+        self._max_score = 0
 
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
         """Start the game; return its opening text."""
@@ -81,35 +90,37 @@ class TextWorldEnv(Env):
         games = self._factory.games
         if type(number) is not int or not 0 <= number < len(games):
             raise EnvError(f"task {task.id}: game is {number!r}; it is a number below {len(games)}")
+
         textworld = library("textworld", "textworld")
-        self._game = textworld.start(
-            games[number], textworld.EnvInfos(max_score=True, won=True, lost=True)
-        )
+        wanted = textworld.EnvInfos(max_score=True, won=True, lost=True)
+        self._game = textworld.start(games[number], wanted)
         self._game.seed(seed_of(task) % 2**31)
         state = self._game.reset()
-        self._score, self._most = 0, state.get("max_score") or 0
+        self._score = 0
+        self._max_score = state.get("max_score") or 0
+
+        opening = Message("user", str(state["feedback"]).strip())
         system = self._factory.system
-        return [
-            *([] if system is None else [Message("system", system)]),
-            Message("user", str(state["feedback"]).strip()),
-        ]
+        return [opening] if system is None else [Message("system", system), opening]
 
     def step(self, action: Action) -> Step:
         """Send the last line of the reply as a command."""
         lines = action.text.strip().splitlines()
         if not lines:
             raise InvalidAction("write a command, such as look")
+
         # A Z-machine reads ASCII, up to the first zero.
         command = lines[-1].strip().encode("ascii", "replace").decode().replace("\0", " ")
         state, score, done = self._game.step(command)
+
         score = score or 0
-        gained, self._score = score - self._score, score
-        info = {"score": score, "won": bool(state.get("won"))}
+        gained = score - self._score
+        self._score = score
         return Step(
             str(state["feedback"]).strip(),
-            gained / max(self._most, 1),
+            gained / max(self._max_score, 1),
             terminated=bool(done),
-            info=info,
+            info={"score": score, "won": bool(state.get("won"))},
         )
 
     def close(self) -> None:

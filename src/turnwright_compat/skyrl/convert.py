@@ -61,7 +61,7 @@ def _one_message(draft: Draft, value: Any) -> None:
 
 def _correction(draft: Draft) -> None:
     """Choose the correction: truncated weights per token, or exclusion of sequences."""
-    given = draft.given
+    given = draft.settings
     if given.get(f"{OC}tis_ratio_type") == "token" or draft.isset(f"{A}use_tis"):
         draft.put("train.correction", "tis", origin=f"{OC}tis_ratio_type")
         cap = draft.number(
@@ -100,8 +100,8 @@ def _correction(draft: Draft) -> None:
 
 def _asynchronous(draft: Draft) -> None:
     """Choose the schedule of SkyRL's asynchronous trainers."""
-    program = str(draft.given.get("$program"))
-    named = any(key.startswith(f"{T}fully_async.") for key in draft.given)
+    program = str(draft.settings.get("$program"))
+    named = any(key.startswith(f"{T}fully_async.") for key in draft.settings)
     if (
         "fully_async" in program
         or draft.isset(f"{T}fully_async.enabled")
@@ -109,7 +109,7 @@ def _asynchronous(draft: Draft) -> None:
     ):
         origin = f"{T}fully_async.enabled, {T}fully_async.max_staleness_steps"
         draft.put("schedule.mode", "async", origin=origin if named else program)
-        if f"{T}fully_async.max_staleness_steps" in draft.given:
+        if f"{T}fully_async.max_staleness_steps" in draft.settings:
             staleness = int(draft.number(f"{T}fully_async.max_staleness_steps", 4))
             draft.put(
                 "schedule.staleness",
@@ -122,7 +122,7 @@ def _asynchronous(draft: Draft) -> None:
 
 def _registered(draft: Draft) -> None:
     """Name the class of an environment that the script's own program registers."""
-    name, program = draft.given.get("environment.env_class"), str(draft.given.get("$program"))
+    name, program = draft.settings.get("environment.env_class"), str(draft.settings.get("$program"))
     if name is None or draft.base_known:
         return
     path = find_file(
@@ -153,7 +153,7 @@ def _registered(draft: Draft) -> None:
 
 
 def _finish(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     _asynchronous(draft)
     _registered(draft)
     groups, mini = (
@@ -408,7 +408,7 @@ def _environment_setting(draft: Draft, key: str, value: Any) -> str | None:
     """Put a setting of one environment into its arguments; those of the other
     environments have no effect."""
     name, _, setting = key.removeprefix("environment.skyrl_gym.").partition(".")
-    if name != draft.given.get("environment.env_class", "gsm8k"):
+    if name != draft.settings.get("environment.env_class", "gsm8k"):
         return "no effect: it belongs to another environment"
     draft.put(f"env.args.{setting}", value)
     return None

@@ -133,10 +133,10 @@ def _rollout(draft: Draft) -> None:
     """Choose the schedule by the program and by the function for a step; name
     one that is the user's."""
     function, program = (
-        str(draft.given.get("rollout-function-path") or ""),
-        str(draft.given.get("$program")),
+        str(draft.settings.get("rollout-function-path") or ""),
+        str(draft.settings.get("$program")),
     )
-    if SUPERVISED.search(function) or draft.given.get("loss-type") in ("sft_loss", "sft"):
+    if SUPERVISED.search(function) or draft.settings.get("loss-type") in ("sft_loss", "sft"):
         raise ConfigError(
             f"trains on given replies ({function or 'loss-type sft_loss'}); see [warmup] dataset "
             "in docs/training.md"
@@ -171,12 +171,12 @@ def _rollout(draft: Draft) -> None:
 def _teacher(draft: Draft) -> None:
     """Make the teacher of on-policy distillation: its log probabilities are added to the
     advantages there too."""
-    given = draft.given
+    given = draft.settings
     if not draft.isset("use-opd"):
         return
     draft.teacher["signal"] = "advantage"
     draft.teacher["weight"] = draft.number("opd-kl-coef", 1.0)
-    draft.teachers_of.update(("use-opd", "opd-kl-coef", "opd-type"))
+    draft.teacher_settings.update(("use-opd", "opd-kl-coef", "opd-type"))
     urls = given.get("opd-teacher-urls", given.get("rm-url"))
     if given.get("opd-type") == "megatron" or "opd-teacher-load" in given:
         draft.teacher["path"] = f"{TO_DO}/teacher"
@@ -185,11 +185,11 @@ def _teacher(draft: Draft) -> None:
             f"opd-teacher-load = {load} is a checkpoint of Megatron: set the path of [[teacher]] "
             "to its directory"
         )
-        draft.teachers_of.add("opd-teacher-load")
+        draft.teacher_settings.add("opd-teacher-load")
     elif urls:
         several = urls if isinstance(urls, list) else [urls]
         draft.teacher["urls"] = [re.sub(r"/generate/?$", "", str(one)) for one in several]
-        draft.teachers_of.update(("rm-url", "opd-teacher-urls"))
+        draft.teacher_settings.update(("rm-url", "opd-teacher-urls"))
         draft.values.pop("env.args.rm_url", None)
     else:
         raise ConfigError(
@@ -199,7 +199,7 @@ def _teacher(draft: Draft) -> None:
     if "on_policy_distillation.reward_func" in str(given.get("custom-rm-path")):
         # It asks the teacher, and rewards nothing.
         draft.values.pop("env.args.custom_rm_path", None)
-        draft.teachers_of.update(("custom-rm-path", "custom-reward-post-process-path"))
+        draft.teacher_settings.update(("custom-rm-path", "custom-reward-post-process-path"))
         draft.put("train.reward_weight", 0.0, origin="custom-rm-path")
 
 
@@ -233,7 +233,7 @@ def _finish(draft: Draft) -> None:
     _teacher(draft)
     _lora(draft)
     given, batch = (
-        draft.given,
+        draft.settings,
         draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1),
     )
     if "num-steps-per-rollout" not in given and "global-batch-size" in given:

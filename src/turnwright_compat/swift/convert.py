@@ -100,28 +100,28 @@ def _batch(draft: Draft) -> int:
 
     Returns the optimizer steps of one step.
     """
-    distills = draft.given.get("rlhf_type") == "gkd"
+    distills = draft.settings.get("rlhf_type") == "gkd"
     group = 1 if distills else draft.number("num_generations", 8)
     accumulation = draft.number("gradient_accumulation_steps", 1)
     steps = draft.number("steps_per_generation", accumulation)
     processes = draft.number("$NPROC_PER_NODE", 1) * draft.number("$NNODES", 1)
     origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
-    if "generation_batch_size" in draft.given:
+    if "generation_batch_size" in draft.settings:
         size = draft.number("generation_batch_size", 0)
         origin = "generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps"
         steps_per_update = size / max(
             1.0, draft.number("per_device_train_batch_size", size) * processes * accumulation
         )
-    elif "global_batch_size" in draft.given:  # Megatron
+    elif "global_batch_size" in draft.settings:  # Megatron
         size = draft.number("global_batch_size", 16) * draft.number("steps_per_generation", 1)
         origin = "global_batch_size, steps_per_generation"
         steps_per_update = draft.number("steps_per_generation", 1)
-    elif "per_device_train_batch_size" in draft.given:
+    elif "per_device_train_batch_size" in draft.settings:
         size, steps_per_update = (
             draft.number("per_device_train_batch_size", 1) * processes * steps,
             steps / accumulation,
         )
-        if "$NPROC_PER_NODE" not in draft.given:
+        if "$NPROC_PER_NODE" not in draft.settings:
             draft.notes.append(
                 "the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)"
             )
@@ -139,9 +139,9 @@ def _batch(draft: Draft) -> int:
 
 def _kind(draft: Draft) -> None:
     """Refuse trainings that are no reinforcement; name a type that is left to its default."""
-    kind = draft.given.get("rlhf_type")
+    kind = draft.settings.get("rlhf_type")
     if kind is None:
-        if str(draft.given.get("$program")) == "swift rlhf":
+        if str(draft.settings.get("$program")) == "swift rlhf":
             draft.incomplete.append(
                 "rlhf_type is not set, and its default is dpo; the settings are read as those of "
                 "grpo"
@@ -173,7 +173,7 @@ def _server_urls(draft: Draft, value: Any) -> None:
 
 def _teacher(draft: Draft) -> None:
     """Make the teacher of GKD or of a GRPO with one; refuse what would be another training."""
-    given = draft.given
+    given = draft.settings
     model, server = given.get("teacher_model"), given.get("teacher_model_server")
     if given.get("rlhf_type") == "gkd":
         _refuse_distillation(draft)
@@ -185,7 +185,7 @@ def _teacher(draft: Draft) -> None:
         _server_urls(draft, server)
     else:
         draft.teacher["path"] = str(model)
-    draft.teachers_of.update(
+    draft.teacher_settings.update(
         ("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk")
     )
     if given.get("teacher_adapters"):
@@ -199,7 +199,7 @@ def _teacher(draft: Draft) -> None:
         if not given.get("reward_funcs") and not draft.isset("use_gym_env"):
             draft.put("train.reward_weight", 0.0, origin="teacher_model")
         return
-    draft.teachers_of.update(("rlhf_type", "beta"))
+    draft.teacher_settings.update(("rlhf_type", "beta"))
     draft.teacher["signal"] = "loss"
     draft.teacher["divergence"] = DIVERGENCES[draft.number("beta", 0.5)]
     if (top := draft.number("gkd_logits_topk", 0)) > 0:
@@ -234,7 +234,7 @@ DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
 
 def _refuse_distillation(draft: Draft) -> None:
     """Refuse a distillation that no recipe does."""
-    given = draft.given
+    given = draft.settings
     plugins = " ".join(str(one) for one in draft.values.get("env.args.external_plugins", ()))
     if draft.isset("seq_kd"):
         raise ConfigError(
@@ -280,7 +280,7 @@ def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
 
 
 def _finish(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     _kind(draft)
     updates = _batch(draft) * int(draft.number("num_iterations", 1))
     steps = given.get("max_steps", given.get("train_iters"))
@@ -353,7 +353,7 @@ def _in_steps(draft: Draft, updates: int) -> None:
 
 
 def _loss_terms(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     if (kl := draft.number("beta", 0.04)) > 0:
         draft.put("train.kl", kl, origin="beta")
         draft.put(
@@ -390,7 +390,7 @@ REWARD_FLAGS = {
 
 
 def _rewards_of(draft: Draft) -> list[str]:
-    named = draft.given.get("reward_funcs")
+    named = draft.settings.get("reward_funcs")
     return [str(one) for one in named] if isinstance(named, list) else [str(named)]
 
 
@@ -408,7 +408,7 @@ def _reward_flag(reward: str, name: str) -> Any:
 
 
 def _lora(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     if (
         given.get("tuner_type", given.get("train_type", "lora")) == "lora"
         and "lora.rank" not in draft.values

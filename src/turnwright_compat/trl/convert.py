@@ -61,14 +61,14 @@ def _batch(draft: Draft) -> int:
     steps = draft.number("steps_per_generation", accumulation)
     origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
     size = device * processes * steps
-    if draft.given.get("generation_batch_size") is not None:
+    if draft.settings.get("generation_batch_size") is not None:
         origin = f"generation_batch_size, {origin}"
         size = draft.number("generation_batch_size", size)
         steps = size / max(1.0, device * processes)
     draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
     updates = max(1, round(steps / accumulation))
     draft.put("train.minibatches", updates, origin=origin)
-    if "$num_processes" not in draft.given:
+    if "$num_processes" not in draft.settings:
         draft.notes.append("the number of processes is not known: rollout.groups is for one")
     if size % group:
         draft.notes.append(
@@ -79,7 +79,7 @@ def _batch(draft: Draft) -> int:
 
 
 def _finish(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     _refuse(draft)
     updates = _batch(draft) * int(draft.number("num_iterations", 1))
     for key, name in (
@@ -143,7 +143,7 @@ def _finish(draft: Draft) -> None:
 
 
 def _refuse(draft: Draft) -> None:
-    trainer = str(draft.given.get("$program", ""))
+    trainer = str(draft.settings.get("$program", ""))
     if trainer.endswith("Trainer") and trainer not in TRAINERS:
         raise ConfigError(
             f"{trainer} trains in another way; only {', '.join(TRAINERS)} become recipes"
@@ -159,11 +159,11 @@ def _correction(draft: Draft) -> None:
     sequences over a ratio."""
     if (
         not draft.isset("use_vllm")
-        or draft.given.get("vllm_importance_sampling_correction") is False
+        or draft.settings.get("vllm_importance_sampling_correction") is False
     ):
         return
     modes = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
-    mode = draft.given.get("vllm_importance_sampling_mode", "sequence_mask")
+    mode = draft.settings.get("vllm_importance_sampling_mode", "sequence_mask")
     if mode in modes:
         draft.put("train.correction", modes[mode], origin="use_vllm, vllm_importance_sampling_mode")
         origin = "vllm_importance_sampling_clip_max, vllm_importance_sampling_cap"
@@ -178,8 +178,8 @@ def _correction(draft: Draft) -> None:
 
 
 def _environment(draft: Draft) -> None:
-    if "rollout_func" in draft.given:
-        loop = draft.given["rollout_func"]
+    if "rollout_func" in draft.settings:
+        loop = draft.settings["rollout_func"]
         draft.incomplete.append(
             f"rollout_func = {loop} is a loop of its own: write it as a play function "
             "(docs/environments.md)"

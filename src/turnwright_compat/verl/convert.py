@@ -79,7 +79,7 @@ def _loss(draft: Draft, value: Any) -> str | None:
 
 
 def _correction(draft: Draft) -> None:
-    given, low_high = draft.given, draft.given.get(f"{RC}rollout_rs_threshold")
+    given, low_high = draft.settings, draft.settings.get(f"{RC}rollout_rs_threshold")
     if given.get(f"{RC}rollout_is") == "token":
         draft.put("train.correction", "tis", origin=f"{RC}rollout_is")
         draft.put(
@@ -113,7 +113,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _finish(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     mini = draft.number(f"{AC}ppo_mini_batch_size", 256)
     if (groups := draft.number(f"{D}train_batch_size", 1024)) > 0:
         minibatches(draft, mini, groups, f"{AC}ppo_mini_batch_size")
@@ -155,7 +155,7 @@ def _finish(draft: Draft) -> None:
 
 
 def _loss_terms(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     if draft.isset(f"{AC}use_kl_loss"):
         draft.put("train.kl", draft.number(f"{AC}kl_loss_coef", 0.001), origin=f"{AC}kl_loss_coef")
         draft.put("train.kl_in", "loss", origin=f"{AC}use_kl_loss")
@@ -194,7 +194,7 @@ def _loss_terms(draft: Draft) -> None:
 
 
 def _environment(draft: Draft) -> None:
-    given = draft.given
+    given = draft.settings
     if (
         path := given.get("reward.custom_reward_function.path")
         or given.get("custom_reward_function.path")
@@ -222,8 +222,8 @@ def _environment(draft: Draft) -> None:
 def _agent_loop(draft: Draft) -> bool:
     """Name the agent loop of the user, if the settings do; return whether there is one."""
     named, config = (
-        draft.given.get(f"{R}agent.default_agent_loop"),
-        draft.given.get(f"{R}agent.agent_loop_config_path"),
+        draft.settings.get(f"{R}agent.default_agent_loop"),
+        draft.settings.get(f"{R}agent.agent_loop_config_path"),
     )
     own = named not in (None, *OWN_LOOPS)
     if not own and config is None:
@@ -298,7 +298,7 @@ def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
 def _turns(draft: Draft, own_loop: bool) -> None:
     """Set the replies of an episode: as many as either bound allows, else all that fit, and one
     without tools and loops."""
-    given = draft.given
+    given = draft.settings
     bounds = {f"{M}max_assistant_turns": given.get(f"{M}max_assistant_turns")}
     if isinstance(users := given.get(f"{M}max_user_turns"), int) and users > 0:
         bounds[f"{M}max_user_turns"] = users + 1  # a last reply follows the last result
@@ -338,7 +338,7 @@ def _tool_defaults(draft: Draft) -> None:
 
 def _distillation(draft: Draft) -> None:
     """Make the teacher of verl's distillation by policy gradients; refuse its other losses."""
-    given = draft.given
+    given = draft.settings
     if given.get("distillation.enabled") is not True:
         return
     loss = "distillation.distillation_loss."
@@ -365,14 +365,14 @@ def _distillation(draft: Draft) -> None:
     draft.teacher["weight"] = float(draft.number(f"{loss}distillation_loss_coef", 1.0))
     if draft.number(f"{loss}loss_max_clamp", 0):
         draft.teacher["bound"] = float(draft.number(f"{loss}loss_max_clamp", 0))
-    draft.teachers_of.update(key for key in given if key.startswith("distillation."))
+    draft.teacher_settings.update(key for key in given if key.startswith("distillation."))
     if given.get(f"{loss}use_task_rewards") is False:
         draft.put("train.reward_weight", 0.0, origin=f"{loss}use_task_rewards")
 
 
 def _asynchronous(draft: Draft) -> None:
     """Choose the schedule of verl's asynchronous trainers."""
-    program = str(draft.given.get("$program"))
+    program = str(draft.settings.get("$program"))
     if "fully_async" in program:
         draft.put("schedule.mode", "async", origin=program)
         batch = draft.number(f"{AC}ppo_mini_batch_size", 256) * draft.number(
