@@ -138,7 +138,7 @@ async def learn(
 
             # Update: AdamW, with the gradient's norm bounded and a rate that falls to 0.
             if batch.size:
-                optimizer.grad_norm()
+                optimizer.clip_gradient()
                 optimizer.step(LR * schedule("linear", step, STEPS))
 
             yield step, episodes, step_loss

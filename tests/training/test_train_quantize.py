@@ -492,8 +492,8 @@ def test_with_rounded_activations_few_ids_may_differ_or_all_by_a_part_of_what_ro
     assert refused() is (max(gaps) > 1e-3)
     # A crossing that moved most ids in two steps in a row is none.
     most = len(gaps) > count / 2
-    assert refused(rounding_effect=lambda: effect, moved_steps=1) is not passes
-    assert refused(rounding_effect=lambda: effect, moved_steps=2) is (most or not passes)
+    assert refused(rounding_effect=lambda: effect, differing_steps=1) is not passes
+    assert refused(rounding_effect=lambda: effect, differing_steps=2) is (most or not passes)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.03])

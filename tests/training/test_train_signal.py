@@ -137,7 +137,7 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
         optimizer.zero_grad()
         for p in model.parameters():
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
-        optimizer.grad_norm()
+        optimizer.clip_gradient()
         now = gradient(model)
         square = 0.95 * square + 0.05 * now.square()
         found = optimizer.agreement(optimizer.gradient(), optimizer.momentum())
@@ -156,7 +156,7 @@ def test_agreement_is_the_cosine_with_the_momentum(dtype):
         optimizer.step(1e-3)
         momentum = 0.9 * momentum + 0.1 * now
     optimizer.zero_grad()
-    optimizer.grad_norm()
+    optimizer.clip_gradient()
     assert optimizer.agreement(optimizer.gradient(), optimizer.momentum()) is None
 
 
@@ -580,7 +580,7 @@ def test_a_large_models_agreement_is_that_of_a_small_one(monkeypatch):
             optimizer.zero_grad()
             model(torch.randn(8, 300)).square().mean().backward()
             found.append(optimizer.agreement(optimizer.gradient(), optimizer.momentum()))
-            optimizer.grad_norm()
+            optimizer.clip_gradient()
             optimizer.step(1e-3)
         return optimizer.one_pass, found
 

@@ -4,10 +4,20 @@
 sample a reply, step the environment, append its observation. `compute_reward` follows when the loop
 has ended.
 
-What one turn samples and writes to the disk is `Recorder.generate`. Deadlines of user code, its
-retries and its recovery are in `EnvSession`, the ids of an observation in `PromptWriter`. Episodes
-of agent functions have no loop here (`Rollout._run_agent`), rewards that compare siblings are in
-`GroupRewards`, and `Rollout.play_episode` puts the parts together.
+What is written when: a reply and its turn before the environment's step (`Recorder.generate`);
+reward, info and observation of the step with the next reply, or at the end. A run that is killed in
+between takes the recorded actions again; with `effects`, each step has an entry of its own.
+
+What ends the loop besides a step: a limit, as `LimitReached` (no turn or token is left, an
+observation does not fit, a reply was cut or has a misplaced control token). `Rollout` catches it
+and asks for the reward as usual. Any other exception leaves no reward, but for `RestartEpisode`:
+another attempt is played, and what was sampled stays untrained. Where history is rewritten, the ids
+left behind stay as a branch of the trajectory, and are trained.
+
+What one turn samples is `Recorder.generate`. Deadlines of user code, its retries and its recovery
+are in `EnvSession`, the ids of an observation in `PromptWriter`. Episodes of agent functions have
+no loop here (`Rollout._run_agent`), rewards that compare siblings are in `GroupRewards`, and
+`Rollout.play_episode` puts the parts together.
 """
 
 from __future__ import annotations
@@ -66,6 +76,7 @@ async def run_episode(session: EnvSession, recorder: Recorder, deadline: Deadlin
 
 
 async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) -> None:
+    """Play one attempt until a step ends it; limits and failures leave it as exceptions."""
     path = await _open_conversation(session, recorder)
     max_resamples = 0
     if session.rules.on_invalid == "resample":
@@ -73,11 +84,13 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
     resamples_left = max_resamples
 
     while True:
-        # Sample a reply. One that breaks a limit itself ends the episode unseen.
+        # Sample a reply. One that was cut by a limit, or has a misplaced control token, ends the
+        # episode: the environment does not see it.
         state_before = path.state if max_resamples else None
         turn = await recorder.generate(path, deadline)
-        if path.turn in recorder.limits_met:
-            raise recorder.limits_met[path.turn]
+        number = path.turn
+        if number in recorder.limits_met:
+            raise recorder.limits_met[number]
 
         # Step the environment.
         began = time.monotonic()
@@ -87,7 +100,7 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
             if session.can_recover:
                 result = await session.step(action, turn)
             else:
-                # Most episodes have neither retries nor effects; they skip a coroutine.
+                # The same call and deadline, a coroutine less: nothing is retried or kept.
                 result = await session.call_step(action)
             step = as_step(result)
         except InvalidAction as error:
@@ -102,10 +115,10 @@ async def _attempt(session: EnvSession, recorder: Recorder, deadline: Deadline) 
             step = Step(message, info={"invalid_action": message})
         resamples_left = max_resamples
 
-        # Record the step; in a resumed episode it has to be the recorded one.
+        # Record the step; in a resumed episode its reward has to be the recorded one.
         if recorder.resumed.active:
-            recorder.resumed.check_step(path.turn, step.reward)
-        recorder.record_step(path.turn, step.reward, step.info, time.monotonic() - began)
+            recorder.resumed.check_step(number, step.reward)
+        recorder.record_step(number, step.reward, step.info, time.monotonic() - began)
 
         # End the episode, or append what the environment says.
         if step.terminated or step.truncated:
@@ -173,7 +186,10 @@ def _ask_again(
     message: str,
     env_s: float,
 ) -> None:
-    """Reject the last reply, whose action was invalid, so that another one is sampled."""
+    """Reject the last reply, whose action was invalid, so that another one is sampled.
+
+    It stays a turn, with a reward of 0, that does not count toward the turn limit.
+    """
     recorder.reject(
         path,
         state_before,
@@ -200,8 +216,8 @@ async def _append_observation(
 ) -> None:
     """Append an observation to the path: as a new history, inside the last reply, or as messages.
 
-    The journal has it before anything can fail on it, and again once its media are stored; one
-    inside the last reply only then.
+    The journal keeps it for its next entry before anything can fail on it, and again once its media
+    are stored; one inside the last reply only then.
     """
     if isinstance(observation, NewHistory):
         recorder.journal.observation = observation
@@ -279,7 +295,8 @@ def to_inline(observation: Messages | InlineObservation | None) -> InlineObserva
 async def compute_reward(session: EnvSession, recorder: Recorder) -> float | None:
     """Return the reward of a finished episode: its steps' plus the environment's own.
 
-    None if either is missing.
+    None if the environment gave None for one of them. A turn without a step, which a limit ended,
+    adds 0.
     """
     recorder.enter_phase("reward", time.monotonic())
     if recorder.unrewarded:

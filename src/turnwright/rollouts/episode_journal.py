@@ -1,4 +1,5 @@
-"""The journal of one episode: what happened, on the disk before anything can fail on it."""
+"""The journal of one episode: each reply is written before anything uses it, the rest with the next
+entry."""
 
 from __future__ import annotations
 

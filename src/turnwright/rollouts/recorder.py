@@ -220,7 +220,8 @@ class Recorder:
     def record_step(
         self, number: int, reward: float | None, info: Mapping[str, Any], env_s: float
     ) -> None:
-        """Record the environment's reward and info for a turn, on the disk before the next turn."""
+        """Record the environment's reward and info for a turn; they are written with the next
+        one."""
         turn = self.trajectory.turns[number]
         if info:
             turn.info = dict(info)
@@ -361,7 +362,7 @@ class Recorder:
             self._budget.release(max_ids)
         seconds = time.monotonic() - began if recorded is None else recorded.turn.generate_s
 
-        # The turn, on the disk before anything else uses it.
+        # The turn, written before anything else uses it.
         turn = self._add_turn(path, reply, leaf_before, context, order.stop)
         turn.generate_s = seconds
         calls = ReplyCalls(

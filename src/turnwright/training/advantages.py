@@ -119,8 +119,9 @@ class CreditSettings:
         )
 
     @property
-    def by_agent(self) -> bool:
-        """Whether each agent of an episode is compared by itself."""
+    def has_running_baseline(self) -> bool:
+        """Whether the baseline is a running average of each agent's rewards, so that each agent of
+        an episode is compared by itself."""
         return self.kind == "running"
 
 

@@ -201,7 +201,9 @@ class Policies:
         def fits(agent: str) -> bool:
             return self._agents.of(agent) == policy.name
 
-        return comparable(groups, fits, by_agent=policy.trainer.credit_settings.by_agent)
+        return comparable(
+            groups, fits, by_agent=policy.trainer.credit_settings.has_running_baseline
+        )
 
     def state(self) -> dict[str, Any]:
         """Return the running baselines of the policies as JSON, for a checkpoint; empty if there

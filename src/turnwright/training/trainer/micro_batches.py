@@ -101,7 +101,7 @@ class MicroBatchLimit:
             already = ", already half of train.micro_tokens" if self.halved else ""
             raise TurnwrightError(
                 f"out of memory with forward passes of {self.tokens} tokens{already} "
-                f"({reason}). The weights are unchanged. Shorten episodes (limits.context, "
+                f"({reason}). This update was not made. Shorten episodes (limits.context, "
                 "limits.episode_tokens), lower train.micro_tokens, freeze parts of the model, "
                 "or give the engine less memory"
             )

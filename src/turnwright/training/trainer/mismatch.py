@@ -2,7 +2,7 @@
 
 `check_mismatch` compares the logprobs of both, `check_fingerprints` the templates that episodes
 were rendered with, `check_finite` looks at the loss and its gradient. Each raises before the
-weights change.
+update that it checks.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_mismatch(
     distribution: LogitDistribution,
     *,
     rounding_effect: Callable[[], float] | None = None,
-    moved_steps: int = 0,
+    differing_steps: int = 0,
 ) -> bool:
     """Compare the trainer's logprobs before the first update with the engine's.
 
@@ -68,7 +68,8 @@ def check_mismatch(
     Args:
         rounding_effect: returns the mean |change of logprobs| by rounding activations, where they
             are rounded; an engine that rounds them differently differs by about that.
-        moved_steps: number of steps in a row before this one in which most ids were over the bound.
+        differing_steps: number of steps in a row before this one in which most ids were over the
+            bound.
 
     Returns:
         Whether most ids were over `mismatch_bound`.
@@ -96,7 +97,7 @@ def check_mismatch(
     # What differently rounded activations explain is allowed.
     if rounding_effect is not None and config.max_mismatch is None and gap_n[worst] > bound:
         few = over <= max(1.0, ROUNDED_SHARE * current) and mismatch["mismatch_kl"] <= ROUNDED_K3
-        remains = most_are_over and moved_steps >= ROUNDED_STEPS
+        remains = most_are_over and differing_steps >= ROUNDED_STEPS
         if few or (not remains and mismatch["mismatch_mean"] <= ROUNDED_PART * rounding_effect()):
             bound = ROUNDED_BOUND
 
@@ -186,8 +187,8 @@ def check_finite(loss: float, norm: float, where: str) -> None:
     destroy the weights."""
     if not math.isfinite(norm) or not math.isfinite(loss):
         raise TurnwrightError(
-            f"in {where} the loss is {loss} and its gradient norm {norm}; the weights are "
-            "unchanged: lower the learning rate, and check this step's trajectories for extreme "
+            f"in {where} the loss is {loss} and its gradient norm {norm}; this update was "
+            "not made: lower the learning rate, and check this step's trajectories for extreme "
             "rewards or logprobs"
         )
 

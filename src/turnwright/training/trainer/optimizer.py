@@ -98,9 +98,9 @@ class Optimizer:
         for p in self.params:
             p.grad = None
 
-    def grad_norm(self) -> float:
-        """Return the L2 norm of the full gradient; scale the gradients down to `max_grad_norm` if
-        it is larger."""
+    def clip_gradient(self) -> float:
+        """Scale the gradients down to `max_grad_norm` if their norm is larger; return the L2 norm
+        of the full gradient as it was. `step` needs this call."""
         if self.masters is not self.params:
             for master, p in zip(self.masters, self.params, strict=True):
                 master.grad = None if p.grad is None else p.grad.float()

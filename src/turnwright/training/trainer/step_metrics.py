@@ -36,7 +36,7 @@ class StepMetrics:
     """Correction weights of each batch."""
     updates: list[tuple[float, float]] = field(default_factory=list)
     """Loss and gradient norm (before clipping) of each optimizer step."""
-    moved: bool = False
+    most_differ: bool = False
     """Whether most ids of a batch differ from the engine's by more than `mismatch_bound`."""
     agreement: Agreement | None = None
     """Agreement of the step's first gradient with the momentum of earlier steps."""

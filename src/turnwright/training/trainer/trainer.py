@@ -1,17 +1,22 @@
 """The trainer: credits, batches, loss and updates of one policy.
 
-A step reads from top to bottom: `Trainer.step` compares the trajectories of each task
-(`training/advantages.py`), makes batches of their sampled ids (`training/forward/batch.py`), and
-for each batch `_update` runs the model forward and backward, pass after pass (`_backward`), before
-the optimizer moves the weights. `training/loss.py` has the loss of a pass; its algorithm is a file
-of `training/algorithms`.
+`simple.py` has the same step without options, on one page. Here a step reads from top to bottom:
+`Trainer.step` compares the trajectories of each task (`training/advantages.py`), makes batches of
+their sampled ids (`training/forward/batch.py`), and for each batch `_update` runs the model forward
+and backward, pass after pass (`_backward`), before the optimizer moves the weights.
+`training/loss.py` has the loss of a pass; its algorithm is a file of `training/algorithms`.
+
+By default a step is one batch and one update. `train.minibatches` and `train.epochs` make it
+several. Only with `train.gradient_signal_steps` is a step measured and shortened
+(`gradient_signal.py`, `step_limit.py`): its learning rate is then 0 until the gradients of several
+steps agree.
 
 What is checked on the way is beside this file: in `mismatch.py` whether the engine samples the
-policy that is trained, in `weight_probe.py` whether it has the last update. How far a step may go
-is in `gradient_signal.py` and `step_limit.py`, how large a pass may be in `micro_batches.py`.
+policy that is trained, in `weight_probe.py` whether it has the last update. How large a pass may be
+is in `micro_batches.py`.
 
 Which groups a step trains, and when the engine gets the weights, is for the run
-(`training/run.py`). `simple.py` has the same step without options.
+(`training/run.py`). Suffixes of tensors are those of `forward/batch.py`.
 """
 
 from __future__ import annotations
@@ -221,7 +226,7 @@ class Trainer:
         self.reset_optimizer()
         self._reference: ReferencePolicy | None = None
         self._probe: WeightSyncProbe | None = None
-        self._moved_steps = 0
+        self._differing_steps = 0
         """Steps in a row in which most ids differed from the engine's by more than the bound."""
 
     def expect_rounding(self) -> None:
@@ -254,7 +259,7 @@ class Trainer:
         steps: int,
         version: int | None = None,
     ) -> StepResult:
-        """Train on the groups of `step` (from 0) of `steps`, which are for the learning-rate
+        """Train on the groups of `step` (from 0) of `steps`; both numbers are for the learning-rate
         schedule.
 
         `version` is the policy version of the weights before the step; None counts every token as
@@ -273,10 +278,11 @@ class Trainer:
                 loss-scale weights.
             RoutesMissing: with `train.routing_replay = "replay"`, when the engine did not report
                 its experts.
-            SyncError: before the update, which is not made, when the mismatch of tokens of
+            SyncError: before an update, which is not made, when the mismatch of tokens of
                 `version` exceeds `max_mismatch` or `max_mismatch_kl`, or a token is of a newer
                 policy.
-            TurnwrightError: before the update, when the loss or its gradient is not finite.
+            TurnwrightError: before an update, which is not made, when the loss or its gradient is
+                not finite; earlier updates of the step stay.
         """
         with self._own_draws():
             return self._step(groups, step=step, steps=steps, version=version)
@@ -300,14 +306,15 @@ class Trainer:
         credits = step_credits.credits
 
         # Batches: one per minibatch, each with the passes that cover it.
+        # Trained trajectories and those without signal count in the loss; others do not.
         parts = split_minibatches(credits, config.minibatches, f"{self.seed}:{step}")
-        scale = LossDenominator.of(
+        denominator = LossDenominator.of(
             credits,
             self.objective.settings.aggregation,
             config.fixed_length,
             len(parts),
         )
-        batches = [self._batch(part, scale, version=version) for part in parts]
+        batches = [self._batch(part, denominator, version=version) for part in parts]
 
         step_metrics = StepMetrics()
         self._score_before_updates(batches, step_metrics)
@@ -324,7 +331,8 @@ class Trainer:
         limited = self._limited(credits, step_metrics, version) if batches else nullcontext()
         with limited:
             for epoch in range(config.epochs):
-                if epoch == self.passes:
+                # The first update adds to the evidence, which may lower the number of epochs.
+                if epoch == self.epochs_made:
                     break
                 for batch in batches:
                     self._update(batch, lr, step_metrics, step)
@@ -332,8 +340,8 @@ class Trainer:
         if probe is not None:
             probe = probe.after(self._at_temperature_one)
         self._probe = probe
-        self._moved_steps = self._moved_steps + 1 if step_metrics.moved else 0
-        if self.credit_settings.by_agent:
+        self._differing_steps = self._differing_steps + 1 if step_metrics.most_differ else 0
+        if self.credit_settings.has_running_baseline:
             self.baselines.update(groups)
 
         # Metrics.
@@ -357,12 +365,16 @@ class Trainer:
     def _score_before_updates(
         self, batches: Sequence[TrainingBatch], step_metrics: StepMetrics
     ) -> None:
-        """Score batches with the policy before the first update, which the ratio of every update
-        is to, with the reference policy and with teachers."""
-        # The first batch is scored by the forward pass of its own update.
+        """Score batches with the policy before the first update, with the reference policy and with
+        teachers.
+
+        Ratios are to the first of these, unless `train.old_logprobs` is the engine's.
+        """
+        # The first batch needs no pass of its own: that of its update gives the same numbers, but
+        # for a correction, which `_update` needs before it.
         later = batches if self.distribution.truncates else batches[1:]
         for batch in later:
-            self._start(batch, step_metrics)
+            self._score_start(batch, step_metrics)
 
         if self.config.kl:
             for batch in batches:
@@ -373,8 +385,8 @@ class Trainer:
 
     @contextmanager
     def _own_draws(self) -> Iterator[None]:
-        """Let what draws by torch's global generator (dropout, a user's loss) draw by a seed of
-        this update.
+        """Let what draws by torch's global generator (a user's loss, the dropout of an adapter in
+        supervised steps) draw by a seed of this update.
 
         The process shares that generator with the code of environments, so its state tells nothing
         about a run: a resumed one draws the same without restoring it.
@@ -394,10 +406,10 @@ class Trainer:
             yield
             return
 
-        scale = LossDenominator.of(
+        denominator = LossDenominator.of(
             good, self.objective.settings.aggregation, self.config.fixed_length, 1
         )
-        batch = self._batch(good, scale, pack=self.layout.pack_plainly, version=version)
+        batch = self._batch(good, denominator, pack=self.layout.pack_plainly, version=version)
         # The policy before the step need not be scored where the engine's logprobs are its own:
         # they are not if they are of an older policy, of rounded numbers or of a cut vocabulary.
         exact = (
@@ -410,7 +422,7 @@ class Trainer:
         before = self.optimizer.parameters()
         yield
         if self.signal_share < SHORT:
-            return
+            return  # so short a step is not measured
 
         step_metrics.step_share, step_metrics.good_kl = limit.share()
         if step_metrics.step_share < 1.0:
@@ -487,16 +499,16 @@ class Trainer:
         if self.config.old_logprobs == "engine":
             check_logprobs(batch)
         if batch.start_n is None and self.objective.correction is not None:
-            self._start(batch, step_metrics)
+            self._score_start(batch, step_metrics)
         sequence_n = self.objective.sequence(batch, self._score, first=is_first)
 
-        # What the gradient is compared with: the average of earlier steps'. A first step has none,
-        # and compares two halves of its tasks. The share of each task is measured by a small move,
-        # which would be lost in bfloat16's rounding.
-        compares_tasks = is_first and self.signals[0].is_young and self.dtype == torch.float32
+        # With `gradient_signal_steps`: what the gradient is compared with, the average of earlier
+        # steps'. A first step has none, and compares two halves of its tasks. How far each task
+        # agrees is measured by a small move, which would be lost in bfloat16's rounding.
+        by_task = is_first and self.signals[0].is_young and self.dtype == torch.float32
         past = self.optimizer.momentum()
         halved = set[str]()
-        if compares_tasks and not past:
+        if by_task and not past:
             past, halved = self._half_gradient(batch, sequence_n)
 
         # Forward and backward.
@@ -522,7 +534,7 @@ class Trainer:
             step_metrics.add(done.terms, done.entropy_m, kl_terms)
         loss = float(self.ranks.sum_(torch.tensor(loss, dtype=torch.float64, device=self.device)))
         if batch.start_n is None:
-            self._check_start(batch, self.ranks.sum_(logp_n), step_metrics)
+            self._keep_start(batch, self.ranks.sum_(logp_n), step_metrics)
 
         # Only the first update of a step is compared, before it is clipped: later ones see episodes
         # that are in the average already, so their noise would agree with itself.
@@ -530,11 +542,11 @@ class Trainer:
         if is_first:
             gradient = self.optimizer.gradient()
             agreement = self.optimizer.agreement(gradient, past, without=bool(halved))
-        norm = self.optimizer.grad_norm()
+        norm = self.optimizer.clip_gradient()
         check_finite(loss, norm, f"step {step}")
         if is_first:
             parts = []
-            if agreement is not None and compares_tasks:
+            if agreement is not None and by_task:
                 gradient_norm = agreement.norm
                 parts = self._agreement_by_task(batch, past, halved, logp_n, slope_n, gradient_norm)
             self._add_evidence(agreement, parts)
@@ -656,16 +668,18 @@ class Trainer:
             )
         return done
 
-    def _start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
+    def _score_start(self, batch: TrainingBatch, step_metrics: StepMetrics) -> None:
         """Score a batch before its first update, and set its correction."""
-        start_n, correction = self._score(batch), self.objective.correction
-        self._check_start(batch, start_n, step_metrics)
+        start_n = self._score(batch)
+        self._keep_start(batch, start_n, step_metrics)
+
+        correction = self.objective.correction
         if correction is not None:
             check_logprobs(batch, f"train.correction = '{correction.kind}'", "none")
             batch.correction_n = correction.weights(start_n, batch.engine_n, batch.trajectory_n)
             step_metrics.corrections.append(batch.correction_n)
 
-    def _check_start(
+    def _keep_start(
         self,
         batch: TrainingBatch,
         start_n: Tensor,
@@ -679,13 +693,13 @@ class Trainer:
                 changed_n = self._score(batch) - start_n
             return float(changed_n[batch.current_n].abs().mean())
 
-        step_metrics.moved |= check_mismatch(
+        step_metrics.most_differ |= check_mismatch(
             batch,
             self.config,
             self.precision,
             self.distribution,
             rounding_effect=rounding_effect if self._rounded_inputs else None,
-            moved_steps=self._moved_steps,
+            differing_steps=self._differing_steps,
         )
         current_n = batch.current_n
         step_metrics.start.append((start_n[current_n], batch.engine_n[current_n]))
@@ -782,7 +796,7 @@ class Trainer:
                 lambda: self._supervised_backward(batch),
                 undo=self.optimizer.zero_grad,
             )
-        norm = self.optimizer.grad_norm()
+        norm = self.optimizer.clip_gradient()
         check_finite(loss, norm, "a supervised step")
         self.optimizer.step(lr)
         self.updates += 1
@@ -872,15 +886,15 @@ class Trainer:
         return max(signal.share for signal in self.signals)
 
     @property
-    def passes(self) -> int:
-        """Passes over a step's batches: as few as may make that share of updates, none larger than
-        a full one. A pass more would cost as much as the first, and move the policy no further."""
+    def epochs_made(self) -> int:
+        """Epochs that a step makes: as few as may make that share of updates, none larger than a
+        full one. One more would cost as much as the first, and move the policy no further."""
         return max(1, math.ceil(self.config.epochs * self.signal_share))
 
     @property
     def lr_share(self) -> float:
-        """Factor on the learning rate of each pass."""
-        return self.config.epochs * self.signal_share / self.passes
+        """Factor on the learning rate of each epoch."""
+        return self.config.epochs * self.signal_share / self.epochs_made
 
     def reset_optimizer(self) -> None:
         """Reset the optimizer's moments for a new phase."""
