@@ -1,4 +1,10 @@
-"""What the adapters of several frameworks share."""
+"""What the adapters of several frameworks share.
+
+Configuration that user code reads by keys and by attributes (`attribute_config`, `settings`), and
+questions about classes and signatures of user code (`derives_from`, `constructor_parameters`,
+`accepted`). What an episode of such code returned is read in `sampled_rows.py`; our rollouts
+inside another trainer are in `episodes.py`.
+"""
 
 from __future__ import annotations
 
@@ -51,28 +57,44 @@ class TrainerState:
 
 
 def settings(name: str, values: Mapping[str, Any]) -> Any:
-    """Return a configuration that is a dataclass too: user code reads it by keys, by
-    attributes, and with `asdict`."""
-    fields = [key for key in values if key.isidentifier() and not keyword.iskeyword(key)]
+    """Return a configuration that user code reads by keys, by attributes, and with `asdict`.
+
+    It is an `AttributeConfig` and an instance of a dataclass called `name`, whose fields are the
+    keys that can be names of attributes.
+    """
 
     def reduced(self: AttributeConfig) -> tuple[Any, ...]:
+        # The class is made here, so pickle cannot find it by its name.
         return settings, (name, dict(self))
 
-    typed = [(key, Any) for key in fields]
-    methods = {"__reduce__": reduced}
-    made = make_dataclass(
-        name, typed, bases=(AttributeConfig,), namespace=methods, eq=False, repr=False, init=False
+    fields = [(key, Any) for key in values if key.isidentifier() and not keyword.iskeyword(key)]
+    config_class = make_dataclass(
+        name,
+        fields,
+        bases=(AttributeConfig,),
+        namespace={"__reduce__": reduced},
+        eq=False,
+        repr=False,
+        init=False,
     )
-    return made({key: attribute_config(value) for key, value in values.items()})
+    return config_class({key: attribute_config(value) for key, value in values.items()})
 
 
 def attribute_config(value: Any) -> Any:
-    """Convert mappings, also nested ones, to `AttributeConfig`."""
+    """Convert mappings, also nested ones, to `AttributeConfig`.
+
+    >>> from turnwright_compat.common import attribute_config
+    >>> config = attribute_config({"rollout": {"n": 8}})
+    >>> config.rollout.n, config["rollout"]["n"]
+    (8, 8)
+    """
     if isinstance(value, AttributeConfig):
         return value
     if isinstance(value, Mapping):
         return AttributeConfig({str(key): attribute_config(inner) for key, inner in value.items()})
-    return [attribute_config(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [attribute_config(item) for item in value]
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -90,11 +112,12 @@ def derives_from(target: Any, package: str, name: str) -> bool:
     """Whether a class derives from a class of a framework, installed or a stand-in."""
     if not inspect.isclass(target):
         return False
-    found = (
-        (public_name(base.__module__).partition(".")[0], base.__name__)
-        for base in target.__mro__[1:]
-    )
-    return (package, name) in found
+
+    for base in target.__mro__[1:]:
+        base_package = public_name(base.__module__).partition(".")[0]
+        if (base_package, base.__name__) == (package, name):
+            return True
+    return False
 
 
 def constructor_parameters(target: Any) -> tuple[dict[str, inspect.Parameter], bool]:
@@ -103,22 +126,25 @@ def constructor_parameters(target: Any) -> tuple[dict[str, inspect.Parameter], b
     A constructor of `*args, **kwargs` passes on what it gets, so those of the next class are
     added, up to one without.
     """
-    found: dict[str, inspect.Parameter] = {}
+    named: dict[str, inspect.Parameter] = {}
     for base in inspect.getmro(target):
         if "__init__" not in vars(base):
             continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        for one in own:
-            if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL):
-                found.setdefault(one.name, one)
-        if not any(one.kind is one.VAR_KEYWORD for one in own):
-            return found, False
-    return found, True
+
+        signature = inspect.signature(vars(base)["__init__"])
+        parameters = list(signature.parameters.values())[1:]  # without self
+        for parameter in parameters:
+            if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                named.setdefault(parameter.name, parameter)
+
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            return named, False
+    return named, True
 
 
-def accepted(method: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a method takes."""
+def accepted(method: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a method takes; all of them where it takes any keyword."""
     parameters = inspect.signature(method).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-        return dict(given)
-    return {key: value for key, value in given.items() if key in parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {key: value for key, value in arguments.items() if key in parameters}

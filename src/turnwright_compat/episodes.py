@@ -1,5 +1,12 @@
-"""What the integrations share: tasks of a trainer's rows, an engine over its generate call,
-episodes, and training rows."""
+"""Our rollouts in another trainer: what the integrations share.
+
+`Episodes` holds an environment and its tasks. The trainer's dataset has its `rows`; for a batch of
+them the integration opens a rollout once (`Episodes.open`) and plays it with the trainer's own
+generate call (`Episodes.play`), by a `CallEngine` that makes a `Generation` of each reply
+(`make_generation`). `trained_rows` cuts a finished episode into rows as trainers take them.
+
+The call itself, and the format of a batch, are in `rollout.py` of each framework's folder.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from turnwright.config.schema import EnvConfig, Limits
@@ -92,34 +99,49 @@ def make_generation(
         raise BackendContractError(
             f"the trainer's engine returned {have} logprobs for {len(ids)} ids; set {needs}"
         )
-    ended = bool(ids) and (ids[-1] in request.stop_ids or _completes(request, ids))
+
+    ended = bool(ids) and (ids[-1] in request.stop_ids or _completes_stop_text(request, ids))
     stopped = reason == "stop" or (reason is None and len(ids) < request.max_tokens)
     if stopped and ids and not ended:
-        known = ", ".join(map(str, sorted(request.stop_ids)[:8]))
+        end_ids = ", ".join(map(str, sorted(request.stop_ids)[:8]))
         raise BackendContractError(
             f"the trainer's engine stopped after id {ids[-1]}, which is no end token of the "
-            f"renderer ({known}); add it to eos_token_id of the model's generation_config.json"
+            f"renderer ({end_ids}); add it to eos_token_id of the model's generation_config.json"
         )
-    finish = "stop" if ended else "abort" if reason == "abort" or not ids else "length"
-    return Generation(ids, [None if one is None else float(one) for one in logprobs], finish, 0)  # type: ignore[arg-type]
+
+    finish: Literal["stop", "length", "abort"]
+    if ended:
+        finish = "stop"
+    elif reason == "abort" or not ids:
+        finish = "abort"
+    else:
+        finish = "length"
+    sampled_logprobs = [None if logprob is None else float(logprob) for logprob in logprobs]
+    return Generation(ids, sampled_logprobs, finish, 0)
 
 
-def _completes(request: Request, ids: Sequence[int]) -> bool:
+def _completes_stop_text(request: Request, ids: Sequence[int]) -> bool:
     return request.stop_text is not None and request.stop_text.first_completion(ids) == len(ids)
 
 
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
     """Return the sampling parameters of a trainer's engine call, for the record; -1 is no limit
     on the number of ids."""
-    found = {name: params.get(name) for name in ("temperature", "top_p", "top_k", "min_p")}
-    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
-    if "top_k" in given:
-        given["top_k"] = max(int(given["top_k"]), 0)
+    values: dict[str, Any] = {}
+    for name in ("temperature", "top_p", "top_k", "min_p"):
+        value = params.get(name)
+        if value is not None:
+            values[name] = value
+
+    if "top_k" in values:
+        values["top_k"] = max(int(values["top_k"]), 0)
     for name in ("temperature", "top_p", "min_p"):
-        if name in given and not is_finite_number(given[name]):
-            given[name] = float(given[name])
-    sampling = Sampling(**given)
-    if fault := sampling.fault():
+        if name in values and not is_finite_number(values[name]):
+            values[name] = float(values[name])
+
+    sampling = Sampling(**values)
+    fault = sampling.fault()
+    if fault:
         raise UsageError(f"sampling parameters of the trainer: {fault}")
     return sampling
 
@@ -132,9 +154,11 @@ def renderer_of(tokenizer: Any, model: str | Path | None = None) -> Renderer:
     """
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        for name in _MODEL_FILES if model is not None else ():
-            if (Path(model or "") / name).is_file():
-                shutil.copy(Path(model or "") / name, folder)
+        if model is not None:
+            for name in _MODEL_FILES:
+                source = Path(model) / name
+                if source.is_file():
+                    shutil.copy(source, folder)
         return load_renderer(folder)
 
 
@@ -170,6 +194,7 @@ class TrainedRow:
                 f"{over} sampled ids are beyond the first {length} of the response; set "
                 "limits.episode_tokens"
             )
+
         end = len(self.prompt_ids) + length
         return TrainedRow(
             self.prompt_ids,
@@ -188,28 +213,36 @@ def trained_rows(trajectory: Trajectory, filler: int) -> list[TrainedRow]:
     An episode without a reward, one that failed, has one row without trained ids; `filler` is its
     response where nothing was sampled, since trainers take no empty one.
     """
-    seen: set[tuple[int, int]] = set()
+    seen_slots: set[tuple[int, int]] = set()
     rows: list[TrainedRow] = []
-    played = trajectory.reward is not None
+    has_reward = trajectory.reward is not None
+
     for row in trajectory.samples():
-        new = [at for at, one in enumerate(row.mask) if one and row.slots[at] not in seen]
-        seen.update(row.slots[at] for at in new)
-        start = new[0] if new else len(row.ids)
-        mask = [int(weight > 0 and played) for weight in row.weights[start:]]
+        new_positions = [
+            position
+            for position, sampled in enumerate(row.mask)
+            if sampled and row.slots[position] not in seen_slots
+        ]
+        seen_slots.update(row.slots[position] for position in new_positions)
+        start = new_positions[0] if new_positions else len(row.ids)
+
+        mask = [int(weight > 0 and has_reward) for weight in row.weights[start:]]
         if not start or (rows and not any(mask)):
             continue  # only ids of failed attempts, or a branch that is not trained
+
         logprobs = [logprob or 0.0 for logprob in row.logprobs[start:]]
-        rewards = (
-            row.token_rewards[start:]
-            if row.token_rewards is not None and played
-            else [0.0] * len(mask)
-        )
+        rewards = [0.0] * len(mask)
+        if row.token_rewards is not None and has_reward:
+            rewards = row.token_rewards[start:]
         rows.append(
             TrainedRow(row.ids[:start], row.ids[start:], mask, logprobs, rewards, tuple(row.media))
         )
-    trained = [row for row in rows if any(row.mask)]
-    if trained or rows:
-        return trained or rows[:1]
+
+    with_trained_ids = [row for row in rows if any(row.mask)]
+    if with_trained_ids:
+        return with_trained_ids
+    if rows:
+        return rows[:1]
     opening = trajectory.path(0) if trajectory.spans else []
     return [TrainedRow(opening or [filler], [filler], [0], [0.0], [0.0])]
 
@@ -218,24 +251,25 @@ def single_row(trajectory: Trajectory, filler: int, trainer: str) -> TrainedRow:
     """Return the one row of an episode; raise `UsageError` where there are several."""
     rows = trained_rows(trajectory, filler)
     if len(rows) > 1:
+        branches = dict(trajectory.branches)
         raise UsageError(
-            f"{trajectory.key}: an episode of {len(rows)} rows (branches: "
-            f"{dict(trajectory.branches)}); {trainer} takes one "
-            'for each prompt. Use history = "append" with a template that keeps earlier turns, or '
-            "train with turnwright.train"
+            f"{trajectory.key}: an episode of {len(rows)} rows (branches: {branches}); {trainer} "
+            'takes one for each prompt. Use history = "append" with a template that keeps earlier '
+            "turns, or train with turnwright.train"
         )
     return rows[0]
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean number of turns, and the share of episodes by status, for a trainer's log."""
-    statuses = Counter(str(one.stop.status.value) for one in trajectories if one.stop)
-    found = {
-        f"turnwright/{status}": count / len(trajectories) for status, count in statuses.items()
-    }
-    return {
-        "turnwright/turns": sum(len(one.turns) for one in trajectories) / max(len(trajectories), 1)
-    } | found
+    turns = sum(len(trajectory.turns) for trajectory in trajectories)
+    metrics = {"turnwright/turns": turns / max(len(trajectories), 1)}
+
+    stops = [trajectory.stop for trajectory in trajectories if trajectory.stop]
+    statuses = Counter(str(stop.status.value) for stop in stops)
+    for status, count in statuses.items():
+        metrics[f"turnwright/{status}"] = count / len(trajectories)
+    return metrics
 
 
 class _SharedStream:
@@ -303,14 +337,22 @@ class Episodes:
             self.spec = resolve_env(EnvConfig(use=env, args=args or {}))
         else:
             self.spec = as_env_spec(env, args=args)
-        self.seed, self.limits, self.renderer = seed, limits, renderer
+        self.seed = seed
+        self.limits = limits
+        self.renderer = renderer
         self.last: list[Trajectory] = []
         """Trajectories of the last call."""
-        self._given, self._out, self._arguments = tasks, out, rollout
-        self._numbers = {"train": n_tasks, "eval": n_eval}
-        self._tasks: dict[str, dict[str, Task]] = {}
+        self._out = out
+        self._rollout_settings = rollout
+
+        self._training_tasks = tasks
+        self._task_counts = {"train": n_tasks, "eval": n_eval}
+        self._tasks_by_split: dict[str, dict[str, Task]] = {}
         self._samples: Counter[tuple[str, int, str]] = Counter()
+        """Episodes so far of each task, by phase and step."""
+
         self._rollout: Rollout | None = None
+        # A stream belongs to one event loop; a trainer may play on several.
         self._streams: WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedStream] = (
             WeakKeyDictionary()
         )
@@ -322,19 +364,19 @@ class Episodes:
 
     def tasks_of(self, split: str) -> dict[str, Task]:
         """Return the tasks of `train` or `eval` by id."""
-        if split not in self._tasks:
-            number, found = self._numbers[split], self._given if split == "train" else None
-            if found is None:
-                found = self.spec.tasks(split, number, self.seed) if number else ()
-            self._tasks[split] = {task.id: task for task in found}
-        return self._tasks[split]
+        if split not in self._tasks_by_split:
+            tasks = self._training_tasks if split == "train" else None
+            if tasks is None:
+                count = self._task_counts[split]
+                tasks = self.spec.tasks(split, count, self.seed) if count else ()
+            self._tasks_by_split[split] = {task.id: task for task in tasks}
+        return self._tasks_by_split[split]
 
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """Return the rows of the trainer's dataset: for each task its id, and a prompt for
         the trainer's tables."""
-        return [
-            {"prompt": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()
-        ]
+        tasks = self.tasks_of(split)
+        return [{"prompt": prompt_of(task), TASK: task_id} for task_id, task in tasks.items()]
 
     def task_of(self, row: Mapping[str, Any], where: str) -> Task:
         """Return the task that a trainer's row names; for a row of another dataset the
@@ -343,15 +385,15 @@ class Episodes:
         Raises:
             UsageError: for an id that no task has; TaskError for a row without a prompt.
         """
-        name = row.get(TASK)
-        if name is None:
+        task_id = row.get(TASK)
+        if task_id is None:
             return task_from_row(row, where)
-        task = self.tasks.get(str(name)) or self.tasks_of("eval").get(str(name))
+
+        task = self.tasks.get(str(task_id)) or self.tasks_of("eval").get(str(task_id))
         if task is None:
-            numbers = "n_tasks, n_eval and seed"
             raise UsageError(
-                f"{where}: {TASK} = {str(name)!r} is no task; give the {numbers} that the rows "
-                "were made with"
+                f"{where}: {TASK} = {str(task_id)!r} is no task; give the n_tasks, n_eval and "
+                "seed that the rows were made with"
             )
         return task
 
@@ -361,13 +403,14 @@ class Episodes:
         """Return an episode to play; without a number of its own it is the
         next sample of its task."""
         if sample is None:
-            counted = phase, step, task.id
-            sample = self._samples[counted]
-            self._samples[counted] += 1
-        spec, key = self.spec, EpisodeKey(phase, step, task.id, sample)
+            counter_key = (phase, step, task.id)
+            sample = self._samples[counter_key]
+            self._samples[counter_key] += 1
+
+        spec = self.spec
         return EpisodeSpec(
             task,
-            key,
+            EpisodeKey(phase, step, task.id, sample),
             spec.factory,
             spec.agent_function,
             spec.max_turns,
@@ -390,29 +433,34 @@ class Episodes:
         `engine` makes an engine of ours, which samples in place of the trainer's; `groups` if the
         trainer asks for all episodes of a task at once.
         """
-        if self._rollout is None:
-            if self.spec.group_reward is not None and not groups:
-                raise UsageError(
-                    f"{self.spec.name}: group_reward compares episodes, and this trainer asks for "
-                    "each alone"
-                )
-            self.renderer = self.renderer or renderer_of(tokenizer, model)
-            limits = self.limits
-            if not isinstance(limits, Limits):
-                known = {name: value for name, value in lengths.items() if value is not None}
-                limits = Limits(**{**known, **(limits or {})})
-            self.limits = limits
-            run = None
-            if self._out is not None:
-                run = RunDir(Path(self._out) / str(os.getpid()), trajectories=False)
-            given = {
-                "stop_on_bugs": True,
-                **({"concurrency": CONCURRENCY} if engine is None else {}),
-                **self._arguments,
-            }
-            samples = CallEngine() if engine is None else engine(self.renderer)
-            settings = RolloutSettings(limits=limits, seed=self.seed, **given)
-            self._rollout = Rollout(samples, self.renderer, settings, run=run)
+        if self._rollout is not None:
+            return self._rollout
+
+        if self.spec.group_reward is not None and not groups:
+            raise UsageError(
+                f"{self.spec.name}: group_reward compares episodes, and this trainer asks for "
+                "each alone"
+            )
+        self.renderer = self.renderer or renderer_of(tokenizer, model)
+
+        limits = self.limits
+        if not isinstance(limits, Limits):
+            trainer_limits = {key: length for key, length in lengths.items() if length is not None}
+            limits = Limits(**{**trainer_limits, **(limits or {})})
+        self.limits = limits
+
+        run = None
+        if self._out is not None:
+            run = RunDir(Path(self._out) / str(os.getpid()), trajectories=False)
+
+        defaults: dict[str, Any] = {"stop_on_bugs": True}
+        if engine is None:
+            defaults["concurrency"] = CONCURRENCY
+        sampler = CallEngine() if engine is None else engine(self.renderer)
+        settings = RolloutSettings(
+            limits=limits, seed=self.seed, **{**defaults, **self._rollout_settings}
+        )
+        self._rollout = Rollout(sampler, self.renderer, settings, run=run)
         return self._rollout
 
     async def play(
@@ -428,17 +476,19 @@ class Episodes:
         assert self._rollout is not None
         shared = self._streams.setdefault(asyncio.get_running_loop(), _SharedStream(self._rollout))
         async with shared.use() as stream:
-            token = _SAMPLE.set(sample or _no_sample)  # the submission's tasks inherit it
+            # The submission's tasks copy the context, so each submission samples by its own call.
+            token = _SAMPLE.set(sample or _no_sample)
             try:
                 submission = stream.submit(episodes, sampling=sampling)
             finally:
                 _SAMPLE.reset(token)
-            found = await submission
-        for trajectory in found:
+            trajectories = await submission
+
+        for trajectory in trajectories:
             if trajectory.error is not None and trajectory.error.kind == FailureKind.ENGINE:
                 raise EngineError(f"{trajectory.key}: {trajectory.error.message}")
-        self.last = found
-        return found
+        self.last = trajectories
+        return trajectories
 
     @property
     def pixels(self) -> PixelCache | None:
@@ -455,18 +505,18 @@ class Episodes:
 def prompt_of(task: Task) -> list[dict[str, str]]:
     """Return the messages of a task as text, for a trainer's tables and length filters; its
     id where it has none."""
-    found = [
+    messages = [
         {"role": message.role, "content": message.text} for message in task.messages if message.text
     ]
-    return found or [{"role": "user", "content": task.id}]
+    return messages or [{"role": "user", "content": task.id}]
 
 
 def images_of(placed: Sequence[MediaPlacement], trainer: str) -> list[ImageRef]:
     """Return the images among ids, in order; raise `UsageError` for videos."""
-    found = [block.media for block in placed if isinstance(block.media, ImageRef)]
-    if len(found) < len(placed):
+    images = [block.media for block in placed if isinstance(block.media, ImageRef)]
+    if len(images) < len(placed):
         raise UsageError(f"{trainer} takes no videos from Turnwright; give their frames as images")
-    return found
+    return images
 
 
 def pictures(placed: Sequence[MediaPlacement], store: MediaStore, trainer: str) -> list[Any]:

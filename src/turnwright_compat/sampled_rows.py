@@ -1,5 +1,10 @@
 """Rows of ids, masks and rewards that a user's own loop returns, as weights and rewards of
-the replies it sampled."""
+the replies it sampled.
+
+The engine of such a loop keeps an `EngineCall` for each reply. `read_output` finds the replies in
+the rows, refuses a mask that trains what was not sampled, and passes the masks on as weights.
+`sampling_options` and `image_of` read what the loop asked of the engine.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from turnwright.errors import EnvError
 from turnwright.types import Image, ImageRef, Video, VideoRef
 
 LOGPROB_TOLERANCE = 1e-3
+"""Largest difference of a logprob in a row from the one that the engine returned."""
 _LENGTHS = ("max_tokens", "max_new_tokens", "max_generate_length")
 
 
@@ -24,17 +30,20 @@ def sampling_options(
     """Return a framework's sampling parameters by our names, without those that leave
     the choice to the run."""
     top_k = given.get("top_k")
-    found = {
+    if top_k is not None:
+        top_k = max(0, top_k)  # -1 is no limit there, 0 here
+
+    options = {
         "max_tokens": next((given[name] for name in _LENGTHS if given.get(name)), None),
         "temperature": given.get("temperature"),
         "top_p": given.get("top_p"),
-        "top_k": None if top_k is None else max(0, top_k),
+        "top_k": top_k,
         "min_p": given.get("min_p"),
-        "stop": _several(given.get("stop")),
-        "stop_ids": _several(given.get("stop_token_ids")),
-        "media": tuple(map(image_of, _several(media))),
+        "stop": _as_tuple(given.get("stop")),
+        "stop_ids": _as_tuple(given.get("stop_token_ids")),
+        "media": tuple(map(image_of, _as_tuple(media))),
     }
-    return {key: value for key, value in found.items() if value not in (None, ())}
+    return {key: value for key, value in options.items() if value not in (None, ())}
 
 
 def image_of(value: Any) -> Any:
@@ -42,9 +51,12 @@ def image_of(value: Any) -> Any:
     a dict with one of them."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path")
+
     if isinstance(value, str) and not value.startswith("data:"):
         value = Path(value) if _is_file(value) else f"data:image;base64,{value}"
-    return value if isinstance(value, (Image, ImageRef, Video, VideoRef)) else Image(value)
+    if isinstance(value, (Image, ImageRef, Video, VideoRef)):
+        return value
+    return Image(value)
 
 
 def _is_file(text: str) -> bool:
@@ -55,14 +67,13 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def _several(value: Any) -> tuple[Any, ...]:
-    return (
-        ()
-        if value is None or value == ""
-        else (value,)
-        if isinstance(value, (str, int))
-        else tuple(value)
-    )
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    """Return a parameter that may be one value or several as a tuple."""
+    if value is None or value == "":
+        return ()
+    if isinstance(value, (str, int)):
+        return (value,)
+    return tuple(value)
 
 
 @dataclass(slots=True)
@@ -72,6 +83,22 @@ class EngineCall:
     context: list[int] | None
     """None where the generator gave messages."""
     reply: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a `GeneratorOutput`; what the output has no column of is None."""
+
+    number: int
+    prompt: list[int]
+    response: list[int]
+    mask: Sequence[Any]
+    reward: Any
+    logprobs: Sequence[Any] | None
+
+
+_Starts = dict[int, int]
+"""Number of a call -> the position in a row's response at which its reply starts."""
 
 
 def read_output(
@@ -104,205 +131,266 @@ def read_output(
             f"generate returned {describe_value(output)}; return a GeneratorOutput with "
             "response_ids"
         )
+
     weights: dict[int, list[float]] = {}
-    turns, own = [0.0] * len(calls), 0.0
-    rows = len(output["response_ids"])
+    turn_rewards = [0.0] * len(calls)
+    episode_reward = 0.0
     by_row: list[tuple[float, tuple[Any, ...]]] = []
     counts: Counter[str] = Counter()
-    for row in range(rows):
-        prompt, response, mask, reward, logprobs = (_of_row(output, key, row) for key in _ROW)
-        if mask is None or len(mask) != len(response):
-            raise EnvError(
-                f"row {row}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give "
-                "one for each id"
-            )
-        placed = _places(calls, list(prompt or ()), list(response))
-        mask = _of_texts(calls, placed, list(response), mask, is_blank, counts)
-        _check_mask(
-            mask,
-            logprobs,
-            placed,
-            calls,
-            (f"row {row}: {mask_name}", f"row {row}: {logprobs_name}"),
-        )
-        trained = _add_weights(weights, mask, placed, calls)
-        if isinstance(reward, (list, tuple)):
-            if len(reward) != len(response):
-                raise EnvError(
-                    f"row {row}: {len(response)} response_ids and {len(reward)} rewards; give one "
-                    "for each id"
-                )
-            for at, one in enumerate(reward):
-                if value := as_number(one, "a token's reward"):
-                    before = [number for number, start in placed.items() if start <= at]
-                    if before:
-                        turns[max(before, key=placed.__getitem__)] += value
-                    else:
-                        own += value
+    row_count = len(output["response_ids"])
+
+    for number in range(row_count):
+        row = _read_row(output, number, mask_name)
+        starts = _places(calls, row.prompt, row.response)
+        mask = row.mask
+        if is_blank is not None:
+            mask = _mask_of_texts(calls, starts, row, is_blank, counts)
+        names = (f"row {number}: {mask_name}", f"row {number}: {logprobs_name}")
+        _check_mask(mask, row.logprobs, starts, calls, names)
+        trained = _add_weights(weights, mask, starts, calls)
+
+        if isinstance(row.reward, (list, tuple)):
+            episode_reward = _add_token_rewards(row, starts, turn_rewards, episode_reward)
         elif own_rewards:
-            by_row.append((float(reward), trained))
-        elif row == rows - 1:
-            own += as_number(reward, "the reward") or 0.0
+            by_row.append((float(row.reward), trained))
+        elif number == row_count - 1:
+            episode_reward += as_number(row.reward, "the reward") or 0.0
+
+    # A reply that is in no row, or not as it was sampled, is not trained.
     for number, call in enumerate(calls):
         weigh(call.reply, weights.get(number, [0.0] * len(call.reply.ids)))
-    return Scores(own, tuple(turns), metrics=_metrics(output, counts), rows=tuple(by_row))
+    return Scores(
+        episode_reward,
+        tuple(turn_rewards),
+        metrics=_metrics(output, counts),
+        rows=tuple(by_row),
+    )
+
+
+def _read_row(output: Mapping[str, Any], number: int, mask_name: str) -> _Row:
+    prompt = _cell(output, "prompt_token_ids", number)
+    response = _cell(output, "response_ids", number)
+    mask = _cell(output, "loss_masks", number)
+    reward = _cell(output, "rewards", number)
+    logprobs = _cell(output, "rollout_logprobs", number)
+
+    if mask is None or len(mask) != len(response):
+        raise EnvError(
+            f"row {number}: {len(response)} response_ids and {len(mask or ())} {mask_name}; give "
+            "one for each id"
+        )
+    return _Row(number, list(prompt or ()), list(response), mask, reward, logprobs)
+
+
+def _add_token_rewards(
+    row: _Row, starts: _Starts, turn_rewards: list[float], episode_reward: float
+) -> float:
+    """Add a row's reward of each id to the turn of the last reply that starts at it or earlier.
+
+    Return the reward of the episode, with what stands before the first reply.
+    """
+    if len(row.reward) != len(row.response):
+        raise EnvError(
+            f"row {row.number}: {len(row.response)} response_ids and {len(row.reward)} rewards; "
+            "give one for each id"
+        )
+
+    for position, token_reward in enumerate(row.reward):
+        value = as_number(token_reward, "a token's reward")
+        if not value:
+            continue
+        earlier = [call for call, start in starts.items() if start <= position]
+        if earlier:
+            turn_rewards[max(earlier, key=starts.__getitem__)] += value
+        else:
+            episode_reward += value
+    return episode_reward
 
 
 def _add_weights(
     weights: dict[int, list[float]],
     mask: Sequence[Any],
-    placed: Mapping[int, int],
+    starts: _Starts,
     calls: Sequence[EngineCall],
 ) -> tuple[Any, ...]:
-    """Add a row's mask to the weights of the calls; return the replies that it trains."""
+    """Add a row's mask to the weights of the calls; return the replies that it trains.
+
+    A reply that several rows hold has the largest of its weights at each id.
+    """
     trained = []
-    for number, start in placed.items():
+    for number, start in starts.items():
         reply = calls[number].reply
-        found = [float(one) for one in mask[start : start + len(reply.ids)]]
-        found += [0.0] * (len(reply.ids) - len(found))  # the loop cut its response there
-        weights[number] = [
-            max(pair)
-            for pair in zip(found, weights.get(number, [0.0] * len(reply.ids)), strict=True)
-        ]
-        trained += [reply] if any(found) else []
+        in_row = [float(value) for value in mask[start : start + len(reply.ids)]]
+        in_row += [0.0] * (len(reply.ids) - len(in_row))  # the loop cut its response there
+
+        in_other_rows = weights.get(number, [0.0] * len(reply.ids))
+        weights[number] = [max(pair) for pair in zip(in_row, in_other_rows, strict=True)]
+        if any(in_row):
+            trained.append(reply)
     return tuple(trained)
 
 
-_ROW = ("prompt_token_ids", "response_ids", "loss_masks", "rewards", "rollout_logprobs")
-
-
-def _of_row(output: Mapping[str, Any], key: str, row: int) -> Any:
+def _cell(output: Mapping[str, Any], key: str, row: int) -> Any:
     column = output.get(key)
-    if column is not None and len(column) <= row:
+    if column is None:
+        return None
+    if len(column) <= row:
         raise EnvError(
             f"{key} has {len(column)} rows and response_ids {len(output['response_ids'])}; give "
             "one for each"
         )
-    return None if column is None else column[row]
+    return column[row]
 
 
-def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int]) -> dict[int, int]:
-    """Return the positions in the response of the replies, by the number of the call."""
-    full, first, cursor = [*prompt, *response], len(prompt), len(prompt)
-    placed: dict[int, int] = {}
+def _places(calls: Sequence[EngineCall], prompt: list[int], response: list[int]) -> _Starts:
+    """Find the replies that a row holds after the very ids that the engine received.
+
+    A reply to messages, whose context is not known, is the next place where its ids stand.
+    """
+    row_ids = [*prompt, *response]
+    response_start = len(prompt)
+    cursor = response_start
+    starts: _Starts = {}
+
     for number, call in enumerate(calls):
         ids = list(call.reply.ids)
         if call.context is not None:
             start = len(call.context)
-            kept = full[start : start + len(ids)]
+            kept = row_ids[start : start + len(ids)]  # shorter where the loop cut its response
             fits = (
-                start >= first
-                and full[:start] == call.context
+                start >= response_start
+                and row_ids[:start] == call.context
                 and bool(kept)
                 and kept == ids[: len(kept)]
             )
         else:
-            starts = range(cursor, len(full) - len(ids) + 1)
-            start = next((at for at in starts if full[at : at + len(ids)] == ids), -1)
+            start = _find(row_ids, ids, cursor)
             fits = start >= 0
+
         if fits:
-            placed[number], cursor = start - first, start + len(ids)
-    return placed
+            starts[number] = start - response_start
+            cursor = start + len(ids)
+    return starts
 
 
-def _of_texts(
+def _find(row_ids: Sequence[int], ids: list[int], first: int) -> int:
+    """Return the first position from `first` on at which some ids stand; -1 without one."""
+    positions = range(first, len(row_ids) - len(ids) + 1)
+    return next((at for at in positions if row_ids[at : at + len(ids)] == ids), -1)
+
+
+def _mask_of_texts(
     calls: Sequence[EngineCall],
-    placed: dict[int, int],
-    response: list[int],
-    mask: Sequence[Any],
-    is_blank: Callable[[Sequence[int]], bool] | None,
+    starts: _Starts,
+    row: _Row,
+    is_blank: Callable[[Sequence[int]], bool],
     counts: Counter[str],
 ) -> Sequence[Any]:
-    """Place the replies of a row that was built from texts, and return its mask without blank
-    ids; see `read_output`."""
-    if is_blank is None:
-        return mask
-    moved = _moved(calls, placed, response, mask)
-    placed |= moved
-    kept = _without_blanks(mask, response, placed, calls, is_blank)
+    """Return the mask of a row that was built from texts, without blank ids; see `read_output`.
+
+    The replies that the row holds in other contexts are added to `starts`.
+    """
+    moved = _replies_elsewhere(calls, starts, row)
+    starts |= moved
+    kept = _without_blanks(row, starts, calls, is_blank)
+
     counts["replies_in_other_contexts"] += len(moved)
-    counts["blank_ids_not_trained"] += sum(map(bool, mask)) - sum(map(bool, kept))
+    counts["blank_ids_not_trained"] += sum(map(bool, row.mask)) - sum(map(bool, kept))
     return kept
 
 
-def _moved(
-    calls: Sequence[EngineCall], placed: Mapping[int, int], response: list[int], mask: Sequence[Any]
-) -> dict[int, int]:
+def _replies_elsewhere(calls: Sequence[EngineCall], starts: _Starts, row: _Row) -> _Starts:
     """Return the positions of further replies, whose ids are in the response in order
     and masked as trained."""
-    found: dict[int, int] = {}
+    further: _Starts = {}
     cursor = 0
     for number, call in enumerate(calls):
         ids = list(call.reply.ids)
-        if number in placed:
-            cursor = placed[number] + len(ids)
+        if number in starts:
+            cursor = starts[number] + len(ids)
             continue
-        for at in range(cursor, len(response) - len(ids) + 1):
-            if response[at : at + len(ids)] == ids and all(mask[at : at + len(ids)]):
-                found[number], cursor = at, at + len(ids)
+
+        for position in range(cursor, len(row.response) - len(ids) + 1):
+            end = position + len(ids)
+            if row.response[position:end] == ids and all(row.mask[position:end]):
+                further[number] = position
+                cursor = end
                 break
-    return found
+    return further
 
 
 def _without_blanks(
-    mask: Sequence[Any],
-    response: Sequence[int],
-    placed: Mapping[int, int],
+    row: _Row,
+    starts: _Starts,
     calls: Sequence[EngineCall],
     is_blank: Callable[[Sequence[int]], bool],
 ) -> list[Any]:
     """Return the mask without the blank ids that directly follow a reply."""
-    kept = list(mask)
-    starts = set(placed.values())
-    for number, start in placed.items():
-        first = last = start + len(calls[number].reply.ids)
-        while last < len(kept) and kept[last] and last not in starts:
-            last += 1
-        if last > first and is_blank(response[first:last]):
-            kept[first:last] = [0] * (last - first)
+    kept = list(row.mask)
+    reply_starts = set(starts.values())
+    for number, start in starts.items():
+        reply_end = start + len(calls[number].reply.ids)
+        blank_end = reply_end
+        while blank_end < len(kept) and kept[blank_end] and blank_end not in reply_starts:
+            blank_end += 1
+
+        if blank_end > reply_end and is_blank(row.response[reply_end:blank_end]):
+            kept[reply_end:blank_end] = [0] * (blank_end - reply_end)
     return kept
 
 
 def _check_mask(
     mask: Sequence[Any],
     logprobs: Sequence[Any] | None,
-    placed: Mapping[int, int],
+    starts: _Starts,
     calls: Sequence[EngineCall],
     names: tuple[str, str],
 ) -> None:
+    """Refuse a mask or logprobs that are not of what the engine sampled.
+
+    `names`: what errors call the mask and the logprobs.
+    """
+    mask_name, logprobs_name = names
     if logprobs is not None and len(logprobs) != len(mask):
         raise EnvError(
-            f"{names[1]} has {len(logprobs)} values for {len(mask)} response_ids; give one for "
-            "each id"
+            f"{logprobs_name} has {len(logprobs)} values for {len(mask)} response_ids; give one "
+            "for each id"
         )
+
     sampled = {
-        start + at: one
-        for number, start in placed.items()
-        for at, one in enumerate(calls[number].reply.logprobs)
+        start + offset: logprob
+        for number, start in starts.items()
+        for offset, logprob in enumerate(calls[number].reply.logprobs)
     }
-    for at, one in enumerate(mask):
-        if not one:
+    for position, weight in enumerate(mask):
+        if not weight:
             continue
-        if at not in sampled:
+        if position not in sampled:
             raise EnvError(
-                f"{names[0]}[{at}] is {one}, and the engine did not sample that id there; write 0"
+                f"{mask_name}[{position}] is {weight}, and the engine did not sample that id "
+                "there; write 0"
             )
-        if logprobs is None or sampled[at] is None:
+
+        engine_logprob = sampled[position]
+        if logprobs is None or engine_logprob is None:
             continue
-        if abs((number_of(logprobs[at]) or 0.0) - sampled[at]) > LOGPROB_TOLERANCE:
+        if abs((number_of(logprobs[position]) or 0.0) - engine_logprob) > LOGPROB_TOLERANCE:
             raise EnvError(
-                f"{names[1]}[{at}] is {logprobs[at]}, the engine's is {sampled[at]}; pass it on"
+                f"{logprobs_name}[{position}] is {logprobs[position]}, the engine's is "
+                f"{engine_logprob}; pass it on"
             )
 
 
 def _metrics(output: Mapping[str, Any], counts: Mapping[str, int]) -> dict[str, float]:
-    found = {name: float(number) for name, number in counts.items() if number}
-    groups = {
+    """Return the numbers among the metrics that the loop reports, and our counts."""
+    metrics = {name: float(count) for name, count in counts.items() if count}
+    reported = {
         "": output.get("rollout_metrics"),
         "environment/": next(iter(output.get("env_metrics") or ()), None),
     }
-    for prefix, group in groups.items():
-        for key, value in (group or {}).items():
-            if (number := number_of(value)) is not None:
-                found[f"{prefix}{key}"] = number
-    return found
+    for prefix, values in reported.items():
+        for key, value in (values or {}).items():
+            number = number_of(value)
+            if number is not None:
+                metrics[f"{prefix}{key}"] = number
+    return metrics

@@ -388,7 +388,7 @@ envs["room"] = Room
 def test_environments_are_closed_once_however_an_episode_ends(replies, error, tmp_path):
     made = spec(tmp_path, CLOSES, "swift:gym_scheduler", gym_env="room")
     played(made, replies, turns=3, error=error)
-    (scheduler,) = made.agent_function._made.values()
+    (scheduler,) = made.agent_function._by_turns.values()
     assert scheduler._envs == scheduler._pending_obs == {}
     room = scheduler._create_env({})
     assert len(type(room).closed) == 1

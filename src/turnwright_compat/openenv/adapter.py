@@ -1,5 +1,9 @@
 """Environments of OpenEnv servers, through the generic client of `openenv-core`;
-one session per episode."""
+one session per episode.
+
+`openenv_env` makes the factory; `OpenEnv` is the episode. What a server refuses because of the
+model becomes an observation, by the codes in `mistakes`; any other error ends the episode.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +85,23 @@ def openenv_env(
     for key, value in (("connect_s", connect_s), ("call_s", call_s)):
         if not value > 0:
             raise ConfigError(f"openenv_env({url!r}): {key} is {value}; it is over 0 seconds")
-    _client_class()
-    tasks = seeded_tasks if tasks is None else tasks
-    own = (url, action, observation, reset, frozenset(mistakes), connect_s, call_s)
-    return OpenEnvFactory(system, max_turns, tasks, solver, demonstrator, single_turn_best, *own)
+    _client_class()  # raises without openenv-core
+
+    return OpenEnvFactory(
+        system=system,
+        max_turns=max_turns,
+        tasks=seeded_tasks if tasks is None else tasks,
+        solver=solver,
+        demonstrator=demonstrator,
+        single_turn_best=single_turn_best,
+        url=url,
+        parse=action,
+        show=observation,
+        begin=reset,
+        mistakes=frozenset(mistakes),
+        connect_s=connect_s,
+        call_s=call_s,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +136,12 @@ class OpenEnv(Env):
     async def reset(self, task: Task, *, seed: int | None = None) -> Messages:
         """Connect and reset; return the task's messages and the first observation."""
         factory = self._factory
-        given: Any = factory.begin(task) if factory.begin is not None else task.info.get("reset")
-        arguments = dict(given) if factory.begin is not None or isinstance(given, Mapping) else {}
+        arguments: dict[str, Any] = {}
+        if factory.begin is not None:
+            arguments = dict(factory.begin(task))
+        elif isinstance(task.info.get("reset"), Mapping):
+            arguments = dict(task.info["reset"])
+
         self._client = _client_class()(
             factory.url,
             connect_timeout_s=factory.connect_s,
@@ -130,10 +151,8 @@ class OpenEnv(Env):
         result = await self._checked(self._client.reset(**{"seed": seed_of(task)} | arguments))
         if result.done:
             raise self._schema_error("its episode is over before it began")
-        return [
-            *factory.opening(task.messages),
-            *as_messages(self._observation_message(result.observation)),
-        ]
+        first_messages = as_messages(self._observation_message(result.observation))
+        return [*factory.opening(task.messages), *first_messages]
 
     async def step(self, action: Action) -> Step:
         """Take the action of a reply.
@@ -147,10 +166,10 @@ class OpenEnv(Env):
             if error.code in self._factory.mistakes:
                 raise InvalidAction(str(error)) from error
             raise
+
         reward = result.reward
-        if reward is not None and not (
-            isinstance(reward, (bool, int, float)) and math.isfinite(reward)
-        ):
+        is_number = isinstance(reward, (bool, int, float)) and math.isfinite(reward)
+        if reward is not None and not is_number:
             raise self._schema_error(f"the reward is {reward!r:.80}, no finite number")
         self._rewarded = self._rewarded or reward is not None
         self._over = result.done
@@ -166,16 +185,19 @@ class OpenEnv(Env):
 
     async def close(self) -> None:
         """Close the connection, and with it the server's environment."""
-        client, self._client = self._client, None
+        client = self._client
+        self._client = None
         if client is not None:
             await client.close()
 
     def _read(self, text: str) -> dict[str, Any]:
+        """Return the fields of the action that a reply's text is."""
         parse = self._factory.parse
         if isinstance(parse, str):
             return {parse: text.encode("utf-8", "replace").decode()}
+
         with model_mistakes():  # surrogates and NaN included, which are not valid JSON
-            fields = dict((_from_json if parse is None else parse)(text))
+            fields = dict(_from_json(text) if parse is None else parse(text))
             json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
         return fields
 
@@ -190,11 +212,10 @@ class OpenEnv(Env):
                     f"{', '.join(observation) or 'none'}"
                 )
             return _words(observation[show])
-        return (
-            _words(next(iter(observation.values())))
-            if len(observation) == 1
-            else _words(observation)
-        )
+
+        if len(observation) == 1:
+            return _words(next(iter(observation.values())))
+        return _words(observation)
 
     async def _checked(self, call: Awaitable[Any]) -> Any:
         """Await a call and check the format of the answer."""
@@ -208,6 +229,7 @@ class OpenEnv(Env):
             if isinstance(error, json.JSONDecodeError):
                 raise self._schema_error(f"no JSON: {error}") from error
             raise
+
         if not isinstance(result.observation, dict) or not isinstance(result.done, bool):
             raise self._schema_error(f"not an observation and done, but {result!r:.200}")
         return result
@@ -251,17 +273,16 @@ def _client_class() -> Any:
 
 def _error_message(url: str, data: Mapping[str, Any]) -> ServerError:
     """Convert a server error, listing rejected fields with reasons."""
-    errors = data.get("errors")
-    refused = [
-        f"{'.'.join(map(str, error['loc'])) or 'action'}: {error.get('msg', 'refused')}"
-        for error in (errors if isinstance(errors, list) else ())
-        if isinstance(error, Mapping) and isinstance(error.get("loc"), list)
-    ]
     code = str(data.get("code", "UNKNOWN"))
-    return ServerError(
-        code,
-        "; ".join(refused) or f"{url}: {data.get('message') or 'it does not say why'} ({code})",
-    )
+    errors = data.get("errors")
+    refused: list[str] = []
+    for error in errors if isinstance(errors, list) else ():
+        if isinstance(error, Mapping) and isinstance(error.get("loc"), list):
+            field = ".".join(map(str, error["loc"])) or "action"
+            refused.append(f"{field}: {error.get('msg', 'refused')}")
+    if refused:
+        return ServerError(code, "; ".join(refused))
+    return ServerError(code, f"{url}: {data.get('message') or 'it does not say why'} ({code})")
 
 
 def _from_json(text: str) -> dict[str, Any]:

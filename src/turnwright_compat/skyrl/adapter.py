@@ -1,5 +1,10 @@
 """SkyRL: environments of SkyRL-Gym (`BaseTextEnv`, by class or registered id) and generators
-(`GeneratorInterface`)."""
+(`GeneratorInterface`).
+
+`adapt` decides which of these a recipe names. `SkyRLEnv` plays an environment turn by turn; a
+generator plays its episode itself, in `generator.py`. What user code imports of SkyRL is in
+`stand_ins.py`; launch scripts are converted in `convert.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +31,25 @@ CALLED = "SkyRL-Gym calls it as {}(env_config=..., extras=...)"
 def adapt(found: ForeignObject) -> Any:
     """Make a factory of a `BaseTextEnv` class or of an entry of the registry, or an agent function
     of a generator class."""
+    target = found.target
     if any(
-        derives_from(found.target, package, "GeneratorInterface")
-        for package in ("skyrl", "skyrl_train")
+        derives_from(target, package, "GeneratorInterface") for package in ("skyrl", "skyrl_train")
     ):
         refuse_faithful(found)
-        return make_agent_function(found.target, found.args, found.where)
-    target, given = found.target, {}
+        return make_agent_function(target, found.args, found.where)
+
+    registered_kwargs: dict[str, Any] = {}
     if _is_spec(target):
-        entry, given = target.entry_point, dict(target.kwargs)
-        target = import_object(entry, found.where) if isinstance(entry, str) else entry
+        registered_kwargs = dict(target.kwargs)
+        target = target.entry_point
+        if isinstance(target, str):
+            target = import_object(target, found.where)
     elif not derives_from(target, "skyrl_gym", "Env"):
         return None
+
     name = getattr(target, "__name__", type(target).__name__)
     try:
-        inspect.signature(target).bind(**given, env_config=None, extras={})
+        inspect.signature(target).bind(**registered_kwargs, env_config=None, extras={})
     except TypeError as error:
         raise ConfigError(f"{found.where}: {error}; {CALLED.format(name)}") from None
     for hook in ("step", "init"):
@@ -48,8 +57,10 @@ def adapt(found: ForeignObject) -> Any:
             raise ConfigError(
                 f"{found.where}: {name} has no {hook}; a SkyRL-Gym environment has init and step"
             )
+
     config = _config(target, found.args, found.where)
-    return SkyRLFactory(target, given, config, name, "continue" if found.faithful else None)
+    on_turn_length = "continue" if found.faithful else None
+    return SkyRLFactory(target, registered_kwargs, config, name, on_turn_length)
 
 
 def _is_spec(target: Any) -> bool:
@@ -73,25 +84,26 @@ def _registry() -> Mapping[str, Any]:
 def _config(target: Any, args: Mapping[str, Any], where: str) -> Any:
     """Return `[env.args]` as the dataclass that `env_config` is annotated with, else as an
     object with attributes."""
+    constructor = target.__init__ if inspect.isclass(target) else target
     try:
-        hint = get_type_hints(target.__init__ if inspect.isclass(target) else target).get(
-            "env_config"
-        )
+        hint = get_type_hints(constructor).get("env_config")
     except Exception:  # an annotation of a type that is not installed
         hint = None
-    for one in (hint, *get_args(hint)):
-        if inspect.isclass(one) and dataclasses.is_dataclass(one):
-            known = [field.name for field in dataclasses.fields(one) if field.init]
-            for key in args:
-                if key not in known:
-                    raise ConfigError(
-                        f"{where} has no setting {key!r}; "
-                        f"{suggest_or_list(key, known) or 'it takes none'}"
-                    )
-            try:
-                return one(**args)
-            except TypeError as error:
-                raise ConfigError(f"{where}: [env.args]: {error}") from None
+
+    for config_class in (hint, *get_args(hint)):  # also a part of `Config | None`
+        if not (inspect.isclass(config_class) and dataclasses.is_dataclass(config_class)):
+            continue
+        known = [field.name for field in dataclasses.fields(config_class) if field.init]
+        for key in args:
+            if key not in known:
+                raise ConfigError(
+                    f"{where} has no setting {key!r}; "
+                    f"{suggest_or_list(key, known) or 'it takes none'}"
+                )
+        try:
+            return config_class(**args)
+        except TypeError as error:
+            raise ConfigError(f"{where}: [env.args]: {error}") from None
     return attribute_config(args)
 
 
@@ -107,35 +119,34 @@ class ChatHistory:
     def after(self, reply: str, observations: Iterable[Any]) -> Any:
         """Append a reply and what follows; return the observation: a new conversation if the
         environment changed the list."""
-        new = list(observations)
+        new_messages = list(observations)
         changed = len(self._messages) != len(self._known)
+        # Messages of the list: by their number where they are as they were, else themselves.
         kept: list[Any] = []
         for message in self._messages:
-            index = next(
-                (
-                    at
-                    for at, known in enumerate(self._known)
-                    if known[0] is message and known[1] == message
-                ),
-                None,
-            )
+            index = self._number_of(message)
             changed = changed or index != len(kept)
             kept.append(Message.of(message) if index is None else index)
 
-        of_reply = {"role": "assistant", "content": reply}
-        size = len(self._known)
+        reply_number = len(self._known)
+        reply_message = {"role": "assistant", "content": reply}
         if isinstance(self._messages, list):
-            self._messages += [of_reply, *new]
-        items = (
-            [*self._messages]
-            if isinstance(self._messages, list)
-            else [*self._messages, of_reply, *new]
-        )
-        self._known = [(message, copy.copy(message)) for message in items]
+            self._messages += [reply_message, *new_messages]
+            conversation = [*self._messages]
+        else:
+            conversation = [*self._messages, reply_message, *new_messages]
+        self._known = [(message, copy.copy(message)) for message in conversation]
 
         if changed:
-            return NewHistory([*kept, size, *map(Message.of, new)])
-        return [Message.of(message) for message in new] or None
+            return NewHistory([*kept, reply_number, *map(Message.of, new_messages)])
+        return [Message.of(message) for message in new_messages] or None
+
+    def _number_of(self, message: Any) -> int | None:
+        """Return the number of a message that is the same object with the same content."""
+        for number, (known, as_it_was) in enumerate(self._known):
+            if known is message and as_it_was == message:
+                return number
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +154,7 @@ class SkyRLFactory:
     """Factory of one SkyRL-Gym environment."""
 
     make: Callable[..., Any]
-    given: Mapping[str, Any]
+    registered_kwargs: Mapping[str, Any]
     """Arguments of its registration."""
     config: Any
     name: str
@@ -176,54 +187,61 @@ class SkyRLEnv(Env):
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
         """Make the environment with the columns of the row; return the prompt of `init`."""
         factory = self._factory
-        extras, given = extras_of(task, self._limits), copy.deepcopy(dict(factory.given))
-        self._env = factory.make(**given, env_config=copy.deepcopy(factory.config), extras=extras)
-        opened = self._env.init(given_messages(task.messages))
-        if not isinstance(opened, tuple) or len(opened) != 2:
+        extras = extras_of(task, self._limits)
+        # Copies: an environment may change what it is given, and others are made of it too.
+        kwargs = copy.deepcopy(dict(factory.registered_kwargs))
+        config = copy.deepcopy(factory.config)
+        self._env = factory.make(**kwargs, env_config=config, extras=extras)
+
+        returned = self._env.init(given_messages(task.messages))
+        if not isinstance(returned, tuple) or len(returned) != 2:
             raise EnvError(
-                f"{factory.name}.init returned {describe_value(opened)}; return (prompt, metadata)"
+                f"{factory.name}.init returned {describe_value(returned)}; return (prompt, "
+                "metadata)"
             )
-        self._history = ChatHistory(opened[0])
-        return [Message.of(message) for message in opened[0]]
+        prompt, _ = returned
+        self._history = ChatHistory(prompt)
+        return [Message.of(message) for message in prompt]
 
     def step(self, action: Action) -> Step:
         """Pass the text of a reply, without its end token, to the environment."""
-        found = self._env.step(action.raw)
-        if not isinstance(found, Mapping) or not {"observations", "reward", "done"} <= set(found):
+        output = self._env.step(action.raw)
+        if not isinstance(output, Mapping) or not {"observations", "reward", "done"} <= set(output):
             raise EnvError(
-                f"{self._factory.name}.step returned {describe_value(found)}; return "
+                f"{self._factory.name}.step returned {describe_value(output)}; return "
                 "BaseTextEnvStepOutput(observations=..., reward=..., done=..., metadata=...)"
             )
-        metadata = found.get("metadata") or {}
+
+        metadata = output.get("metadata") or {}
         info = plain(metadata) if isinstance(metadata, Mapping) else {"metadata": plain(metadata)}
-        replaced = found.get("postprocessed_action")
-        if replaced is not None and replaced != action.raw:
-            # The sampled ids stay; see docs/compat.md.
-            info["postprocessed_action"] = replaced
-        observation = self._history.after(
-            action.raw if replaced is None else replaced, found["observations"] or ()
-        )
-        return Step(observation, found["reward"], bool(found["done"]), info=info)
+        reply = action.raw
+        replaced = output.get("postprocessed_action")
+        if replaced is not None:
+            reply = replaced
+            if replaced != action.raw:
+                # The sampled ids stay; see docs/compat.md.
+                info["postprocessed_action"] = replaced
+
+        observation = self._history.after(reply, output["observations"] or ())
+        return Step(observation, output["reward"], bool(output["done"]), info=info)
 
     def reward(self, trajectory: Trajectory) -> Scores:
         """Return 0.0, since steps have the rewards, and the numeric metrics of the environment."""
-        metrics = {
-            key: float(value) if isinstance(value, bool) else number_of(value)
-            for key, value in self._metrics()
-        }
-        return Scores(
-            metrics={
-                f"environment/{key}": value for key, value in metrics.items() if value is not None
-            }
-        )
+        metrics: dict[str, float] = {}
+        for key, value in self._metrics():
+            number = float(value) if isinstance(value, bool) else number_of(value)
+            if number is not None:
+                metrics[f"environment/{key}"] = number
+        return Scores(metrics=metrics)
 
     def _metrics(self) -> Iterable[tuple[str, Any]]:
-        found = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
-        if not isinstance(found, Mapping):
+        metrics = self._env.get_metrics() if hasattr(self._env, "get_metrics") else {}
+        if not isinstance(metrics, Mapping):
             raise EnvError(
-                f"{self._factory.name}.get_metrics returned {describe_value(found)}; return a dict"
+                f"{self._factory.name}.get_metrics returned {describe_value(metrics)}; return a "
+                "dict"
             )
-        return found.items()
+        return metrics.items()
 
     def close(self) -> None:
         """Close the environment if it was made."""

@@ -1,5 +1,10 @@
 """A user's own `GeneratorInterface` of SkyRL as an agent function: one generator for each
-episode, over our engine."""
+episode, over our engine.
+
+`make_agent_function` checks the generator's class once; the function that it returns makes a
+generator, has it generate a batch of one episode over an `EngineClient`, and reads the output. How
+rows of ids become weights is in `read_output` of `sampled_rows.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +58,15 @@ def _given_part(part: Any) -> Any:
         return {"type": "text", "text": part}
     if isinstance(part, Image) and isinstance(part.value, bytes):
         url = f"data:image;base64,{b64encode(part.value).decode('ascii')}"
-        further = {"alt": part.alt, "max_pixels": part.max_pixels or None}
-        return {
-            "type": "image_url",
-            "image_url": {"url": url},
-            **{key: one for key, one in further.items() if one is not None},
-        }
-    return {"type": "video", "video": part} if isinstance(part, Video) else part.to_dict()
+        given: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
+        if part.alt is not None:
+            given["alt"] = part.alt
+        if part.max_pixels:
+            given["max_pixels"] = part.max_pixels
+        return given
+    if isinstance(part, Video):
+        return {"type": "video", "video": part}
+    return part.to_dict()
 
 
 def make_agent_function(
@@ -70,60 +77,62 @@ def make_agent_function(
     parameters, takes_any = constructor_parameters(target)
     named = [
         key
-        for key, one in parameters.items()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
+    # A user's own entrypoint makes the generator, so the engine's client may have another name.
+    clients = [
+        key
+        for key, parameter in parameters.items()
+        if "InferenceEngine" in str(parameter.annotation)
+    ]
+
     for key in args:
         if key not in (*CONFIGS, *named) and not takes_any:
             raise ConfigError(
                 f"{where} has no argument {key!r}; {suggest_or_list(key, [*CONFIGS, *named])}"
             )
-    # A user's own entrypoint makes the generator, so the engine's client may have another name.
-    clients = [key for key, one in parameters.items() if "InferenceEngine" in str(one.annotation)]
     for key in named:
-        if (
-            key not in (*GIVEN, *clients, *args)
-            and parameters[key].default is inspect.Parameter.empty
-        ):
+        is_required = parameters[key].default is inspect.Parameter.empty
+        if is_required and key not in (*GIVEN, *clients, *args):
             raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
-    if missing := sorted(getattr(target, "__abstractmethods__", ())):
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if missing:
         raise ConfigError(
             f"{where} lacks {' and '.join(missing)}; a generator has async generate(input_batch)"
         )
 
     async def play(task: Task, model: Any) -> Scores:
         client = EngineClient(model)
-        given = {
-            "generator_cfg": _generator_config(target, model, args.get("generator_cfg") or {}),
-            "skyrl_gym_cfg": attribute_config(
-                {"max_env_workers": 0, **(args.get("skyrl_gym_cfg") or {})}
-            ),
+        generator_config = _generator_config(target, model, args.get("generator_cfg") or {})
+        gym_config = {"max_env_workers": 0, **(args.get("skyrl_gym_cfg") or {})}
+        values = {
+            "generator_cfg": generator_config,
+            "skyrl_gym_cfg": attribute_config(gym_config),
             "inference_engine_client": client,
             "tokenizer": model.tokenizer,
             "model_name": None,
             "policy_model_name": None,
             **dict.fromkeys(clients, client),
         }
-        own = {
-            key: copy.deepcopy(attribute_config(value))
-            for key, value in args.items()
-            if key not in CONFIGS
-        }
-        taken = {key: value for key, value in {**given, **own}.items() if takes_any or key in named}
+        for key, value in args.items():
+            if key not in CONFIGS:
+                values[key] = copy.deepcopy(attribute_config(value))
+
+        taken = {key: value for key, value in values.items() if takes_any or key in named}
         generator = target(**taken)
-        output = await generator.generate(
-            _batch(target, task, model.limits, given["generator_cfg"])
-        )
+        batch = _batch(target, task, model.limits, generator_config)
+        output = await generator.generate(batch)
         return read_output(output, client.calls, model.weigh)
 
     return play
 
 
-def _generator_config(target: Any, model: Any, given: Mapping[str, Any]) -> Any:
+def _generator_config(target: Any, model: Any, changes: Mapping[str, Any]) -> Any:
     """Return SkyRL's configuration of generators by our limits, with the fields of the user's
     own where it has one."""
     limits, sampling = model.limits, model.sampling
-    own = {
+    of_run = {
         "max_turns": limits.turns,
         "max_input_length": limits.context or 1 << 20,
         "sampling_params": {
@@ -134,9 +143,11 @@ def _generator_config(target: Any, model: Any, given: Mapping[str, Any]) -> Any:
             "min_p": sampling.min_p,
         },
     }
-    config = _merged(_merged(asdict(_defaults.GeneratorConfig()), _defaults_of(target)), own)
+    config = _merged(asdict(_defaults.GeneratorConfig()), _defaults_of(target))
+    config = _merged(config, of_run)
     config["eval_sampling_params"] = None
-    config = _merged(config, given)
+    config = _merged(config, changes)
+
     for key in ("sampling_params", "chat_template", "inference_engine"):
         if isinstance(config[key], Mapping):
             config[key] = settings(key.title().replace("_", ""), config[key])
@@ -150,47 +161,48 @@ def _defaults_of(target: Any) -> dict[str, Any]:
             hint = get_type_hints(vars(base).get("__init__")).get("generator_cfg")
         except Exception:  # an annotation of a type that is not installed, or no constructor
             continue
-        for one in (hint, *get_args(hint)):
-            if inspect.isclass(one) and is_dataclass(one):
-                made = {
-                    field.name: field.default
-                    for field in fields(one)
-                    if field.default is not MISSING
-                }
-                made |= {
-                    field.name: field.default_factory()
-                    for field in fields(one)
-                    if field.default_factory is not MISSING
-                }
-                return {
-                    key: asdict(value) if hasattr(type(value), "__dataclass_fields__") else value
-                    for key, value in made.items()
-                }
+        for config_class in (hint, *get_args(hint)):  # also a part of `Config | None`
+            if inspect.isclass(config_class) and is_dataclass(config_class):
+                return _field_defaults(config_class)
     return {}
+
+
+def _field_defaults(config_class: Any) -> dict[str, Any]:
+    """Return the defaults of a dataclass by field, those that are dataclasses as dicts."""
+    constants: dict[str, Any] = {}
+    made: dict[str, Any] = {}
+    for field in fields(config_class):
+        if field.default is not MISSING:
+            constants[field.name] = field.default
+        if field.default_factory is not MISSING:
+            made[field.name] = field.default_factory()
+    return {
+        name: asdict(value) if hasattr(type(value), "__dataclass_fields__") else value
+        for name, value in {**constants, **made}.items()
+    }
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return values with changes, those of nested tables one by one."""
-    found = dict(values)
+    merged = dict(values)
     for key, value in changes.items():
-        before = found.get(key)
-        found[key] = (
-            _merged(before, value)
-            if isinstance(before, Mapping) and isinstance(value, Mapping)
-            else value
-        )
-    return found
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = _merged(before, value)
+        merged[key] = value
+    return merged
 
 
 def _batch(target: Any, task: Task, limits: Limits, config: Any) -> dict[str, Any]:
     """Return the input of one episode."""
-    homes = (
+    # The batch's classes are of the same SkyRL, installed or ours, as the generator's base class.
+    modules = (
         public_name(base.__module__)
         for base in target.__mro__
         if base.__name__ == "GeneratorInterface"
     )
-    home = next(homes, "skyrl.train.generators.base")
-    module = import_foreign(home)
+    module = import_foreign(next(modules, "skyrl.train.generators.base"))
+
     extras = extras_of(task, limits)
     return {
         "prompts": [given_messages(task.messages)],
@@ -213,20 +225,27 @@ class EngineClient:
         self, input_batch: Mapping[str, Any], model: str | None = None
     ) -> dict[str, Any]:
         """Sample a reply to each prompt, which is given as ids or as messages."""
-        by_ids = input_batch.get("prompt_token_ids")
-        prompts = by_ids if by_ids is not None else input_batch.get("prompts") or []
+        prompts_of_ids = input_batch.get("prompt_token_ids")
+        if prompts_of_ids is not None:
+            prompts = prompts_of_ids
+        else:
+            prompts = input_batch.get("prompts") or []
         options = sampling_options(input_batch.get("sampling_params") or {})
         replies = await asyncio.gather(
             *(self._model.generate(list(prompt), **options) for prompt in prompts)
         )
         for prompt, reply in zip(prompts, replies, strict=True):
-            self.calls.append(EngineCall(None if by_ids is None else list(prompt), reply))
+            context = None if prompts_of_ids is None else list(prompt)
+            self.calls.append(EngineCall(context, reply))
+
         decode = self._model.tokenizer.decode
         return {
             "responses": [decode(list(reply.ids), skip_special_tokens=True) for reply in replies],
             "response_ids": [list(reply.ids) for reply in replies],
             "stop_reasons": [reply.finish for reply in replies],
-            "response_logprobs": [[one or 0.0 for one in reply.logprobs] for reply in replies],
+            "response_logprobs": [
+                [logprob or 0.0 for logprob in reply.logprobs] for reply in replies
+            ],
         }
 
     def get_endpoint_url(self) -> str:

@@ -44,8 +44,9 @@ def get_sampling_params_for_backend(backend: str, sampling_params: Any) -> dict[
     """Return the parameters as vLLM names them."""
     if backend != "vllm":
         raise ValueError(f"the backend is vllm, not {backend!r}")
+
     stop = sampling_params.stop
-    found = {
+    params = {
         "min_tokens": 1,
         "skip_special_tokens": True,
         "include_stop_str_in_output": True,
@@ -54,11 +55,12 @@ def get_sampling_params_for_backend(backend: str, sampling_params: Any) -> dict[
         "stop": None if stop is None else list(stop),
     }
     for key in ("temperature", "top_p", "top_k", "min_p"):
-        if (value := getattr(sampling_params, key, None)) is not None:
-            found[key] = value
+        value = getattr(sampling_params, key, None)
+        if value is not None:
+            params[key] = value
     for key, value in (getattr(sampling_params, "additional_kwargs", None) or {}).items():
-        found.setdefault(key, value)
-    return found
+        params.setdefault(key, value)
+    return params
 
 
 TrainingPhase = Literal["train", "eval"]

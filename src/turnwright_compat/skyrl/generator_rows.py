@@ -62,11 +62,13 @@ def get_response_ids_and_loss_mask_from_messages(
     response: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    replies = iter(assistant_logprobs or ())
+    logprobs_of_replies = iter(assistant_logprobs or ())
+
     for message in messages:
         ids = encode_messages_subset([message], tokenizer, tokenizer_kwargs)
+        is_reply = message["role"] == "assistant"
         start = end = len(ids)
-        if message["role"] == "assistant":
+        if is_reply:
             # The last id of the generation prompt may be one with the first of the reply.
             start = len(prompt) if ids[: len(prompt)] == prompt else len(prompt) - 1
             if ids[:start] != prompt[:start]:
@@ -83,10 +85,11 @@ def get_response_ids_and_loss_mask_from_messages(
         response += ids
         mask += [0] * start + [1] * (end - start) + [0] * (len(ids) - end)
         if assistant_logprobs is not None:
-            sampled = list(next(replies, ())) if message["role"] == "assistant" else []
+            sampled = list(next(logprobs_of_replies, ())) if is_reply else []
             if len(sampled) != end - start:
                 raise ValueError(f"a reply of {end - start} ids has {len(sampled)} logprobs")
             logprobs += [0.0] * start + sampled + [0.0] * (len(ids) - end)
+
     return response, mask, None if assistant_logprobs is None else logprobs
 
 
@@ -108,39 +111,36 @@ def get_rollout_metrics(
     trajectory_time_splits: dict[str, list[float]] | None = None,
 ) -> dict[str, Any]:
     """Return the numbers of a batch that SkyRL logs; environments aggregate their own."""
-    counts = np.array([len(response) for response in responses], dtype=float)
+    lengths = np.array([len(response) for response in responses], dtype=float)
     totals = np.array([float(np.sum(reward)) for reward in rewards])
-    found = {
-        f"generate/{name}_num_tokens": _statistic(name, counts)
-        for name in ("min", "max", "avg", "std")
-    }
-    found["generate/avg_tokens_non_zero_rewards"] = _statistic("avg", counts[totals > 0])
-    found["generate/avg_tokens_zero_rewards"] = _statistic("avg", counts[totals == 0])
+    metrics: dict[str, Any] = {}
+    for name in ("min", "max", "avg", "std"):
+        metrics[f"generate/{name}_num_tokens"] = _statistic(name, lengths)
+    metrics["generate/avg_tokens_non_zero_rewards"] = _statistic("avg", lengths[totals > 0])
+    metrics["generate/avg_tokens_zero_rewards"] = _statistic("avg", lengths[totals == 0])
+
     if loss_masks is not None:
         trained = np.array([sum(mask) for mask in loss_masks], dtype=float)
-        found |= {
-            f"generate/{name}_assistant_tokens": _statistic(name, trained)
-            for name in ("min", "max", "avg", "std")
-        }
+        for name in ("min", "max", "avg", "std"):
+            metrics[f"generate/{name}_assistant_tokens"] = _statistic(name, trained)
 
     times = {"completion": trajectory_completion_times, **(trajectory_time_splits or {})}
     for name, seconds in times.items():
-        if seconds:
-            row = np.array(seconds, dtype=float)
-            found[f"generate/trajectory_time_{name}_mean"] = _statistic("avg", row)
-            found[f"generate/trajectory_time_{name}_p90"] = float(np.percentile(row, 90))
-            found[f"generate/trajectory_time_{name}_max"] = _statistic("max", row)
+        if not seconds:
+            continue
+        values = np.array(seconds, dtype=float)
+        metrics[f"generate/trajectory_time_{name}_mean"] = _statistic("avg", values)
+        metrics[f"generate/trajectory_time_{name}_p90"] = float(np.percentile(values, 90))
+        metrics[f"generate/trajectory_time_{name}_max"] = _statistic("max", values)
 
     by_env: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for metrics, env_class in zip(env_metrics or (), env_classes or (), strict=False):
-        by_env[env_class].append(metrics)
+    for episode_metrics, env_class in zip(env_metrics or (), env_classes or (), strict=False):
+        by_env[env_class].append(episode_metrics)
     for env_class, metrics_of_env in by_env.items():
-        combine = import_for_user(
-            "skyrl_gym.metrics", fromlist=("aggregate_for_environment",)
-        ).aggregate_for_environment
-        aggregated = combine(env_class, metrics_of_env)
-        found |= {f"environment/{key}": value for key, value in aggregated.items()}
-    return found
+        module = import_for_user("skyrl_gym.metrics", fromlist=("aggregate_for_environment",))
+        aggregated = module.aggregate_for_environment(env_class, metrics_of_env)
+        metrics |= {f"environment/{key}": value for key, value in aggregated.items()}
+    return metrics
 
 
 def _statistic(name: str, values: Any) -> float:

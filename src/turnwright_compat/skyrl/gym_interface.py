@@ -108,10 +108,10 @@ class BaseTextEnv(Env[ConversationType, str]):
             self.tool_to_toolgroup |= group.get_tool_to_group_mapping()
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Any) -> Any:
-        found = next((group for group in self.tool_groups if group.name == tool_group_name), None)
-        if found is None:
-            raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
-        return found.execute_tool(tool_name, *tool_input)
+        for group in self.tool_groups:
+            if group.name == tool_group_name:
+                return group.execute_tool(tool_name, *tool_input)
+        raise ValueError(f"ToolGroup '{tool_group_name}' not found.")
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
         """Return the prompt and metadata."""
@@ -160,21 +160,23 @@ def register(
     """Register a class, or `module:Class`, under an id; the same registration may repeat."""
     if entry_point is None:
         raise ValueError(f"register({id!r}) needs an entry_point: a class, or 'module:Class'")
-    made = EnvSpec(id, entry_point, dict(kwargs or {}))
-    if registry.setdefault(id, made) != made and not _reloaded(
-        registry[id].entry_point, entry_point
-    ):
+
+    new_spec = EnvSpec(id, entry_point, dict(kwargs or {}))
+    registered = registry.setdefault(id, new_spec)
+    if registered != new_spec and not _reloaded(registered.entry_point, entry_point):
         raise RegistrationError(f"the environment {id!r} is registered already")
-    registry[id] = made
+    registry[id] = new_spec
 
 
 def _reloaded(first: Any, second: Any) -> bool:
     """Whether two classes are one class of a file that was loaded twice."""
-    names = [
-        (getattr(one, "__qualname__", one), getattr(one, "__module__", "").rpartition("_")[0])
-        for one in (first, second)
-    ]
-    return callable(first) and names[0] == names[1]
+    return callable(first) and _name_in_file(first) == _name_in_file(second)
+
+
+def _name_in_file(entry_point: Any) -> tuple[Any, str]:
+    """Return the name of a class, and that of its module without the number of the loading."""
+    module = getattr(entry_point, "__module__", "")
+    return getattr(entry_point, "__qualname__", entry_point), module.rpartition("_")[0]
 
 
 def deregister(id: str) -> None:
@@ -197,15 +199,14 @@ def load_env_creator(name: str) -> Any:
 
 def make(id: str | EnvSpec, **kwargs: Any) -> Any:
     """Make an environment by id."""
-    found = id if isinstance(id, EnvSpec) else spec(id)
-    creator = (
-        load_env_creator(found.entry_point)
-        if isinstance(found.entry_point, str)
-        else found.entry_point
-    )
+    env_spec = id if isinstance(id, EnvSpec) else spec(id)
+    creator = env_spec.entry_point
+    if isinstance(creator, str):
+        creator = load_env_creator(creator)
     assert creator is not None
-    env = creator(**(copy.deepcopy(found.kwargs) | kwargs))
-    env.spec = found
+
+    env = creator(**(copy.deepcopy(env_spec.kwargs) | kwargs))
+    env.spec = env_spec
     return env
 
 
@@ -214,10 +215,8 @@ def pprint_registry(
 ) -> str | None:
     """Print the ids, or return them as text."""
     ids = sorted(print_registry)
-    text = (
-        "\n".join("  ".join(ids[at : at + num_cols]) for at in range(0, len(ids), num_cols))
-        or "no environments registered"
-    )
+    lines = ["  ".join(ids[start : start + num_cols]) for start in range(0, len(ids), num_cols)]
+    text = "\n".join(lines) or "no environments registered"
     if disable_print:
         return text
     print(text)

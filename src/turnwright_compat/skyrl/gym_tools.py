@@ -26,10 +26,11 @@ class ToolGroup:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        found = ((key, getattr(type(self), key, None)) for key in dir(self))
-        self._tool_registry = {
-            made.name: getattr(self, key) for key, made in found if isinstance(made, tool)
-        }
+        self._tool_registry: dict[str, Callable[..., Any]] = {}
+        for key in dir(self):
+            decorated = getattr(type(self), key, None)
+            if isinstance(decorated, tool):
+                self._tool_registry[decorated.name] = getattr(self, key)
 
     def get_name(self) -> str:
         """Return the name of the group."""
@@ -45,10 +46,10 @@ class ToolGroup:
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Call a tool."""
-        found = self.get_tool(name)
-        if found is None:
+        function = self.get_tool(name)
+        if function is None:
             raise ValueError(f"Tool '{name}' not found in group '{self.name}'.")
-        return found(*args, **kwargs)
+        return function(*args, **kwargs)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
         """Return the name of the group by tool."""
@@ -67,7 +68,7 @@ class PythonCodeExecutorToolGroup(ToolGroup):
         """Return what the code writes, or its error."""
         failed = "Error executing Python code: "
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 ["python", "-c", code],
                 capture_output=True,
                 text=True,
@@ -76,7 +77,9 @@ class PythonCodeExecutorToolGroup(ToolGroup):
             )
         except subprocess.TimeoutExpired:
             return f"{failed}Execution timed out after {self.timeout} seconds."
-        return f"{failed}{done.stderr.strip()}" if done.stderr else done.stdout.strip()
+        if process.stderr:
+            return f"{failed}{process.stderr.strip()}"
+        return process.stdout.strip()
 
 
 class SearchToolGroup(ToolGroup):
@@ -89,12 +92,10 @@ class SearchToolGroup(ToolGroup):
         timeout: int = 30,
         log_requests: bool = True,
     ) -> None:
-        self.search_url, self.topk, self.timeout, self.log_requests = (
-            search_url,
-            topk,
-            timeout,
-            log_requests,
-        )
+        self.search_url = search_url
+        self.topk = topk
+        self.timeout = timeout
+        self.log_requests = log_requests
         super().__init__(name="SearchToolGroup")
 
     @tool
@@ -102,17 +103,19 @@ class SearchToolGroup(ToolGroup):
         """Return the passages as JSON of one key, `result`."""
         if query is None:
             return ""
+
         payload = {"query": query.strip(), "topk": self.topk, "return_scores": True}
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
         request = urllib.request.Request(self.search_url, json.dumps(payload).encode(), headers)
         try:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                found = json.load(response).get("result") or []
+                results = json.load(response).get("result") or []
         except (OSError, ValueError, AttributeError) as error:
             return json.dumps({"result": f"Search error: {error}"})
-        text = (
-            "\n---\n".join(_passages(one) for one in found) if found else "No search results found."
-        )
+
+        text = "No search results found."
+        if results:
+            text = "\n---\n".join(_passages(documents) for documents in results)
         return json.dumps({"result": text})
 
 

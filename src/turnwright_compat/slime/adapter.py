@@ -1,5 +1,11 @@
 """slime and Miles: interaction environments (`build_env`), custom generate
-functions, and their rewards."""
+functions, and their rewards.
+
+`adapt` decides which of these a recipe names (`shape.py` has the questions). A `SlimeEnv` plays an
+interaction environment turn by turn; `_agent_function` runs a generate function once an episode,
+over the engine of `engine.py`, and reads its samples. What user code imports of slime is in
+`stand_ins.py`; launch scripts are converted in `convert.py`.
+"""
 
 from __future__ import annotations
 
@@ -82,17 +88,18 @@ def adapt(found: ForeignObject) -> Any:
     target = found.target
     if isinstance(target, Registered):
         target = import_foreign("slime.rollout.sglang_rollout").generate
-    names = parameter_names(target)
-    if names[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
+    if parameter_names(target)[:2] == ROLLOUT_PARAMETERS or _is_rollout_class(target):
         raise ConfigError(
             f"{found.where} plays all samples of a step (--rollout-function-path), which our loop "
             f"replaces; {_hook(target)}"
         )
-    session = plays_session(target)
-    miles = session or takes_one_input(target)
-    build = builds_env(target)
-    if not (takes_a_sample(target) or miles or build):
+
+    is_session = plays_session(target)
+    is_miles = is_session or takes_one_input(target)
+    is_environment = builds_env(target)
+    if not (takes_a_sample(target) or is_miles or is_environment):
         return None
+
     refuse_faithful(found)
     for key in found.args:
         if key not in ARGUMENTS:
@@ -101,13 +108,14 @@ def adapt(found: ForeignObject) -> Any:
             )
     _check_rule(found)
     settings = _settings(found)
-    if session:
+
+    if is_session:
         settings["custom_agent_function_path"] = target
         target = play_session
-    if not build:
-        made: Any = target() if inspect.isclass(target) else target
-        return _agent_function(made, settings, miles, found.where, found.base)
-    return SlimeFactory(target, settings, found.where)
+    if is_environment:
+        return SlimeFactory(target, settings, found.where)
+    generate: Any = target() if inspect.isclass(target) else target
+    return _agent_function(generate, settings, is_miles, found.where, found.base)
 
 
 HOOKS_OF_STEPS = (
@@ -141,41 +149,52 @@ def _hook(target: Any) -> str:
 def _is_rollout_class(target: Any) -> bool:
     """Whether a class is Miles' kind for a complete step, by what its constructor
     is annotated to take."""
-    if not inspect.isclass(target) or not inspect.isfunction(
-        made := getattr(target, "__init__", None)
-    ):
+    if not inspect.isclass(target):
         return False
-    hints = [one.annotation for one in inspect.signature(made).parameters.values()]
-    names = [hint if isinstance(hint, str) else getattr(hint, "__name__", "") for hint in hints]
-    return any(name.rpartition(".")[2] == "RolloutFnConstructorInput" for name in names)
+    constructor = getattr(target, "__init__", None)
+    if not inspect.isfunction(constructor):
+        return False
+
+    for parameter in inspect.signature(constructor).parameters.values():
+        hint = parameter.annotation
+        name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+        if name.rpartition(".")[2] == "RolloutFnConstructorInput":
+            return True
+    return False
 
 
 def _settings(found: ForeignObject) -> dict[str, Any]:
-    """Return the arguments of the run: the YAML file's, then those of `args`."""
-    settings: dict[str, Any] = {}
-    if (named := found.args.get("custom_config_path")) is not None:
-        path = found.base / str(named)
-        import yaml  # type: ignore[import-untyped]
+    """Return the arguments of the run: the YAML file's, then those of `args`, then the rewards'."""
+    settings = _settings_of_file(found)
+    settings |= dict(found.args.get("args") or {})
+    for key in ("reward_key", "eval_reward_key", "rm_type"):
+        if found.args.get(key) is not None:
+            settings[key] = found.args[key]
 
-        try:
-            read = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise ConfigError(
-                f"{found.where}: custom_config_path = {named}: cannot be read ({error})"
-            ) from None
-        if not isinstance(read, Mapping):
-            raise ConfigError(
-                f"{found.where}: custom_config_path = {named}: expected keys and values"
-            )
-        settings |= read
-    keys = {
-        key: found.args[key]
-        for key in ("reward_key", "eval_reward_key", "rm_type")
-        if found.args.get(key) is not None
-    }
-    if (named := found.args.get("custom_rm_path")) is not None:
-        keys["custom_rm_path"] = load_named(named, found, "custom_rm_path")
-    return settings | dict(found.args.get("args") or {}) | keys
+    reward = found.args.get("custom_rm_path")
+    if reward is not None:
+        settings["custom_rm_path"] = load_named(reward, found, "custom_rm_path")
+    return settings
+
+
+def _settings_of_file(found: ForeignObject) -> dict[str, Any]:
+    """Return what the YAML file of `custom_config_path` has; nothing without one."""
+    named = found.args.get("custom_config_path")
+    if named is None:
+        return {}
+
+    import yaml  # type: ignore[import-untyped]
+
+    path = found.base / str(named)
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{found.where}: custom_config_path = {named}: cannot be read ({error})"
+        ) from None
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{found.where}: custom_config_path = {named}: expected keys and values")
+    return dict(document)
 
 
 def _check_rule(found: ForeignObject) -> None:
@@ -203,7 +222,7 @@ def _arguments(
     context = limits.context or UNLIMITED
     host, port = (HOST, PORT) if server is None else server.address
     sampling = {} if server is None else server.sampling_params()
-    known: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "max_turns": limits.turns,
         "generate_max_turns": limits.turns,
         "rollout_max_response_len": limits.episode_tokens or limits.turns * limits.turn_tokens,
@@ -252,25 +271,26 @@ def _arguments(
         "rollout_num_gpus": 1,
         "rollout_num_gpus_per_engine": 1,
     }
-    return RunArguments(
-        **{key: attribute_config(value) for key, value in {**known, **settings}.items()}
-    )
+    values = {key: attribute_config(value) for key, value in {**defaults, **settings}.items()}
+    return RunArguments(**values)
 
 
 def new_sample(task: Task, prompt: Any, *, images: bool = True) -> Any:
     """Return a new `Sample` of a task, with its images unless they are not needed."""
     info = dict(task.info)
     metadata = dict(info.pop("metadata", None) or {})
-    if (tools := info.pop("tools", None)) is not None:
+    tools = info.pop("tools", None)
+    if tools is not None:
         metadata.setdefault("tools", tools)
-    found = pictures(task) if images else []
+
+    task_images = pictures(task) if images else []
     return import_foreign("slime.utils.types").Sample(
         group_index=0,
         index=0,
         prompt=prompt,
         label=task.answer,
         metadata={**info, **metadata},
-        multimodal_inputs={"images": found, "videos": None} if found else None,
+        multimodal_inputs={"images": task_images, "videos": None} if task_images else None,
     )
 
 
@@ -279,12 +299,13 @@ def finish_sample(sample: Any, trajectory: Trajectory, response: str | Callable[
     turns = trajectory.turns
     path = list(trajectory.path(turns[-1].spans[-1])) if turns and turns[-1].spans else []
     start = turns[0].context if turns else len(path)
-    cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
+    is_cut = trajectory.stop is not None and trajectory.stop.status.value == "truncated"
+
     vars(sample).update(
         tokens=path,
         response_length=len(path) - start,
         response=response if isinstance(response, str) else response(path[start:]),
-        status=type(sample).Status.TRUNCATED if cut else type(sample).Status.COMPLETED,
+        status=type(sample).Status.TRUNCATED if is_cut else type(sample).Status.COMPLETED,
     )
     return sample
 
@@ -306,11 +327,11 @@ class SlimeFactory:
         Raises:
             EnvError: for an environment without a hook that is needed, or with another signature.
         """
-        made = SlimeEnv(self)
+        env = SlimeEnv(self)
         try:
-            made.build(task)
+            env.build(task)
         finally:
-            made.close()
+            env.close()
 
     def __repr__(self) -> str:
         return f"slime:{self.where}"
@@ -354,25 +375,26 @@ class SlimeEnv(Env):
         """
         factory = self._factory
         self._sample = new_sample(task, [message.to_dict() for message in task.messages])
-        given = {"sample": self._sample, "args": self._args}
-        if binds(inspect.signature(factory.build), **given):
-            self._env = factory.build(**given)
+        args = self._args
+        if binds(inspect.signature(factory.build), sample=self._sample, args=args):
+            self._env = factory.build(sample=self._sample, args=args)
         else:
-            self._env = factory.build(*given.values())
+            self._env = factory.build(self._sample, args)
+
+        kind = type(self._env).__name__
         if not callable(getattr(self._env, "step", None)):
-            kind = type(self._env).__name__
             raise EnvError(
                 f"{factory.where} returned {kind}, which has no step; return an environment with "
                 "reset and step"
             )
         for hook, count in HOOKS.items():
             try:
-                if callable(method := getattr(self._env, hook, None)):
+                method = getattr(self._env, hook, None)
+                if callable(method):
                     inspect.signature(method).bind(*range(count))
             except TypeError as error:
                 raise EnvError(
-                    f"{type(self._env).__name__}.{hook}: {error}; slime calls it with {count} "
-                    "arguments"
+                    f"{kind}.{hook}: {error}; slime calls it with {count} arguments"
                 ) from None
 
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
@@ -385,42 +407,40 @@ class SlimeEnv(Env):
 
     def step(self, action: Action) -> Step:
         """Pass the text of a reply, with its end token, to the environment."""
-        found = self._env.step(action.raw + action.end_token)
-        if not isinstance(found, tuple) or len(found) != 3:
+        returned = self._env.step(action.raw + action.end_token)
+        if not isinstance(returned, tuple) or len(returned) != 3:
             raise EnvError(
-                f"{self._factory.where}: step returned {describe_value(found)}; return "
+                f"{self._factory.where}: step returned {describe_value(returned)}; return "
                 "(observation, done, info)"
             )
-        observation, done, info = found
+
+        observation, done, info = returned
         info = dict(info) if isinstance(info, Mapping) else {}
-        reward = (
-            as_number(info["reward"], "info['reward']") if info.get("reward") is not None else None
-        )
+        reward = None
+        if info.get("reward") is not None:
+            reward = as_number(info["reward"], "info['reward']")
         if reward is not None:
             self._earned = (self._earned or 0.0) + reward
         if done:
             return Step(None, reward or 0.0, True, info=plain(info))
-        message = (
-            self._env.format_observation(observation)
-            if hasattr(self._env, "format_observation")
-            else observation
-        )
-        return Step(_message(message, self._factory.where), reward or 0.0, info=plain(info))
+
+        if hasattr(self._env, "format_observation"):
+            observation = self._env.format_observation(observation)
+        return Step(_message(observation, self._factory.where), reward or 0.0, info=plain(info))
 
     async def reward(self, trajectory: Trajectory) -> Scores:
         """Call the recipe's reward with the finished sample."""
-        factory = self._factory
-        if not _is_scored(self._sample, self._args):
-            if self._earned is None and self._sample.reward is None and trajectory.stop in STEPPED:
-                raise RewardError(
-                    f"{factory.where}: nothing rewards the episode; give [env.args] custom_rm_path "
-                    "or rm_type, or return info['reward'] from step"
-                )
-            return _read_reward(
-                self._sample.reward if self._sample.reward is not None else 0.0, self._args
+        if _is_scored(self._sample, self._args):
+            sample = finish_sample(self._sample, trajectory, self._decode)
+            return _read_reward(await _scored(sample, self._args), self._args)
+
+        own_reward = self._sample.reward
+        if self._earned is None and own_reward is None and trajectory.stop in STEPPED:
+            raise RewardError(
+                f"{self._factory.where}: nothing rewards the episode; give [env.args] "
+                "custom_rm_path or rm_type, or return info['reward'] from step"
             )
-        sample = finish_sample(self._sample, trajectory, self._decode)
-        return _read_reward(await _scored(sample, self._args), self._args)
+        return _read_reward(own_reward if own_reward is not None else 0.0, self._args)
 
     def close(self) -> None:
         """Close the environment if it was made."""
@@ -428,20 +448,23 @@ class SlimeEnv(Env):
             self._env.close()
 
 
-def _message(found: Any, where: str) -> Message:
+def _message(value: Any, where: str) -> Message:
     """Read what `format_observation` returned; a list of texts alone becomes text, which
     text-only templates take."""
-    if not isinstance(found, Mapping) or "content" not in found:
+    if not isinstance(value, Mapping) or "content" not in value:
         raise EnvError(
-            f"{where}: format_observation returned {describe_value(found)}; return a message with "
+            f"{where}: format_observation returned {describe_value(value)}; return a message with "
             "role and content"
         )
-    content = found["content"]
-    if isinstance(content, list) and all(
-        isinstance(one, Mapping) and one.get("type") == "text" for one in content
-    ):
-        content = join_texts([str(one.get("text", "")) for one in content])
-    return Message.of({**found, "content": content})
+
+    content = value["content"]
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        content = join_texts([str(part.get("text", "")) for part in content])
+    return Message.of({**value, "content": content})
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text"
 
 
 def _read_reward(value: Any, args: Any) -> Scores:
@@ -449,13 +472,16 @@ def _read_reward(value: Any, args: Any) -> Scores:
     other numbers are parts."""
     if not isinstance(value, Mapping):
         return Scores(as_number(value, "the reward"))
+
     key = args.reward_key
     if key is None or key not in value:
         raise RewardError(
             f"the reward is a dict ({', '.join(map(str, value))}); name one by [env.args] "
             "reward_key"
         )
-    parts = {str(name): float(one) for name, one in value.items() if isinstance(one, (int, float))}
+    parts = {
+        str(name): float(part) for name, part in value.items() if isinstance(part, (int, float))
+    }
     return Scores(as_number(value[key], f"the reward {key!r}"), parts=parts)
 
 
@@ -465,57 +491,75 @@ def _agent_function(
     """Make an agent function of a custom generate function."""
 
     async def play(task: Task, model: Any) -> Scores:
-        server = EngineServer(model, bool(settings.get("rollout_skip_special_tokens")), base)
+        skip_special_tokens = bool(settings.get("rollout_skip_special_tokens"))
+        server = EngineServer(model, skip_special_tokens, base)
         token = EPISODE.set(server)
         try:
             server.open()
             args = _arguments(settings, model.limits, server)
             sample = new_sample(task, _prompt(task, model, args))
-            found = await _call(generate, args, sample, server, miles)
-            samples = list(found) if isinstance(found, (list, tuple)) else [found]
-            if not samples or not all(hasattr(one, "response_length") for one in samples):
+            returned = await _call(generate, args, sample, server, miles)
+
+            returned_list = isinstance(returned, (list, tuple))
+            samples = list(returned) if returned_list else [returned]
+            if not samples or not all(hasattr(sample, "response_length") for sample in samples):
                 raise EnvError(
-                    f"{where} returned {describe_value(found)}; return a Sample, or a list of them"
+                    f"{where} returned {describe_value(returned)}; return a Sample, or a list of "
+                    "them"
                 )
-            rewards = await _rewards_of(
-                samples, args, where, together=isinstance(found, (list, tuple))
-            )
+            rewards = await _rewards_of(samples, args, where, together=returned_list)
         finally:
             EPISODE.reset(token)
             await server.close()
-        several, missing = len(samples) > 1, any(one.own is None for one in rewards)
-        for one in samples:
-            server.check_train_inputs(one)
-        rows = {**_rows(samples), "rewards": [one.own or 0.0 for one in rewards]}
+
+        for sample in samples:
+            server.check_train_inputs(sample)
+        rows = _rows(samples)
+        rows["rewards"] = [reward.own or 0.0 for reward in rewards]
         scores = read_output(
             rows,
             server.calls,
             model.weigh,
             "loss_mask",
             "rollout_log_probs",
-            own_rewards=several,
+            own_rewards=len(samples) > 1,
             is_blank=lambda ids: not model.tokenizer.decode(ids).strip(),
         )
-        statuses = [STATUSES[_status_of(one)] for one in samples]
-        worst = max(statuses, key=list(STATUSES.values()).index)
-        parts = {
-            name: sum(one.parts.get(name, 0.0) for one in rewards) / len(rewards)
-            for one in rewards
-            for name in one.parts
-        }
-        return replace(scores, own=None if missing else scores.own, parts=parts, status=worst)  # type: ignore[arg-type]
+
+        own = scores.own
+        if any(reward.own is None for reward in rewards):
+            own = None
+        status = _worst_status(samples)
+        return replace(scores, own=own, parts=_mean_parts(rewards), status=status)  # type: ignore[arg-type]
 
     return play
+
+
+def _worst_status(samples: Sequence[Any]) -> str:
+    """Return the status of the sample that ended worst."""
+    statuses = [STATUSES[_status_of(sample)] for sample in samples]
+    return max(statuses, key=list(STATUSES.values()).index)
+
+
+def _mean_parts(rewards: Sequence[Scores]) -> dict[str, float]:
+    """Return the mean of each part over the samples; 0 where a sample has none of that name."""
+    names = dict.fromkeys(name for reward in rewards for name in reward.parts)
+    return {
+        name: sum(reward.parts.get(name, 0.0) for reward in rewards) / len(rewards)
+        for name in names
+    }
 
 
 async def _call(
     generate: Callable[..., Any], args: Any, sample: Any, server: EngineServer, miles: bool
 ) -> Any:
+    """Call a generate function as slime or Miles does; return its samples."""
     params = server.sampling_params()
     if miles:
         module = import_foreign("miles.rollout.base_types")
         output = await generate(module.GenerateFnInput(GenerateState(args), sample, params, False))
         return getattr(output, "samples", output)
+
     signature = signature_of(generate)
     if signature is not None and "evaluation" in signature.parameters:
         return await generate(args, sample, params, evaluation=False)
@@ -526,13 +570,12 @@ def _prompt(task: Task, model: Any, args: Any) -> Any:
     """Return `sample.prompt`: the rendered conversation; with `apply_chat_template = false` the
     row's text, or messages."""
     messages = [message.to_dict() for message in task.messages]
-    if not args.apply_chat_template:
-        alone = task.messages[0].content if task.is_text else None
-        return alone if isinstance(alone, str) else messages
-    tools = _tools_of(task)
-    return model.tokenizer.apply_chat_template(
-        messages, tokenize=False, tools=tools or None, add_generation_prompt=True
-    )
+    if args.apply_chat_template:
+        return model.tokenizer.apply_chat_template(
+            messages, tokenize=False, tools=_tools_of(task) or None, add_generation_prompt=True
+        )
+    text = task.messages[0].content if task.is_text else None
+    return text if isinstance(text, str) else messages
 
 
 def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
@@ -542,7 +585,7 @@ def _tools_of(task: Task) -> Sequence[Mapping[str, Any]]:
 
 
 def _rows(samples: list[Any]) -> dict[str, Any]:
-    """Return samples as rows of ids, masks and logprobs."""
+    """Return samples as columns of ids, masks and logprobs."""
     rows: dict[str, Any] = {
         "prompt_token_ids": [],
         "response_ids": [],
@@ -550,14 +593,17 @@ def _rows(samples: list[Any]) -> dict[str, Any]:
         "rollout_logprobs": [],
     }
     for sample in samples:
-        start, length = len(sample.tokens) - sample.response_length, sample.response_length
-        mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
+        length = sample.response_length
+        start = len(sample.tokens) - length
         rows["prompt_token_ids"].append(list(sample.tokens[:start]))
         rows["response_ids"].append(list(sample.tokens[start:]))
+
+        mask = [1] * length if sample.loss_mask is None else list(sample.loss_mask)
         rows["loss_masks"].append([0] * len(mask) if sample.remove_sample else mask)
         logprobs = sample.rollout_log_probs
         rows["rollout_logprobs"].append(list(logprobs) if logprobs else [None] * length)
-    if all(one is None for row in rows["rollout_logprobs"] for one in row):
+
+    if all(logprob is None for row in rows["rollout_logprobs"] for logprob in row):
         rows["rollout_logprobs"] = None
     return rows
 
@@ -573,8 +619,11 @@ async def _scored(sample: Any, args: Any) -> Any:
     if function is not None:
         # slime calls it by position, whatever its parameters are named.
         return await call_user(functools.partial(function, args, sample), {})
-    hub = import_foreign("slime.rollout.rm_hub")
-    return await (hub.batched_async_rm if isinstance(sample, list) else hub.async_rm)(args, sample)
+
+    rewards = import_foreign("slime.rollout.rm_hub")
+    if isinstance(sample, list):
+        return await rewards.batched_async_rm(args, sample)
+    return await rewards.async_rm(args, sample)
 
 
 def _status_of(sample: Any) -> str:
@@ -593,29 +642,30 @@ async def _rewards_of(
     With `together`, a generate function returned a list: those without a reward are scored in
     one call, as slime does.
     """
-    if any(_status_of(one) in ("ABORTED", "FAILED") for one in samples):
+    if any(_status_of(sample) in ("ABORTED", "FAILED") for sample in samples):
         return [Scores(None)] * len(samples)
 
-    unscored = [one for one in samples if one.reward is None and _is_scored(one, args)]
-    found = {id(one): one.reward for one in samples}
+    unscored = [sample for sample in samples if sample.reward is None and _is_scored(sample, args)]
+    # By identity: a list may hold one sample twice, and samples of one content are equal.
+    values = {id(sample): sample.reward for sample in samples}
     if together and unscored:
-        made = await _scored(unscored, args)
-        if not isinstance(made, (list, tuple)) or len(made) != len(unscored):
+        rewards = await _scored(unscored, args)
+        if not isinstance(rewards, (list, tuple)) or len(rewards) != len(unscored):
             raise RewardError(
-                f"{where}: the reward returned {describe_value(made)} for {len(unscored)} samples; "
-                "generate returned a list, so it gets a list and returns as many rewards"
+                f"{where}: the reward returned {describe_value(rewards)} for {len(unscored)} "
+                "samples; generate returned a list, so it gets a list and returns as many rewards"
             )
-        found |= {id(one): value for one, value in zip(unscored, made, strict=True)}
+        values |= {id(sample): reward for sample, reward in zip(unscored, rewards, strict=True)}
     else:
-        for one in unscored:
-            found[id(one)] = await _scored(one, args)
+        for sample in unscored:
+            values[id(sample)] = await _scored(sample, args)
 
-    if any(value is None for value in found.values()):
+    if any(value is None for value in values.values()):
         raise RewardError(
             f"{where}: the sample has no reward; set it, or give [env.args] custom_rm_path or "
             "rm_type"
         )
-    return [_read_reward(found[id(one)], args) for one in samples]
+    return [_read_reward(values[id(sample)], args) for sample in samples]
 
 
 def find(id: str) -> Registered | None:

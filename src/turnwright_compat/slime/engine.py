@@ -1,5 +1,10 @@
 """The engine as slime's and Miles' user code calls it: a server's `/generate` by `post`, and the
-state of the rollout."""
+state of the rollout.
+
+An episode sets its `EngineServer` in `EPISODE`; user code reaches it by address (`server_of`) or
+as the current one (`current_server`). `EngineServer.answer` samples, and keeps each call for the
+check of masks. Requests of user code's own HTTP client come through `router.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from turnwright.errors import EnvError
+from turnwright.types import MediaPlacement
 from turnwright_compat.sampled_rows import EngineCall, sampling_options
 from turnwright_compat.slime.processor import ProcessorFace
 from turnwright_compat.slime.router import LOOPBACK, RouterPort
@@ -28,18 +34,20 @@ FINISH = {"stop": "stop", "length": "length", "abort": "abort"}
 
 def server_of(url: str) -> EngineServer | None:
     """Return the engine that an address means; None for other addresses."""
-    server, asked = EPISODE.get(), urlsplit(url)
+    server = EPISODE.get()
+    address = urlsplit(url)
     if server is None:
         return None
-    own = (HOST, PORT), server.address
-    return server if (asked.hostname, asked.port) in own else None
+    own_addresses = (HOST, PORT), server.address
+    return server if (address.hostname, address.port) in own_addresses else None
 
 
 def current_server(what: str) -> EngineServer:
     """Return the servers of the episode that runs; raise `EnvError` outside of one."""
-    if (found := EPISODE.get()) is None:
+    server = EPISODE.get()
+    if server is None:
         raise EnvError(f"{what} is used outside of an episode; make it in generate")
-    return found
+    return server
 
 
 class GenerateState:
@@ -83,7 +91,7 @@ class EngineServer:
         """Host and port, while the servers are open."""
         self._router: RouterPort | None = None
         self.calls: list[EngineCall] = []
-        self._known: dict[str, list[int]] = {}
+        self._ids_by_text: dict[str, list[int]] = {}
         """Ids of contexts with their replies, by text."""
 
     def open(self) -> None:
@@ -111,27 +119,38 @@ class EngineServer:
         the trainer computes."""
         if sample.multimodal_train_inputs is None:
             return
-        trajectory, tokens = self.model.trajectory, list(sample.tokens)
-        placed, end = list[Any](), 0
+
+        tokens = list(sample.tokens)
+        placements, end = self._images_of(tokens)
+        if self.processor is None:
+            fault = "a text-only model has none"
+        else:
+            fault = self.processor.check(sample.multimodal_train_inputs, placements, tokens[end:])
+        if fault:
+            raise EnvError(
+                f"multimodal_train_inputs: {fault}; the trainer computes its own, so leave it None"
+            )
+
+    def _images_of(self, tokens: list[int]) -> tuple[list[MediaPlacement], int]:
+        """Return the images of a sample up to its last reply, and the length up to there.
+
+        The last reply is that of the longest call whose context and reply the sample begins with.
+        """
+        trajectory = self.model.trajectory
+        placements: list[MediaPlacement] = []
+        end = 0
         for call in self.calls:
             path = [*(call.context or ()), *call.reply.ids]
-            if len(path) > end and tokens[: len(path)] == path:
-                turn = next(turn for turn in trajectory.turns if turn.reply is call.reply.message)
-                placed, end = (
-                    [
-                        one
-                        for one in trajectory.media_placements(turn.prompt)
-                        if one.end <= turn.context
-                    ],
-                    len(path),
-                )
-        wrong = "a text-only model has none"
-        if self.processor is None or (
-            wrong := self.processor.check(sample.multimodal_train_inputs, placed, tokens[end:])
-        ):
-            raise EnvError(
-                f"multimodal_train_inputs: {wrong}; the trainer computes its own, so leave it None"
-            )
+            if len(path) <= end or tokens[: len(path)] != path:
+                continue
+            turn = next(turn for turn in trajectory.turns if turn.reply is call.reply.message)
+            placements = [
+                placement
+                for placement in trajectory.media_placements(turn.prompt)
+                if placement.end <= turn.context
+            ]
+            end = len(path)
+        return placements, end
 
     def sampling_params(self) -> dict[str, Any]:
         """Return what slime gives to a generate function, with the run's settings."""
@@ -159,24 +178,22 @@ class EngineServer:
         ids, text = payload.get("input_ids"), payload.get("text")
         if ids is None and not isinstance(text, str):
             raise EnvError("/generate needs input_ids or text")
-        context = self._ids_of(str(text)) if ids is None else [int(one) for one in ids]
-        options = sampling_options(payload.get("sampling_params") or {}, payload.get("image_data"))
+
+        context = self._ids_of(str(text)) if ids is None else [int(token_id) for token_id in ids]
+        params = payload.get("sampling_params") or {}
+        options = sampling_options(params, payload.get("image_data"))
         started = time.monotonic()
         reply = await self.model.generate(context, **options)
         self.calls.append(EngineCall(context, reply))
-        params = payload.get("sampling_params") or {}
-        skips = bool(params.get("skip_special_tokens", True))  # as SGLang
-        replied = (
-            self.model.tokenizer.decode(list(reply.ids), skip_special_tokens=True)
-            if skips
-            else reply.raw_text
-        )
+
+        if params.get("skip_special_tokens", True):  # SGLang's default
+            reply_text = self.model.tokenizer.decode(list(reply.ids), skip_special_tokens=True)
+        else:
+            reply_text = reply.raw_text
         if isinstance(text, str):
-            self._known[text + replied] = [*context, *reply.ids]
-        logprobs = [
-            [one, token, None] for one, token in zip(reply.logprobs, reply.ids, strict=True)
-        ]
-        meta = {
+            self._ids_by_text[text + reply_text] = [*context, *reply.ids]
+
+        meta_info = {
             "id": str(len(self.calls)),
             "finish_reason": {"type": FINISH.get(reply.finish, reply.finish)},
             "prompt_tokens": len(context),
@@ -186,15 +203,18 @@ class EngineServer:
             "weight_version": "default",
         }
         if payload.get("return_logprob"):
-            meta["output_token_logprobs"] = logprobs
-        return {"text": replied, "output_ids": list(reply.ids), "meta_info": meta}
+            pairs = zip(reply.logprobs, reply.ids, strict=True)
+            meta_info["output_token_logprobs"] = [
+                [logprob, token_id, None] for logprob, token_id in pairs
+            ]
+        return {"text": reply_text, "output_ids": list(reply.ids), "meta_info": meta_info}
 
     def _ids_of(self, text: str) -> list[int]:
         """Return the ids of a text, those that were sampled where it begins with a known one."""
-        known = max((one for one in self._known if text.startswith(one)), key=len, default="")
-        rest = (
-            self.model.tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
-            if text != known
-            else []
-        )
-        return [*self._known.get(known, ()), *rest]
+        beginnings = (known for known in self._ids_by_text if text.startswith(known))
+        known_text = max(beginnings, key=len, default="")
+        rest: list[int] = []
+        if text != known_text:
+            rest_text = text[len(known_text) :]
+            rest = self.model.tokenizer(rest_text, add_special_tokens=False)["input_ids"]
+        return [*self._ids_by_text.get(known_text, ()), *rest]

@@ -77,19 +77,18 @@ class FunctionCallParser:
         text where there is none."""
         schemas = [tool.model_dump() for tool in self.tools]
         names = [tool.function.name for tool in self.tools]
+
         # SGLang reads calls only: a thought is text, and what looks like a call in it too.
         thought, mark, rest = full_text.rpartition(THOUGHT)
         message = self._parser.parse(rest, schemas)
 
-        calls: list[ToolCallItem] = []
+        items: list[ToolCallItem] = []
         for call in message.tool_calls:
-            if call.name in names and call.error is None:
-                arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-                calls.append(
-                    ToolCallItem(
-                        tool_index=names.index(call.name), name=call.name, parameters=arguments
-                    )
-                )
-        if not calls:
+            if call.name not in names or call.error is not None:
+                continue
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+            index = names.index(call.name)
+            items.append(ToolCallItem(tool_index=index, name=call.name, parameters=arguments))
+        if not items:
             return full_text, []
-        return f"{thought}{mark}{message.text}".strip(), calls
+        return f"{thought}{mark}{message.text}".strip(), items

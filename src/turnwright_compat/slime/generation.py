@@ -39,26 +39,27 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     """Sample one reply to the prompt of a sample, or go on with one that has ids already."""
     state = GenerateState(args)
     images = (sample.multimodal_inputs or {}).get("images")
-    if not sample.tokens and images and state.processor is not None:
-        sample.tokens = list(
-            state.processor(text=sample.prompt, **build_processor_kwargs(sample.multimodal_inputs))[
-                "input_ids"
-            ][0]
-        )
-    elif not sample.tokens:
-        sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
-    left = sampling_params["max_new_tokens"] - sample.response_length
-    if left <= 0:
+    if not sample.tokens:
+        if images and state.processor is not None:
+            options = build_processor_kwargs(sample.multimodal_inputs)
+            sample.tokens = list(state.processor(text=sample.prompt, **options)["input_ids"][0])
+        else:
+            sample.tokens = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+
+    max_new_tokens = sampling_params["max_new_tokens"] - sample.response_length
+    if max_new_tokens <= 0:
         sample.status = type(sample).Status.TRUNCATED
         return sample
+
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     payload = {
         "input_ids": sample.tokens,
-        "sampling_params": {**sampling_params, "max_new_tokens": left},
+        "sampling_params": {**sampling_params, "max_new_tokens": max_new_tokens},
         "return_logprob": True,
-        "image_data": [encode_image_for_rollout_engine(one) for one in images or ()],
+        "image_data": [encode_image_for_rollout_engine(image) for image in images or ()],
     }
     output = await post(url, payload)
+
     rows = output["meta_info"]["output_token_logprobs"]
     sample.append_response_tokens(
         args,
@@ -112,10 +113,11 @@ def compute_prompt_ids_from_sample(state: Any, sample: Any, tools: Any = None) -
     """Return the ids of a sample's prompt, which is a text or messages; those of its images set
     `multimodal_train_inputs`."""
     media = sample.multimodal_inputs
-    if state.processor and media and any(one is not None for one in media.values()):
-        made = call_processor(state.processor, sample.prompt, media)
-        sample.multimodal_train_inputs = extract_multimodal_train_inputs(made)
-        return list(made["input_ids"][0])
+    if state.processor and media and any(items is not None for items in media.values()):
+        inputs = call_processor(state.processor, sample.prompt, media)
+        sample.multimodal_train_inputs = extract_multimodal_train_inputs(inputs)
+        return list(inputs["input_ids"][0])
+
     prompt = sample.prompt
     if not isinstance(prompt, str):
         prompt = state.tokenizer.apply_chat_template(
@@ -141,13 +143,15 @@ def compute_request_payload(
         length = min(length, args.rollout_max_context_len - len(input_ids))
     if length <= 0:
         return None, Sample.Status.TRUNCATED
+
     payload = {
         "input_ids": list(input_ids),
         "sampling_params": {**sampling_params, "max_new_tokens": length},
         "return_logprob": True,
     }
-    if images := (multimodal_inputs or {}).get("images"):
-        payload["image_data"] = [encode_image_for_rollout_engine(one) for one in images]
+    images = (multimodal_inputs or {}).get("images")
+    if images:
+        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
     return payload, None
 
 
@@ -162,6 +166,7 @@ async def update_sample_from_response(
     rows = output["meta_info"].get("output_token_logprobs") or []
     if not sample.response and not sample.tokens:
         sample.tokens = list(payload["input_ids"])
+
     had_mask = sample.loss_mask is not None
     sample.append_response_tokens(
         args,
@@ -177,28 +182,41 @@ async def update_sample_from_response(
 def create_tool_call_parser(tool_specs: Sequence[Any], tool_call_parser: str) -> Any:
     """Return SGLang's reader of calls, for tools in OpenAI's format."""
     # SGLang's own, where it is installed.
-    tool = import_for_user("sglang.srt.entrypoints.openai.protocol", fromlist=("Tool",)).Tool
-    parser = import_for_user(
+    protocol = import_for_user("sglang.srt.entrypoints.openai.protocol", fromlist=("Tool",))
+    tool_class = protocol.Tool
+    parsers = import_for_user(
         "sglang.srt.function_call.function_call_parser", fromlist=("FunctionCallParser",)
-    ).FunctionCallParser
-    tools = [one if isinstance(one, tool) else tool.model_validate(one) for one in tool_specs]
-    return parser(tools=tools, tool_call_parser=tool_call_parser)
+    )
+    parser_class = parsers.FunctionCallParser
+
+    tools = [
+        tool if isinstance(tool, tool_class) else tool_class.model_validate(tool)
+        for tool in tool_specs
+    ]
+    return parser_class(tools=tools, tool_call_parser=tool_call_parser)
 
 
 async def execute_tool_calls(
     tool_calls: Sequence[Any], execute_one: Callable[[str, dict[str, Any]], Awaitable[str]]
 ) -> list[dict[str, Any]]:
-    """Execute calls in order, and return a message of each result."""
+    """Execute calls in order, and return a message of each result.
+
+    A call is a `ToolCallItem` of SGLang, or one of OpenAI's format, which has an id.
+    """
     messages = []
     for call in tool_calls:
         function = getattr(call, "function", None)
-        name = call.name if function is None else function.name
-        written = call.parameters if function is None else function.arguments
-        id = f"call_{uuid.uuid4().hex[:24]}" if function is None else call.id
-        content = await execute_one(name, json.loads(written) if written else {})
+        if function is None:
+            name, arguments = call.name, call.parameters
+            call_id = f"call_{uuid.uuid4().hex[:24]}"
+        else:
+            name, arguments = function.name, function.arguments
+            call_id = call.id
+
+        content = await execute_one(name, json.loads(arguments) if arguments else {})
         if not isinstance(content, str):
             raise TypeError(f"the tool {name} returned {type(content).__name__}; return a text")
-        messages.append({"role": "tool", "tool_call_id": id, "content": content, "name": name})
+        messages.append({"role": "tool", "tool_call_id": call_id, "content": content, "name": name})
     return messages
 
 
@@ -216,25 +234,26 @@ def tokenize_tool_responses(tool_messages: Sequence[dict[str, Any]], tokenizer: 
     calls = [
         {
             "type": "function",
-            "id": one["tool_call_id"],
-            "function": {"name": one.get("name", "tool"), "arguments": {}},
+            "id": message["tool_call_id"],
+            "function": {"name": message.get("name", "tool"), "arguments": {}},
         }
-        for one in tool_messages
+        for message in tool_messages
     ]
     before = [
         {"role": "user", "content": "dummy"},
         {"role": "assistant", "content": "", "tool_calls": calls},
     ]
-    short = tokenizer.apply_chat_template(before, tokenize=True, add_generation_prompt=False)
-    long = tokenizer.apply_chat_template(
+
+    ids_before = tokenizer.apply_chat_template(before, tokenize=True, add_generation_prompt=False)
+    ids = tokenizer.apply_chat_template(
         [*before, *tool_messages], tokenize=True, add_generation_prompt=True
     )
-    if long[: len(short)] != short:
+    if ids[: len(ids_before)] != ids_before:
         raise ValueError(
             "the template writes earlier messages differently after a tool's result, so nothing "
             "can be appended"
         )
-    return list(long[len(short) :])
+    return list(ids[len(ids_before) :])
 
 
 async def generate_single_turn(input: GenerateFnInput) -> GenerateFnOutput:
@@ -253,7 +272,8 @@ async def generate_multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
     `args` names the tools: `generate_tool_specs_path`, `generate_execute_tool_function_path`,
     `generate_tool_call_parser`.
     """
-    args, sample = input.args, deepcopy(input.sample)
+    args = input.args
+    sample = deepcopy(input.sample)
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     execute = load_function(args.generate_execute_tool_function_path)
     tools = load_function(args.generate_tool_specs_path)
@@ -272,7 +292,7 @@ async def generate_multi_turn(input: GenerateFnInput) -> GenerateFnOutput:
         if output["meta_info"]["finish_reason"]["type"] in ("abort", "length"):
             break
 
-        calls = parser.parse_non_stream(output["text"])[1]
+        _, calls = parser.parse_non_stream(output["text"])
         if not calls:
             break
         results = await execute_tool_calls(calls, execute)

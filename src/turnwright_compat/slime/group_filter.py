@@ -19,8 +19,13 @@ def adapt_filter(function: Callable[..., Any]) -> Callable[[Sequence[Trajectory]
     parameters of slime's filters."""
     if parameter_names(function)[: len(PARAMETERS)] != PARAMETERS:
         return None
+
     args = attribute_config({"reward_key": None, "eval_reward_key": None})
-    return lambda trajectories: function(args, [_sample_of(one) for one in trajectories])
+
+    def filter_group(trajectories: Sequence[Trajectory]) -> Any:
+        return function(args, [_sample_of(trajectory) for trajectory in trajectories])
+
+    return filter_group
 
 
 def _sample_of(trajectory: Trajectory) -> Any:

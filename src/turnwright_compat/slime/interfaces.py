@@ -60,7 +60,9 @@ class Sample:
 
     def get_reward_value(self, args: Any) -> Any:
         """Return the reward, or the one that `args.reward_key` names."""
-        return self.reward[args.reward_key] if getattr(args, "reward_key", None) else self.reward
+        if getattr(args, "reward_key", None):
+            return self.reward[args.reward_key]
+        return self.reward
 
     @property
     def effective_response_length(self) -> int:
@@ -88,33 +90,38 @@ class Sample:
         Raises:
             ValueError: for sampled ids without one logprob each, or logprobs of other ids.
         """
-        new = [int(one) for one in tokens or ()]
-        if new and trainable and (log_probs is None or len(log_probs) != len(new)):
+        new_ids = [int(token_id) for token_id in tokens or ()]
+        if new_ids and trainable and (log_probs is None or len(log_probs) != len(new_ids)):
             raise ValueError(
-                f"{len(new)} trainable ids and {'no' if log_probs is None else len(log_probs)} "
-                "logprobs"
+                f"{len(new_ids)} trainable ids and "
+                f"{'no' if log_probs is None else len(log_probs)} logprobs"
             )
-        if new and not trainable and log_probs is not None:
+        if new_ids and not trainable and log_probs is not None:
             raise ValueError("ids that are not trainable have no logprobs")
-        before = self.response_length
+
+        length_before = self.response_length
         self.response += text or ""
-        if new:
+        if new_ids:
             # In place, as slime does it: user code may keep one of the lists in a variable.
             if self.loss_mask is None:
-                self.loss_mask = [1] * before
+                self.loss_mask = [1] * length_before
             if self.rollout_log_probs is None:
-                self.rollout_log_probs = [0.0] * before
-            self.loss_mask += [int(trainable)] * len(new)
-            self.rollout_log_probs += (
-                [0.0] * len(new) if log_probs is None else [float(one) for one in log_probs]
-            )
-            self.tokens += new
-            self.response_length = before + len(new)
+                self.rollout_log_probs = [0.0] * length_before
+            if log_probs is None:
+                log_probs = [0.0] * len(new_ids)
+            self.loss_mask += [int(trainable)] * len(new_ids)
+            self.rollout_log_probs += [float(logprob) for logprob in log_probs]
+            self.tokens += new_ids
+            self.response_length = length_before + len(new_ids)
+
         if meta_info and update_terminal_info:
-            kinds = {"length": Status.TRUNCATED, "abort": Status.ABORTED, "stop": Status.COMPLETED}
-            self.status = kinds.get(
-                (meta_info.get("finish_reason") or {}).get("type", ""), self.status
-            )
+            statuses = {
+                "length": Status.TRUNCATED,
+                "abort": Status.ABORTED,
+                "stop": Status.COMPLETED,
+            }
+            finish_type = (meta_info.get("finish_reason") or {}).get("type", "")
+            self.status = statuses.get(finish_type, self.status)
 
 
 @dataclass
@@ -198,13 +205,12 @@ class BaseInteractionEnv:
 
     def format_observation(self, observation: dict[str, Any]) -> dict[str, Any]:
         """Return a user message with the media of an observation, then its text."""
-        found = observation or {}
-        media = [item for items in (found.get("multi_modal_data") or {}).values() for item in items]
-        parts: list[dict[str, Any]] = [{"type": "image", "image": item} for item in media]
-        return {
-            "role": "user",
-            "content": [*parts, {"type": "text", "text": found.get("obs_str", "")}],
-        }
+        observation = observation or {}
+        content: list[dict[str, Any]] = []
+        for items in (observation.get("multi_modal_data") or {}).values():
+            content += [{"type": "image", "image": item} for item in items]
+        content.append({"type": "text", "text": observation.get("obs_str", "")})
+        return {"role": "user", "content": content}
 
 
 @dataclass
@@ -222,11 +228,10 @@ SMALLEST = 1e-6
 
 def check_reward_nonzero_std(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
     """Keep a group whose rewards differ."""
-    rewards = [float(one.get_reward_value(args)) for one in _flat(samples)]
-    keep = len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST
-    return DynamicFilterOutput(
-        keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}"
-    )
+    rewards = [float(sample.get_reward_value(args)) for sample in _flat(samples)]
+    if len(rewards) > 1 and statistics.stdev(rewards) > SMALLEST:
+        return DynamicFilterOutput(keep=True)
+    return DynamicFilterOutput(keep=False, reason=f"zero_std_{round(rewards[0], 1)}")
 
 
 def check_reward_nonzero_std_with_fallback(
@@ -240,10 +245,12 @@ def check_reward_nonzero_std_with_fallback(
 
 def check_no_aborted(args: Any, samples: Sequence[Any], **_: Any) -> DynamicFilterOutput:
     """Keep a group without an aborted sample."""
-    aborted = any(one.status == type(one).Status.ABORTED for one in _flat(samples))
-    return DynamicFilterOutput(keep=not aborted, reason="group_has_aborted" if aborted else None)
+    if any(sample.status == type(sample).Status.ABORTED for sample in _flat(samples)):
+        return DynamicFilterOutput(keep=False, reason="group_has_aborted")
+    return DynamicFilterOutput(keep=True)
 
 
 def _flat(samples: Sequence[Any]) -> Iterator[Any]:
-    for one in samples:
-        yield from one if isinstance(one, list) else [one]
+    """Yield the samples of a group, of which some may be lists: the rows of one episode."""
+    for item in samples:
+        yield from item if isinstance(item, list) else [item]

@@ -39,29 +39,28 @@ class ProcessorFace:
         Those of images are tensors, as of processors of transformers, or arrays where
         `return_tensors` is "np". Ids are lists unless it is "pt".
         """
-        texts, left = (
-            [text] if isinstance(text, str) else list(text or ()),
-            self._stored(images, videos),
-        )
+        texts = [text] if isinstance(text, str) else list(text or ())
+        media = self._stored(images, videos)
+
         rows: Any = []
-        every = list(left)
-        for one in texts:
-            ids = self.tokenizer.encode(one)
-            count = (
-                sum(token in self._vision.pad_ids for token in ids) if len(texts) > 1 else len(left)
-            )
+        left = media
+        for row_text in texts:
+            ids = self.tokenizer.encode(row_text)
+            count = len(left)
+            if len(texts) > 1:
+                count = sum(token_id in self._vision.pad_ids for token_id in ids)
             rows.append(self._vision.expand(ids, left[:count])[0])
             left = left[count:]
-        kinds = (
-            options.get("return_tensors"),
-            (options.get("images_kwargs") or {}).get("return_tensors"),
-        )
-        inputs = self.inputs(every)
+
+        ids_kind = options.get("return_tensors")
+        images_kind = (options.get("images_kwargs") or {}).get("return_tensors")
+        kinds = (ids_kind, images_kind)
+        inputs = self.inputs(media)
         if "np" not in kinds and (inputs or "pt" in kinds):
             import torch
 
             inputs = {name: torch.from_numpy(array) for name, array in inputs.items()}
-            if kinds[0] == "pt":
+            if ids_kind == "pt":
                 rows = torch.tensor(rows)
         return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **inputs}
 
@@ -79,7 +78,8 @@ class ProcessorFace:
 
     def inputs(self, media: Sequence[Media]) -> dict[str, Any]:
         """Return what the trainer computes of images, by the names of the model's inputs."""
-        return self._vision.merge([self._vision.process(one, self._intake.store) for one in media])
+        store = self._intake.store
+        return self._vision.merge([self._vision.process(item, store) for item in media])
 
     def check(
         self, given: Mapping[str, Any], placed: Sequence[MediaPlacement], rest: Sequence[int]
@@ -90,68 +90,69 @@ class ProcessorFace:
         `rest` are the sample's ids after its last reply, which may have
         images that no reply follows.
         """
-        own = self.inputs([block.media for block in placed])
-        more = not self._vision.pad_ids.isdisjoint(rest)
-        for name, found in given.items():
-            expected = own.get(name)
-            if expected is None and found is not None and not more:
-                return (
-                    f"{name} is none of the model's inputs here ({', '.join(own) or 'no images'})"
-                )
-            if expected is not None and (wrong := _difference(found, expected, more)):
-                return f"{name} {wrong}"
-        missing = sorted(own.keys() - given.keys())
+        trainer_inputs = self.inputs([block.media for block in placed])
+        has_later_images = not self._vision.pad_ids.isdisjoint(rest)
+        for name, values in given.items():
+            expected = trainer_inputs.get(name)
+            if expected is not None:
+                difference = _difference(values, expected, has_later_images)
+                if difference:
+                    return f"{name} {difference}"
+            elif values is not None and not has_later_images:
+                names = ", ".join(trainer_inputs) or "no images"
+                return f"{name} is none of the model's inputs here ({names})"
+
+        missing = sorted(trainer_inputs.keys() - given.keys())
         return f"{', '.join(missing)} is missing" if missing else ""
 
     def _stored(self, images: Any, videos: Any) -> list[Media]:
         if videos:
             raise ValueError("processor: videos are not supported here; give images")
-        several = (
-            list(images)
-            if isinstance(images, (list, tuple))
-            else []
-            if images is None
-            else [images]
-        )
-        if not several:
+        if images is None:
+            images = []
+        elif not isinstance(images, (list, tuple)):
+            images = [images]
+        if not images:
             return []
-        parts = tuple(one if isinstance(one, Image) else Image(one) for one in several)
+
+        parts = tuple(image if isinstance(image, Image) else Image(image) for image in images)
         (message,) = self._intake.take_in((Message("user", parts),))
         return [*message.media]
 
 
-def _difference(found: Any, expected: Any, more: bool) -> str:
+def _difference(values: Any, expected: Any, more: bool) -> str:
+    """Return how values differ from the trainer's; empty if they do not.
+
+    With `more`, values of further images may follow.
+    """
     import numpy as np
 
-    values = np.asarray(found, dtype=np.float64)  # a tensor, or an array
-    first = values[: len(expected)]
-    if first.shape != expected.shape or (len(values) > len(expected) and not more):
-        return f"has the shape {tuple(values.shape)}, and the trainer's {tuple(expected.shape)}"
-    differ = float(np.abs(first - expected.astype(np.float64)).max(initial=0.0))
-    return f"differs by {differ:.3g} from what the trainer computes" if differ > TOLERANCE else ""
+    array = np.asarray(values, dtype=np.float64)  # of a tensor, or an array
+    first = array[: len(expected)]
+    if first.shape != expected.shape or (len(array) > len(expected) and not more):
+        return f"has the shape {tuple(array.shape)}, and the trainer's {tuple(expected.shape)}"
+
+    largest = float(np.abs(first - expected.astype(np.float64)).max(initial=0.0))
+    if largest <= TOLERANCE:
+        return ""
+    return f"differs by {largest:.3g} from what the trainer computes"
 
 
 def pictures(task: Task) -> list[Any]:
     """Return the images of a row as Pillow images: those of its messages, else
     those for the environment."""
-    parts = [
-        part
-        for message in task.messages
-        if not isinstance(message.content, str)
-        for part in message.content
-    ]
-    found: list[Any] = [part for part in parts if isinstance(part, (Image, ImageRef))] or list(
-        task.images
-    )
-    return [open_picture(one.value) if isinstance(one, Image) else one for one in found]
+    images: list[Any] = []
+    for message in task.messages:
+        if not isinstance(message.content, str):
+            images += [part for part in message.content if isinstance(part, (Image, ImageRef))]
+    images = images or list(task.images)
+    return [open_picture(image.value) if isinstance(image, Image) else image for image in images]
 
 
 def open_picture(value: Any) -> Any:
     """Return an image of any form as a Pillow image in RGB."""
     from PIL import Image as Pillow
 
-    return (
-        value.convert("RGB")
-        if isinstance(value, Pillow.Image)
-        else Pillow.fromarray(decode(value, MediaLimits()))
-    )
+    if isinstance(value, Pillow.Image):
+        return value.convert("RGB")
+    return Pillow.fromarray(decode(value, MediaLimits()))

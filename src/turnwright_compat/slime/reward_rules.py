@@ -1,4 +1,9 @@
-"""Rewards of slime by name."""
+"""Rewards of slime by name.
+
+`async_rm` finds the rule of a sample in `RULES`. Each is a function of the reply, the label of the
+row and its metadata; those for mathematics compare answers by `turnwright_compat.graders`. Names
+and signatures are those that user code imports of `slime.rollout.rm_hub` (`stand_ins.py`).
+"""
 
 from __future__ import annotations
 
@@ -63,12 +68,13 @@ def grade_answer_verl(solution_str: str, ground_truth: Any) -> bool:
     may stand in a box too."""
     if not ground_truth:
         return False
+
     truth = str(ground_truth)
     right = extract_answer(truth) if "\\boxed" in truth else truth
-    found = extract_answer(solution_str)
-    return found is not None and (
-        grade_answer_mathd(found, right) or grade_answer_sympy(found, right)
-    )
+    answer = extract_answer(solution_str)
+    if answer is None:
+        return False
+    return grade_answer_mathd(answer, right) or grade_answer_sympy(answer, right)
 
 
 def get_deepscaler_rule_based_reward(response: str, label: Any) -> int:
@@ -89,18 +95,19 @@ def get_gemma_math_reward(response: str, label: Any) -> int:
 
 
 def _grade(text: str, label: Any) -> int:
-    found = extract_answer(text)
-    if found is None or label == "":
+    answer = extract_answer(text)
+    if answer is None or label == "":
         return 0
     if not isinstance(label, (str, float, int)):
         raise TypeError(
             f"the label of a row is {type(label).__name__}; this grader takes a text or a number"
         )
+
     truth = str(label)
     right = extract_answer(truth) if "\\boxed" in truth else truth
     if right is None:
         return 0
-    return int(grade_answer_mathd(found, right) or grade_answer_sympy(found, right))
+    return int(grade_answer_mathd(answer, right) or grade_answer_sympy(answer, right))
 
 
 def normalize_final_answer(final_answer: Any) -> str:
@@ -142,11 +149,16 @@ def normalize_answer(s: str) -> str:
 def f1_score(prediction: str | None, ground_truth: str) -> tuple[float, float, float]:
     """Return F1, precision and recall of the words; 0 for `yes`, `no` and `noanswer`
     against anything else."""
-    given, right = normalize_answer(prediction or ""), normalize_answer(ground_truth)
-    shared = sum((Counter(given.split()) & Counter(right.split())).values())
-    if not shared or (given != right and (given in CLOSED or right in CLOSED)):
+    answer = normalize_answer(prediction or "")
+    right = normalize_answer(ground_truth)
+    answer_words = answer.split()
+    right_words = right.split()
+
+    shared = sum((Counter(answer_words) & Counter(right_words)).values())
+    if not shared or (answer != right and (answer in CLOSED or right in CLOSED)):
         return 0, 0, 0
-    precision, recall = shared / len(given.split()), shared / len(right.split())
+    precision = shared / len(answer_words)
+    recall = shared / len(right_words)
     return 2 * precision * recall / (precision + recall), precision, recall
 
 
@@ -170,13 +182,14 @@ def compute_gpqa_reward(
     """
     if response is None:
         return 0.0
+
     info = dict(metadata or {})
     choices = info.get("choices") or ()
-    texts = [str(one) for one in (choices.values() if isinstance(choices, Mapping) else choices)]
-    letters = [
-        str(one).upper()
-        for one in info.get("valid_letters") or string.ascii_uppercase[: len(texts)] or LETTERS
-    ]
+    if isinstance(choices, Mapping):
+        choices = choices.values()
+    texts = [str(choice) for choice in choices]
+    valid_letters = info.get("valid_letters") or string.ascii_uppercase[: len(texts)] or LETTERS
+    letters = [str(letter).upper() for letter in valid_letters]
 
     right = _letter_of_label(label, info.get("correct_letter"), letters)
     if right is None and isinstance(label, str) and label.strip():
@@ -189,20 +202,23 @@ def compute_gpqa_reward(
 
     answers = [texts[letters.index(right)]] if right in letters[: len(texts)] else []
     answers += [str(info[key]) for key in ("correct_answer", "answer_text") if info.get(key)]
-    answers += [label] if isinstance(label, str) else []
-    return float(any(one and one in _plain(reply) for one in map(_plain, answers)))
+    if isinstance(label, str):
+        answers.append(label)
+    plain_answers = map(_plain, answers)
+    return float(any(answer and answer in _plain(reply) for answer in plain_answers))
 
 
-def _letter_of_label(label: Any, given: Any, letters: Sequence[str]) -> str | None:
+def _letter_of_label(label: Any, correct_letter: Any, letters: Sequence[str]) -> str | None:
     """Return the right letter: as `correct_letter` gives it, or as the
     label is one, or its number."""
+    given = correct_letter.strip().upper() if isinstance(correct_letter, str) else ""
     if isinstance(label, (int, float)):
         if 0 <= int(label) < len(letters):
             return letters[int(label)]
-    elif isinstance(label, str) and not (isinstance(given, str) and given.strip()):
+    elif isinstance(label, str) and not given:
         letter = label.strip().upper()
         return letter if len(label.strip()) == 1 and letter in letters else None
-    return given.strip().upper() or None if isinstance(given, str) else None
+    return given or None
 
 
 def _letter_of_choice(label: str, texts: Sequence[str], letters: Sequence[str]) -> str | None:
@@ -213,11 +229,13 @@ def _letter_of_choice(label: str, texts: Sequence[str], letters: Sequence[str]) 
 
 
 def _named_letter(text: str, letters: Collection[str]) -> str | None:
+    """Return the letter that a text names as its answer, else the last one that stands alone."""
     for pattern in _PATTERNS:
-        found = re.search(pattern, text, flags=re.IGNORECASE)
-        if found and found[1].upper() in letters:
-            return found[1].upper()
-    alone = [one for one in re.findall(r"\b([A-Z])\b", text) if one in letters]
+        match = re.search(pattern, text, flags=re.IGNORECASE)
+        if match and match[1].upper() in letters:
+            return match[1].upper()
+
+    alone = [letter for letter in re.findall(r"\b([A-Z])\b", text) if letter in letters]
     return alone[-1] if alone else None
 
 
@@ -235,13 +253,13 @@ def compute_ifbench_reward(
         ImportError: without IFBench's `evaluation_lib`; slime clones it, we do not.
     """
     info = metadata or {}
-    names = [
-        str(name).strip()
-        for name in info.get("instruction_id_list") or ()
-        if name is not None and str(name).strip()
-    ]
+    names: list[str] = []
+    for name in info.get("instruction_id_list") or ():
+        if name is not None and str(name).strip():
+            names.append(str(name).strip())
     if response is None or not names:
         return 0.0
+
     try:
         library = importlib.import_module("evaluation_lib")
     except ImportError as error:
@@ -265,13 +283,14 @@ def compute_ifbench_reward(
 def _arguments(given: Any, count: int) -> list[dict[str, Any]]:
     """Return arguments for each instruction, without nulls: one mapping is for all, and the last
     one for those without."""
+    rows: Sequence[Any] = given if isinstance(given, list) else []
     if isinstance(given, Mapping):
-        rows: Sequence[Any] = [given] * count
-    else:
-        rows = given if isinstance(given, list) else []
-    known = [dict(row) if isinstance(row, Mapping) else {} for row in rows][:count]
-    known += [dict(known[-1]) if known else {} for _ in range(count - len(known))]
-    return [{key: value for key, value in row.items() if value is not None} for row in known]
+        rows = [given] * count
+
+    arguments = [dict(row) if isinstance(row, Mapping) else {} for row in rows][:count]
+    last = arguments[-1] if arguments else {}
+    arguments += [dict(last) for _ in range(count - len(arguments))]
+    return [{key: value for key, value in row.items() if value is not None} for row in arguments]
 
 
 RULES = {
@@ -305,15 +324,14 @@ async def async_rm(args: Any, sample: Any, **options: Any) -> Any:
 
     metadata = sample.metadata if isinstance(sample.metadata, dict) else {}
     named = str(metadata.get("rm_type") or args.rm_type or "").strip()
-    kind, response = named.removeprefix(BOXED), sample.response
+    kind = named.removeprefix(BOXED)
+    response = sample.response
     if named.startswith(BOXED):
         response = extract_answer(response) or ""
 
     if kind == REMOTE:
-        return await post(
-            args.rm_url,
-            {"prompt": sample.prompt, "response": sample.response, "label": sample.label},
-        )
+        request = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
+        return await post(args.rm_url, request)
     if kind == BY_CONTENT:
         return hashlib.sha256(f"{sample.tokens}{response}".encode()).digest()[0] % 2
     rule = RULES.get(kind)

@@ -6,6 +6,9 @@ contexts, failures and records are ours. In a module that
 
     episodes = SlimeEpisodes("hop", n_tasks=4096)
     generate = make_generate(episodes)
+
+What all integrations share is `Episodes`, in `episodes.py`. Generate functions of a user, played
+by our rollouts, are the other direction: `adapter.py`.
 """
 
 from __future__ import annotations
@@ -45,10 +48,9 @@ class SlimeEpisodes(Episodes):
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """Return rows of slime's `.jsonl` dataset, for
         `--input-key prompt --label-key label --metadata-key metadata`."""
-        tasks = self.tasks_of(split).items()
         return [
-            {"prompt": prompt_of(task), "label": "", "metadata": {TASK: name}}
-            for name, task in tasks
+            {"prompt": prompt_of(task), "label": "", "metadata": {TASK: task_id}}
+            for task_id, task in self.tasks_of(split).items()
         ]
 
 
@@ -69,46 +71,47 @@ def make_generate(
         args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False
     ) -> Any:
         """Play the episode of a sample; `args` and the others are the trainer's."""
-        given = vars(args)
-        lengths = {
-            "episode_tokens": given.get("rollout_max_response_len"),
-            "context": given.get("rollout_max_context_len"),
-        }
+        settings = vars(args)
+        response_length = settings.get("rollout_max_response_len")
         episodes.open(
-            _tokenizer_of(given, episodes),
-            given.get("hf_checkpoint"),
-            turn_tokens=lengths["episode_tokens"],
-            **lengths,
+            _tokenizer_of(settings, episodes),
+            settings.get("hf_checkpoint"),
+            turn_tokens=response_length,
+            episode_tokens=response_length,
+            context=settings.get("rollout_max_context_len"),
         )
+
         versions: list[Any] = []
         url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
         ask = _sampler(url, dict(sampling_params), post or _post_of(sample), versions, episodes)
-        episode = episodes.episode(
-            _task_of(episodes, sample), phase="eval-slime" if evaluation else "train"
-        )
+        phase = "eval-slime" if evaluation else "train"
+        episode = episodes.episode(_task_of(episodes, sample), phase=phase)
         (trajectory,) = await episodes.play([episode], ask, sampling_of(sampling_params))
+
         filler = min(episodes.renderer.stop_ids) if episodes.renderer is not None else 0
         if not fan_out:
             row = single_row(trajectory, filler, "slime without fan_out=True")
-            return _fill(sample, row, trajectory, given, versions, episodes)
+            return _fill(sample, row, trajectory, settings, versions, episodes)
+
+        # Rows of one episode have one rollout_id.
         rows = trained_rows(trajectory, filler)
-        rollout = sample.index if sample.rollout_id is None else sample.rollout_id
+        rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
         samples = [sample, *(copy.deepcopy(sample) for _ in rows[1:])]
-        for one, row in zip(samples, rows, strict=True):
-            _fill(one, row, trajectory, given, versions, episodes, rollout_id=rollout)
+        for row_sample, row in zip(samples, rows, strict=True):
+            _fill(row_sample, row, trajectory, settings, versions, episodes, rollout_id=rollout_id)
         return samples
 
     return generate
 
 
-def _tokenizer_of(given: Mapping[str, Any], episodes: SlimeEpisodes) -> Any:
+def _tokenizer_of(settings: Mapping[str, Any], episodes: SlimeEpisodes) -> Any:
     """Return the tokenizer of the trainer's model; None where the renderer is known."""
     if episodes.renderer is not None:
         return None
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
-        given["hf_checkpoint"], trust_remote_code=bool(given.get("trust_remote_code"))
+        settings["hf_checkpoint"], trust_remote_code=bool(settings.get("trust_remote_code"))
     )
 
 
@@ -116,10 +119,11 @@ def _task_of(episodes: SlimeEpisodes, sample: Any) -> Task:
     """Return the task of a sample: the one that its metadata names, or one of its
     prompt, label and metadata."""
     metadata = dict(sample.metadata or {})
-    row = {**metadata, "prompt": sample.prompt, "label": sample.label}
-    return episodes.task_of(
-        {TASK: metadata[TASK]} if TASK in metadata else row, f"sample {sample.index}"
-    )
+    if TASK in metadata:
+        row = {TASK: metadata[TASK]}
+    else:
+        row = {**metadata, "prompt": sample.prompt, "label": sample.label}
+    return episodes.task_of(row, f"sample {sample.index}")
 
 
 def _post_of(sample: Any) -> Post:
@@ -151,6 +155,7 @@ def _sampler(
         }
         if request.stop_text is not None:
             sampling["stop"] = list(request.stop_text.texts)
+
         payload: dict[str, Any] = {
             "input_ids": list(request.ids),
             "sampling_params": sampling,
@@ -161,20 +166,21 @@ def _sampler(
             payload["image_data"] = [
                 f"data:image/png;base64,{b64encode(file).decode()}" for file in files
             ]
-        found = await post(url, payload, headers={ROUTING_KEY: request.session})
-        meta = found["meta_info"]
-        rows = meta.get("output_token_logprobs")
+
+        answer = await post(url, payload, headers={ROUTING_KEY: request.session})
+        meta_info = answer["meta_info"]
+        rows = meta_info.get("output_token_logprobs")
         if rows is None:
             raise BackendContractError(
                 f"the servers returned no output_token_logprobs; set {LOGPROBS}"
             )
-        if "weight_version" in meta:
-            versions.append(meta["weight_version"])
+        if "weight_version" in meta_info:
+            versions.append(meta_info["weight_version"])
         return make_generation(
             request,
             [row[1] for row in rows],
             [row[0] for row in rows],
-            meta["finish_reason"]["type"],
+            meta_info["finish_reason"]["type"],
             needs=LOGPROBS,
         )
 
@@ -185,25 +191,34 @@ def _fill(
     sample: Any,
     row: TrainedRow,
     trajectory: Trajectory,
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
     versions: list[Any],
     episodes: SlimeEpisodes,
     **own: Any,
 ) -> Any:
     """Write a row into a sample, and values of its own; return the sample."""
     reward = sum(row.rewards) if trajectory.row_rewards else trajectory.reward or 0.0
-    keys = [given[name] for name in ("reward_key", "eval_reward_key") if given.get(name)]
+    # slime reads the reward of each name that it was started with.
+    reward_keys = [
+        settings[name] for name in ("reward_key", "eval_reward_key") if settings.get(name)
+    ]
+
+    response = ""
+    if episodes.renderer is not None:
+        response = episodes.renderer.decode(row.response_ids)
+
     status = trajectory.stop.status if trajectory.stop is not None else Status.FAILED
+    if trajectory.reward is None:
+        status = Status.FAILED
+
     values: dict[str, Any] = {
         "tokens": row.ids,
-        "response": episodes.renderer.decode(row.response_ids)
-        if episodes.renderer is not None
-        else "",
+        "response": response,
         "response_length": len(row.response_ids),
         "loss_mask": row.mask,
         "rollout_log_probs": row.logprobs,
-        "reward": dict.fromkeys(keys, reward) if keys else reward,
-        "status": type(sample).Status(str(Status.FAILED if trajectory.reward is None else status)),
+        "reward": dict.fromkeys(reward_keys, reward) if reward_keys else reward,
+        "status": type(sample).Status(str(status)),
         "weight_versions": [*(sample.weight_versions or ()), *versions],
         "metadata": {**(sample.metadata or {}), "turnwright": _summary(trajectory)},
         "remove_sample": trajectory.reward is None,
@@ -217,10 +232,9 @@ def _fill(
 
 
 def _summary(trajectory: Trajectory) -> dict[str, Any]:
-    stop = "" if trajectory.stop is None else str(trajectory.stop.value)
     return {
         "turns": len(trajectory.turns),
-        "stop": stop,
+        "stop": "" if trajectory.stop is None else str(trajectory.stop.value),
         "rewards": [turn.reward for turn in trajectory.turns],
     }
 
@@ -230,5 +244,5 @@ def _train_inputs(row: TrainedRow, episodes: SlimeEpisodes) -> dict[str, Any]:
     import torch
 
     assert episodes.pixels is not None
-    found = episodes.pixels.merged([block.media for block in row.media])
-    return {name: torch.from_numpy(array) for name, array in found.items()}
+    arrays = episodes.pixels.merged([block.media for block in row.media])
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

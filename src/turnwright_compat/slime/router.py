@@ -69,10 +69,12 @@ class RouterPort:
         from turnwright_serve.server import Endpoint, JsonHttpServer
 
         assert self._listener is not None
-        routes = {("POST", "/generate"): Endpoint(self._generate, bytes)}
-        routes |= {("GET", path): Endpoint(_healthy) for path in ("/health", "/health_generate")}
-        routes |= {
-            ("GET", path): Endpoint(self._describe) for path in ("/model_info", "/get_model_info")
+        routes = {
+            ("POST", "/generate"): Endpoint(self._generate, bytes),
+            ("GET", "/health"): Endpoint(_healthy),
+            ("GET", "/health_generate"): Endpoint(_healthy),
+            ("GET", "/model_info"): Endpoint(self._describe),
+            ("GET", "/get_model_info"): Endpoint(self._describe),
         }
         # The port is the episode's key: every client that knows it may ask, as with slime's router.
         server = JsonHttpServer(routes, host=LOOPBACK, port=0, token=None, listener=self._listener)
@@ -92,6 +94,7 @@ class RouterPort:
             raise HttpError(
                 400, "/generate: stream is not supported here; send a request without it"
             )
+
         try:
             return await self._engine.answer("/generate", body)
         except (EnvError, LimitReached, ValueError) as error:

@@ -32,7 +32,7 @@ async def generate(input: Any) -> Any:
     sample is one conversation; an agent that rewrites its history, or has several, gives several.
     """
     server = current_server("agentic_tool_call")
-    output = import_foreign("miles.rollout.base_types").GenerateFnOutput
+    output_class = import_foreign("miles.rollout.base_types").GenerateFnOutput
     function = import_foreign("slime.utils.misc").load_function(
         input.args.custom_agent_function_path
     )
@@ -55,7 +55,7 @@ async def generate(input: Any) -> Any:
     samples = _samples(input.sample, server, session)
     for sample in samples:
         vars(sample).update(metadata={**(sample.metadata or {}), **(returned or {})})
-    return output(samples if len(samples) > 1 else samples[0])
+    return output_class(samples if len(samples) > 1 else samples[0])
 
 
 async def _call(
@@ -63,37 +63,39 @@ async def _call(
 ) -> Mapping[str, Any] | None:
     """Call the agent; one that is still at work when the episode met a limit is cancelled."""
     sample = input.sample
-    params = {
-        name: value
-        for name in REQUEST_OPTIONS
-        if (value := input.sampling_params.get(name)) is not None
-    }
+    request_kwargs: dict[str, Any] = {}
+    for name in REQUEST_OPTIONS:
+        value = input.sampling_params.get(name)
+        if value is not None:
+            request_kwargs[REQUEST_NAMES.get(name, name)] = value
     metadata = {
         **(sample.metadata or {}),
         "max_seq_len": input.args.max_seq_len,
         "session_server_id": root.partition("//")[2].partition("/")[0],
     }
-    work = asyncio.ensure_future(
+    agent = asyncio.ensure_future(
         function(
             base_url=root,
             prompt=sample.prompt,
-            request_kwargs={REQUEST_NAMES.get(name, name): value for name, value in params.items()},
+            request_kwargs=request_kwargs,
             metadata=metadata,
         )
     )
-    over = asyncio.ensure_future(session.ended.wait())
+    episode_end = asyncio.ensure_future(session.ended.wait())
+
     try:
-        await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
+        await asyncio.wait([agent, episode_end], return_when=asyncio.FIRST_COMPLETED)
+        if not agent.done():
             # The agent learns the end by the error of its next request, and may still be grading.
-            await asyncio.wait([work], timeout=END_S)
-        if session.ended.is_set() and (not work.done() or work.exception() is not None):
+            await asyncio.wait([agent], timeout=END_S)
+        if session.ended.is_set() and (not agent.done() or agent.exception() is not None):
             return None
-        returned = work.result()
+        returned = agent.result()
     finally:
-        for one in (work, over):
-            one.cancel()
-        await asyncio.gather(work, over, return_exceptions=True)
+        agent.cancel()
+        episode_end.cancel()
+        await asyncio.gather(agent, episode_end, return_exceptions=True)
+
     if returned is not None and not isinstance(returned, Mapping):
         raise EnvError(
             f"the agent function returned {type(returned).__name__}; return a dict for the "
@@ -106,34 +108,35 @@ def _samples(sample: Any, server: EngineServer, session: ProxySession) -> list[A
     """Return the rows of the conversations as samples, and keep their calls
     for the check of masks."""
     trajectory: Trajectory = server.model.trajectory
-    replies = {
-        id(one.reply.message): one.reply
-        for one in session.history.exchanges
-        if one.reply is not None
+    reply_of_message = {
+        id(exchange.reply.message): exchange.reply
+        for exchange in session.history.exchanges
+        if exchange.reply is not None
     }
     for number, turn in enumerate(trajectory.turns):
-        if (reply := replies.get(id(turn.reply))) is not None:
+        reply = reply_of_message.get(id(turn.reply))
+        if reply is not None:
             server.calls.append(EngineCall(trajectory.prompt_ids(number), reply))
 
-    status = type(sample).Status
-    cut = session.limit is not None or any(
-        call.reply.finish == "length" for call in server.calls[-1:]
-    )
-    made = []
+    statuses = type(sample).Status
+    last_calls = server.calls[-1:]
+    is_cut = session.limit is not None or any(call.reply.finish == "length" for call in last_calls)
+    samples = []
     for row in trajectory.samples():
         start = row.mask.index(True)
-        one = deepcopy(sample)
-        vars(one).update(
+        row_sample = deepcopy(sample)
+        vars(row_sample).update(
             tokens=list(row.ids),
             response_length=len(row.ids) - start,
             response=server.model.tokenizer.decode(row.ids[start:]),
             loss_mask=[int(weight > 0) for weight in row.weights[start:]],
-            rollout_log_probs=[value or 0.0 for value in row.logprobs[start:]],
-            status=status.TRUNCATED if cut else status.COMPLETED,
+            rollout_log_probs=[logprob or 0.0 for logprob in row.logprobs[start:]],
+            status=statuses.TRUNCATED if is_cut else statuses.COMPLETED,
         )
-        made.append(one)
-    if not made:
+        samples.append(row_sample)
+
+    if not samples:
         # Nothing was asked, as Miles has it.
-        vars(sample).update(status=status.ABORTED)
+        vars(sample).update(status=statuses.ABORTED)
         return [sample]
-    return made
+    return samples

@@ -46,24 +46,23 @@ def takes_one_input(target: Any) -> bool:
 
     (parameter,) = signature.parameters.values()
     hint = parameter.annotation
-    name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
-    if name.rpartition(".")[2] == "GenerateFnInput":
+    hint_name = hint if isinstance(hint, str) else getattr(hint, "__name__", "")
+    if hint_name.rpartition(".")[2] == "GenerateFnInput":
         return True
 
+    # Without an annotation, by the attributes of the input that its code reads.
     code = getattr(_innermost(function), "__code__", None)
-    reads = set(code.co_names) if code is not None else set()
-    return "sample" in reads and bool(reads & {"args", "state", "sampling_params"})
+    names_read = set(code.co_names) if code is not None else set()
+    return "sample" in names_read and bool(names_read & {"args", "state", "sampling_params"})
 
 
 def plays_session(target: Any) -> bool:
     """Whether a function is an agent function of Miles, called as
     `run(base_url=, prompt=, request_kwargs=, metadata=)`."""
     signature = signature_of(target)
-    if (
-        signature is None
-        or not _is_async(target)
-        or not {"base_url", "prompt"} <= signature.parameters.keys()
-    ):
+    if signature is None or not _is_async(target):
+        return False
+    if not {"base_url", "prompt"} <= signature.parameters.keys():
         return False
     return binds(signature, base_url=None, prompt=None, request_kwargs=None, metadata=None)
 

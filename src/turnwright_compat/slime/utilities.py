@@ -24,7 +24,8 @@ from turnwright_compat.slime.processor import open_picture
 async def post(url: str, payload: Any, max_retries: int = 60, headers: Any = None, **_: Any) -> Any:
     """Send JSON and return the JSON of the answer; the address of the servers is the
     engine of this episode."""
-    if (server := server_of(url)) is not None:
+    server = server_of(url)
+    if server is not None:
         return await server.answer(url, payload)
     return await asyncio.to_thread(_send, url, payload, headers)
 
@@ -36,12 +37,12 @@ async def get(url: str, **_: Any) -> Any:
 
 def _send(url: str, payload: Any, headers: Any) -> Any:
     body = None if payload is None else json.dumps(payload).encode()
-    asked = urllib.request.Request(
+    request = urllib.request.Request(
         url, body, {"Content-Type": "application/json", **(headers or {})}
     )
-    if asked.type not in ("http", "https"):
+    if request.type not in ("http", "https"):
         raise ValueError(f"{url}: neither http nor https")
-    with urllib.request.urlopen(asked, timeout=600) as answer:
+    with urllib.request.urlopen(request, timeout=600) as answer:
         return json.load(answer)
 
 
@@ -88,29 +89,27 @@ def load_processor(name_or_path: str, **_: Any) -> Any:
 
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return arguments of the processor: ids as lists, everything else as tensors."""
-    made = dict(multimodal_inputs or {})
-    made["text_kwargs"] = {
-        **made.get("text_kwargs", {}),
+    arguments = dict(multimodal_inputs or {})
+    arguments["text_kwargs"] = {
+        **arguments.get("text_kwargs", {}),
         "return_tensors": None,
         "return_mm_token_type_ids": False,
     }
     for key in ("audio_kwargs", "images_kwargs", "videos_kwargs"):
-        made[key] = {**made.get(key, {}), "return_tensors": "pt"}
-    return made
+        arguments[key] = {**arguments.get(key, {}), "return_tensors": "pt"}
+    return arguments
 
 
 def process_vision_info(prompt: Sequence[dict[str, Any]], processor: Any) -> dict[str, Any]:
     """Return the images of messages as Pillow images; None where there are none."""
-    parts = [
-        part
-        for message in prompt
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
-    ]
-    found = [
-        part["image"] for part in parts if isinstance(part, dict) and part.get("image") is not None
-    ]
-    return {"images": [open_picture(one) for one in found] or None, "videos": None}
+    images: list[Any] = []
+    for message in prompt:
+        if not isinstance(message.get("content"), list):
+            continue
+        for part in message["content"]:
+            if isinstance(part, dict) and part.get("image") is not None:
+                images.append(part["image"])
+    return {"images": [open_picture(image) for image in images] or None, "videos": None}
 
 
 def encode_image_for_rollout_engine(image: Any) -> str:
@@ -129,31 +128,35 @@ def call_processor(
 
 def extract_multimodal_train_inputs(processor_output: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what a processor made besides ids and masks; None if that is nothing."""
-    return {
+    inputs = {
         key: value
         for key, value in processor_output.items()
         if key not in ("input_ids", "attention_mask")
-    } or None
+    }
+    return inputs or None
 
 
 def run(coro: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to its end on an event loop of its own, and return its result."""
-    found: list[Any] = []
-    failed: list[BaseException] = []
+    """Run a coroutine to its end on an event loop of its own, and return its result.
+
+    It runs in a thread, since the caller's may have a loop that runs already.
+    """
+    results: list[Any] = []
+    errors: list[BaseException] = []
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
-            found.append(context.run(asyncio.run, coro))
+            results.append(context.run(asyncio.run, coro))
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 class TraceSpanContext:

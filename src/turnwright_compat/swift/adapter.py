@@ -1,5 +1,11 @@
 """ms-swift: schedulers (`MultiTurnScheduler`, by class or registered name), Gym
-environments, and rewards by name."""
+environments, and rewards by name.
+
+`adapt` decides which of these a recipe names, and reads `[env.args]`: flags of ms-swift and
+arguments of the scheduler. `SchedulerEpisodes` runs the scheduler once an episode, over the engine
+of `engine.py`, and asks the rewards. What user code imports of ms-swift is in `stand_ins.py`;
+launch scripts are converted in `convert.py`.
+"""
 
 from __future__ import annotations
 
@@ -46,33 +52,46 @@ REWARD_DEFAULTS: dict[str, Any] = {
     "repetition_max_penalty": -1.0,
 }
 """Defaults of flags that the registered rewards read from their `args`."""
+SCHEDULERS = ("multi_turns", "swift.rollout.multi_turn")
+"""Registry of schedulers, and the module that has it."""
 MEDIA = ("images", "audios", "videos")
 """Lists of a request; one that `rollout_infos` has replaces the row's for the reward."""
 
 
 def adapt(found: ForeignObject) -> SchedulerEpisodes | None:
     """Make an agent function of a scheduler, of a registered name, or of a Gym environment."""
-    target, args = found.target, dict(found.args)
-    named = target.id if isinstance(target, Registered) else None
-    if named is None and not _is_scheduler(target) and not derives_from(target, "swift", "Env"):
+    target = found.target
+    args = dict(found.args)
+    is_environment = derives_from(target, "swift", "Env")
+    registered_name = target.id if isinstance(target, Registered) else None
+    if registered_name is None and not _is_scheduler(target) and not is_environment:
         return None
+
     refuse_faithful(found)
     _load_plugins(args, found)
-    if named is not None:
-        target = _registered("multi_turns", "swift.rollout.multi_turn", named, found.where)
-    elif derives_from(target, "swift", "Env"):
+    if registered_name is not None:
+        target = _registered(*SCHEDULERS, registered_name, found.where)
+    elif is_environment:
         _registry("envs", "swift.rollout.gym_env")[target.__name__] = target
         args.setdefault("gym_env", target.__name__)
-        target = _registered(
-            "multi_turns", "swift.rollout.multi_turn", "gym_scheduler", found.where
-        )
+        target = _registered(*SCHEDULERS, "gym_scheduler", found.where)
     scheduler = _complete(target, found.where)
+    _check_hooks(scheduler, found.where)
+    _check_flags(args, scheduler, found)
+
+    rewards = _rewards(args, found)
+    scales = _scales(args, found)
+    environment_weight = _environment_weight(scheduler, args, rewards)
+    return SchedulerEpisodes(scheduler, args, rewards, scales, environment_weight)
+
+
+def _check_hooks(scheduler: Any, where: str) -> None:
+    """Raise `ConfigError` where ms-swift could not call what a scheduler has, or lacks."""
     missing = sorted(getattr(scheduler, "__abstractmethods__", ()))
     own_run = not _is_base(scheduler.run)
     if missing or (not own_run and _is_base(getattr(scheduler, "step", None))):
         raise ConfigError(
-            f"{found.where} lacks {' and '.join(missing) or 'step'}; a scheduler has step, or its "
-            "own run"
+            f"{where} lacks {' and '.join(missing) or 'step'}; a scheduler has step, or its own run"
         )
 
     # A run of the class's own calls its hooks as it likes.
@@ -83,31 +102,23 @@ def adapt(found: ForeignObject) -> SchedulerEpisodes | None:
                 inspect.signature(getattr(scheduler, hook)).bind(*range(count + 1))
         except TypeError as error:
             raise ConfigError(
-                f"{found.where}.{hook}: {error}; ms-swift calls it with {count} arguments"
+                f"{where}.{hook}: {error}; ms-swift calls it with {count} arguments"
             ) from None
-    _check_flags(args, scheduler, found)
-    rewards = _rewards(args, found)
-    return SchedulerEpisodes(
-        scheduler,
-        args,
-        rewards,
-        _scales(args, found),
-        _environment_weight(scheduler, args, rewards),
-    )
 
 
 def _is_scheduler(target: Any) -> bool:
     """Whether a class is a scheduler by base class, or by the arguments of its `step`."""
     if derives_from(target, "swift", "RolloutScheduler"):
         return True
-    step = vars(target).get("step") if inspect.isclass(target) else None
-    inherited = next(
-        (vars(base)["step"] for base in getattr(target, "__mro__", ()) if "step" in vars(base)),
-        step,
-    )
-    if not inspect.isclass(target) or not inspect.isfunction(inherited):
+    if not inspect.isclass(target):
         return False
-    names = list(inspect.signature(inherited).parameters)[1:4]
+
+    # As it stands in the class, so that a static or class method is none.
+    steps = (vars(base)["step"] for base in target.__mro__ if "step" in vars(base))
+    step = next(steps, None)
+    if not inspect.isfunction(step):
+        return False
+    names = list(inspect.signature(step).parameters)[1:4]
     return len(names) == 3 and names[0] == "infer_request" and names[2] == "current_turn"
 
 
@@ -126,15 +137,15 @@ def _complete(target: Any, where: str) -> Any:
 
 def _is_base(method: Any) -> bool:
     """Whether a method is that of `MultiTurnScheduler` or `RolloutScheduler` itself."""
-    return getattr(method, "__qualname__", "").partition(".")[0] in (
-        "MultiTurnScheduler",
-        "RolloutScheduler",
-    ) and str(getattr(method, "__module__", "")).endswith("swift.rollout.multi_turn")
+    class_name = getattr(method, "__qualname__", "").partition(".")[0]
+    if class_name not in ("MultiTurnScheduler", "RolloutScheduler"):
+        return False
+    return str(getattr(method, "__module__", "")).endswith("swift.rollout.multi_turn")
 
 
 def _load_plugins(args: Mapping[str, Any], found: ForeignObject) -> None:
-    given = args.get("external_plugins") or ()
-    for name in [given] if isinstance(given, str) else given:
+    plugins = args.get("external_plugins") or ()
+    for name in [plugins] if isinstance(plugins, str) else plugins:
         path = Path(str(name))
         load_user_module(path if path.is_absolute() else found.base / path, str(name))
 
@@ -149,9 +160,9 @@ def _check_flags(args: Mapping[str, Any], scheduler: Any, found: ForeignObject) 
                 f"{found.where}: {key}: no trainer holds a reward model here; serve it (swift "
                 "deploy, vllm serve) and ask it in an AsyncORM, which reward_funcs names"
             )
-        meant = None if key in OWN else did_you_mean(key, OWN, 0.85)
-        if meant:
-            raise ConfigError(f"{found.where}: [env.args] {key}: {meant}")
+        suggestion = None if key in OWN else did_you_mean(key, OWN, 0.85)
+        if suggestion:
+            raise ConfigError(f"{found.where}: [env.args] {key}: {suggestion}")
 
 
 def _environment_weight(
@@ -160,86 +171,94 @@ def _environment_weight(
     """Return the weight of the environment's `total_reward`, as `use_gym_env` decides; None
     where it is no reward."""
     weights = list(args.get("reward_weights") or ())
-    given = len(weights) > len(rewards)
-    chosen = args.get("use_gym_env")
-    if chosen is None:
+    has_own_weight = len(weights) > len(rewards)
+    is_reward = args.get("use_gym_env")
+    if is_reward is None:
         # ms-swift follows gym_env here, and has no run without any reward.
         is_gym = any(base.__name__ == "GYMScheduler" for base in scheduler.__mro__)
-        chosen = given or is_gym or not rewards or args.get("gym_env") is not None
-    if not chosen:
+        is_reward = has_own_weight or is_gym or not rewards or args.get("gym_env") is not None
+    if not is_reward:
         return None
-    return float(weights[-1]) if given else 1.0
+    return float(weights[-1]) if has_own_weight else 1.0
 
 
 def _registry(name: str, module: str) -> dict[str, Any]:
     """Return a registry, that of the framework or ours."""
-    found: dict[str, Any] = getattr(import_foreign(module), name)
-    return found
+    registry: dict[str, Any] = getattr(import_foreign(module), name)
+    return registry
 
 
 def _registered(name: str, module: str, key: str, where: str) -> Any:
     """Return what is registered under a name; a built-in of release 3.6 that the
     installed one dropped is ours."""
-    known = dict(getattr(importlib.import_module(f"{STAND_INS}.{module}"), name)) | _registry(
-        name, module
-    )
-    if key not in known:
+    built_in = dict(getattr(importlib.import_module(f"{STAND_INS}.{module}"), name))
+    entries = built_in | _registry(name, module)
+    if key not in entries:
         raise ConfigError(
-            f"{where}: {name} has no {key!r}; {suggest_or_list(key, list(known))}; files that "
+            f"{where}: {name} has no {key!r}; {suggest_or_list(key, list(entries))}; files that "
             "register it belong to external_plugins under [env.args]"
         )
-    return known[key]
+    return entries[key]
 
 
 def _rewards(args: Mapping[str, Any], found: ForeignObject) -> list[tuple[str, Any, float]]:
     """Return the reward functions with names and weights."""
-    given = args.get("reward_funcs") or ()
-    names = [given] if isinstance(given, str) else list(given)
+    reward_funcs = args.get("reward_funcs") or ()
+    names = [reward_funcs] if isinstance(reward_funcs, str) else list(reward_funcs)
     weights = list(args.get("reward_weights") or [1.0] * len(names))
     if len(weights) not in (len(names), len(names) + 1):
         raise ConfigError(
             f"{found.where}: {len(names)} reward_funcs and {len(weights)} reward_weights; give one "
             "for each, and at most one more, for the environment"
         )
-    made = []
+
+    rewards = []
     for name, weight in zip(names, weights, strict=False):
-        if ":" in name:
-            target = load_named(name, found, "reward_funcs")
-        else:
-            target = _registered("orms", "swift.rewards.orm", name, found.where)
-        if inspect.isclass(target):
-            own = attribute_config(_reward_settings(args))
-            try:
-                target = _made_reward(target, own)
-            except Exception as error:
-                raise ConfigError(
-                    f"{found.where}: {name} cannot be made: {type(error).__name__}: {error}"
-                ) from error
-        if not callable(target):
+        function = _reward(name, args, found)
+        rewards.append((name.rpartition(":")[2], function, float(weight)))
+    return rewards
+
+
+def _reward(name: str, args: Mapping[str, Any], found: ForeignObject) -> Any:
+    """Return a reward function by name: `file.py:Name`, or a registered one; of a class its
+    object."""
+    if ":" in name:
+        target = load_named(name, found, "reward_funcs")
+    else:
+        target = _registered("orms", "swift.rewards.orm", name, found.where)
+
+    if inspect.isclass(target):
+        reward_args = attribute_config(_reward_settings(args))
+        try:
+            target = _construct_reward(target, reward_args)
+        except Exception as error:
             raise ConfigError(
-                f"{found.where}: {name} is {describe_value(target)}; a reward is called with "
-                "completions"
-            )
-        made.append((name.rpartition(":")[2], target, float(weight)))
-    return made
+                f"{found.where}: {name} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+    if not callable(target):
+        raise ConfigError(
+            f"{found.where}: {name} is {describe_value(target)}; a reward is called with "
+            "completions"
+        )
+    return target
 
 
 def _reward_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return `args` of rewards: flags of the recipe, and ms-swift's defaults of those
     that its rewards read."""
-    found = REWARD_DEFAULTS | {key: value for key, value in args.items() if key not in OWN}
-    longest = found.get("max_completion_length")
+    settings = REWARD_DEFAULTS | {key: value for key, value in args.items() if key not in OWN}
+    longest = settings.get("max_completion_length")
     if longest is not None:
         for key in ("cosine_max_len", "soft_max_length"):
-            found.setdefault(key, longest)
-    return found
+            settings.setdefault(key, longest)
+    return settings
 
 
-def _made_reward(target: Any, args: Any) -> Any:
+def _construct_reward(target: Any, args: Any) -> Any:
     """Make a reward with `args`, if its constructor takes them."""
     parameters = inspect.signature(target).parameters
-    takes = "args" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    return target(args=args) if takes else target()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return target(args=args) if takes_any or "args" in parameters else target()
 
 
 def _scales(args: Mapping[str, Any], found: ForeignObject) -> LossScales | None:
@@ -276,7 +295,8 @@ class SchedulerEpisodes:
     scales: LossScales | None = None
     environment_weight: float | None = 1.0
     """Weight of `total_reward` of the rollout's infos; None where it is no reward."""
-    _made: dict[int, Any] = field(default_factory=dict)
+    _by_turns: dict[int, Any] = field(default_factory=dict)
+    """The scheduler, by the limit of turns that it was made with."""
     _engine: InferEngine = field(default_factory=InferEngine)
 
     async def __call__(self, task: Task, model: Any) -> Scores:
@@ -285,24 +305,28 @@ class SchedulerEpisodes:
         self._engine.enter(episode)
         scheduler = self._shared(model.limits.turns)
         request = self._request(task, episode.id)
+
+        # As they are now: the scheduler may change the request.
         columns = dict(request.data_dict)
         for key in (*MEDIA, "objects", "tools"):
-            if value := getattr(request, key):
+            value = getattr(request, key)
+            if value:
                 columns[key] = list(value) if isinstance(value, list) else value
+
         try:
-            made = await scheduler.run(request, import_foreign(PROTOCOL).RequestConfig())
+            returned = await scheduler.run(request, import_foreign(PROTOCOL).RequestConfig())
         except LimitReached:
-            made = episode.cut()
-            if not made:
+            returned = episode.cut()
+            if not returned:
                 raise
         finally:
             await _close_environment(scheduler, episode.id)
-        outputs = list(made) if isinstance(made, (list, tuple)) else [made]
-        if not outputs or not all(
-            hasattr(one, "response") and hasattr(one, "rollout_infos") for one in outputs
-        ):
+
+        outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        if not outputs or not all(map(_is_output, outputs)):
             raise EnvError(
-                f"run returned {describe_value(made)}; return a RolloutOutput, or a list of them"
+                f"run returned {describe_value(returned)}; return a RolloutOutput, or a list of "
+                "them"
             )
         replies = set_weights(outputs, episode, self.scales)
         rows = [self._row(output, request, columns, episode) for output in outputs]
@@ -314,38 +338,39 @@ class SchedulerEpisodes:
 
     def _shared(self, turns: int) -> Any:
         """Return the scheduler, made at the first episode of a run."""
-        if turns not in self._made:
-            own = {
+        if turns not in self._by_turns:
+            arguments = {
                 key: value for key, value in self.args.items() if key not in OWN or key == "gym_env"
             }
-            self._made[turns] = make_scheduler(self.scheduler, self._engine, turns, own)
-        return self._made[turns]
+            self._by_turns[turns] = make_scheduler(self.scheduler, self._engine, turns, arguments)
+        return self._by_turns[turns]
 
     def _request(self, task: Task, uuid: str) -> Any:
         """Return the request of a row."""
-        other = {
+        columns = {
             key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS
         }
-        columns = copy.deepcopy({**other, **task.info})
-        if (
-            task.answer is not None and task.answer not in columns.values()
-        ):  # `solution` and others stay as they are
+        columns = copy.deepcopy({**columns, **task.info})
+        # A column that has the answer already, such as `solution`, stays the only one.
+        if task.answer is not None and task.answer not in columns.values():
             columns.setdefault("answer", task.answer)
+
         messages, images = _messages(task.messages)
         if messages and messages[-1]["role"] == "user":
             columns.setdefault("problem", messages[-1]["content"])
-        if self.args.get("system") and not (messages and messages[0]["role"] == "system"):
-            messages.insert(0, {"role": "system", "content": self.args["system"]})
-        media = {key: list(columns.pop(key, None) or ()) for key in ("audios", "videos")}
-        tools, objects = columns.pop("tools", None), columns.pop("objects", None) or {}
+        system = self.args.get("system")
+        if system and not (messages and messages[0]["role"] == "system"):
+            messages.insert(0, {"role": "system", "content": system})
+
         return import_foreign(PROTOCOL).RolloutInferRequest(
             messages=messages,
             images=images,
-            tools=tools,
-            objects=objects,
+            audios=list(columns.pop("audios", None) or ()),
+            videos=list(columns.pop("videos", None) or ()),
+            tools=columns.pop("tools", None),
+            objects=columns.pop("objects", None) or {},
             data_dict=columns,
             uuid=uuid,
-            **media,
         )
 
     def _row(
@@ -357,12 +382,13 @@ class SchedulerEpisodes:
         if messages is None:
             messages = [*request.messages, {"role": "assistant", "content": choice.message.content}]
         decode = episode.model.tokenizer.decode
-        texts = [
-            {**one, "content": decode(one["content"])}
-            if isinstance(one["content"], list) and _ids(one["content"])
-            else one
-            for one in messages
-        ]
+        texts = []
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list) and _ids(content):
+                message = {**message, "content": decode(content)}
+            texts.append(message)
+
         infos = output.rollout_infos
         ids = output.response_token_ids
         if not ids and output.messages is None:
@@ -390,60 +416,85 @@ class SchedulerEpisodes:
     ) -> Scores:
         """Return the weighted rewards, and those of the environment's steps; of several rows, each
         row's with its replies."""
+        rewards = await self._weighted_rewards(rows, state)
+        if rewards is None:
+            return Scores(None)
+        row_rewards, parts = rewards
+
+        last_row = rows[-1]
+        infos = last_row["rollout_infos"]
+        metrics: dict[str, float] = {}
+        for key, value in infos.items():
+            number = number_of(value)
+            if number is not None:
+                metrics[f"environment/{key}"] = number
+        status: Literal["truncated", "completed"] = (
+            "truncated" if last_row["is_truncated"] else "completed"
+        )
+
+        weight = 1.0 if self.environment_weight is None else self.environment_weight
+        totals: list[float | None] = [None] * len(rows)
+        if self.environment_weight is not None:
+            totals = [number_of(row["rollout_infos"].get("total_reward")) for row in rows]
+        if len(rows) > 1:
+            row_rewards = [
+                reward + weight * (total or 0.0)
+                for reward, total in zip(row_rewards, totals, strict=True)
+            ]
+            by_row = tuple(zip(row_rewards, replies, strict=True))
+            return Scores(0.0, (), parts, metrics, status, by_row)
+
+        step_rewards = [
+            weight * (as_number(reward, "step_rewards") or 0.0)
+            for reward in infos.get("step_rewards") or ()
+        ]
+        total_reward = weight * (totals[0] or 0.0)
+        # The total is the reward. Steps only divide it among the turns, where they add up to it.
+        if (
+            totals[0] is not None
+            and len(step_rewards) == turns
+            and math.isclose(sum(step_rewards), total_reward, abs_tol=1e-9)
+        ):
+            return Scores(row_rewards[0], tuple(step_rewards), parts, metrics, status)
+        return Scores(row_rewards[0] + total_reward, (), parts, metrics, status)
+
+    async def _weighted_rewards(
+        self, rows: list[dict[str, Any]], state: TrainerState
+    ) -> tuple[list[float], dict[str, float]] | None:
+        """Return the sum of the weighted rewards of each row, and the mean of each reward; None
+        where a row has none."""
         completions = [row["messages"][-1]["content"] for row in rows]
         columns: dict[str, Any] = {key: [row[key] for row in rows] for key in rows[-1]}
-        columns |= {"trainer_state": state, "trajectory_inputs": {rows[-1]["request_id"]: rows}}
-        found: dict[str, list[float]] = {}
-        own, scored = [0.0] * len(rows), [not self.rewards] * len(rows)
+        columns["trainer_state"] = state
+        columns["trajectory_inputs"] = {rows[-1]["request_id"]: rows}
+
+        values_by_name: dict[str, list[float]] = {}
+        row_rewards = [0.0] * len(rows)
+        is_scored = [not self.rewards] * len(rows)
         for name, function, weight in self.rewards:
-            made = await _call_reward(function, completions, columns)
-            made = [None] * len(rows) if made is None else made
-            if not isinstance(made, (list, tuple)) or len(made) != len(rows):
+            returned = await _call_reward(function, completions, columns)
+            if returned is None:
+                returned = [None] * len(rows)
+            if not isinstance(returned, (list, tuple)) or len(returned) != len(rows):
                 raise EnvError(
-                    f"the reward {name} returned {describe_value(made)} for {len(rows)} "
+                    f"the reward {name} returned {describe_value(returned)} for {len(rows)} "
                     "completions; return a list with a number for each"
                 )
-            for number, one in enumerate(made):
-                if (value := as_number(one, f"the reward {name}")) is not None:
-                    found.setdefault(name, []).append(value)
-                    own[number] += weight * value
-                    scored[number] = True
-        if not all(scored):
-            return Scores(None)
-        parts = {name: sum(values) / len(values) for name, values in found.items()}
-        infos, truncated = rows[-1]["rollout_infos"], rows[-1]["is_truncated"]
-        metrics = {
-            f"environment/{key}": float(value)
-            for key, one in infos.items()
-            if (value := number_of(one)) is not None
-        }
-        status: Literal["truncated", "completed"] = "truncated" if truncated else "completed"
-        gym = self.environment_weight
-        totals = [
-            None if gym is None else number_of(row["rollout_infos"].get("total_reward"))
-            for row in rows
-        ]
-        gym = 1.0 if gym is None else gym
-        if len(rows) > 1:
-            own = [one + gym * (total or 0.0) for one, total in zip(own, totals, strict=True)]
-            return Scores(0.0, (), parts, metrics, status, tuple(zip(own, replies, strict=True)))
-        steps = [
-            gym * (as_number(one, "step_rewards") or 0.0) for one in infos.get("step_rewards") or ()
-        ]
-        total = gym * (totals[0] or 0.0)
-        # The total is the reward. Steps only divide it among the turns, where they add up to it.
-        divided = (
-            totals[0] is not None
-            and len(steps) == turns
-            and math.isclose(sum(steps), total, abs_tol=1e-9)
-        )
-        return Scores(
-            own[0] + (0.0 if divided else total),
-            tuple(steps) if divided else (),
-            parts,
-            metrics,
-            status,
-        )
+            for number, row_value in enumerate(returned):
+                value = as_number(row_value, f"the reward {name}")
+                if value is not None:
+                    values_by_name.setdefault(name, []).append(value)
+                    row_rewards[number] += weight * value
+                    is_scored[number] = True
+
+        if not all(is_scored):
+            return None
+        parts = {name: sum(values) / len(values) for name, values in values_by_name.items()}
+        return row_rewards, parts
+
+
+def _is_output(value: Any) -> bool:
+    return hasattr(value, "response") and hasattr(value, "rollout_infos")
 
 
 async def _close_environment(scheduler: Any, uuid: str) -> None:
@@ -456,30 +507,32 @@ async def _close_environment(scheduler: Any, uuid: str) -> None:
 def make_scheduler(target: Any, engine: InferEngine, turns: int, args: Mapping[str, Any]) -> Any:
     """Make a scheduler with the arguments that its constructor takes."""
     parameters = inspect.signature(target).parameters
-    given = {"infer_engine": engine, "max_turns": turns, **args}
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {"infer_engine": engine, "max_turns": turns, **args}
+    if not takes_any:
         for key in args:
             if key not in parameters:
                 raise ConfigError(
                     f"{target.__name__} has no argument {key!r}; "
                     f"{suggest_or_list(key, list(parameters))}"
                 )
-        given = {key: value for key, value in given.items() if key in parameters}
-    made: Any = target(**given)
-    if made.infer_engine is None:
-        made.infer_engine = engine
-    if not made.max_turns:
-        made.max_turns = turns
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+
+    scheduler: Any = target(**arguments)
+    if scheduler.infer_engine is None:
+        scheduler.infer_engine = engine
+    if not scheduler.max_turns:
+        scheduler.max_turns = turns
+
     build = getattr(target, "_build_messages", None)
     if build is not None and public_name(build.__module__) == "swift.rollout.multi_turn":
-        made._build_messages = (
-            _with_last_thoughts  # ms-swift's needs a template, and returns texts without one
-        )
+        # ms-swift's needs a template, and returns texts without one.
+        scheduler._build_messages = _with_last_thoughts
     if _is_base(target.run):
-        made.step = partial(_dict_of_step, made.step, engine)
-        made.on_turn_end = _recorded(_awaitable(made.on_turn_end), engine)
-        made.on_trajectory_start = _awaitable(made.on_trajectory_start)
-    return made
+        scheduler.step = partial(_dict_of_step, scheduler.step, engine)
+        scheduler.on_turn_end = _recorded(_awaitable(scheduler.on_turn_end), engine)
+        scheduler.on_trajectory_start = _awaitable(scheduler.on_trajectory_start)
+    return scheduler
 
 
 def _with_last_thoughts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -500,25 +553,29 @@ def _dict_of_step(
 ) -> dict[str, Any]:
     """Return what `step` made as a dict: until release 3.8 it was a request, or one
     with a dict for the reward."""
-    made = step(infer_request, choice, current_turn)
-    if isinstance(made, dict):
-        return made
-    request, given = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
-    if not hasattr(request, "messages") or not isinstance(given, Mapping):
+    returned = step(infer_request, choice, current_turn)
+    if isinstance(returned, dict):
+        return returned
+
+    request: Any = returned
+    infos: Any = {}
+    if isinstance(returned, tuple) and len(returned) == 2:
+        request, infos = returned
+    if not hasattr(request, "messages") or not isinstance(infos, Mapping):
         raise EnvError(
-            f"step returned {describe_value(made)}; return a request, (request, dict) or a dict "
-            "with infer_request"
+            f"step returned {describe_value(returned)}; return a request, (request, dict) or a "
+            "dict with infer_request"
         )
-    for key, value in given.items():
+    for key, value in infos.items():
         engine.episode.infos.setdefault(key, []).append(value)
-    return {"infer_request": request, "rollout_infos": dict(given)}
+    return {"infer_request": request, "rollout_infos": dict(infos)}
 
 
 def _awaitable(hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(hook)
     async def call(*args: Any) -> Any:
-        made = hook(*args)
-        return await made if inspect.isawaitable(made) else made
+        returned = hook(*args)
+        return await returned if inspect.isawaitable(returned) else returned
 
     return call
 
@@ -527,9 +584,9 @@ def _recorded(hook: Callable[..., Any], engine: InferEngine) -> Callable[..., An
     """Return a hook whose `rollout_infos` are kept for an episode that a limit ends."""
 
     async def call(*args: Any) -> dict[str, Any]:
-        made = dict(await hook(*args) or {})
-        engine.episode.rollout_infos.update(made.get("rollout_infos") or {})
-        return made
+        returned = dict(await hook(*args) or {})
+        engine.episode.rollout_infos.update(returned.get("rollout_infos") or {})
+        return returned
 
     return call
 
@@ -541,24 +598,32 @@ async def _call_reward(function: Any, completions: list[Any], columns: dict[str,
     names = list(inspect.signature(call).parameters)
     # Printed without self.
     bound = function if inspect.isroutine(function) or names[:1] != ["completions"] else call
+
+    # Without a running loop, `asyncio.run` of a synchronous reward works.
     loop = asyncio.get_running_loop()
     asyncio._set_running_loop(None)
     try:
-        made = bound(completions, **columns)
+        returned = bound(completions, **columns)
     finally:
         asyncio._set_running_loop(loop)
-    return await made if inspect.isawaitable(made) else made
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return messages whose media are `<image>` in texts, and the images."""
-    rows, images = [], list[Any]()
+    rows: list[dict[str, Any]] = []
+    images: list[Any] = []
     for message in messages:
         row = message.to_dict()
         if not isinstance(message.content, str):
-            texts = [part if isinstance(part, str) else "<image>" for part in message.content]
-            images += [given_image(part) for part in message.content if not isinstance(part, str)]
-            row["content"] = "".join(texts)
+            text = ""
+            for part in message.content:
+                if isinstance(part, str):
+                    text += part
+                else:
+                    text += "<image>"
+                    images.append(given_image(part))
+            row["content"] = text
         rows.append(row)
     return rows, images
 
@@ -568,7 +633,7 @@ def _ids(content: list[Any]) -> bool:
 
 
 def _names() -> list[str]:
-    return list(_registry("multi_turns", "swift.rollout.multi_turn"))
+    return list(_registry(*SCHEDULERS))
 
 
 FRAMEWORK = Framework("swift", adapt, lambda name: Registered("swift", name), _names)

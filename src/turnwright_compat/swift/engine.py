@@ -1,5 +1,10 @@
 """The engine that ms-swift's schedulers call, over ours: the ids of a request, and
-which of them are trained."""
+which of them are trained.
+
+`Episode.infer` samples a reply: to messages where all replies are as they were, else to ids, so
+that what was sampled and edited keeps its ids. `set_weights` finds the replies in the rows that
+the scheduler returns, and sets their weights.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +45,10 @@ class InferEngine:
     def episode(self) -> Episode:
         """The episode of the current task; `AttributeError` outside of one, so that `getattr`
         with a default works."""
-        found = self._episode.get(None)
-        if found is None:
+        episode = self._episode.get(None)
+        if episode is None:
             raise AttributeError("the engine belongs to an episode; use it in run, step or a hook")
-        return found
+        return episode
 
     @property
     def tokenizer(self) -> Any:
@@ -59,7 +64,8 @@ class Episode:
     """One trajectory: its calls, and the ids of the texts that they made."""
 
     def __init__(self, model: Any, id: str) -> None:
-        self.model, self.id = model, id
+        self.model = model
+        self.id = id
         self.calls: list[tuple[list[int], Any]] = []
         """Ids of the message before each reply, and the reply."""
         self.queries: list[tuple[int, Any]] = []
@@ -72,9 +78,8 @@ class Episode:
         """What the hooks returned so far."""
         self._last: tuple[Any, Any] | None = None
         """Request and response of the last call."""
-        self._known: list[tuple[str, list[int], Any]] = []
-        """Text and ids of each message of the assistant so far; its reply if that is
-        the complete message."""
+        self._sampled: list[_SampledMessage] = []
+        """Messages of the assistant so far."""
 
     async def infer(self, request: Any, config: Any) -> Any:
         """Sample a reply: to the messages where all replies are unchanged, else to their ids."""
@@ -89,30 +94,34 @@ class Episode:
             raise EnvError(f"the request has audios: {NO_AUDIO}")
         media = _place_media(messages, list(request.images or ()), list(request.videos or ()))
         tools = tuple(_plain_tool(tool) for tool in request.tools or ())
+
         opened = self._open(messages[-1]["content"]) if messages[-1]["role"] == "assistant" else []
-        own, edited = self._own(messages[: len(messages) - bool(opened)])
+        complete = messages[:-1] if opened else messages
+        own_messages, is_edited = self._own_messages(complete)
         options = {} if config is None else sampling_options(vars(config))
-        if opened or edited:
-            ids = {number: found[1] for number, found in own.items()} | (
-                {len(messages) - 1: opened} if opened else {}
-            )
+        if opened or is_edited:
+            ids = {number: message.ids for number, message in own_messages.items()}
+            if opened:
+                ids[len(messages) - 1] = opened
             for number in ids:
                 messages[number]["content"] = "x"  # its ids are used
             prompt = await self.model.render(messages, ids, tools)
             reply = await self.model.generate(prompt, tools=tools, media=media, **options)
         else:
-            known = [
-                own[number][2].message if number in own else message
-                for number, message in enumerate(messages)
-            ]
-            reply = await self.model.generate(known, tools=tools, **options)
+            conversation: list[Any] = list(messages)
+            for number, message in own_messages.items():
+                conversation[number] = message.reply.message
+            reply = await self.model.generate(conversation, tools=tools, **options)
+
         text = self._text(reply)
-        before = self.model.tokenizer.decode(opened) if opened else ""
+        opened_text = self.model.tokenizer.decode(opened) if opened else ""
         self.calls.append((opened, reply))
-        asked = [message["content"] for message in request.messages if message["role"] == "user"]
-        self.queries.append((len(asked), asked[-1] if asked else None))
+        queries = [message["content"] for message in request.messages if message["role"] == "user"]
+        self.queries.append((len(queries), queries[-1] if queries else None))
         self.contexts.append(self.texts(request.messages))
-        self._known.append((before + text, [*opened, *reply.ids], None if opened else reply))
+        self._sampled.append(
+            _SampledMessage(opened_text + text, [*opened, *reply.ids], None if opened else reply)
+        )
         response = _response(reply, text, self.id)
         self._last = request, response
         return response
@@ -122,48 +131,52 @@ class Episode:
         before the first reply."""
         if self._last is None:
             return []
+
         request, response = self._last
         messages = list(request.messages)
         while messages and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
             messages.pop()
-        response = replace(response, choices=[replace(response.choices[0], finish_reason="length")])
-        infos = {**self.rollout_infos, "num_turns": len(self.calls)}
-        return [
-            import_foreign(PROTOCOL).RolloutOutput(
-                response=response, messages=messages, rollout_infos=infos
-            )
-        ]
+        choice = replace(response.choices[0], finish_reason="length")
+        output = import_foreign(PROTOCOL).RolloutOutput(
+            response=replace(response, choices=[choice]),
+            messages=messages,
+            rollout_infos={**self.rollout_infos, "num_turns": len(self.calls)},
+        )
+        return [output]
 
     def rows(self) -> list[tuple[list[int], list[int]]]:
         """Return ids and masks of the messages as they were continued, for a scheduler
         that does not say them."""
         rows: list[tuple[list[int], list[int]]] = []
         for opened, reply in self.calls:
-            ids, sampled = [*opened, *reply.ids], [1] * len(reply.ids)
+            ids = [*opened, *reply.ids]
+            sampled = [1] * len(reply.ids)
             if opened and rows:
-                kept = _shared(rows[-1][0], opened)
-                rows[-1] = ids, [*rows[-1][1][:kept], *[0] * (len(opened) - kept), *sampled]
+                last_ids, last_mask = rows[-1]
+                kept = _shared(last_ids, opened)
+                rows[-1] = ids, [*last_mask[:kept], *[0] * (len(opened) - kept), *sampled]
             else:
                 rows.append((ids, [0] * len(opened) + sampled))
         return rows
 
     def texts(self, messages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
         """Return roles and texts of messages; contents that are ids are decoded."""
-        found = []
+        texts = []
         for message in messages:
             content = message["content"]
-            if isinstance(content, list) and content and isinstance(content[0], int):
+            if _is_ids(content):
                 content = self.model.tokenizer.decode(self._without_end(content))
-            found.append(
-                (str(message["role"]), content if isinstance(content, str) else repr(content))
-            )
-        return found
+            if not isinstance(content, str):
+                content = repr(content)
+            texts.append((str(message["role"]), content))
+        return texts
 
     def leads_to(self, number: int, texts: Sequence[tuple[str, str]]) -> bool:
         """Return whether the context of a call is the beginning of a conversation."""
         context = self.contexts[number]
         if not context or context[-1][0] != "assistant":
             return list(texts[: len(context)]) == context
+
         *before, (role, opened) = context  # a message that goes on
         size = len(before)
         return (
@@ -196,45 +209,63 @@ class Episode:
         same, then the text's."""
         if isinstance(content, list):
             return list(content)
-        tokenizer = self.model.tokenizer
+
         kept: list[int] = []
-        text = ""
-        for known, ids, _ in reversed(self._known):
-            if _shared(known, content) > len(text):
-                found, decoded = self._cut(self._without_end(ids), content)
-                if len(decoded) > len(text):
-                    kept, text = found, decoded
-        return [*kept, *tokenizer.encode(content[len(text) :], add_special_tokens=False)]
+        kept_text = ""
+        for message in reversed(self._sampled):
+            if _shared(message.text, content) <= len(kept_text):
+                continue
+            ids, text = self._cut(self._without_end(message.ids), content)
+            if len(text) > len(kept_text):
+                kept, kept_text = ids, text
+        rest = content[len(kept_text) :]
+        return [*kept, *self.model.tokenizer.encode(rest, add_special_tokens=False)]
 
     def _cut(self, ids: list[int], content: str) -> tuple[list[int], str]:
         """Return the most ids whose text begins a content, and that text."""
         decode = self.model.tokenizer.decode
         for size in range(len(ids), 0, -1):
-            if content.startswith(text := decode(ids[:size])):
+            text = decode(ids[:size])
+            if content.startswith(text):
                 return ids[:size], text
         return [], ""
 
-    def _own(
+    def _own_messages(
         self, messages: Sequence[Mapping[str, Any]]
-    ) -> tuple[dict[int, tuple[str, list[int], Any]], bool]:
+    ) -> tuple[dict[int, _SampledMessage], bool]:
         """Return the messages that this episode sampled, by index, and whether one of them is
         not a reply as it was."""
-        found: dict[int, tuple[str, list[int], Any]] = {}
-        left = list(self._known)
-        edited = False
+        own: dict[int, _SampledMessage] = {}
+        left = list(self._sampled)
+        is_edited = False
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+
             content = message["content"]
-            at = 0 if isinstance(content, str) else 1
-            same = next((place for place, one in enumerate(left) if one[at] == content), None)
+            same = next((at for at, sampled in enumerate(left) if sampled.has(content)), None)
             if same is not None:
-                found[number] = left[same]
-                edited = edited or left[same][2] is None
+                own[number] = left[same]
+                is_edited = is_edited or left[same].reply is None
                 del left[: same + 1]
-            elif isinstance(content, list) and content and isinstance(content[0], int):
-                found[number], edited = ("", list(content), None), True
-        return found, edited
+            elif _is_ids(content):
+                own[number] = _SampledMessage("", list(content), None)
+                is_edited = True
+        return own, is_edited
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledMessage:
+    """A message of the assistant, of which at least a part was sampled."""
+
+    text: str
+    ids: list[int]
+    reply: Any
+    """The reply, if that is the complete message; else None."""
+
+    def has(self, content: Any) -> bool:
+        """Whether a content, a text or ids, is that of this message."""
+        return bool((self.text if isinstance(content, str) else self.ids) == content)
 
 
 def set_weights(
@@ -250,53 +281,68 @@ def set_weights(
         EnvError: for a mask of another length than its ids, or one that trains an id which
             the engine did not sample.
     """
-    paths = []
-    for output in outputs:
-        rows = list(_rows_of(output))
-        if not rows and len(outputs) > 1:
-            rows = [(list(output.response.choices[0].token_ids or ()), None)]
-        paths.append(_Path(rows or list(episode.rows())))
-
+    paths = [_path_of(output, episode, alone=len(outputs) == 1) for output in outputs]
     texts: dict[int, list[tuple[str, str]]] = {}
     if len(outputs) > 1:
-        texts = {
-            at: episode.texts(output.messages)
-            for at, output in enumerate(outputs)
-            if output.messages is not None
-        }
+        for number, output in enumerate(outputs):
+            if output.messages is not None:
+                texts[number] = episode.texts(output.messages)
+
     weights = [[0.0] * len(reply.ids) for _, reply in episode.calls]
     trained: list[list[Any]] = [[] for _ in outputs]
-    for number, (opened, reply) in enumerate(episode.calls):
-        found = [path.find(opened, list(reply.ids)) for path in paths]
-        most = max((match.size for match in found if match is not None), default=0)
-        # A path that has less of the reply has another one, which begins alike; of equal
-        # ones, the context tells.
-        owners = [at for at, match in enumerate(found) if match is not None and match.size == most]
-        owners = [
-            at for at in owners if at in texts and episode.leads_to(number, texts[at])
-        ] or owners
-        for at in owners:
-            match = found[at]
+    for call, (opened, reply) in enumerate(episode.calls):
+        matches = [path.find(opened, list(reply.ids)) for path in paths]
+        for owner in _owners(call, matches, texts, episode):
+            match = matches[owner]
             assert match is not None
-            trained[at].append(reply)
-            mask = paths[at].take(match)
+            trained[owner].append(reply)
+            mask = paths[owner].take(match)
             for place in range(match.size):
                 weight = 1.0 if mask is None else float(mask[len(opened) + place])
-                weights[number][place] = max(weights[number][place], weight)
+                weights[call][place] = max(weights[call][place], weight)
 
     first_row = 0
     for path in paths:
         path.check_masks(first_row)
         first_row += len(path.rows)
+
     if scales is not None:
         weights = [
-            [a * b for a, b in zip(*pair, strict=True)]
-            for pair in zip(weights, episode.scaled(scales), strict=True)
+            [weight * scale for weight, scale in zip(of_reply, scales_of_reply, strict=True)]
+            for of_reply, scales_of_reply in zip(weights, episode.scaled(scales), strict=True)
         ]
     for (_, reply), of_reply in zip(episode.calls, weights, strict=True):
-        if any(one != 1.0 for one in of_reply):
+        if any(weight != 1.0 for weight in of_reply):
             episode.model.weigh(reply, of_reply)
     return [tuple(replies) for replies in trained]
+
+
+def _path_of(output: Any, episode: Episode, *, alone: bool) -> _Path:
+    """Return the rows of an output; where it has none, those of the episode, or of several outputs
+    its last reply."""
+    rows = list(_rows_of(output))
+    if not rows and not alone:
+        rows = [(list(output.response.choices[0].token_ids or ()), None)]
+    return _Path(rows or list(episode.rows()))
+
+
+def _owners(
+    call: int,
+    matches: Sequence[_Match | None],
+    texts: Mapping[int, Sequence[tuple[str, str]]],
+    episode: Episode,
+) -> list[int]:
+    """Return the numbers of the outputs that have the reply of a call."""
+    # A path that has less of the reply has another one, which begins alike; of equal
+    # ones, the context tells.
+    most = max((match.size for match in matches if match is not None), default=0)
+    longest = [
+        number for number, match in enumerate(matches) if match is not None and match.size == most
+    ]
+    with_context = [
+        number for number in longest if number in texts and episode.leads_to(call, texts[number])
+    ]
+    return with_context or longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,17 +366,16 @@ class _Path:
     def find(self, opened: list[int], ids: list[int]) -> _Match | None:
         """Find a reply: after the last one, or in its row if it goes on there; else anywhere."""
         start = len(opened)
-        order = [
-            *range(self.last if start else self.last + 1, len(self.rows)),
-            *range(len(self.rows)),
-        ]
+        first = self.last if start else self.last + 1
+        order = [*range(first, len(self.rows)), *range(len(self.rows))]
         row = next(
             (row for row in order if row >= 0 and _continues(self.rows[row][0], opened, ids)), None
         )
         if row is None:
             return None
+
         size = _shared(self.rows[row][0][start:], ids)
-        self._sampled |= {(row, start + at) for at in range(size)}
+        self._sampled |= {(row, start + offset) for offset in range(size)}
         return _Match(row, size)
 
     def take(self, match: _Match) -> list[int] | None:
@@ -342,11 +387,11 @@ class _Path:
         """Check that masks train sampled ids alone; `first_row` is the number of this
         path's first row among all."""
         for row, (_, mask) in enumerate(self.rows):
-            for at, one in enumerate(mask or ()):
-                if one and (row, at) not in self._sampled:
+            for position, weight in enumerate(mask or ()):
+                if weight and (row, position) not in self._sampled:
                     raise EnvError(
-                        f"response_loss_mask[{first_row + row}][{at}] is {one}, and the engine did "
-                        "not sample that id there; write 0"
+                        f"response_loss_mask[{first_row + row}][{position}] is {weight}, and the "
+                        "engine did not sample that id there; write 0"
                     )
 
 
@@ -368,10 +413,14 @@ def _continues(row: list[int], opened: list[int], ids: list[int]) -> bool:
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
-    return next(
-        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+    """Return the length of the beginning that two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _is_ids(content: Any) -> bool:
+    """Whether the content of a message is a list of ids."""
+    return isinstance(content, list) and bool(content) and isinstance(content[0], int)
 
 
 FRAMES_PER_SECOND = 2.0
@@ -387,23 +436,23 @@ def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list
     A text is left as it is where the request has no media of that kind.
     """
     left = {"<image>": list(images), "<video>": list(videos)}
-    known = "|".join(place for place in PLACES if left[place])
-    if not known:
+    pattern = "|".join(place for place in PLACES if left[place])
+    if not pattern:
         return []
 
     placed: list[Any] = []
     for message in messages:
         content = message["content"]
-        if (
-            message["role"] == "assistant"
-            or not isinstance(content, str)
-            or not re.search(known, content)
-        ):
+        if message["role"] == "assistant" or not isinstance(content, str):
             continue
+        if not re.search(pattern, content):
+            continue
+
         parts: list[Any] = []
-        for piece in re.split(f"({known})", content):
+        for piece in re.split(f"({pattern})", content):
             if piece not in PLACES:
-                parts.append({"type": "text", "text": piece})
+                if piece:
+                    parts.append({"type": "text", "text": piece})
                 continue
             if not left[piece]:
                 count = len(images if piece == "<image>" else videos)
@@ -413,9 +462,8 @@ def _place_media(messages: list[dict[str, Any]], images: list[Any], videos: list
             item = left[piece].pop(0)
             placed.append(image_of(item) if piece == "<image>" else _video_of(item))
             parts.append(placed[-1])
-        message["content"] = [
-            part for part in parts if not isinstance(part, dict) or part["text"] != ""
-        ]
+        message["content"] = parts
+
     if left["<video>"]:
         raise EnvError(
             f"the request has {len(videos)} videos; write <video> in its messages at the place of "
@@ -455,12 +503,12 @@ def _plain_tool(tool: Any) -> Any:
 
 def _response(reply: Any, text: str, id: str) -> Any:
     protocol = import_foreign(PROTOCOL)
-    known = [{"logprob": one} for one in reply.logprobs if one is not None]
+    logprobs = [{"logprob": logprob} for logprob in reply.logprobs if logprob is not None]
     choice = protocol.ChatCompletionResponseChoice(
         index=0,
         message=protocol.ChatMessage(role="assistant", content=text, tool_calls=None),
         finish_reason=reply.finish,
-        logprobs={"content": known} if len(known) == len(reply.ids) else None,
+        logprobs={"content": logprobs} if len(logprobs) == len(reply.ids) else None,
         token_ids=list(reply.ids),
     )
     usage = protocol.UsageInfo(0, len(reply.ids), len(reply.ids))

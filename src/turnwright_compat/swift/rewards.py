@@ -73,15 +73,16 @@ class ReactORM(ORM):
                 completion = completion[: completion.index("Observation:")]
             for end in ("<|endoftext|>", "<|im_end|>"):
                 completion = completion.replace(end, "")
-            action, given = _call(completion.strip())
-            wanted, arguments = _call(expected)
-            equal = (
-                action == wanted
+
+            action, arguments = _call(completion.strip())
+            expected_action, expected_arguments = _call(expected)
+            is_equal = (
+                action == expected_action
+                and isinstance(expected_arguments, dict)
                 and isinstance(arguments, dict)
-                and isinstance(given, dict)
-                and given == arguments
+                and arguments == expected_arguments
             )
-            rewards.append(float(equal))
+            rewards.append(float(is_equal))
         return rewards
 
 
@@ -124,7 +125,8 @@ class RepetitionPenalty(ORM):
 
     def __init__(self, args: Any = None, **kwargs: Any) -> None:
         super().__init__(args)
-        self.ngram_size, self.max_penalty = args.repetition_n_grams, args.repetition_max_penalty
+        self.ngram_size = args.repetition_n_grams
+        self.max_penalty = args.repetition_max_penalty
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         rewards = []
@@ -147,7 +149,8 @@ class SoftOverlong(ORM):
                 f"soft_cache_length ({args.soft_cache_length}) is under soft_max_length "
                 f"({args.soft_max_length})"
             )
-        self.soft_max_length, self.soft_cache_length = args.soft_max_length, args.soft_cache_length
+        self.soft_max_length = args.soft_max_length
+        self.soft_cache_length = args.soft_cache_length
 
     def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
         first = self.soft_max_length - self.soft_cache_length
@@ -182,7 +185,8 @@ class DefaultRMPlugin:
     """Base class of the plugins of reward models."""
 
     def __init__(self, model: Any, template: Any) -> None:
-        self.model, self.template = model, template
+        self.model = model
+        self.template = template
 
 
 rm_plugins: dict[str, Any] = {"default": DefaultRMPlugin}

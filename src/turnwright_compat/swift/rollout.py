@@ -38,9 +38,8 @@ class SwiftEpisodes(Episodes):
     def rows(self, split: str = "train") -> list[dict[str, Any]]:
         """Return rows of ms-swift's dataset, whose columns reach the server with
         `--vllm_server_pass_dataset true`."""
-        return [
-            {"messages": prompt_of(task), TASK: name} for name, task in self.tasks_of(split).items()
-        ]
+        tasks = self.tasks_of(split)
+        return [{"messages": prompt_of(task), TASK: task_id} for task_id, task in tasks.items()]
 
 
 def make_scheduler(episodes: SwiftEpisodes) -> type:
@@ -61,19 +60,22 @@ def make_scheduler(episodes: SwiftEpisodes) -> type:
                 UsageError: for an episode of several rows, or with images.
             """
             engine = self.infer_engine
-            lengths = {"turns": self.max_turns, "turn_tokens": request_config.max_tokens}
-            rollout = episodes.open(self.tokenizer, engine.model_dir, **lengths)
+            rollout = episodes.open(
+                self.tokenizer,
+                engine.model_dir,
+                turns=self.max_turns,
+                turn_tokens=request_config.max_tokens,
+            )
             if rollout.pixels is not None:
                 raise UsageError("images in ms-swift: not supported; train with turnwright.train")
+
             config = replace(request_config, logprobs=True, return_details=True)
             chat = _Chat(engine, config, infer_request, kwargs)
             params = {
                 name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "min_p")
             }
-            task = _task_of(episodes, infer_request)
-            (trajectory,) = await episodes.play(
-                [episodes.episode(task)], chat.sample, sampling_of(params)
-            )
+            episode = episodes.episode(_task_of(episodes, infer_request))
+            (trajectory,) = await episodes.play([episode], chat.sample, sampling_of(params))
             return _output(trajectory, chat, self.tokenizer)
 
     return TurnwrightScheduler
@@ -86,9 +88,9 @@ def _task_of(episodes: SwiftEpisodes, request: Any) -> Task:
     messages = list(request.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    return episodes.task_of(
-        {TASK: row[TASK]} if TASK in row else {**row, "messages": messages}, "a request of ms-swift"
-    )
+
+    columns = {TASK: row[TASK]} if TASK in row else {**row, "messages": messages}
+    return episodes.task_of(columns, "a request of ms-swift")
 
 
 @dataclass(slots=True)
@@ -110,26 +112,31 @@ class _Chat:
         """Ask ms-swift's engine for one reply, and check the ids of its prompt."""
         if request.reply_position:
             raise UsageError("ms-swift's engine aborted a reply, and cannot go on with it")
-        messages = [_message(one, self.replies.get(at)) for at, one in enumerate(request.messages)]
-        texts = [] if request.stop_text is None else list(request.stop_text.texts)
-        config = replace(self.config, max_tokens=request.max_tokens, stop=texts)
-        asked = replace(self.request, messages=messages, images=[])
-        response = await self.engine.infer_async(asked, config, **self.arguments)
+
+        messages = [
+            _message(message, self.replies.get(position))
+            for position, message in enumerate(request.messages)
+        ]
+        stop = [] if request.stop_text is None else list(request.stop_text.texts)
+        config = replace(self.config, max_tokens=request.max_tokens, stop=stop)
+        infer_request = replace(self.request, messages=messages, images=[])
+        response = await self.engine.infer_async(infer_request, config, **self.arguments)
         _check_prompt(list(request.ids), response.prompt_token_ids)
+
         (choice,) = response.choices
-        logprobs = (
-            None
-            if choice.logprobs is None
-            else [one["logprob"] for one in choice.logprobs["content"]]
-        )
+        logprobs = None
+        if choice.logprobs is not None:
+            logprobs = [entry["logprob"] for entry in choice.logprobs["content"]]
         ids = list(choice.token_ids or ())
-        found = make_generation(
+        generation = make_generation(
             request, ids, logprobs, choice.finish_reason, needs="logprobs = true of the request"
         )
+
         self.replies[len(messages)] = ids
         reply = {"role": "assistant", "content": choice.message.content or ""}
-        self.messages, self.response = [*messages, reply], response
-        return found
+        self.messages = [*messages, reply]
+        self.response = response
+        return generation
 
 
 def _message(message: Message, ids: list[int] | None) -> dict[str, Any]:
@@ -173,59 +180,60 @@ def _output(trajectory: Trajectory, chat: _Chat, tokenizer: Any) -> Any:
             'history = "inline" joins replies into one message, and ms-swift has one reply for '
             "each message"
         )
-    suffix = "".join(
-        part for part in chat.engine.template.template_meta.suffix if isinstance(part, str)
-    )
+
+    suffix_parts = chat.engine.template.template_meta.suffix
+    suffix = "".join(part for part in suffix_parts if isinstance(part, str))
     end_ids = list(tokenizer.encode(suffix, add_special_tokens=False))
     ids: list[list[int]] = []
     masks: list[list[int]] = []
     logprobs: list[list[float]] = []
     for turn in trajectory.turns:
+        reply = [token_id for span in turn.spans for token_id in trajectory.spans[span].ids]
         start = turn.context - len(row.prompt_ids)
-        reply = [one for span in turn.spans for one in trajectory.spans[span].ids]
-        mask = row.mask[start : start + len(reply)]
-        after = start + len(reply)
-        if end_ids and any(mask) and row.response_ids[after : after + len(end_ids)] == end_ids:
+        end = start + len(reply)
+        mask = row.mask[start:end]
+        if end_ids and any(mask) and row.response_ids[end : end + len(end_ids)] == end_ids:
             raise UsageError(
                 f"{trajectory.key}: a reply without an end token is followed by another turn, and "
-                "ms-swift trains the one that "
-                'its template appends; use limits.on_turn_length = "stop", and no stop texts'
+                "ms-swift trains the one that its template appends; use limits.on_turn_length = "
+                '"stop", and no stop texts'
             )
         ids.append(reply)
         masks.append(mask)
         logprobs.append(
-            [one for one, kept in zip(row.logprobs[start:], mask, strict=False) if kept]
+            [
+                logprob
+                for logprob, trained in zip(row.logprobs[start:], mask, strict=False)
+                if trained
+            ]
         )
-    messages = [{**one, "content": _text(one["content"], tokenizer)} for one in chat.messages]
+
+    messages = [
+        {**message, "content": _text(message["content"], tokenizer)} for message in chat.messages
+    ]
     if not ids:  # it failed before the first reply
         ids, masks, logprobs = [row.response_ids], [row.mask], []
-        messages = [
-            *(_message(one, None) for one in trajectory.task.messages),
-            {"role": "assistant", "content": ""},
-        ]
-    infos = {
-        "num_turns": len(trajectory.turns),
-        "total_reward": trajectory.reward or 0.0,
-        "turnwright_stop": str(trajectory.stop.value) if trajectory.stop else "",
-        "turnwright_reward": trajectory.reward,
-    }
-    response = chat.response or _empty_response(protocol, row.response_ids)
+        messages = [_message(message, None) for message in trajectory.task.messages]
+        messages.append({"role": "assistant", "content": ""})
     return protocol.RolloutOutput(
-        response=response,
+        response=chat.response or _empty_response(protocol, row.response_ids),
         messages=messages,
         response_token_ids=ids,
         response_loss_mask=masks,
-        rollout_infos=infos,
+        rollout_infos={
+            "num_turns": len(trajectory.turns),
+            "total_reward": trajectory.reward or 0.0,
+            "turnwright_stop": str(trajectory.stop.value) if trajectory.stop else "",
+            "turnwright_reward": trajectory.reward,
+        },
         rollout_logprobs=logprobs,
     )
 
 
 def _text(content: Any, tokenizer: Any) -> str:
-    return (
-        content
-        if isinstance(content, str)
-        else str(tokenizer.decode(content, skip_special_tokens=True))
-    )
+    if isinstance(content, str):
+        return content
+    return str(tokenizer.decode(content, skip_special_tokens=True))
 
 
 def _empty_response(protocol: Any, ids: list[int]) -> Any:

@@ -35,33 +35,40 @@ class LossScales:
             opened: ids of the message before the reply.
             ends: whether the last id is an end token; it is a text of its own.
         """
-        own = [*opened, *ids[: len(ids) - ends]]
-        text = decode(own)
-        starts = [len(decode(own[:size])) for size in range(len(opened), len(own))]
-        found = _at(self._parts(text, query), starts)
-        return found + (_at(self._parts(decode(ids[-1:]), None), [0]) if ends else [])
+        text_ids = [*opened, *ids[: len(ids) - ends]]
+        text = decode(text_ids)
+        starts = [len(decode(text_ids[:size])) for size in range(len(opened), len(text_ids))]
+        weights = _at(self._parts(text, query), starts)
+        if ends:
+            weights += _at(self._parts(decode(ids[-1:]), None), [0])
+        return weights
 
     def _parts(self, text: str, query: Any) -> list[tuple[str, float]]:
+        """Return the parts of a text with their weights."""
         parts = [(text, 1.0)]
         for scale in self.chain:
             split: list[tuple[str, float]] = []
             for part, weight in parts:
-                texts, weights = scale.get_loss_scale(part, query=query)
-                if len(texts) != len(weights) or "".join(texts) != part:
+                texts, factors = scale.get_loss_scale(part, query=query)
+                if len(texts) != len(factors) or "".join(texts) != part:
                     raise EnvError(
                         f"{type(scale).__name__}.get_loss_scale returned {len(texts)} parts and "
-                        f"{len(weights)} weights; return all parts of the text, with a weight for "
+                        f"{len(factors)} weights; return all parts of the text, with a weight for "
                         "each"
                     )
-                made = [weight * (as_number(one, "a loss scale") or 0.0) for one in weights]
-                split += zip(texts, made, strict=True)
+                weights = [
+                    weight * (as_number(factor, "a loss scale") or 0.0) for factor in factors
+                ]
+                split += zip(texts, weights, strict=True)
             parts = split
         return parts
 
 
 def _at(parts: list[tuple[str, float]], positions: list[int]) -> list[float]:
+    """Return the weight of the part at each position of the text; 1 where there is no part."""
     kept = [(text, weight) for text, weight in parts if text]
+    if not kept:
+        return [1.0] * len(positions)
     ends = list(accumulate(len(text) for text, _ in kept))
-    return [
-        kept[min(bisect_right(ends, at), len(kept) - 1)][1] if kept else 1.0 for at in positions
-    ]
+    last = len(kept) - 1
+    return [kept[min(bisect_right(ends, position), last)][1] for position in positions]

@@ -1,4 +1,9 @@
-"""Schedulers of ms-swift's multi-turn episodes, by name."""
+"""Schedulers of ms-swift's multi-turn episodes, by name.
+
+User code derives from `MultiTurnScheduler`, whose `run` is the loop of a trajectory: a reply,
+`on_turn_end`, `check_finished`, `step`. `_Rows` adds up the ids and masks of its turns. The engine
+that schedulers call here is in `engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +45,8 @@ class RolloutScheduler:
     def __init__(
         self, infer_engine: Any = None, max_turns: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        self.infer_engine, self.max_turns = infer_engine, max_turns
+        self.infer_engine = infer_engine
+        self.max_turns = max_turns
         self._tokenizer = kwargs.get("tokenizer")
 
     async def on_trajectory_start(self, requests: list[Request]) -> None:
@@ -83,39 +89,37 @@ class MultiTurnScheduler(RolloutScheduler):
 
     async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
         """Play a trajectory by `step` and `check_finished`."""
-        request, turn = infer_request, 1
+        request = infer_request
+        turn = 1
         rows = _Rows()
         await _awaited(self.on_trajectory_start([request]))
         remove_response(request.messages)
+
         while True:
             response = await self.infer_engine.infer_async(request, request_config, **kwargs)
             choice = response.choices[0]
             continued = self._append(request.messages, choice.message.content, turn)
-            backed = self._as_text(request.messages)
-            ended = await _awaited(self.on_turn_end(request, choice, turn)) or {}
-            rows.infos.update(ended.get("rollout_infos") or {})
-            stop = ended.get("done", self.check_finished(request, choice, turn))
-            for message, ids in backed:
+
+            # The hooks read texts; contents that are ids are restored after them.
+            decoded = self._as_text(request.messages)
+            end = await _awaited(self.on_turn_end(request, choice, turn)) or {}
+            rows.infos.update(end.get("rollout_infos") or {})
+            is_done = end.get("done", self.check_finished(request, choice, turn))
+            for message, ids in decoded:
                 message["content"] = ids
-            if stop or (self.max_turns and turn >= self.max_turns):
+            if is_done or (self.max_turns and turn >= self.max_turns):
                 rows.add(choice, {}, continued)
                 rows.infos["num_turns"] = turn
                 return rows.output(response, request.messages)
-            own = list(choice.token_ids)
-            made = _as_dict(self.step(request, choice, turn))
-            request = made["infer_request"]
-            rows.add(choice, made, continued, own)
-            if "response_token_ids" in made:
-                last = next(
-                    (
-                        one
-                        for one in reversed(request.messages)
-                        if one["role"] == "assistant" and one["content"]
-                    ),
-                    None,
-                )
-                if last is not None:
-                    last["content"] = list(rows.ids[-1])
+
+            sampled_ids = list(choice.token_ids)
+            next_step = _as_dict(self.step(request, choice, turn))
+            request = next_step["infer_request"]
+            rows.add(choice, next_step, continued, sampled_ids)
+            if "response_token_ids" in next_step:
+                last_reply = _last_reply(request.messages)
+                if last_reply is not None:
+                    last_reply["content"] = list(rows.ids[-1])
             turn += 1
 
     def step(self, infer_request: Request, response_choice: Choice, current_turn: int) -> Any:
@@ -127,9 +131,9 @@ class MultiTurnScheduler(RolloutScheduler):
         self, infer_request: Request, response_choice: Choice, current_turn: int
     ) -> bool:
         """Return whether the trajectory is over: at a cut reply, and after `max_turns`."""
-        return response_choice.finish_reason == "length" or bool(
-            self.max_turns and current_turn >= self.max_turns
-        )
+        if response_choice.finish_reason == "length":
+            return True
+        return bool(self.max_turns and current_turn >= self.max_turns)
 
     def _append(self, messages: list[dict[str, Any]], completion: str, turn: int) -> bool:
         """Append a reply, to the last message if that is the assistant's; return whether it is."""
@@ -144,18 +148,18 @@ class MultiTurnScheduler(RolloutScheduler):
 
     def _as_text(self, messages: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[int]]]:
         """Decode contents that are ids; return them, to be restored."""
-        found = [
-            (one, one["content"])
-            for one in messages
-            if one["role"] == "assistant" and _are_ids(one["content"])
-        ]
-        for message, ids in found:
+        decoded = []
+        for message in messages:
+            if message["role"] == "assistant" and _are_ids(message["content"]):
+                decoded.append((message, message["content"]))
+        for message, ids in decoded:
             message["content"] = self.tokenizer.decode(ids, skip_special_tokens=False)
-        return found
+        return decoded
 
     @staticmethod
     def _extract_logprobs_from_choice(response_choice: Choice) -> list[float]:
-        return [one["logprob"] for one in (response_choice.logprobs or {}).get("content", ())]
+        entries = (response_choice.logprobs or {}).get("content", ())
+        return [entry["logprob"] for entry in entries]
 
 
 class _Rows:
@@ -166,36 +170,48 @@ class _Rows:
         self.masks: list[list[int]] = []
         self.logprobs: list[list[float]] = []
         self.infos: dict[str, Any] = {}
-        self._edited = self._implied = False
+        self._edited = False
         """Whether a turn continued ids that `step` did not give, so that texts alone say what was
-        kept; and its last answer."""
+        kept."""
+        self._implied = False
+        """Whether `step` gave no ids at the last turn."""
 
     def add(
-        self, choice: Choice, made: dict[str, Any], continued: bool, own: list[int] | None = None
+        self,
+        choice: Choice,
+        next_step: dict[str, Any],
+        continued: bool,
+        sampled_ids: list[int] | None = None,
     ) -> None:
+        """Add a turn, to the last message if it was continued."""
         self._edited = self._edited or (continued and self._implied)
-        self._implied = "response_token_ids" not in made
-        ids = list(
-            made.get("response_token_ids", own if own is not None else list(choice.token_ids))
-        )
-        mask = list(made.get("response_loss_mask") or [1] * len(ids))
+        self._implied = "response_token_ids" not in next_step
+
+        if sampled_ids is None:
+            sampled_ids = list(choice.token_ids)
+        ids = list(next_step.get("response_token_ids", sampled_ids))
+        mask = list(next_step.get("response_loss_mask") or [1] * len(ids))
         if len(mask) != len(ids):
             raise ValueError(
                 f"step returned {len(ids)} response_token_ids and {len(mask)} of response_loss_mask"
             )
-        known = list(
-            made.get("rollout_logprobs") or MultiTurnScheduler._extract_logprobs_from_choice(choice)
+        logprobs = list(
+            next_step.get("rollout_logprobs")
+            or MultiTurnScheduler._extract_logprobs_from_choice(choice)
         )
-        self.infos.update(made.get("rollout_infos") or {})
-        for rows, new in ((self.ids, ids), (self.masks, mask), (self.logprobs, known)):
+        self.infos.update(next_step.get("rollout_infos") or {})
+
+        for rows, added in ((self.ids, ids), (self.masks, mask), (self.logprobs, logprobs)):
             if continued and rows:
-                rows[-1].extend(new)
+                rows[-1].extend(added)
             else:
-                rows.append(new)
+                rows.append(added)
 
     def output(self, response: Any, messages: list[dict[str, Any]]) -> Any:
+        """Return a `RolloutOutput`; without logprobs unless each trained id has one."""
         if self._edited:
             return RolloutOutput(response=response, messages=messages, rollout_infos=self.infos)
+
         complete = sum(map(sum, self.masks)) == sum(map(len, self.logprobs))
         # By name: with ms-swift installed, it is a pydantic model of its own.
         return RolloutOutput(
@@ -216,11 +232,19 @@ def _are_ids(content: Any) -> bool:
     return isinstance(content, list) and bool(content) and isinstance(content[0], int)
 
 
-def _as_dict(made: Any) -> dict[str, Any]:
+def _last_reply(messages: list[dict[str, Any]]) -> Any:
+    """Return the last message of the assistant that is not empty; None without one."""
+    for message in reversed(messages):
+        if message["role"] == "assistant" and message["content"]:
+            return message
+    return None
+
+
+def _as_dict(returned: Any) -> dict[str, Any]:
     """Return what `step` made as a dict; releases before 3.8 had a request, or one with a dict."""
-    if isinstance(made, dict):
-        return made
-    request, infos = made if isinstance(made, tuple) else (made, {})
+    if isinstance(returned, dict):
+        return returned
+    request, infos = returned if isinstance(returned, tuple) else (returned, {})
     return {"infer_request": request, "rollout_infos": dict(infos)}
 
 
@@ -238,28 +262,26 @@ class MathTipsScheduler(MultiTurnScheduler):
         self, infer_request: Request, response_choice: Choice, current_turn: int
     ) -> bool:
         last = infer_request.messages[-1]["content"]
-        right = (
-            self.tips_prompt in last
-            or self.acc_func([last], [infer_request.data_dict["solution"]])[0] == 1
-        )
-        return right or super().check_finished(infer_request, response_choice, current_turn)
+        if self.tips_prompt in last:
+            return True
+        if self.acc_func([last], [infer_request.data_dict["solution"]])[0] == 1:
+            return True
+        return super().check_finished(infer_request, response_choice, current_turn)
 
     def step(
         self, infer_request: Request, response_choice: Choice, current_turn: int
     ) -> dict[str, Any]:
-        text, ids = response_choice.message.content, list(response_choice.token_ids)
+        text = response_choice.message.content
+        ids = list(response_choice.token_ids)
         cut = min(
             (text.index(tag) for tag in ("<answer>", "</think>") if tag in text), default=len(text)
         )
         if cut < len(text):
-            ids = next(
-                (
-                    ids[:n]
-                    for n in range(1, len(ids) + 1)
-                    if len(self.tokenizer.decode(ids[:n])) >= cut
-                ),
-                ids,
-            )
+            for size in range(1, len(ids) + 1):
+                if len(self.tokenizer.decode(ids[:size])) >= cut:
+                    ids = ids[:size]
+                    break
+
         tips = list(self.tokenizer.encode(self.tips_prompt, add_special_tokens=False))
         infer_request.messages[-1]["content"] = text[:cut] + self.tips_prompt
         return {
@@ -301,22 +323,26 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
     """The same, with a row for each turn that has no thoughts but those of its last reply."""
 
     async def run(self, infer_request: Request, request_config: Any, **kwargs: Any) -> Any:
-        outputs, turn = [], 1
+        outputs = []
+        turn = 1
         while True:
             response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
             choice = response.choices[0]
             infer_request.messages.append({"role": "assistant", "content": choice.message.content})
-            rows = copy.deepcopy(infer_request.messages)
-            for one in rows[:-1]:
-                if one["role"] == "assistant" and isinstance(one["content"], str):
-                    one["content"] = one["content"].split("</think>")[-1].strip()
-            infos = {"num_turns": turn}
-            ids = [list(choice.token_ids)]
+
+            messages = copy.deepcopy(infer_request.messages)
+            for message in messages[:-1]:
+                if message["role"] == "assistant" and isinstance(message["content"], str):
+                    message["content"] = message["content"].split("</think>")[-1].strip()
             outputs.append(
                 RolloutOutput(
-                    response=response, messages=rows, response_token_ids=ids, rollout_infos=infos
+                    response=response,
+                    messages=messages,
+                    response_token_ids=[list(choice.token_ids)],
+                    rollout_infos={"num_turns": turn},
                 )
             )
+
             if self.check_finished(infer_request, choice, turn):
                 return outputs
             infer_request = self.step(infer_request, choice, turn)["infer_request"]
@@ -346,9 +372,12 @@ class GYMScheduler(MultiTurnScheduler):
         """Set the messages and the state of a trajectory."""
         request.messages = [{"role": "system", "content": system}] if system else []
         request.messages.append({"role": "user", "content": observation})
+
         uuid = request.uuid
-        self._envs[uuid], self._total_rewards[uuid] = env, 0.0
-        self._step_rewards[uuid], self._pending_obs[uuid] = [], None
+        self._envs[uuid] = env
+        self._total_rewards[uuid] = 0.0
+        self._step_rewards[uuid] = []
+        self._pending_obs[uuid] = None
 
     async def on_turn_end(
         self, infer_request: Request, response_choice: Choice, current_turn: int
@@ -413,9 +442,8 @@ class OpenEnvScheduler(GYMScheduler):
             config = {**defaults, **((request.data_dict or {}).get("env_config") or {})}
             env = self._create_env(config)
             observation, _ = await asyncio.to_thread(env.reset)
-            self._begin(
-                request, env, self.format_observation(observation), config.get("system_message")
-            )
+            text = self.format_observation(observation)
+            self._begin(request, env, text, config.get("system_message"))
 
     async def on_turn_end(
         self, infer_request: Request, response_choice: Choice, current_turn: int
@@ -434,10 +462,10 @@ class OpenEnvScheduler(GYMScheduler):
         fenced = re.fullmatch(r"```[^\n]*\n(.*?)\n?```", text.strip(), re.DOTALL)
         text = (fenced[1] if fenced else text).strip()
         try:
-            found = json.loads(text)
+            action = json.loads(text)
         except ValueError:
             return {"message": text}
-        return found if isinstance(found, dict) else {"message": str(found)}
+        return action if isinstance(action, dict) else {"message": str(action)}
 
     def format_observation(self, observation: Any) -> Any:
         """Return an observation as text for the model."""

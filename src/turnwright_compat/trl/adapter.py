@@ -1,5 +1,10 @@
 """TRL: what `GRPOTrainer` takes as `environment_factory`, `tools` and
-`reward_funcs`, played by our loop."""
+`reward_funcs`, played by our loop.
+
+`adapt` reads these from `[env.args]`, or from a training script (`script.py`). The episodes are in
+`environments.py`, the calls of rewards in `rewards.py`. What user code imports of TRL is in
+`stand_ins.py`; launch scripts are converted in `convert.py`.
+"""
 
 from __future__ import annotations
 
@@ -53,13 +58,16 @@ TRAINER = TrainerArguments()
 def adapt(found: ForeignObject) -> TrlFactory | None:
     """Make a factory of an environment class, of a dict of them by name, or of
     the trainer's arguments."""
-    target, args = found.target, dict(found.args)
+    target = found.target
+    args = dict(found.args)
     script = find_script(target, found.where, found.base)
     if script is not None:
         return _of_script(found, script, args)
-    if _is_environment(target) or (
+
+    are_environments = (
         isinstance(target, Mapping) and target and all(map(_is_environment, target.values()))
-    ):
+    )
+    if _is_environment(target) or are_environments:
         if "environment_factory" in args:
             raise ConfigError(
                 f"{found.where}: environment_factory is given twice; use names it already"
@@ -67,6 +75,7 @@ def adapt(found: ForeignObject) -> TrlFactory | None:
         args["environment_factory"] = target
     elif not isinstance(target, TrainerArguments):
         return None
+
     for key in args:
         if key not in ARGUMENTS:
             raise ConfigError(
@@ -82,19 +91,19 @@ def _of_script(found: ForeignObject, script: Path, args: dict[str, Any]) -> TrlF
         raise ConfigError(
             f"{found.where}: argv = {argv!r}; write the arguments of the command line as a list"
         )
-    given = trainer_arguments(script, argv, found.where)
-    if given.get("rollout_func") is not None:
+    of_trainer = trainer_arguments(script, argv, found.where)
+    if of_trainer.get("rollout_func") is not None:
         raise ConfigError(
             f"{found.where}: the script has a rollout_func, which plays all prompts of a step; our "
             "loop replaces it"
         )
 
-    settings = given.get("args")
+    config = of_trainer.get("args")
     for key in ("reward_weights", "max_tool_calling_iterations"):
-        given.setdefault(key, getattr(settings, key, None))
+        of_trainer.setdefault(key, getattr(config, key, None))
     for key in ARGUMENTS:
-        if key not in args and given.get(key) is not None:
-            args[key] = given[key]
+        if key not in args and of_trainer.get(key) is not None:
+            args[key] = of_trainer[key]
     for key in args:
         if key not in ARGUMENTS:
             raise ConfigError(
@@ -103,60 +112,62 @@ def _of_script(found: ForeignObject, script: Path, args: dict[str, Any]) -> TrlF
             )
 
     factory = _factory(found, args)
-    rows = given.get("train_dataset")
-    return (
-        factory
-        if rows is None
-        else replace(factory, tasks=lambda: [_row(dict(row)) for row in rows])
-    )
+    rows = of_trainer.get("train_dataset")
+    if rows is None:
+        return factory
+    return replace(factory, tasks=lambda: [_row(dict(row)) for row in rows])
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row of a trainer's dataset whose images are in its prompt, before the first message
     of the user as in TRL."""
-    images = row.pop("images", None) or ([row.pop("image")] if row.get("image") is not None else [])
+    images = row.pop("images", None)
+    if not images:
+        images = [row.pop("image")] if row.get("image") is not None else []
+    if not images:
+        return row
     prompt = row.get("prompt")
-    if not images or not isinstance(prompt, (list, tuple)):
-        return row | ({"images": images} if images else {})
+    if not isinstance(prompt, (list, tuple)):
+        return row | {"images": images}
 
     messages = [dict(message) for message in prompt]
-    parts = [
-        part
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-    ]
+    parts: list[Any] = []
+    for message in messages:
+        if isinstance(message["content"], list):
+            parts += message["content"]
     if not any(part.get("type") == "image" for part in parts):
-        user = next((message for message in messages if message.get("role") == "user"), None)
-        if user is not None:
-            text = (
-                [{"type": "text", "text": user["content"]}]
-                if isinstance(user["content"], str)
-                else list(user["content"])
-            )
-            user["content"] = [*({"type": "image"} for _ in images), *text]
+        _put_images(messages, len(images))
     return row | {"prompt": messages, "images": images}
+
+
+def _put_images(messages: list[dict[str, Any]], count: int) -> None:
+    """Put places of images before the first message of the user."""
+    for message in messages:
+        if message.get("role") != "user":
+            continue
+        content = message["content"]
+        text_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        message["content"] = [*({"type": "image"} for _ in range(count)), *text_parts]
+        return
 
 
 def _is_environment(target: Any) -> bool:
     """Whether a class has the shape of TRL's environments: `reset`, and tools or
     `get_reward`, but no `step`."""
-    if not inspect.isclass(target) or target.__module__.partition(".")[0] in (
-        "turnwright",
-        *plugins.PACKAGES,
-    ):
+    if not inspect.isclass(target):
         return False
-    names = {
-        name
-        for name, _ in inspect.getmembers(target, inspect.isfunction)
-        if not name.startswith("_")
-    }
+    package = target.__module__.partition(".")[0]
+    if package in ("turnwright", *plugins.PACKAGES):
+        return False
+
+    functions = inspect.getmembers(target, inspect.isfunction)
+    names = {name for name, _ in functions if not name.startswith("_")}
     return "reset" in names and "step" not in names and len(names) > 1
 
 
 def _factory(found: ForeignObject, args: Mapping[str, Any]) -> TrlFactory:
     where = found.where
-    tools = [_tool(one, where) for one in _loaded(found, "tools", args.get("tools"))]
+    tools = [_tool(function, where) for function in _loaded(found, "tools", args.get("tools"))]
     environments = _environments(found, args.get("environment_factory"), tools)
     rewards = _rewards(found, args)
     if not environments and not tools and not rewards:
@@ -164,16 +175,19 @@ def _factory(found: ForeignObject, args: Mapping[str, Any]) -> TrlFactory:
             f"{where} has nothing to play; give environment_factory, tools or reward_funcs under "
             "[env.args]"
         )
-    if not rewards and not any(one.has_reward for one in environments.values()):
+    if not rewards and not any(environment.has_reward for environment in environments.values()):
         raise ConfigError(
             f"{where} has no reward; give reward_funcs under [env.args], or define get_reward in "
             "the environment"
         )
-    most = args.get("max_tool_calling_iterations")
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+
+    iterations = args.get("max_tool_calling_iterations")
+    if iterations is not None and (
+        isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0
+    ):
         raise ConfigError(
-            f"{where}: max_tool_calling_iterations = {most!r}; it is an integer of at least 0, or "
-            "left out"
+            f"{where}: max_tool_calling_iterations = {iterations!r}; it is an integer of at least "
+            "0, or left out"
         )
     conversational = args.get("conversational", True)
     if not isinstance(conversational, bool):
@@ -181,21 +195,28 @@ def _factory(found: ForeignObject, args: Mapping[str, Any]) -> TrlFactory:
             f"{where}: conversational = {conversational!r}; write true, or false for rewards that "
             "read text"
         )
-    options = TrlOptions(found.faithful, tuple(tools), environments, rewards, conversational)
-    kit = parse_tools(tools, None, ResultLimit())
-    turns = None if most is None else most + 1
-    tasks = (
-        None
-        if any(one.needs_row for one in environments.values()) or not environments
-        else seeded_tasks
+
+    # Environments that need no column of a row make their own tasks, each of a seed.
+    needs_rows = any(environment.needs_row for environment in environments.values())
+    return TrlFactory(
+        system=args.get("system"),
+        max_turns=None if iterations is None else iterations + 1,
+        tasks=None if needs_rows or not environments else seeded_tasks,
+        solver=None,
+        demonstrator=None,
+        single_turn_best=None,
+        reward=None,
+        kit=parse_tools(tools, None, ResultLimit()),
+        options=TrlOptions(found.faithful, tuple(tools), environments, rewards, conversational),
     )
-    return TrlFactory(args.get("system"), turns, tasks, None, None, None, None, kit, options)
 
 
 def _loaded(found: ForeignObject, key: str, value: Any) -> list[Any]:
     """Load what a list of names names: `file.py:name` or `module:name`."""
-    items = [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-    return [_load(found, key, one) for one in items]
+    if value is None:
+        return []
+    names = list(value) if isinstance(value, (list, tuple)) else [value]
+    return [_load(found, key, name) for name in names]
 
 
 def _load(found: ForeignObject, key: str, named: Any) -> Any:
@@ -219,19 +240,20 @@ def _tool(function: Any, where: str) -> Tool:
 
 
 def _environments(
-    found: ForeignObject, given: Any, tools: list[Tool]
+    found: ForeignObject, value: Any, tools: list[Tool]
 ) -> dict[str | None, EnvironmentClass]:
     """Return the environments by the value of the row's column `environment`;
     None for the only one."""
-    if given is None:
+    if value is None:
         return {}
-    named = dict(given) if isinstance(given, Mapping) else {None: given}
-    made = {}
-    for name, one in named.items():
-        factory = _load(found, "environment_factory", one)
+
+    factories = dict(value) if isinstance(value, Mapping) else {None: value}
+    environments = {}
+    for name, named in factories.items():
+        factory = _load(found, "environment_factory", named)
         where = found.where if name is None else f"{found.where}: environment_factory[{name!r}]"
-        made[name] = _environment(factory, tools, where)
-    return made
+        environments[name] = _environment(factory, tools, where)
+    return environments
 
 
 def _environment(factory: Callable[[], Any], tools: list[Tool], where: str) -> EnvironmentClass:
@@ -248,6 +270,7 @@ def _environment(factory: Callable[[], Any], tools: list[Tool], where: str) -> E
             f"{where} cannot be made: {type(error).__name__}: {error}; TRL calls "
             "environment_factory without arguments"
         ) from error
+
     members = dict(inspect.getmembers(type(instance), inspect.isfunction))
     name = type(instance).__name__
     if "reset" not in members:
@@ -255,45 +278,49 @@ def _environment(factory: Callable[[], Any], tools: list[Tool], where: str) -> E
             f"{where}: {name} has no reset; an environment of TRL has reset(self, **row) -> None "
             "or text"
         )
-    methods = [key for key in members if key not in LIFETIME and not key.startswith("_")]
+    tool_names = [key for key in members if key not in LIFETIME and not key.startswith("_")]
     try:
         templates = {
             key: replace(make_tool(getattr(instance, key)), source=f"{name}.{key}")
-            for key in methods
+            for key in tool_names
         }
-        Tools([*tools, *templates.values()])
+        Tools([*tools, *templates.values()])  # raises for two of one name
     except ToolSchemaError as error:
         raise ConfigError(f"{where}: {error}") from error
-    parameters = [
-        one for key, one in inspect.signature(members["reset"]).parameters.items() if key != "self"
-    ]
-    for one in parameters:
-        if one.kind is one.POSITIONAL_ONLY:
-            raise ConfigError(
-                f"{where}: {name}.reset takes {one.name!r} by position; columns of the row are "
-                "passed by name"
-            )
-    needs_row = any(
-        one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-        for one in parameters
-    )
-    if "get_reward" in members and (wrong := _needs(members["get_reward"])):
+
+    needs_row = _reset_needs_row(members["reset"], name, where)
+    has_reward = "get_reward" in members
+    needed = _needs(members["get_reward"]) if has_reward else ""
+    if needed:
         raise ConfigError(
-            f"{where}: {name}.get_reward needs {wrong}; it is called without arguments"
+            f"{where}: {name}.get_reward needs {needed}; it is called without arguments"
         )
     # TRL reads the methods of an instance that it uses, so this one is the first of the pool.
-    return EnvironmentClass(
-        factory, name, templates, "get_reward" in members, needs_row, [instance]
-    )
+    return EnvironmentClass(factory, name, templates, has_reward, needs_row, [instance])
+
+
+def _reset_needs_row(reset: Callable[..., Any], name: str, where: str) -> bool:
+    """Whether `reset` has a parameter without a default, which is a column of the row."""
+    signature = inspect.signature(reset)
+    parameters = [parameter for key, parameter in signature.parameters.items() if key != "self"]
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"{where}: {name}.reset takes {parameter.name!r} by position; columns of the row "
+                "are passed by name"
+            )
+    return any(_is_required(parameter) for parameter in parameters)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    is_collector = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not is_collector
 
 
 def _needs(method: Callable[..., Any]) -> str:
     """Return the parameters without a default, but `self`."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(
-        one.name for one in parameters if one.default is one.empty and one.kind not in kinds
-    )
+    return ", ".join(parameter.name for parameter in parameters if _is_required(parameter))
 
 
 def _rewards(found: ForeignObject, args: Mapping[str, Any]) -> tuple[RewardFunction, ...]:
@@ -306,7 +333,9 @@ def _rewards(found: ForeignObject, args: Mapping[str, Any]) -> tuple[RewardFunct
             f"{found.where}: {len(functions)} reward_funcs and reward_weights = {weights!r}; give "
             "one number for each"
         )
-    made = []
+
+    passed_to_all = dict.fromkeys(("prompts", "completions", "completion_ids", "environments"))
+    rewards = []
     for function, weight in zip(functions, weights, strict=True):
         name = getattr(function, "__name__", type(function).__name__)
         if not callable(function) or inspect.isclass(function):
@@ -314,17 +343,15 @@ def _rewards(found: ForeignObject, args: Mapping[str, Any]) -> tuple[RewardFunct
                 f"{found.where}: reward_funcs has {function!r:.80}; a reward is a function of "
                 "completions"
             )
-        if not accepted(
-            function, dict.fromkeys(("prompts", "completions", "completion_ids", "environments"))
-        ):
+        if not accepted(function, passed_to_all):
             raise ConfigError(
                 f"{found.where}: {name} takes "
                 f"{', '.join(inspect.signature(function).parameters) or 'nothing'}; a reward takes "
                 "completions, prompts and columns of the row by name, or **kwargs, and returns a "
                 "list"
             )
-        made.append(RewardFunction(function, name, float(weight)))
-    return tuple(made)
+        rewards.append(RewardFunction(function, name, float(weight)))
+    return tuple(rewards)
 
 
 def find(name: str) -> Any:

@@ -1,5 +1,10 @@
 """Episodes with TRL's environments: public methods are tools, `get_reward` and reward
-functions score the episode."""
+functions score the episode.
+
+`TrlEnv` is the episode. With `env.faithful` it does as TRL does, also in TRL's words, and uses the
+instances of environments again: see `docs/compat.md`. Classes, functions and arguments are read in
+`adapter.py`.
+"""
 
 from __future__ import annotations
 
@@ -85,11 +90,9 @@ class TrlFactory(ToolEnvFactory):
         return TrlEnv(self)
 
     def __repr__(self) -> str:
-        names = [
-            *(one.name for one in self.options.environments.values()),
-            *(tool.name for tool in self.options.tools),
-        ]
-        return f"trl:GRPOTrainer({', '.join(names)})"
+        environments = [environment.name for environment in self.options.environments.values()]
+        tools = [tool.name for tool in self.options.tools]
+        return f"trl:GRPOTrainer({', '.join([*environments, *tools])})"
 
 
 class TrlEnv(ToolEnv):
@@ -121,18 +124,21 @@ class TrlEnv(ToolEnv):
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         """Make the row's environment, reset it with the row, and append what it
         returns to the last message."""
-        task = task if task.messages else replace(task, messages=(Message("user", ""),))
+        if not task.messages:
+            task = replace(task, messages=(Message("user", ""),))
         self._task = task
         chosen = self._chosen = self._class_of(task)
         if chosen is None:
             self._open(())
             return self._factory.opening(task.messages)
+
         self._environment = await self._taken(chosen)
-        bound = [
+        bound_tools = [
             replace(tool, function=getattr(self._environment, key))
             for key, tool in chosen.templates.items()
         ]
-        self._open(bound)
+        self._open(bound_tools)
+
         row = self._row(task)
         if None not in self._options.environments:
             row.pop("environment", None)
@@ -162,17 +168,17 @@ class TrlEnv(ToolEnv):
             await asyncio.sleep(POOL_CHECK_S)
 
     def _class_of(self, task: Task) -> EnvironmentClass | None:
-        known = self._options.environments
-        if not known or None in known:
-            return known.get(None)
+        environments = self._options.environments
+        if not environments or None in environments:
+            return environments.get(None)
+
         name = task.info.get("environment")
-        if name not in known:
-            near = suggest_or_list(str(name), [str(one) for one in known])
+        if name not in environments:
             raise TaskError(
                 f"task {task.id}: the column environment is {name!r}, which is none of "
-                f"environment_factory; {near}"
+                f"environment_factory; {suggest_or_list(str(name), list(map(str, environments)))}"
             )
-        return known[name]
+        return environments[name]
 
     def _row(self, task: Task) -> dict[str, Any]:
         """Return the columns of the row."""
@@ -183,16 +189,17 @@ class TrlEnv(ToolEnv):
         self._turns += 1
         if not self._options.faithful:
             return await super().step(action)
+
         calls = [call for call in action.tool_calls if call.error is None]
         if not calls:
             return Step(terminated=True)
         if self._turns >= self._last_turn:
             return Step(truncated=True)
+
+        # TRL appends the results of asynchronous tools after all others.
         tools = {tool.name: tool.function for tool in self._tools}
-        waiting = [inspect.iscoroutinefunction(tools.get(call.name)) for call in calls]
-        # As TRL appends results.
-        ordered = sorted(range(len(calls)), key=lambda number: waiting[number])
-        return Step(tuple([await self._answer(calls[number], tools) for number in ordered]))
+        ordered = sorted(calls, key=lambda call: inspect.iscoroutinefunction(tools.get(call.name)))
+        return Step(tuple([await self._answer(call, tools) for call in ordered]))
 
     @property
     def _last_turn(self) -> int:
@@ -213,7 +220,7 @@ class TrlEnv(ToolEnv):
     @property
     def functions(self) -> Sequence[Callable[..., Any]]:
         """All reward functions."""
-        return [one.function for one in self._options.rewards]
+        return [reward.function for reward in self._options.rewards]
 
     async def reward(self, trajectory: Trajectory) -> Scores:
         """Add the weighted reward functions and `get_reward`."""
@@ -224,58 +231,66 @@ class TrlEnv(ToolEnv):
         return await self._total(trajectory, isolated=True)
 
     async def _total(self, trajectory: Trajectory, isolated: bool) -> Scores:
-        found: dict[str, tuple[float, float]] = {}
+        weighted: dict[str, tuple[float, float]] = {}  # weight and value by name
         metrics: dict[str, float] = {}
-        for one in self._options.rewards:
-            given = accepted(one.function, self._score_arguments(trajectory, metrics))
-            if isolated and not {"environments", "log_metric", "log_extra"} & set(given):
-                returned = await run_isolated(one.name, partial(one.function, **given))
+        for reward in self._options.rewards:
+            arguments = accepted(reward.function, self._score_arguments(trajectory, metrics))
+            reads_episode = bool({"environments", "log_metric", "log_extra"} & set(arguments))
+            if isolated and not reads_episode:
+                call = partial(reward.function, **arguments)
+                returned = await run_isolated(reward.name, call)
             else:
-                returned = await call_user(one.function, given)
-            if (value := _read_reward(returned, one.name)) is not None:
-                found[one.name] = (one.weight, value)
-        if self._chosen is not None and self._chosen.has_reward:
-            value = as_number(
-                await call_user(self._environment.get_reward, {}), f"{self._chosen.name}.get_reward"
-            )
+                returned = await call_user(reward.function, arguments)
+            value = _read_reward(returned, reward.name)
             if value is not None:
-                found[self._chosen.name] = (1.0, value)
-        own = sum(weight * value for weight, value in found.values()) if found else None
-        return Scores(
-            own, parts={name: value for name, (_, value) in found.items()}, metrics=metrics
-        )
+                weighted[reward.name] = (reward.weight, value)
+
+        if self._chosen is not None and self._chosen.has_reward:
+            returned = await call_user(self._environment.get_reward, {})
+            value = as_number(returned, f"{self._chosen.name}.get_reward")
+            if value is not None:
+                weighted[self._chosen.name] = (1.0, value)
+
+        total = None
+        if weighted:
+            total = sum(weight * value for weight, value in weighted.values())
+        parts = {name: value for name, (_, value) in weighted.items()}
+        return Scores(total, parts=parts, metrics=metrics)
 
     def _score_arguments(self, trajectory: Trajectory, metrics: dict[str, float]) -> dict[str, Any]:
         """Return what TRL passes to a reward function, for a batch of this episode."""
-        task, turns = self._task or trajectory.task, trajectory.turns
+        task = self._task or trajectory.task
+        turns = trajectory.turns
         messages = [message.to_dict() for message in trajectory.messages]
         opening = len(turns[0].messages) if turns else len(messages)
-        path = trajectory.path(turns[-1].spans[-1]) if turns and turns[-1].spans else ()
         prompt, completion = messages[:opening], messages[opening:]
+
+        path = trajectory.path(turns[-1].spans[-1]) if turns and turns[-1].spans else ()
         ids = list(path[turns[0].context :]) if turns else []
-        text = (
-            "".join(message.text for message in trajectory.messages[opening:])
-            if self._decode is None
-            else self._decode(ids)
-        )
+        if self._decode is None:
+            text = "".join(message.text for message in trajectory.messages[opening:])
+        else:
+            text = self._decode(ids)
         if not self.tools:
             completion = [{"role": "assistant", "content": text}]
-        row = {key: [value] for key, value in self._row(task).items() if key != "prompt"}
 
         def log_metric(name: str, value: float) -> None:
             metrics[str(name)] = number_of(value) or 0.0
 
-        environments = {} if self._environment is None else {"environments": [self._environment]}
-        return {
+        conversational = self._options.conversational
+        row = {key: [value] for key, value in self._row(task).items() if key != "prompt"}
+        arguments = {
             **row,
-            "prompts": [prompt if self._options.conversational else _prompt(task, False)],
-            "completions": [completion if self._options.conversational else text],
+            "prompts": [prompt if conversational else _prompt(task, False)],
+            "completions": [completion if conversational else text],
             "completion_ids": [ids],
             "trainer_state": TrainerState(trajectory.key.step),
             "log_extra": lambda column, values: None,
             "log_metric": log_metric,
-            **environments,
         }
+        if self._environment is not None:
+            arguments["environments"] = [self._environment]
+        return arguments
 
     async def close(self) -> None:
         """Keep the instance for later episodes, with `faithful`."""
@@ -307,18 +322,20 @@ def _appended(messages: tuple[Message, ...], observation: Any, name: str) -> tup
             f"{name}.reset returned {describe_value(observation)}; return None, text or a list of "
             "content parts"
         )
+
     last = messages[-1]
+    content: Content
     if isinstance(observation, str) and isinstance(last.content, str):
-        content: Content = last.content + observation
+        content = last.content + observation
     else:
-        before = (
-            ((last.content,) if last.content else ())
-            if isinstance(last.content, str)
-            else last.content
-        )
-        after = (observation,) if isinstance(observation, str) else _parts(observation, name)
-        content = (*before, *((after,) if isinstance(after, str) else after))
+        added = observation if isinstance(observation, str) else _parts(observation, name)
+        before = () if last.content == "" else _as_parts(last.content)
+        content = (*before, *_as_parts(added))
     return (*messages[:-1], replace(last, content=content))
+
+
+def _as_parts(content: Content) -> tuple[Any, ...]:
+    return (content,) if isinstance(content, str) else content
 
 
 def _read_reward(returned: Any, name: str) -> float | None:

@@ -46,10 +46,11 @@ def reasoning_accuracy_reward(
     rewards: list[float | None] = []
     for messages, right in zip(completions, solution, strict=True):
         content = messages[0]["content"]
-        delimiter = next((one for one in delimiters if one in content), None)
-        rewards.append(
-            0.0 if delimiter is None else by_trl(content.rpartition(delimiter)[2], right)
-        )
+        delimiter = next((text for text in delimiters if text in content), None)
+        if delimiter is None:
+            rewards.append(0.0)
+        else:
+            rewards.append(by_trl(content.rpartition(delimiter)[2], right))
     if log_extra is not None:
         log_extra("solution", list(solution))
     return rewards

@@ -72,12 +72,11 @@ class TurnwrightRollout(Episodes):
 
         The environment opens the episode.
         """
-        prompts = (
-            (name, prompt_of(task)[-1]["content"]) for name, task in self.tasks_of(split).items()
-        )
-        return [
-            {"prompt": [{"role": "user", "content": text, TASK: name}]} for name, text in prompts
-        ]
+        rows = []
+        for task_id, task in self.tasks_of(split).items():
+            text = prompt_of(task)[-1]["content"]
+            rows.append({"prompt": [{"role": "user", "content": text, TASK: task_id}]})
+        return rows
 
     def dataset(self) -> Any:
         """Return `rows` as a `datasets.Dataset`."""
@@ -92,30 +91,27 @@ class TurnwrightRollout(Episodes):
             UsageError: for a prompt that is not from `dataset`, or an episode of several rows.
         """
         run_sync(self._play([self._named(prompt) for prompt in prompts], trainer))
-        found: dict[str, list[Any]] = {
-            name: []
-            for name in (
-                "prompt_ids",
-                "completion_ids",
-                "logprobs",
-                "env_mask",
-                "turnwright_trajectory",
-            )
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [],
+            "completion_ids": [],
+            "logprobs": [],
+            "env_mask": [],
+            "turnwright_trajectory": [],
         }
         for trajectory in self.last:
             prompt_ids, ids, logprobs, mask = _row(trajectory, trainer)
-            for name, value in zip(
-                found, (prompt_ids, ids, logprobs, mask, trajectory), strict=True
-            ):
-                found[name].append(value)
-        return found
+            columns["prompt_ids"].append(prompt_ids)
+            columns["completion_ids"].append(ids)
+            columns["logprobs"].append(logprobs)
+            columns["env_mask"].append(mask)
+            columns["turnwright_trajectory"].append(trajectory)
+        return columns
 
     def _named(self, prompt: Any) -> Task:
-        name = (
-            prompt[-1].get(TASK)
-            if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping)
-            else None
-        )
+        """Return the task that a prompt of `rows` names."""
+        name = None
+        if isinstance(prompt, list) and prompt and isinstance(prompt[-1], Mapping):
+            name = prompt[-1].get(TASK)
         if name not in self.tasks:
             raise UsageError(
                 "a prompt names no task of this rollout; pass train_dataset=play.dataset() to the "
@@ -133,15 +129,19 @@ class TurnwrightRollout(Episodes):
         )
         if isinstance(self._engine, SupportsWeightUpdate):
             await self._engine.update(_weights(model), trainer.state.global_step + 1)
-        args, phase = trainer.args, "train" if trainer.model.training else "eval"
+
+        args = trainer.args
         sampling = Sampling(
             temperature=args.temperature, top_p=args.top_p, top_k=max(args.top_k or 0, 0)
         )
+        phase = "train" if trainer.model.training else "eval"
+        # Processes of the trainer play different samples of one task.
+        first_sample = int(trainer.accelerator.process_index) * len(tasks)
         samples: Counter[str] = Counter()
-        episodes, first = [], int(trainer.accelerator.process_index) * len(tasks)
+        episodes = []
         for task in tasks:
-            number = first + samples[task.id]
-            episodes.append(self.episode(task, phase=phase, step=self._calls, sample=number))
+            sample = first_sample + samples[task.id]
+            episodes.append(self.episode(task, phase=phase, step=self._calls, sample=sample))
             samples[task.id] += 1
         self._calls += 1
         return await self.play(episodes, None, sampling)
@@ -165,7 +165,10 @@ def turnwright_reward(
     if log_metric is not None:
         for name, value in episode_metrics(turnwright_trajectory).items():
             log_metric(name, value)
-    return [None if t.error is not None else t.reward for t in turnwright_trajectory]
+    return [
+        None if trajectory.error is not None else trajectory.reward
+        for trajectory in turnwright_trajectory
+    ]
 
 
 def _weights(model: Any) -> Weights:

@@ -2,7 +2,8 @@
 program, up to the call of `train`.
 
 Scripts often define their environment inside `main`, where no other code can reach it; the
-trainer gets it all the same.
+trainer gets it all the same. Imports of `trl` give the script a `_ModuleOfTrl`, whose trainers
+only keep their arguments. What is made of them is in `adapter.py`.
 """
 
 from __future__ import annotations
@@ -46,21 +47,23 @@ def trainer_arguments(path: Path, argv: Sequence[str], where: str) -> dict[str, 
     """
     if not path.is_file():
         raise ConfigError(f"{where}: no such file; check the path")
-    script = _Script(path.resolve(), [str(one) for one in argv])
-    given = script.run()
-    if given is None:
+    script = _Script(path.resolve(), [str(argument) for argument in argv])
+    arguments = script.run()
+    if arguments is None:
         raise ConfigError(
             f"{where}: the script {script.failure}; give what it needs by [env.args] argv"
         )
-    return given
+    return arguments
 
 
 class _Script:
     """One script, in a thread of its own."""
 
     def __init__(self, path: Path, argv: Sequence[str]) -> None:
-        self._path, self._argv = path, [str(path), *argv]
-        self._given: dict[str, Any] | None = None
+        self._path = path
+        self._argv = [str(path), *argv]
+        self._arguments: dict[str, Any] | None = None
+        """What the first trainer was made with."""
         self._is_known = threading.Event()
         self.failure = "ends without a trainer"
 
@@ -69,13 +72,14 @@ class _Script:
         before = sys.argv
         sys.argv = self._argv
         try:
-            threading.Thread(
+            thread = threading.Thread(
                 target=self._execute, name=f"turnwright-script {self._path.name}", daemon=True
-            ).start()
+            )
+            thread.start()
             self._is_known.wait()
         finally:
             sys.argv = before
-        return self._given
+        return self._arguments
 
     def _execute(self) -> None:
         module = ModuleType("__main__")
@@ -83,6 +87,7 @@ class _Script:
         module.__package__ = user_imports.private_package(self._path)
         user_imports.prepare(module)
         module.__dict__["__builtins__"]["__import__"] = self._import
+
         try:
             code = compile(self._path.read_text(encoding="utf-8"), str(self._path), "exec")
             exec(code, module.__dict__)  # the user's own program, as Python would run it
@@ -90,11 +95,10 @@ class _Script:
             self.failure = f"ends before it makes a trainer (exit status {end.code})"
         except BaseException as error:
             missing = user_imports.missing_module(error)
-            why = (
-                f"no module named {missing[0]!r}; {missing[1]}"
-                if missing
-                else f"{class_name(error)}: {words(error)}"
-            )
+            if missing:
+                why = f"no module named {missing[0]!r}; {missing[1]}"
+            else:
+                why = f"{class_name(error)}: {words(error)}"
             self.failure = f"fails before it makes a trainer: {why}"
         finally:
             self._is_known.set()
@@ -102,13 +106,15 @@ class _Script:
     def _import(
         self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> Any:
-        found = user_imports.import_for_user(name, globals, locals, fromlist, level)
-        return _ModuleOfTrl(found, self) if name.partition(".")[0] == "trl" and not level else found
+        module = user_imports.import_for_user(name, globals, locals, fromlist, level)
+        if name.partition(".")[0] == "trl" and not level:
+            return _ModuleOfTrl(module, self)
+        return module
 
     def keep(self, args: Sequence[Any], options: Mapping[str, Any]) -> None:
         """Keep what a trainer is made with; later ones do not count."""
         if not self._is_known.is_set():
-            self._given = {**dict(zip(POSITIONS, args, strict=False)), **options}
+            self._arguments = {**dict(zip(POSITIONS, args, strict=False)), **options}
 
     def wait(self) -> None:
         """Tell that the trainer is known, and wait for the end of the process."""
@@ -131,12 +137,15 @@ class _ModuleOfTrl(ModuleType):
         is_stand_in = module.__name__.startswith(user_imports.STAND_INS)
         if is_stand_in and key == "TrlParser":
             return _Parser
-        found = getattr(module, key, None) if is_stand_in else getattr(module, key)
-        if isinstance(found, ModuleType):
-            return _ModuleOfTrl(found, script)
-        if is_stand_in and isinstance(found, type) and found.__mro__[1].__name__ == "_NotInstalled":
+
+        value = getattr(module, key, None) if is_stand_in else getattr(module, key)
+        if isinstance(value, ModuleType):
+            return _ModuleOfTrl(value, script)
+        if not isinstance(value, type):
+            return value
+        if is_stand_in and value.__mro__[1].__name__ == "_NotInstalled":
             return type(key, (_Kept,), {})
-        return _tolerant(found) if isinstance(found, type) and key.endswith("Config") else found
+        return _tolerant(value) if key.endswith("Config") else value
 
 
 def _trainer_of(script: _Script, name: str) -> type:
@@ -196,7 +205,7 @@ class _Parser:
 
     def parse_args_and_config(self, *args: Any, **options: Any) -> Any:
         """Return one object for each group of settings."""
-        given: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "dataset_train_split": "train",
             "dataset_test_split": "test",
             "eval_strategy": "no",
@@ -207,8 +216,8 @@ class _Parser:
             name, equals, value = name.partition("=")
             if not equals:
                 value = left.pop(0) if left and not left[0].startswith("--") else "True"
-            given[name.replace("-", "_")] = value
-        return tuple(_Kept(**given) for _ in range(self._count))
+            settings[name.replace("-", "_")] = value
+        return tuple(_Kept(**settings) for _ in range(self._count))
 
     parse_args_into_dataclasses = parse_args_and_config
 

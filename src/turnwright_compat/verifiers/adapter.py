@@ -1,4 +1,9 @@
-"""Verifiers v1 tasksets."""
+"""Verifiers v1 tasksets.
+
+A task is one reply: `TasksetEnv` opens with its prompts, and has verifiers score a trace of the
+episode. `check_taskset` refuses tasks that need verifiers' own loop. Environments of
+`verifiers.legacy` are played by a package of their own, `contrib/verifiers_legacy`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +23,8 @@ from turnwright.envs.tasks import TaskSource, split_tasks
 from turnwright.errors import ConfigError, EnvError
 from turnwright.types import Message, Task, Trajectory, as_messages
 
-ROW = "verifiers"  # key of the verifiers row in a task's info
+ROW = "verifiers"
+"""Key of the verifiers row in a task's info."""
 
 
 def check_taskset(source_env: Any) -> None:
@@ -44,15 +51,15 @@ def task_of_taskset(task: Any) -> Task:
     """Convert a task of `verifiers.v1`: its prompts open the episode;
     `info["verifiers"]` has its row."""
     data = task.data
-    messages: list[Any] = (
-        [] if data.system_prompt is None else [Message("system", data.system_prompt)]
-    )
-    prompt = (
-        data.prompt
-        if isinstance(data.prompt, str)
-        else [_openai(message) for message in data.prompt or ()]
-    )
-    return Task([*messages, *as_messages(prompt)], info={ROW: data.model_dump(mode="json")})
+    messages: list[Any] = []
+    if data.system_prompt is not None:
+        messages.append(Message("system", data.system_prompt))
+
+    prompt = data.prompt
+    if not isinstance(prompt, str):
+        prompt = [_openai(message) for message in prompt or ()]
+    messages += as_messages(prompt)
+    return Task(messages, info={ROW: data.model_dump(mode="json")})
 
 
 class TasksetEnv(Env):
@@ -63,31 +70,38 @@ class TasksetEnv(Env):
         self._task: Any = None
 
     def reset(self, task: Task, *, seed: int | None = None) -> None:
+        """Make verifiers' task of the row; refuse one that needs more than a reply."""
         row = task.info.get(ROW)
         if row is None:
             raise EnvError(
                 f'verifiers_env: the task {task.id} has no row in info["{ROW}"]; take tasks of the '
                 "taskset"
             )
+
         kind = type(self._source_env).task_type()
-        self._task = made = kind(kind.data_type().model_validate(row), self._source_env.config.task)
-        for needed, why in (
-            (row.get("prompt") is None, "has no prompt: it needs a simulated user to begin"),
-            (kind.toolsets(made.config), "has tool servers"),
-            (
-                [f for name in ("reward", "metric") for f in made.hooks(name) if _needs_runtime(f)],
-                "is scored in a runtime",
-            ),
-            (
-                [judge for judge in made.plugged_judges() if _needs_runtime(judge.score)],
-                "is judged in a runtime",
-            ),
-        ):
-            if needed:
-                raise EnvError(
-                    f"verifiers_env: {kind.__name__} {task.id} {why}; here a task is one reply and "
-                    "its score"
-                )
+        self._task = kind(kind.data_type().model_validate(row), self._source_env.config.task)
+        fault = self._fault(row)
+        if fault:
+            raise EnvError(
+                f"verifiers_env: {kind.__name__} {task.id} {fault}; here a task is one reply and "
+                "its score"
+            )
+
+    def _fault(self, row: Mapping[str, Any]) -> str:
+        """Return why the task cannot be played here; empty if it can."""
+        task = self._task
+        has_servers = bool(type(task).toolsets(task.config))
+        scoring = [method for name in ("reward", "metric") for method in task.hooks(name)]
+        judging = [judge.score for judge in task.plugged_judges()]
+        if row.get("prompt") is None:
+            return "has no prompt: it needs a simulated user to begin"
+        if has_servers:
+            return "has tool servers"
+        if any(map(_needs_runtime, scoring)):
+            return "is scored in a runtime"
+        if any(map(_needs_runtime, judging)):
+            return "is judged in a runtime"
+        return ""
 
     def step(self, action: Action) -> Step:
         """End the episode after one reply."""
@@ -97,39 +111,42 @@ class TasksetEnv(Env):
         """Compute the task's reward and metric methods, by name."""
         trace = self._trace(trajectory)
         await self._task.score(trace)
+
         metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
         parts = {
             name: float(reward.score)
             for name, reward in trace.rewards.items()
             if reward is not None
         }
-        own = None if len(parts) < len(trace.rewards) else float(trace.reward)
-        return Scores(own, (), parts, metrics)
+        is_complete = len(parts) == len(trace.rewards)
+        return Scores(float(trace.reward) if is_complete else None, (), parts, metrics)
 
     def _trace(self, trajectory: Trajectory) -> Any:
         """Convert the episode to a verifiers trace: one node per message."""
-        names = ("v1", "v1.trace", "v1.state", "v1.graph")
-        v1, module, states, graph = (importlib.import_module(f"verifiers.{name}") for name in names)
+        v1 = importlib.import_module("verifiers.v1")
+        traces = importlib.import_module("verifiers.v1.trace")
+        states = importlib.import_module("verifiers.v1.state")
+        graph = importlib.import_module("verifiers.v1.graph")
         task = self._task
-        trace = module.Trace(
-            task=module.TraceTask(
+        trace = traces.Trace(
+            task=traces.TraceTask(
                 type=type(task).__name__, data=task.data, key=task.key, hash=task.hash
             ),
             state=states.state_cls(type(task))(),
-            agent=module.AgentInfo(config=v1.AgentConfig()),
+            agent=traces.AgentInfo(config=v1.AgentConfig()),
         )
-        messages = trajectory.messages
-        for number, message in enumerate(messages):
-            sampled, parent = (
-                bool(trajectory.turns) and number == len(messages) - 1,
-                number - 1 if number else None,
+
+        last = len(trajectory.messages) - 1
+        for number, message in enumerate(trajectory.messages):
+            node = graph.MessageNode(
+                parent=number - 1 if number else None,
+                message=_theirs(message),
+                sampled=bool(trajectory.turns) and number == last,
             )
-            trace.nodes.append(
-                graph.MessageNode(parent=parent, message=_theirs(message), sampled=sampled)
-            )
+            trace.nodes.append(node)
         if trajectory.turns:
             finish = "length" if trajectory.turns[-1].finish == "length" else "stop"
-            trace.calls.append(module.ModelCall(node=len(messages) - 1, finish_reason=finish))
+            trace.calls.append(traces.ModelCall(node=last, finish_reason=finish))
         trace.stop("agent_completed")
         trace.ok = True
         return trace
@@ -142,15 +159,13 @@ def _needs_runtime(function: Any) -> bool:
 
 def _openai(message: Any) -> dict[str, Any]:
     """Convert a verifiers message to OpenAI's format."""
-    row = {
-        key: value for key, value in message.model_dump(mode="json").items() if value is not None
-    }
-    calls = row.get("tool_calls", ())
-    return row | {
-        "tool_calls": [
-            {"id": c["id"], "name": c["name"], "arguments": c["arguments"]} for c in calls
-        ]
-    }
+    fields = message.model_dump(mode="json")
+    row = {key: value for key, value in fields.items() if value is not None}
+    row["tool_calls"] = [
+        {"id": call["id"], "name": call["name"], "arguments": call["arguments"]}
+        for call in row.get("tool_calls", ())
+    ]
+    return row
 
 
 def _theirs(message: Message) -> dict[str, Any]:
@@ -226,28 +241,29 @@ class VerifiersFactory:
         return {key: value for key, value in vars(self).items() if key != "factory"}
 
     def __repr__(self) -> str:
-        return (
-            f"verifiers_env({getattr(self.source, '__name__', None) or type(self.source).__name__})"
-        )
+        name = getattr(self.source, "__name__", None) or type(self.source).__name__
+        return f"verifiers_env({name})"
 
     def __call__(self) -> Env:
-        made: Env = self.factory()
-        return made
+        env: Env = self.factory()
+        return env
 
     @functools.cached_property
     def factory(self) -> Any:
         """Factory of the environment or taskset, which all episodes share."""
-        made = self.source
-        if (factory := _factory(made)) is not None:
+        factory = _factory(self.source)
+        if factory is not None:
             return factory
-        if not callable(made) or isinstance(made, type):
+
+        if not callable(self.source) or isinstance(self.source, type):
             raise ConfigError(
-                f"verifiers_env({made!r:.80}): give a MultiTurnEnv of verifiers.legacy (with "
-                "contrib/verifiers_legacy) or a Taskset of verifiers 0.4 (an instance, not a "
+                f"verifiers_env({self.source!r:.80}): give a MultiTurnEnv of verifiers.legacy "
+                "(with contrib/verifiers_legacy) or a Taskset of verifiers 0.4 (an instance, not a "
                 "class or its name), or a function without arguments giving one"
             )
-        made = made()
-        if (factory := _factory(made)) is not None:
+        made = self.source()
+        factory = _factory(made)
+        if factory is not None:
             return factory
         raise ConfigError(
             f"{self!r} gave {type(made).__name__}, no MultiTurnEnv and no Taskset of verifiers"
@@ -262,9 +278,8 @@ class VerifiersFactory:
 def _factory(source: Any) -> Any:
     """Return a factory for a taskset, or for an object that an installed
     package knows; else None."""
-    if isinstance(source, type) or not all(
-        hasattr(source, name) for name in ("load", "task_type", "bounded")
-    ):
+    has_hooks = all(hasattr(source, name) for name in ("load", "task_type", "bounded"))
+    if isinstance(source, type) or not has_hooks:
         return adapt(ForeignObject(source, "verifiers_env"))
     check_taskset(source)
     return _TasksetFactory(source)
@@ -278,10 +293,11 @@ class _TasksetFactory:
         return TasksetEnv(self.taskset)
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
+        """Return the tasks of a split; those of an infinite taskset belong to both in turn."""
+        is_eval = split != "train"
         if not self.taskset.bounded:
-            found = map(
-                task_of_taskset, itertools.islice(self.taskset, int(split != "train"), None, 2)
-            )
-            return list(itertools.islice(found, n or 1000))
+            of_split = itertools.islice(self.taskset, int(is_eval), None, 2)
+            return [task_of_taskset(task) for task in itertools.islice(of_split, n or 1000)]
+
         unique = {task.id: task for task in map(task_of_taskset, self.taskset)}
-        return split_tasks([*unique.values()], seed=seed)[split != "train"][: n or None]
+        return split_tasks([*unique.values()], seed=seed)[is_eval][: n or None]

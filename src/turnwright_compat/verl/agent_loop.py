@@ -1,5 +1,10 @@
 """A user's own `AgentLoopBase` of verl as an agent function: one loop for each
-episode, over our engine."""
+episode, over our engine.
+
+`make_agent_function` checks the loop's class once; the function that it returns makes a loop,
+runs it over a `ServerManager`, and reads the outputs. How rows of ids become weights is in
+`read_output` of `sampled_rows.py`.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +38,8 @@ GIVEN = (
 """Arguments of the constructor that verl gives."""
 SETTINGS = ("rollout", "data", "hf_model_type")
 """Arguments of `[env.args]` that are parts of verl's configuration."""
+OF_ADAPTER = ("reward", "reward_kwargs", "tool_config_path", "function_tool_path")
+"""Arguments of `[env.args]` that the adapter reads."""
 
 
 def make_agent_function(
@@ -48,47 +55,17 @@ def make_agent_function(
     `tools`: verl's objects, which the loop calls.
     """
     parameters = inspect.signature(target).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    named = [
-        key
-        for key, one in parameters.items()
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-    ]
-    own = {key: value for key, value in args.items() if key not in SETTINGS}
-    for key in own:
-        if key in GIVEN or (key not in named and not takes_any):
-            known = [
-                one
-                for one in (
-                    *named,
-                    *SETTINGS,
-                    "reward",
-                    "reward_kwargs",
-                    "tool_config_path",
-                    "function_tool_path",
-                )
-                if one not in GIVEN or one in SETTINGS
-            ]
-            raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, known)}")
-    for key in named:
-        if key not in (*GIVEN, *own) and parameters[key].default is inspect.Parameter.empty:
-            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
-    if missing := sorted(getattr(target, "__abstractmethods__", ())):
-        raise ConfigError(
-            f"{where} lacks {' and '.join(missing)}; an agent loop has async run(sampling_params, "
-            "**kwargs)"
-        )
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    own_arguments = {key: value for key, value in args.items() if key not in SETTINGS}
+    _check_class(target, own_arguments, takes_any, where)
     module = import_foreign("verl.experimental.agent_loop.agent_loop")
 
     async def play(task: Task, model: Any) -> Scores:
         server = ServerManager(model)
-        config = {
-            "actor_rollout_ref": {
-                "rollout": _rollout_config(model.limits, args.get("rollout") or {})
-            }
-        }
+        rollout_config = _rollout_config(model.limits, args.get("rollout") or {})
+        trainer_config = {"actor_rollout_ref": {"rollout": rollout_config}}
         given = {
-            "trainer_config": module.DictConfigWrap(attribute_config(config)),
+            "trainer_config": module.DictConfigWrap(attribute_config(trainer_config)),
             "server_manager": server,
             "tokenizer": model.tokenizer,
             "processor": None,
@@ -97,12 +74,16 @@ def make_agent_function(
             "hf_model_type": args.get("hf_model_type"),
             "tools": module.ToolListWrap(list(tools)),
         }
-        loop = target(
-            **({key: value for key, value in given.items() if takes_any or key in named} | own)
-        )
+        taken = {
+            key: value
+            for key, value in given.items()
+            if takes_any or _is_named(parameters.get(key))
+        }
+        loop = target(**(taken | own_arguments))
         returned = await loop.run(_sampling_params(model.sampling), **_row(task))
+
         outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-        if not outputs or not all(getattr(one, "response_ids", None) for one in outputs):
+        if not outputs or not all(getattr(output, "response_ids", None) for output in outputs):
             # Of a class of verl.
             raise EnvError(
                 f"run returned {describe_value(returned)}; return an AgentLoopOutput with "
@@ -111,29 +92,64 @@ def make_agent_function(
 
         # The last of several outputs is what verl scores; its score is that of all.
         last = outputs[-1]
-        score = last.reward_score
-        scores = (
-            Scores(score)
-            if score is not None
-            else await _computed(reward, task, model, last, where)
+        if last.reward_score is not None:
+            scores = Scores(last.reward_score)
+        else:
+            scores = await _computed(reward, task, model, last, where)
+        row_scores = read_output(
+            _rows_of(outputs), server.calls, model.weigh, "response_mask", "response_logprobs"
         )
-        logprobs = [one.response_logprobs or None for one in outputs]
-        if None in logprobs and any(logprobs):
-            raise EnvError(
-                "run returned response_logprobs for some of its outputs; give them for all, or "
-                "for none"
-            )
-        rows = {
-            "prompt_token_ids": [one.prompt_ids for one in outputs],
-            "response_ids": [one.response_ids for one in outputs],
-            "loss_masks": [one.response_mask for one in outputs],
-            "rewards": [0.0] * len(outputs),
-            "rollout_logprobs": logprobs if all(logprobs) else None,
-        }
-        found = read_output(rows, server.calls, model.weigh, "response_mask", "response_logprobs")
-        return replace(found.with_added(scores.own), parts=scores.parts)
+        return replace(row_scores.with_added(scores.own), parts=scores.parts)
 
     return play
+
+
+def _is_named(parameter: inspect.Parameter | None) -> bool:
+    """Whether a parameter can be given by its name."""
+    if parameter is None:
+        return False
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def _check_class(
+    target: Any, own_arguments: Mapping[str, Any], takes_any: bool, where: str
+) -> None:
+    """Raise `ConfigError` for an argument too many or too few, or a class without `run`."""
+    parameters = inspect.signature(target).parameters
+    named = [key for key, parameter in parameters.items() if _is_named(parameter)]
+
+    for key in own_arguments:
+        if key in GIVEN or (key not in named and not takes_any):
+            candidates = (*named, *SETTINGS, *OF_ADAPTER)
+            known = [name for name in candidates if name not in GIVEN or name in SETTINGS]
+            raise ConfigError(f"{where} has no argument {key!r}; {suggest_or_list(key, known)}")
+    for key in named:
+        is_required = parameters[key].default is inspect.Parameter.empty
+        if key not in (*GIVEN, *own_arguments) and is_required:
+            raise ConfigError(f"{where} needs the argument {key!r}; give it under [env.args]")
+
+    missing = sorted(getattr(target, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigError(
+            f"{where} lacks {' and '.join(missing)}; an agent loop has async run(sampling_params, "
+            "**kwargs)"
+        )
+
+
+def _rows_of(outputs: list[Any]) -> dict[str, Any]:
+    """Return the outputs of a loop as columns; the episode's reward is added to them later."""
+    logprobs = [output.response_logprobs or None for output in outputs]
+    if None in logprobs and any(logprobs):
+        raise EnvError(
+            "run returned response_logprobs for some of its outputs; give them for all, or for none"
+        )
+    return {
+        "prompt_token_ids": [output.prompt_ids for output in outputs],
+        "response_ids": [output.response_ids for output in outputs],
+        "loss_masks": [output.response_mask for output in outputs],
+        "rewards": [0.0] * len(outputs),
+        "rollout_logprobs": logprobs if all(logprobs) else None,
+    }
 
 
 def _sampling_params(sampling: Any) -> dict[str, Any]:
@@ -147,7 +163,7 @@ def _sampling_params(sampling: Any) -> dict[str, Any]:
     }
 
 
-def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:
+def _rollout_config(limits: Limits, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of verl's rollout configuration loops read, by our limits."""
     multi_turn = {
         "max_user_turns": None,
@@ -163,21 +179,22 @@ def _rollout_config(limits: Limits, given: Mapping[str, Any]) -> dict[str, Any]:
         "full_determinism": False,
         "calculate_log_probs": True,
     }
-    return {**config, **given, "multi_turn": {**multi_turn, **(given.get("multi_turn") or {})}}
+    return {**config, **changes, "multi_turn": {**multi_turn, **(changes.get("multi_turn") or {})}}
 
 
 def _row(task: Task) -> dict[str, Any]:
     """Return the columns of a task's row, as verl's dataset gives them to a loop."""
-    other = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
-    row = {**other, **task.info}
-    extra = dict(row.get("extra_info") or {})
+    row = {key: value for key, value in task.other_columns.items() if key not in MEDIA_COLUMNS}
+    row |= task.info
+    extra_info = dict(row.get("extra_info") or {})
+
     row.setdefault("reward_model", {"ground_truth": task.answer})
     for key in ("tools_kwargs", "interaction_kwargs"):
-        row.setdefault(key, extra.get(key) or {})
+        row.setdefault(key, extra_info.get(key) or {})
     return row | {
         "raw_prompt": [message.to_dict() for message in task.messages],
-        "extra_info": extra,
-        "index": extra.get("index", 0),
+        "extra_info": extra_info,
+        "index": extra_info.get("index", 0),
     }
 
 
@@ -191,19 +208,21 @@ async def _computed(
             f"{where}: run returned no reward_score; give [env.args] reward = "
             '"file.py:compute_score"'
         )
+
     extra_info = {
         **(task.info.get("extra_info") or {}),
         **(vars(output).get("extra_fields") or {}),
         "num_turns": output.num_turns,
         "rollout_reward_scores": {},
     }
-    given = {
+    response = model.tokenizer.decode(list(output.response_ids), skip_special_tokens=True)
+    arguments = {
         "data_source": task.info.get("data_source"),
-        "solution_str": model.tokenizer.decode(list(output.response_ids), skip_special_tokens=True),
+        "solution_str": response,
         "ground_truth": task.answer,
         "extra_info": extra_info,
     }
-    return read_score(await call_user(partial(reward, **accepted(reward, given)), {}))
+    return read_score(await call_user(partial(reward, **accepted(reward, arguments)), {}))
 
 
 class ServerManager:
@@ -227,12 +246,14 @@ class ServerManager:
         """Sample a reply to ids."""
         if video_data:
             raise EnvError("the loop gives videos to generate; give their frames as images")
-        ids = [int(one) for one in prompt_ids]
-        reply = await self._model.generate(ids, **sampling_options(sampling_params, image_data))
+
+        ids = [int(token_id) for token_id in prompt_ids]
+        options = sampling_options(sampling_params, image_data)
+        reply = await self._model.generate(ids, **options)
         self.calls.append(EngineCall(ids, reply))
         return self._output(
             token_ids=list(reply.ids),
-            log_probs=[one or 0.0 for one in reply.logprobs],
+            log_probs=[logprob or 0.0 for logprob in reply.logprobs],
             stop_reason="aborted" if reply.finish == "abort" else "completed",
             num_preempted=0,
             extra_fields={},

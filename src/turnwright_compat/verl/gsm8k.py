@@ -13,16 +13,18 @@ from turnwright_compat.verl.tool_interface import (
     ToolResponse,
 )
 
-_END = 300  # characters of the solution that are read
+_END = 300
+"""Last characters of a solution, which alone are read."""
 
 
 def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     """Return the last answer after ####, or with `flexible` the last number; None without one."""
     end = solution_str[-_END:]
     if method == "strict":
-        found = re.findall(r"#### (-?[0-9.,]+)", end)
-        return found[-1].replace(",", "").replace("$", "") if found else None
-    numbers = [one for one in re.findall(r"-?[0-9.,]+", end) if one.strip(".")]
+        answers = re.findall(r"#### (-?[0-9.,]+)", end)
+        return answers[-1].replace(",", "").replace("$", "") if answers else None
+
+    numbers = [match for match in re.findall(r"-?[0-9.,]+", end) if match.strip(".")]
     return numbers[-1] if numbers else None
 
 
@@ -63,10 +65,12 @@ class Gsm8kTool(BaseTool):
         answer = str(parameters.get("answer", ""))
         state = self._instance_dict[instance_id]
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
+
         reward = await self.calc_reward(instance_id)
-        cost = 0.0 if reward > state["reward"] else -0.05
+        tool_reward = 0.0 if reward > state["reward"] else -0.05
         state["reward"] = reward
-        return ToolResponse(text=f"Current parsed answer={answer!r} reward={reward!r}"), cost, {}
+        response = ToolResponse(text=f"Current parsed answer={answer!r} reward={reward!r}")
+        return response, tool_reward, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         state = self._instance_dict[instance_id]
@@ -95,18 +99,17 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        last = next(
-            (one["content"] for one in reversed(messages) if one.get("role") == "assistant"), ""
+        replies = (
+            message["content"]
+            for message in reversed(messages)
+            if message.get("role") == "assistant"
         )
-        self._instance_dict[instance_id]["response"] = last
+        self._instance_dict[instance_id]["response"] = next(replies, "")
+
         if await self.calculate_score(instance_id) == 1.0:
             return True, "Your response is correct!", 1.0, {}
-        return (
-            False,
-            "Your response is incorrect! You need to reflect on your answer and try again.",
-            0.0,
-            {},
-        )
+        answer = "Your response is incorrect! You need to reflect on your answer and try again."
+        return False, answer, 0.0, {}
 
     async def calculate_score(self, instance_id: str = "", **kwargs: Any) -> float:
         state = self._instance_dict[instance_id]

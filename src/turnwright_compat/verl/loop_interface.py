@@ -111,13 +111,13 @@ class AgentLoopBase(ABC):
 
     async def process_multi_modal_info(self, messages: list[Any]) -> dict[str, Any]:
         """Return the images of messages."""
-        parts = [
-            part
-            for message in messages
-            if isinstance(message["content"], list)
-            for part in message["content"]
-        ]
-        images = [part["image"] for part in parts if part.get("type") == "image"]
+        images = []
+        for message in messages:
+            if not isinstance(message["content"], list):
+                continue
+            for part in message["content"]:
+                if part.get("type") == "image":
+                    images.append(part["image"])
         return {"images": images} if images else {}
 
     async def process_vision_info(self, messages: list[Any]) -> dict[str, Any]:
@@ -136,11 +136,15 @@ class AgentLoopBase(ABC):
         system message begins with."""
         text = self._render(messages, tools, True)
         if remove_system_prompt:
-            opening = self._render([{"role": "user", "content": ""}], None, False)
-            double = self._render([{"role": "user", "content": ""}] * 2, None, False)
-            text = text.removeprefix(opening[: max(2 * len(opening) - len(double), 0)])
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return found
+            # Two equal messages render as the opening and twice the message, one as the opening
+            # and the message: the difference is the message, the rest the opening.
+            message = {"role": "user", "content": ""}
+            once = self._render([message], None, False)
+            twice = self._render([message] * 2, None, False)
+            opening_length = max(2 * len(once) - len(twice), 0)
+            text = text.removeprefix(once[:opening_length])
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
     async def ct_build_initial_tokens(
         self,
@@ -152,10 +156,9 @@ class AgentLoopBase(ABC):
         **_: Any,
     ) -> list[int]:
         """Render the opening to ids."""
-        found: list[int] = self.tokenizer.encode(
-            self._render(messages, tools, True), add_special_tokens=False
-        )
-        return found[-self.rollout_config.prompt_length :]
+        text = self._render(messages, tools, True)
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return ids[-self.rollout_config.prompt_length :]
 
     async def ct_merge_assistant_token(
         self,
@@ -167,11 +170,9 @@ class AgentLoopBase(ABC):
     ) -> tuple[MergeResult, list[int], list[float] | None]:
         """Append a reply."""
         count = len(assistant_token_ids)
-        logprobs = (
-            None
-            if response_logprobs is None
-            else [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
-        )
+        logprobs = None
+        if response_logprobs is not None:
+            logprobs = [*response_logprobs, *(assistant_logprobs or [0.0] * count)]
         merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count, "assistant")
         return merged, [*response_mask, *[1] * count], logprobs
 
@@ -185,23 +186,26 @@ class AgentLoopBase(ABC):
         tools: Any = None,
     ) -> tuple[MergeResult, list[int], list[float] | None]:
         """Append messages, and what the template writes between the reply and them."""
-        before, text = (
-            self._render(previous_messages, tools, False),
-            self._render(updated_messages, tools, True),
-        )
+        before = self._render(previous_messages, tools, False)
+        text = self._render(updated_messages, tools, True)
         end = self.tokenizer.eos_token
         if not text.startswith(before) or end not in before:
             raise ValueError(
                 "the template renders earlier messages differently once others follow; use one "
                 "that keeps them"
             )
+
+        # What follows the reply: its end token unless it was sampled, and often a line break.
         closing = before[before.rindex(end) :]
         if runtime_token_ids and runtime_token_ids[-1] == self.tokenizer.eos_token_id:
             closing = closing.removeprefix(end)
         inserted = self.tokenizer.encode(closing, add_special_tokens=False) if closing else []
         added = self.tokenizer.encode(text[len(before) :], add_special_tokens=False)
+
         count = len(inserted) + len(added)
-        logprobs = None if response_logprobs is None else [*response_logprobs, *[0.0] * count]
+        logprobs = None
+        if response_logprobs is not None:
+            logprobs = [*response_logprobs, *[0.0] * count]
         merged = MergeResult(
             [*runtime_token_ids, *inserted, *added], len(added), "context", inserted
         )

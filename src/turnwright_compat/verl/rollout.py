@@ -8,6 +8,9 @@ and records are ours. Name the loop in the file of
       _target_: turnwright_compat.verl.rollout.TurnwrightAgentLoop
       env: hop
       n_tasks: 4096
+
+What all integrations share is `Episodes`, in `episodes.py`. Loops of a user, played by our
+rollouts, are the other direction: `agent_loop.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from turnwright.envs.user_imports import import_foreign
 from turnwright.errors import UsageError
 from turnwright.types import Task, Trajectory
 from turnwright_compat.episodes import (
-    TASK,
     Episodes,
     TrainedRow,
     make_generation,
@@ -57,15 +59,15 @@ class VerlEpisodes(Episodes):
             "reward_model": {"style": "rule", "ground_truth": ""},
         }
         return [
-            {**row, **added, "extra_info": {"index": number}}
-            for number, row in enumerate(super().rows(split))
+            {**row, **added, "extra_info": {"index": index}}
+            for index, row in enumerate(super().rows(split))
         ]
 
 
 @functools.cache
-def _shared(given: str) -> VerlEpisodes:
+def _shared(settings_json: str) -> VerlEpisodes:
     """Return the environment of all loops of a process: verl makes a loop for each episode."""
-    return VerlEpisodes(**json.loads(given))
+    return VerlEpisodes(**json.loads(settings_json))
 
 
 class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
@@ -105,25 +107,26 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
             raise UsageError(
                 "the agent loop needs an environment: write env: NAME in the file of agent loops"
             )
-        self.config, self.server_manager, self.tokenizer = (
-            trainer_config.config,
-            server_manager,
-            tokenizer,
-        )
+        self.config = trainer_config.config
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
         self.rollout_config = rollout = self.config.actor_rollout_ref.rollout
+
         if episodes is None:
-            plain = {name: _plain(value) for name, value in {"env": env, **settings}.items()}
+            of_file = {"env": env, **settings}
+            plain = {key: _plain(value) for key, value in of_file.items()}
             episodes = _shared(json.dumps(plain, sort_keys=True))
         self.episodes = episodes
+
         total = rollout.prompt_length + rollout.response_length
-        lengths = {
-            "turn_tokens": rollout.response_length,
-            "episode_tokens": rollout.response_length,
-            "context": min(total, rollout.get("max_model_len") or total),
-        }
         model = self.config.actor_rollout_ref.model
-        path = model.get("local_path") or model.get("path")
-        episodes.open(processor if processor is not None else tokenizer, path, **lengths)
+        episodes.open(
+            processor if processor is not None else tokenizer,
+            model.get("local_path") or model.get("path"),
+            turn_tokens=rollout.response_length,
+            episode_tokens=rollout.response_length,
+            context=min(total, rollout.get("max_model_len") or total),
+        )
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> Any:
         """Play the episode of a row.
@@ -131,48 +134,43 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
         Raises:
             UsageError: for an episode of several rows, or one that is longer than verl's tensors.
         """
-        episodes, began = self.episodes, time.monotonic()
+        began = time.monotonic()
         task = self._task(kwargs)
-        extra: dict[str, Any] = {}
-        session = (
-            f"det-{int(priority)}"
-            if self.rollout_config.get("full_determinism", False)
-            else uuid4().hex
+        extra_fields: dict[str, Any] = {}
+        deterministic = self.rollout_config.get("full_determinism", False)
+        session = f"det-{int(priority)}" if deterministic else uuid4().hex
+        sample = functools.partial(
+            self._sample, sampling_params, int(priority), session, extra_fields
         )
-        sample = functools.partial(self._sample, sampling_params, int(priority), session, extra)
-        (trajectory,) = await episodes.play(
-            [episodes.episode(task)], sample, sampling_of(sampling_params)
+        (trajectory,) = await self.episodes.play(
+            [self.episodes.episode(task)], sample, sampling_of(sampling_params)
         )
-        row = single_row(trajectory, self.tokenizer.eos_token_id, "verl").cut(
-            self.rollout_config.response_length
-        )
+
+        row = single_row(trajectory, self.tokenizer.eos_token_id, "verl")
+        row = row.cut(self.rollout_config.response_length)
         if len(row.prompt_ids) > self.rollout_config.prompt_length:
             raise UsageError(
                 f"{trajectory.key}: a prompt of {len(row.prompt_ids)} ids, and "
                 f"data.max_prompt_length is {self.rollout_config.prompt_length}; raise it, or make "
                 "the environment's opening shorter"
             )
-        return self._output(trajectory, row, extra, time.monotonic() - began)
+        return self._output(trajectory, row, extra_fields, time.monotonic() - began)
 
     def _task(self, row: Mapping[str, Any]) -> Task:
-        given = {
-            key: value
-            for key, value in row.items()
-            if key not in (*ADDED, "raw_prompt") or key == TASK
-        }
-        return self.episodes.task_of(
-            given | {"prompt": list(row["raw_prompt"])}, "a row of verl's dataset"
-        )
+        """Return the task of a row, without the columns that verl added to it."""
+        columns = {key: value for key, value in row.items() if key not in (*ADDED, "raw_prompt")}
+        columns["prompt"] = list(row["raw_prompt"])
+        return self.episodes.task_of(columns, "a row of verl's dataset")
 
     async def _sample(
         self,
         params: Mapping[str, Any],
         priority: int,
         session: str,
-        extra: dict[str, Any],
+        extra_fields: dict[str, Any],
         request: Request,
     ) -> Generation:
-        """Ask verl's servers for one reply."""
+        """Ask verl's servers for one reply; what they return besides goes into `extra_fields`."""
         sampling = {
             **params,
             "logprobs": True,
@@ -180,39 +178,44 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
             "stop_token_ids": sorted(request.stop_ids),
         }
         if request.stop_text is not None:
-            sampling |= {"stop": list(request.stop_text.texts), "include_stop_str_in_output": True}
-        images = pictures(request.media, self.episodes.media, "verl") or None
+            sampling["stop"] = list(request.stop_text.texts)
+            sampling["include_stop_str_in_output"] = True
+
         reply = await self.server_manager.generate(
             request_id=session,
             prompt_ids=list(request.ids),
             sampling_params=sampling,
-            image_data=images,
+            image_data=pictures(request.media, self.episodes.media, "verl") or None,
             **({"priority": priority} if priority else {}),
         )
-        extra.update(
-            {
-                **reply.extra_fields,
-                **{key: extra[key] for key in ("min_global_steps",) if key in extra},
-            }
-        )
-        reason = "abort" if reply.stop_reason in ("aborted", "abort") else None
-        ids = list(reply.token_ids)
+
+        # The episode's oldest weights are those of its first reply.
+        returned_fields = dict(reply.extra_fields)
+        if "min_global_steps" in extra_fields:
+            returned_fields["min_global_steps"] = extra_fields["min_global_steps"]
+        extra_fields.update(returned_fields)
         return make_generation(
             request,
-            ids,
+            list(reply.token_ids),
             reply.log_probs,
-            reason,
+            "abort" if reply.stop_reason in ("aborted", "abort") else None,
             needs="actor_rollout_ref.rollout.calculate_log_probs=True",
         )
 
     def _output(
-        self, trajectory: Trajectory, row: TrainedRow, extra: Mapping[str, Any], seconds: float
+        self,
+        trajectory: Trajectory,
+        row: TrainedRow,
+        extra_fields: Mapping[str, Any],
+        seconds: float,
     ) -> Any:
         """Return an `AgentLoopOutput`."""
         images = pictures(row.media, self.episodes.media, "verl")
         sampling_s = sum(turn.generate_s for turn in trajectory.turns)
-        metrics = {"generate_sequences": sampling_s, "tool_calls": max(seconds - sampling_s, 0.0)}
-        own = {
+        metrics = _LOOP.AgentLoopMetrics(
+            generate_sequences=sampling_s, tool_calls=max(seconds - sampling_s, 0.0)
+        )
+        own_fields = {
             "turn_scores": [turn.reward for turn in trajectory.turns if turn.reward is not None],
             "tool_rewards": [],
             "turnwright_stop": str(trajectory.stop.value) if trajectory.stop else "",
@@ -225,8 +228,8 @@ class TurnwrightAgentLoop(_LOOP.AgentLoopBase):  # type: ignore[misc]
             multi_modal_data={"images": images} if images else {},
             reward_score=trajectory.reward or 0.0,
             num_turns=2 * len(trajectory.turns),
-            metrics=_LOOP.AgentLoopMetrics(**metrics),
-            extra_fields={**extra, **own},
+            metrics=metrics,
+            extra_fields={**extra_fields, **own_fields},
         )
 
 

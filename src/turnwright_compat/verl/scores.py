@@ -1,4 +1,9 @@
-"""Rewards of verl by the source of a row; a rule of each is `compute_score` of a module there."""
+"""Rewards of verl by the source of a row; a rule of each is `compute_score` of a module there.
+
+`default_compute_score` chooses the rule. Where two modules of verl have a function of one name,
+`stand_ins.py` says which of these stands for it. The rules for mathematics compare answers by
+`turnwright_compat.graders`.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +38,8 @@ def geo3k_score(
     predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1
 ) -> float:
     """Return the score of the answer, of which `format_score` is for the form."""
-    return (1.0 - format_score) * acc_reward(
-        predict_str, ground_truth, use_boxed
-    ) + format_score * format_reward(predict_str)
+    accuracy = acc_reward(predict_str, ground_truth, use_boxed)
+    return (1.0 - format_score) * accuracy + format_score * format_reward(predict_str)
 
 
 def normalize_final_answer(final_answer: str) -> str:
@@ -63,8 +67,9 @@ def math_dapo_score(
     if strict_box_verify:
         correct, pred = strict_box(reply, ground_truth)
     elif pred == MISSING:
-        in_box, content = strict_box(reply, ground_truth)
-        correct, pred = (in_box, content) if content is not None else (correct, pred)
+        box_is_correct, content = strict_box(reply, ground_truth)
+        if content is not None:
+            correct, pred = box_is_correct, content
     return {"score": 1.0 if correct else -1.0, "acc": correct, "pred": pred}
 
 
@@ -131,7 +136,8 @@ def math_verify_score(
     return by_verl(model_output, ground_truth, timeout_score)
 
 
-_MANY = 10
+_MANY_TAGS = 10
+"""Tags of one kind beyond which an answer is worth a quarter."""
 """Tags from which on an answer is worth a quarter."""
 
 
@@ -158,8 +164,8 @@ def subem_check(prediction: str, golden_answers: Any) -> int:
 
 def extract_search_solution(solution_str: str) -> str | None:
     """Return what is between the last `<answer>` tags; None without them."""
-    found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
-    return found[-1].strip() if found else None
+    answers = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
+    return answers[-1].strip() if answers else None
 
 
 def count_answer_tags(text: str) -> tuple[int, int]:
@@ -181,7 +187,7 @@ def search_score(
         return 0
     if not em_check(answer, ground_truth["target"]):
         return format_score
-    return score / 4 if max(count_answer_tags(solution_str)) > _MANY else score
+    return score / 4 if max(count_answer_tags(solution_str)) > _MANY_TAGS else score
 
 
 def compute_score_subem(
@@ -214,23 +220,23 @@ def default_compute_score(
         NotImplementedError: for another source, also where verl has a rule that is not here
             (`prime_math`, `prime_code`, `sandbox_fusion`).
     """
-    found: Any
+    score: Any
     if data_source == "openai/gsm8k":
-        found = gsm8k.compute_score(solution_str, ground_truth)
+        score = gsm8k.compute_score(solution_str, ground_truth)
     elif data_source in MATH:
-        found = math_reward_score(solution_str, ground_truth)
+        score = math_reward_score(solution_str, ground_truth)
     elif data_source in DAPO or data_source.startswith("aime"):
-        found = math_dapo_score(solution_str, ground_truth)
+        score = math_dapo_score(solution_str, ground_truth)
     elif data_source == "hiyouga/geometry3k":
-        found = geo3k_score(solution_str, ground_truth)
+        score = geo3k_score(solution_str, ground_truth)
     elif data_source in SEARCH:
-        found = search_score(solution_str, ground_truth)
+        score = search_score(solution_str, ground_truth)
     else:
         raise NotImplementedError(
             f"data_source {data_source!r} has no reward here; install verl for its others, or "
             "write compute_score"
         )
-    return found if isinstance(found, dict) else float(found)
+    return score if isinstance(score, dict) else float(score)
 
 
 def get_default_compute_score(reward_name: str | None = None) -> Any:

@@ -72,10 +72,11 @@ class OpenAIFunctionCallSchema(BaseModel):
             arguments = json.loads(parsed_schema.arguments)
         except json.JSONDecodeError:
             arguments = None
-        wrong = not isinstance(arguments, dict)
-        return OpenAIFunctionCallSchema(
-            name=parsed_schema.name, arguments={} if wrong else arguments
-        ), wrong
+
+        has_error = not isinstance(arguments, dict)
+        if has_error:
+            arguments = {}
+        return OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=arguments), has_error
 
 
 class OpenAIFunctionToolCall(BaseModel):
@@ -116,14 +117,14 @@ class BaseTool:
         self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None
     ) -> None:
         self.config = config
-        found = tool_schema or self.get_openai_tool_schema()
-        if found is None:
+        schema = tool_schema or self.get_openai_tool_schema()
+        if schema is None:
             raise ValueError(
                 f"{type(self).__name__} has no schema: give tool_schema, or override "
                 "get_openai_tool_schema"
             )
-        self.tool_schema: OpenAIFunctionToolSchema = found
-        self.name = found.function.name
+        self.tool_schema: OpenAIFunctionToolSchema = schema
+        self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
         """Return the schema."""
@@ -160,11 +161,9 @@ class FunctionTool:
 
     async def call(self, parameters: dict[str, Any]) -> Any:
         """Call the function, a synchronous one in a thread."""
-        return (
-            await self.fn(**parameters)
-            if self.is_async
-            else await asyncio.to_thread(self.fn, **parameters)
-        )
+        if self.is_async:
+            return await self.fn(**parameters)
+        return await asyncio.to_thread(self.fn, **parameters)
 
 
 FUNCTION_TOOL_REGISTRY: dict[str, FunctionTool] = {}
@@ -185,38 +184,46 @@ def function_tool(
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         key = name or fn.__name__
-        known = FUNCTION_TOOL_REGISTRY.get(key)
-        if known is not None and known.fn.__module__ == fn.__module__:
+        registered = FUNCTION_TOOL_REGISTRY.get(key)
+        if registered is not None and registered.fn.__module__ == fn.__module__:
             raise ValueError(
-                f"the function tool {key!r} is registered already, by {known.fn.__qualname__}; "
-                "rename one"
+                f"the function tool {key!r} is registered already, by "
+                f"{registered.fn.__qualname__}; rename one"
             )
-        FUNCTION_TOOL_REGISTRY[key] = FunctionTool(
-            key, fn, _schema(fn, key, schema), inspect.iscoroutinefunction(fn)
-        )
+
+        tool_schema = _schema(fn, key, schema)
+        is_async = inspect.iscoroutinefunction(fn)
+        FUNCTION_TOOL_REGISTRY[key] = FunctionTool(key, fn, tool_schema, is_async)
         return fn
 
     return register
 
 
-def _schema(fn: Callable[..., Any], name: str, given: Any) -> OpenAIFunctionToolSchema:
-    if isinstance(given, OpenAIFunctionToolSchema):
-        return given
-    if given is not None:
-        return OpenAIFunctionToolSchema.model_validate(given)
+def _schema(fn: Callable[..., Any], name: str, schema: Any) -> OpenAIFunctionToolSchema:
+    """Return the schema that was given, else that of the signature.
+
+    transformers makes it where it is installed, as for verl itself, so that the model reads the
+    same text.
+    """
+    if isinstance(schema, OpenAIFunctionToolSchema):
+        return schema
+    if schema is not None:
+        return OpenAIFunctionToolSchema.model_validate(schema)
+
     for key, parameter in inspect.signature(fn).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ValueError(
                 f"the function tool {name!r}: {parameter} has no JSON schema; name each parameter, "
                 f"or {key}: list[T]"
             )
+
     try:
         from transformers.utils import get_json_schema
     except ImportError:
         return OpenAIFunctionToolSchema.model_validate(tool_signature(fn, name=name).schema)
-    found = get_json_schema(fn)
-    found["function"]["name"] = name
-    return OpenAIFunctionToolSchema.model_validate(found)
+    schema = get_json_schema(fn)
+    schema["function"]["name"] = name
+    return OpenAIFunctionToolSchema.model_validate(schema)
 
 
 def get_function_tool(name: str) -> FunctionTool:

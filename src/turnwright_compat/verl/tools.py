@@ -1,5 +1,11 @@
 """Episodes with verl's tools and interactions, whose objects all episodes share: state is
-kept by instance ids."""
+kept by instance ids.
+
+`VerlEnv` is the episode: `step` runs the calls of a reply, or passes a reply without calls to the
+interaction, and `reward` adds `compute_score` and the rewards of the tools' instances. With
+`env.faithful` it does as verl does, also in verl's words: see `docs/compat.md`. Files, classes and
+arguments are read in `adapter.py`.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +56,8 @@ __all__ = [
 def dumped_schema(schema: Any) -> dict[str, Any]:
     """Return a schema, an object of pydantic or a mapping, as verl renders it."""
     if hasattr(schema, "model_dump"):
-        found: dict[str, Any] = schema.model_dump(exclude_unset=True, exclude_none=True)
-        return found
+        dumped: dict[str, Any] = schema.model_dump(exclude_unset=True, exclude_none=True)
+        return dumped
     return dict(schema) if isinstance(schema, Mapping) else {}
 
 
@@ -136,10 +142,12 @@ class _Instance:
     """Instance of a `SharedTool` in one episode, or the maker of one for each call."""
 
     source: SharedTool
-    given: Mapping[str, Mapping[str, Any]]
+    row_arguments: Mapping[str, Mapping[str, Any]]
+    """Arguments of the row by the method that takes them: `create_kwargs`, `execute_kwargs`, ..."""
     tools: tuple[Tool, ...] = ()
     _agent_data: AgentData | None = None
     _id: Any = None
+    """Id of the instance while it lives; None with a lifetime of one call."""
 
     @property
     def name(self) -> str:
@@ -154,77 +162,85 @@ class _Instance:
         if self.source.lifetime == "call":
             self.tools = (replace(self.source.template, function=self._call),)
             return ""
+
         self.tools = (replace(self.source.template, function=self._execute),)
         with as_tool_failure(f"{self.name}: create"):
             self._id, created = await self._begin()
         return created
 
     async def _begin(self) -> tuple[Any, Content]:
+        """Call `create`; return the id of an instance, and what the tool tells the model."""
         method = self.source.tool.create
-        arguments = {"instance_id": uuid4().hex, **self._row("create")}
-        made = await call_user(method, accepted(method, arguments))
-        response: Any = None
-        if type(made) is tuple and len(made) == 2:
-            made, response = made
-        return made, "" if self.source.faithful else read_content(response, self.name)
+        arguments = {"instance_id": uuid4().hex, **self._arguments_of("create")}
+        returned = await call_user(method, accepted(method, arguments))
 
-    def _row(self, phase: str) -> dict[str, Any]:
+        instance_id = returned
+        response: Any = None
+        if type(returned) is tuple and len(returned) == 2:
+            instance_id, response = returned
+        if self.source.faithful:
+            return instance_id, ""  # verl does not show it
+        return instance_id, read_content(response, self.name)
+
+    def _arguments_of(self, method: str) -> dict[str, Any]:
         """Return the row's arguments of a method, in verl's form and one by one."""
-        given = {
-            key: value
-            for key, value in (self.given.get(f"{phase}_kwargs") or {}).items()
-            if value is not None
-        }
-        return {**given, f"{phase}_kwargs": given}
+        key = f"{method}_kwargs"
+        of_row = self.row_arguments.get(key) or {}
+        arguments = {name: value for name, value in of_row.items() if value is not None}
+        return {**arguments, key: arguments}
 
     async def _execute(self, **arguments: Any) -> Any:
         return await self._run(self._id, arguments)
 
-    async def _run(self, instance: Any, arguments: dict[str, Any]) -> Any:
+    async def _run(self, instance_id: Any, arguments: dict[str, Any]) -> Any:
         method = self.source.tool.execute
-        given = accepted(method, {**self._row("execute"), "agent_data": self._agent_data})
-        return await call_user(partial(method, instance, arguments), given)
+        further = {**self._arguments_of("execute"), "agent_data": self._agent_data}
+        return await call_user(partial(method, instance_id, arguments), accepted(method, further))
 
     async def _call(self, **arguments: Any) -> Any:
+        """Begin an instance for one call, and end it, whatever the call raises."""
         if self.source.faithful:
-            instance, _ = await self._begin()
+            instance_id, _ = await self._begin()
             try:
-                return await self._run(instance, arguments)
+                return await self._run(instance_id, arguments)
             finally:
-                await self._end(instance)
+                await self._end(instance_id)
+
         with as_tool_failure(f"{self.name}: create", bugs=True):
-            instance, created = await self._begin()
+            instance_id, created = await self._begin()
         try:
-            returned = read_result(await self._run(instance, arguments), self.name)
+            result = read_result(await self._run(instance_id, arguments), self.name)
         finally:
             with as_tool_failure(f"{self.name}: release", bugs=True):
-                await self._end(instance)
-        return replace(returned, content=join_content(created, returned.content))
+                await self._end(instance_id)
+        return replace(result, content=join_content(created, result.content))
 
     async def reward(self) -> float | None:
         """Call `calc_reward` of an instance that lived for the episode."""
         if self._id is None:
             return 0.0
+
         method = self.source.tool.calc_reward
-        found = await call_user(
-            partial(method, self._id), accepted(method, self._row("calc_reward"))
-        )
-        if found is not None and number_of(found) is None:
+        arguments = accepted(method, self._arguments_of("calc_reward"))
+        returned = await call_user(partial(method, self._id), arguments)
+        if returned is not None and number_of(returned) is None:
             # verl itself never asks, so a tool may return anything here: its own sandbox tool
             # returns a list of outputs.
             return 0.0
-        return as_number(found, f"{self.name}: calc_reward")
+        return as_number(returned, f"{self.name}: calc_reward")
 
     async def release(self) -> None:
         """Release an instance that lived for the episode, once."""
-        instance, self._id = self._id, None
-        if instance is not None:
+        instance_id = self._id
+        self._id = None
+        if instance_id is not None:
             with as_tool_failure(f"{self.name}: release"):
-                await self._end(instance)
+                await self._end(instance_id)
 
-    async def _end(self, instance: Any) -> None:
+    async def _end(self, instance_id: Any) -> None:
         method = self.source.tool.release
-        await call_user(partial(method, instance), accepted(method, self._row("release")))
+        arguments = accepted(method, self._arguments_of("release"))
+        await call_user(partial(method, instance_id), arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +278,9 @@ class VerlFactory(ToolEnvFactory):
         return VerlEnv(self)
 
     def __repr__(self) -> str:
-        names = [
-            *(tool.name for tool in self.kit.shared),
-            *(source.name for source in self.kit.sources),
-        ]
-        return f"verl:tools({', '.join([*names, *self.options.interactions])})"
+        functions = [tool.name for tool in self.kit.shared]
+        sources = [source.name for source in self.kit.sources]
+        return f"verl:tools({', '.join([*functions, *sources, *self.options.interactions])})"
 
 
 class VerlEnv(ToolEnv):
@@ -294,22 +308,25 @@ class VerlEnv(ToolEnv):
 
     async def reset(self, task: Task, *, seed: int | None = None) -> tuple[Message, ...]:
         """Open the tools that the row selects and start its interaction."""
-        extra = task.info.get("extra_info")
-        self._extra = dict(extra) if isinstance(extra, Mapping) else {}
+        extra_info = task.info.get("extra_info")
+        self._extra = dict(extra_info) if isinstance(extra_info, Mapping) else {}
         row = arguments_of(task)
         if self._extra.get("need_tools_kwargs") and not row.given:
             raise TaskError(
                 f"task {task.id}: need_tools_kwargs is set and there are no tools_kwargs; give the "
                 "row some"
             )
+
         selected = self._extra.get("tool_selection")
         if selected:
             task = replace(task, info={**task.info, "tools": list(selected)})
         opening = await super().reset(task, seed=seed)
         if selected:
-            found = {tool.name: tool for tool in self._tools}
-            self._tools = Tools([found[name] for name in dict.fromkeys(selected)], self._tools.cut)
+            # The tools stand in the order in which the row selects them.
+            tools = {tool.name: tool for tool in self._tools}
+            self._tools = Tools([tools[name] for name in dict.fromkeys(selected)], self._tools.cut)
             self.tools = self._tools.schemas
+
         self._task = task
         self._data = AgentData([message.to_dict() for message in opening], row.given)
         for instance in self.instances:
@@ -319,25 +336,27 @@ class VerlEnv(ToolEnv):
         return opening
 
     async def _start_interaction(self, task: Task) -> None:
-        known = self._options.interactions
-        if not known:
+        interactions = self._options.interactions
+        if not interactions:
             return
-        given = self._extra.get("interaction_kwargs") or task.info.get("interaction_kwargs") or {}
-        if not isinstance(given, Mapping):
+
+        kwargs = self._extra.get("interaction_kwargs") or task.info.get("interaction_kwargs") or {}
+        if not isinstance(kwargs, Mapping):
             raise TaskError(
-                f"task {task.id}: interaction_kwargs is {type(given).__name__}; write an object "
+                f"task {task.id}: interaction_kwargs is {type(kwargs).__name__}; write an object "
                 "with a name"
             )
-        name = given.get("name")
-        if name is None and len(known) == 1:
-            name = next(iter(known))
-        if not isinstance(name, str) or name not in known:
-            near = suggest_or_list(str(name), known)
+        name = kwargs.get("name")
+        if name is None and len(interactions) == 1:
+            name = next(iter(interactions))
+        if not isinstance(name, str) or name not in interactions:
             raise TaskError(
                 f"task {task.id}: interaction_kwargs names {name!r}, which is no interaction here; "
-                f"{near}"
+                f"{suggest_or_list(str(name), interactions)}"
             )
-        self._interaction, self._interaction_kwargs = known[name], {**given, "name": name}
+
+        self._interaction = interactions[name]
+        self._interaction_kwargs = {**kwargs, "name": name}
         started = await self._interaction.call(
             "start_interaction", self._data.request_id, given=self._interaction_kwargs
         )
@@ -348,6 +367,7 @@ class VerlEnv(ToolEnv):
         data, options = self._data, self._options
         data.assistant_turns += 1
         data.messages.append(action.message.to_dict())
+
         calls = action.tool_calls
         if options.faithful:
             if data.assistant_turns >= self._limits.turns:
@@ -357,58 +377,61 @@ class VerlEnv(ToolEnv):
             return Step(truncated=True)
         if not calls:
             return await self._interact()
-        calls, dropped = (
-            calls[: options.max_parallel_calls],
-            calls[options.max_parallel_calls or len(calls) :],
-        )
+
+        call_count = len(calls)
+        calls = calls[: options.max_parallel_calls]
         if options.faithful:
             step = await self._step_faithfully(calls)
         else:
-            step = await super().step(
-                replace(action, message=replace(action.message, tool_calls=calls))
-            )
+            message = replace(action.message, tool_calls=calls)
+            step = await super().step(replace(action, message=message))
             data.tool_rewards.append(step.reward or 0.0)
+
         data.user_turns += 1
         data.messages += [message.to_dict() for message in step.observation or ()]  # type: ignore[union-attr]
-        return (
-            step._replace(info={**step.info, "tool_calls_dropped": len(dropped)})
-            if dropped
-            else step
-        )
+        dropped = call_count - len(calls)
+        if dropped:
+            step = step._replace(info={**step.info, "tool_calls_dropped": dropped})
+        return step
 
     async def _interact(self) -> Step:
+        """Let the simulated user answer; without one a reply without calls ends the episode."""
         data = self._data
         if self._interaction is None:
             return Step(terminated=True)
-        arguments = (self._interaction_id, [dict(message) for message in data.messages])
+
+        messages = [dict(message) for message in data.messages]
         answer = await self._interaction.call(
-            "generate_response", *arguments, given=self._interaction_kwargs
+            "generate_response", self._interaction_id, messages, given=self._interaction_kwargs
         )
         if not isinstance(answer, tuple) or len(answer) != 4:
             raise EnvError(
                 f"generate_response returned {describe_value(answer)}; return (terminate, text, "
                 "score, extra)"
             )
-        over, text, score, extra = answer
+
+        terminate, text, score, extra = answer
         data.user_turns += 1
         reward = as_number(score, "the interaction's score")
         data.turn_scores.append(reward or 0.0)
         message = Message("user", text or "")
         data.messages.append(message.to_dict())
-        info = (
-            {str(key): value for key, value in extra.items()} if isinstance(extra, Mapping) else {}
-        )
+
+        info: dict[str, Any] = {}
+        if isinstance(extra, Mapping):
+            info = {str(key): value for key, value in extra.items()}
         info["interaction_score"] = reward
-        reward = 0.0 if self._options.faithful else reward or 0.0
-        return Step(message, reward, bool(over), info=info)
+        # verl lists the scores of turns for `compute_score`, and adds none of them itself.
+        step_reward = 0.0 if self._options.faithful else reward or 0.0
+        return Step(message, step_reward, bool(terminate), info=info)
 
     async def _step_faithfully(self, calls: Sequence[ToolCall]) -> Step:
         """Answer calls in verl's words; their rewards are listed, not added."""
-        found = await asyncio.gather(*(self._answer(call) for call in calls))
-        rewards = [result.reward for _, result in found]
+        answers = await asyncio.gather(*(self._answer(call) for call in calls))
+        rewards = [result.reward for _, result in answers]
         self._data.tool_rewards.extend(rewards)
         info = {"tool_calls": len(calls), "tool_rewards": rewards}
-        return Step(tuple(message for message, _ in found), 0.0, info=info)
+        return Step(tuple(message for message, _ in answers), 0.0, info=info)
 
     async def _answer(self, call: ToolCall) -> tuple[Message, ToolResult]:
         tools = {tool.name: tool for tool in self._tools}
@@ -416,21 +439,24 @@ class VerlEnv(ToolEnv):
             result = ToolResult(f"Unknown function '{call.name}'. Available tools: {list(tools)}")
         else:
             try:
-                result = _their_result(
-                    await call_user(tools[call.name].function, call.arguments), call.name
-                )
+                returned = await call_user(tools[call.name].function, call.arguments)
+                result = _result_as_in_verl(returned, call.name)
             except Exception as error:
                 result = ToolResult(f"Error executing tool '{call.name}': {words(error)}")
-        content = result.content
-        parts = (content,) if isinstance(content, str) else content
-        cut = tuple(self._cut(part) if isinstance(part, str) else part for part in parts)
-        message = Message(
-            "tool", cut[0] if isinstance(content, str) and isinstance(cut[0], str) else cut
-        )
-        return replace(message, tool_call_id=call.id or None), result
+
+        content: Content
+        if isinstance(result.content, str):
+            content = self._cut(result.content)
+        else:
+            content = tuple(
+                self._cut(part) if isinstance(part, str) else part for part in result.content
+            )
+        return Message("tool", content, tool_call_id=call.id or None), result
 
     def _cut(self, text: str) -> str:
-        length, side = self._options.response_length, self._options.truncate_side
+        """Cut a response as verl does: `left` keeps the end of it, `right` the start."""
+        length = self._options.response_length
+        side = self._options.truncate_side
         if len(text) <= length:
             return text
         if side == "left":
@@ -453,20 +479,27 @@ class VerlEnv(ToolEnv):
         return await self._total(trajectory, isolated=True)
 
     async def _total(self, trajectory: Trajectory, isolated: bool) -> Scores:
-        scores, function = Scores(), self._options.reward
+        function = self._options.reward
+        scores = Scores()
         if function is not None:
             call = partial(function, **accepted(function, self._score_arguments(trajectory)))
-            name = getattr(function, "__name__", "compute_score")
-            found = await run_isolated(name, call) if isolated else await call_user(call, {})
-            scores = read_score(found)
+            if isolated:
+                name = getattr(function, "__name__", "compute_score")
+                returned = await run_isolated(name, call)
+            else:
+                returned = await call_user(call, {})
+            scores = read_score(returned)
+
         if not self._options.faithful:
             for instance in self.instances:
                 scores = scores.with_added(await instance.reward())
         return scores
 
     def _score_arguments(self, trajectory: Trajectory) -> dict[str, Any]:
-        task, data = self._task or trajectory.task, self._data
-        extra = {
+        """Return what verl passes to `compute_score`."""
+        task = self._task or trajectory.task
+        data = self._data
+        extra_info = {
             **self._extra,
             "num_turns": data.user_turns + data.assistant_turns + 1,
             "tool_rewards": list(data.tool_rewards),
@@ -477,50 +510,53 @@ class VerlEnv(ToolEnv):
             "data_source": task.info.get("data_source"),
             "solution_str": self._solution(trajectory),
             "ground_truth": task.answer,
-            "extra_info": extra,
+            "extra_info": extra_info,
         }
 
     def _solution(self, trajectory: Trajectory) -> str:
         """Return the text after the opening prompt, observations included,
         without special tokens."""
-        if self._decode is None or not trajectory.turns or not trajectory.turns[-1].spans:
-            return "\n".join(
-                message.text for message in trajectory.messages[len(trajectory.turns[0].messages) :]
-            )
-        path = trajectory.path(trajectory.turns[-1].spans[-1])
-        return self._decode(path[trajectory.turns[0].context :])
+        turns = trajectory.turns
+        if self._decode is None or not turns or not turns[-1].spans:
+            later_messages = trajectory.messages[len(turns[0].messages) :]
+            return "\n".join(message.text for message in later_messages)
+        path = trajectory.path(turns[-1].spans[-1])
+        return self._decode(path[turns[0].context :])
 
     async def close(self) -> None:
         """End the interaction and release all tools."""
         try:
             if self._interaction is not None and self._interaction_id is not None:
-                given = {"instance_id": self._interaction_id, **self._interaction_kwargs}
-                await self._interaction.call("finalize_interaction", given=given)
+                kwargs = {"instance_id": self._interaction_id, **self._interaction_kwargs}
+                await self._interaction.call("finalize_interaction", given=kwargs)
         finally:
             self._interaction = None
             await super().close()
 
 
-def _their_result(value: Any, name: str) -> ToolResult:
+def _result_as_in_verl(value: Any, name: str) -> ToolResult:
     """Read a tool's return value as verl does: text of what is neither text, nor a
     dict, nor a response."""
-    reward, metrics = 0.0, {}
+    reward = 0.0
+    metrics: dict[str, Any] = {}
     if isinstance(value, tuple):
         if not 1 <= len(value) <= 3:
             raise TypeError(
                 f"the tool returned {len(value)} values; return (response, reward, metrics)"
             )
-        reward = number_of(value[1]) or 0.0 if len(value) > 1 and value[1] is not None else 0.0
-        metrics = dict(value[2] or {}) if len(value) > 2 else {}
+        if len(value) > 1:
+            reward = number_of(value[1]) or 0.0
+        if len(value) > 2:
+            metrics = dict(value[2] or {})
         value = value[0]
+
+    content: Content
     if isinstance(value, Mapping):
-        content: Content = json.dumps(value, ensure_ascii=False)
+        content = json.dumps(value, ensure_ascii=False)
+    elif isinstance(value, str) or hasattr(value, "image"):
+        content = read_content(value, name)
     else:
-        content = (
-            read_content(value, name)
-            if isinstance(value, str) or hasattr(value, "image")
-            else str(value)
-        )
+        content = str(value)
     return ToolResult(content, reward, metrics)
 
 
@@ -532,8 +568,7 @@ def read_score(value: Any) -> Scores:
         raise RewardError(
             f"compute_score returned {describe_value(value)}; a dict has the key 'score'"
         )
-    others = {str(key): number_of(one) for key, one in value.items() if key != "score"}
-    return Scores(
-        as_number(value["score"], "compute_score"),
-        parts={key: one for key, one in others.items() if one is not None},
-    )
+
+    numbers = {str(key): number_of(other) for key, other in value.items() if key != "score"}
+    parts = {name: number for name, number in numbers.items() if number is not None}
+    return Scores(as_number(value["score"], "compute_score"), parts=parts)
