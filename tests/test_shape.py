@@ -119,7 +119,6 @@ RECORDS = {
     "_episode",
     # what a function finds, makes or counts, and returns
     "found",
-    "made",
     "allocations",
     "response",
     "plan",
