@@ -151,6 +151,19 @@ HYDRA = (
 )
 
 
+@pytest.mark.parametrize("entry", ['{"": fast}', '{" ": fast}', '{"": [fast, slow]}'])
+def test_an_entry_of_defaults_without_a_group_is_named_and_not_read(tmp_path, entry):
+    files = {
+        "run.sh": HYDRA.format("-cp conf -cn my", "data.train_files=t.parquet"),
+        "conf/my.yaml": f"defaults:\n  - {entry}\n" + MY.partition("_self_\n")[2],
+        "conf/fast.yaml": FAST,
+    }
+    found, recipe = converted(tmp_path, files)
+    assert not found.complete
+    assert any("names no group" in line for line in found.incomplete), found.incomplete
+    assert recipe["limits"]["turns"] == 5
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -636,7 +636,8 @@ def _account(draft: Draft, system: System, setting: Setting) -> Account:
             reason = handle(draft, key, value)
             if reason:
                 return Account(key, value, "none", reason)
-            return Account(key, value, "mapped", ", ".join(set(draft.values) - old_keys))
+            new_keys = [new for new in draft.values if new not in old_keys]
+            return Account(key, value, "mapped", ", ".join(new_keys))
 
     entry = system.none.get(key)
     if entry is not None:

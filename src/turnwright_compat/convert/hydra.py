@@ -152,6 +152,9 @@ def _add_table(
         if entry == "_self_":
             _merge(composed.tree, _under(package, table))
             continue
+        if isinstance(entry, Mapping) and not all(str(key).split() for key in entry):
+            composed.lack(f"an entry of defaults names no group ({entry!r:.80}): it is not read")
+            continue
 
         for name, entry_package in _named(entry, group, package):
             path = None if root is None else _file(root, name)
