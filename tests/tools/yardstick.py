@@ -1,10 +1,11 @@
 """Prove that two checkouts train alike, bit for bit: record runs with each, then compare everything
 that has to be the same.
 
-    python tests/tools/yardstick.py record OUT [--checkout DIR] [--python PY] [--full] [--only NAME
-    ...] python tests/tools/yardstick.py compare A B python tests/tools/yardstick.py sides BASE HEAD
-    [--out DIR] [--full] [--only NAME ...] [--artefacts] python tests/tools/yardstick.py artefacts
-    RUN [--checkout DIR] [--base DIR]
+    Y=tests/tools/yardstick.py
+    python $Y record OUT [--checkout DIR] [--python PY] [--full] [--only NAME ...]
+    python $Y compare A B
+    python $Y sides BASE HEAD [--out DIR] [--full] [--only NAME ...] [--artefacts]
+    python $Y artefacts RUN [--checkout DIR] [--base DIR]
 
 `record` runs `python -m turnwright train` in a checkout with that checkout's interpreter, one
 thread and a fixed seed, so it imports no module of it: five steps per recipe, or the recipes' own
