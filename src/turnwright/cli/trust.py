@@ -3,7 +3,7 @@ commands and modules.
 
 A command calls `confirm_run` for a run that it continues or reads, `confirm_file` for a recipe or
 an environment that may lie in one; both list what would run (`code_named_by`), and `confirm` asks.
-Whose a run is says `turnwright.records.own_runs`. docs/security.md has the whole of it.
+`turnwright.records.own_runs` knows the runs that this user started. docs/security.md has the rest.
 """
 
 from __future__ import annotations

@@ -132,6 +132,7 @@ def _ratio_type(draft: Draft, value: Any) -> str | None:
 
 
 def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
     _set_schedule(draft)
     _use_registered_class(draft)
     _set_steps(draft)

@@ -179,6 +179,7 @@ def _targets(draft: Draft, value: Any) -> str | None:
 
 
 def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
     rollout_function = str(draft.settings.get("rollout-function-path") or "")
     _refuse_supervised(draft, rollout_function)
     _set_schedule(draft, rollout_function)
@@ -347,6 +348,7 @@ def _set_optimizer(draft: Draft) -> None:
 
 
 RULES: dict[str, Any] = {
+    # Model and data.
     "hf-checkpoint": "model.path",
     "apply-chat-template-kwargs": _template_args,
     "prompt-data": train_data,
@@ -356,6 +358,7 @@ RULES: dict[str, Any] = {
     "metadata-key": unless_off("env.columns.metadata", ("metadata",)),
     "tool-key": unless_off("env.columns.tools", ("tools",)),
     "multimodal-keys": _multimodal,
+    # Environment and rewards.
     "custom-generate-function-path": _generate,
     "custom-config-path": _custom_config,
     "custom-rm-path": argument("custom_rm_path"),
@@ -364,6 +367,7 @@ RULES: dict[str, Any] = {
     "reward-key": argument("reward_key"),
     "eval-reward-key": argument("eval_reward_key"),
     "group-rm": argument("group_rm"),
+    # Steps, batches and sampling.
     "num-rollout": "train.steps",
     "num-epoch": noted,
     "rollout-batch-size": "rollout.groups",
@@ -372,11 +376,13 @@ RULES: dict[str, Any] = {
     "rollout-top-p": "rollout.top_p",
     "rollout-top-k": top_k("rollout.top_k"),
     "rollout-stop": lists("rollout.stop"),
+    # Limits.
     "rollout-max-response-len": _response_length,
     "rollout-max-context-len": "limits.context",
     "rollout-max-prompt-len": "limits.prompt_tokens",
     "max-seq-len": "limits.context",
     "generate-max-turns": "limits.turns",
+    # Credit and loss.
     "dynamic-sampling-filter-path": _filter,
     "advantage-estimator": _estimator,
     "disable-grpo-std-normalization": switch("train.advantage", "mean"),
@@ -391,16 +397,20 @@ RULES: dict[str, Any] = {
     "kl-coef": noted,
     "kl-loss-type": same("train.kl_estimator", k1="k1", k2="k2", k3="k3", low_var_kl="k3"),
     "ref-update-interval": unless_off("train.reference_every"),
+    # Learning rate.
     "lr": "train.lr",
     "lr-decay-style": same("train.schedule", constant="constant", linear="linear", cosine="cosine"),
     "lr-warmup-iters": noted,
+    # Schedule.
     "rollout-function-path": noted,
     "fully-async": noted,
     "max-weight-staleness": noted,
+    # Adapter.
     "lora-rank": noted,
     "lora-alpha": noted,
     "lora-dropout": "lora.dropout",
     "target-modules": _targets,
+    # Optimizer and passes.
     "weight-decay": "train.weight_decay",
     "adam-beta1": noted,
     "adam-beta2": noted,
@@ -411,11 +421,13 @@ RULES: dict[str, Any] = {
     "max-tokens-per-gpu": "train.micro_tokens",
     "recompute-granularity": switch("train.gradient_checkpointing"),
     "gradient-checkpointing": switch("train.gradient_checkpointing"),
+    # Probabilities and routes of the engine.
     "use-tis": switch("train.correction", "tis"),
     "tis-clip": "train.correction_high",
     "tis-clip-low": lambda draft, value: "tis has no lower bound here" if value else None,
     "use-rollout-logprobs": switch("train.old_logprobs", "engine"),
     "use-rollout-routing-replay": switch("train.routing_replay", "replay"),
+    # Seeds, checkpoints and evaluation.
     "seed": "seed",
     "rollout-seed": "seed",
     "save": "out",
@@ -425,12 +437,14 @@ RULES: dict[str, Any] = {
     "eval-temperature": temperature_of_eval,
     "eval-top-p": "eval.top_p",
     "eval-top-k": top_k("eval.top_k"),
+    # Trackers.
     "use-wandb": switch("track.to", ["wandb"]),
     "use-tensorboard": switch("track.to", ["tensorboard"]),
     "wandb-project": "track.project",
     "wandb-group": "track.name",
     "tb-project-name": "track.project",
     "tb-experiment-name": "track.name",
+    # Functions of the user.
     "custom-advantage-function-path": own_function("train.advantage"),
     "custom-loss-function-path": own_function("train.algorithm"),
 }

@@ -180,12 +180,18 @@ def _reference(draft: Draft, value: Any) -> str | None:
 
 
 def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
     _refuse_other_trainings(draft)
     updates = _set_batch(draft) * int(draft.number("num_iterations", 1))
     _set_steps(draft, updates)
     _set_limits(draft)
-    _set_optimizer(draft)
+
+    if "epsilon_high" not in draft.settings:
+        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)]
+    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
     _set_loss_terms(draft)
+
     _set_teacher(draft)
     if "rollout_importance_sampling_mode" not in draft.settings:
         draft.values.pop("train.correction_high", None)
@@ -291,13 +297,6 @@ def _set_limits(draft: Draft) -> None:
     draft.put("limits.turn_tokens", length, origin="max_completion_length")
     if draft.settings.get("completion_length_limit_scope") == "total":
         draft.put("limits.episode_tokens", length, origin="completion_length_limit_scope")
-
-
-def _set_optimizer(draft: Draft) -> None:
-    if "epsilon_high" not in draft.settings:
-        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
-    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)]
-    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
 
 
 def _set_loss_terms(draft: Draft) -> None:
@@ -483,24 +482,28 @@ def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
 
 
 RULES: dict[str, Any] = {
+    # Model and data.
     "model": "model.path",
     "model_revision": "model.revision",
     "dataset": train_data,
     "val_dataset": eval_data,
     "columns": _columns,
     "system": argument("system"),
+    # Environment and rewards.
     "multi_turn_scheduler": _scheduler,
     "external_plugins": _plugins,
     "gym_env": argument("gym_env"),
     "use_gym_env": _gym_env,
     "reward_funcs": list_argument("reward_funcs"),
     "reward_weights": list_argument("reward_weights"),
+    # Limits.
     "max_turns": "limits.turns",
     "max_completion_length": noted,
     "completion_length_limit_scope": noted,
     "max_length": "limits.prompt_tokens",
     "vllm_max_model_len": "limits.context",
     "enable_thinking": "model.template_args.enable_thinking",
+    # Batches and sampling.
     "num_generations": "rollout.group_size",
     "generation_batch_size": noted,
     "per_device_train_batch_size": noted,
@@ -512,6 +515,7 @@ RULES: dict[str, Any] = {
     "top_k": top_k("rollout.top_k"),
     "min_p": "rollout.min_p",
     "stop_words": lists("rollout.stop"),
+    # Credit and loss.
     "advantage_estimator": same(
         "train.algorithm", grpo="grpo", rloo="rloo", reinforce_plus_plus="reinforce_pp"
     ),
@@ -535,6 +539,7 @@ RULES: dict[str, Any] = {
     "rollout_importance_sampling_mode": same("train.correction", **CORRECTIONS),
     "rollout_importance_sampling_threshold": "train.correction_high",
     "loss_scale": _loss_scale,
+    # Optimizer.
     "learning_rate": "train.lr",
     "lr": "train.lr",
     "lr_scheduler_type": same(
@@ -555,9 +560,11 @@ RULES: dict[str, Any] = {
     "adam_epsilon": "train.eps",
     "max_grad_norm": "train.max_grad_norm",
     "clip_grad": "train.max_grad_norm",
+    # Numbers of steps.
     "num_train_epochs": noted,
     "max_steps": _steps,
     "train_iters": _steps,
+    # Teacher and reference.
     "rlhf_type": noted,
     "teacher_model": noted,
     "teacher_model_server": noted,
@@ -566,6 +573,7 @@ RULES: dict[str, Any] = {
     "gkd_logits_topk": noted,
     "sync_ref_model": _reference,
     "ref_model_sync_steps": noted,
+    # Adapter, memory and routes.
     "tuner_type": _tuner,
     "train_type": _tuner,
     "lora_rank": noted,
@@ -576,6 +584,7 @@ RULES: dict[str, Any] = {
     "gradient_checkpointing": "train.gradient_checkpointing",
     "recompute_granularity": switch("train.gradient_checkpointing"),
     "router_replay_mode": _router_replay,
+    # Checkpoints, evaluation and trackers.
     "output_dir": "out",
     "save": "out",
     "save_steps": noted,

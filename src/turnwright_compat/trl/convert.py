@@ -90,6 +90,7 @@ def _reference(draft: Draft, value: Any) -> str | None:
 
 
 def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
     _set_trainer(draft)
     updates = _set_batch(draft) * int(draft.number("num_iterations", 1))
     _set_steps(draft, updates)
@@ -99,7 +100,12 @@ def _finish(draft: Draft) -> None:
     draft.put("limits.turn_tokens", length, origin="max_completion_length")
     draft.put("limits.episode_tokens", length, origin="max_completion_length")
 
+    if draft.settings.get("epsilon_high") is None:
+        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
+    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
     _set_loss_terms(draft)
+
     _set_correction(draft)
     _set_environment(draft)
     _set_adapter(draft)
@@ -177,17 +183,11 @@ def _set_steps(draft: Draft, updates: int) -> None:
 
 
 def _set_loss_terms(draft: Draft) -> None:
-    settings = draft.settings
-    if settings.get("epsilon_high") is None:
-        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
-    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
-    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
-
     kl_weight = draft.number("beta", 0)
     if kl_weight > 0:
         draft.put("train.kl", kl_weight, origin="beta")
         draft.put("train.kl_in", "loss", origin="beta")
-    if settings.get("importance_sampling_level") in ("sequence", "sequence_token"):
+    if draft.settings.get("importance_sampling_level") in ("sequence", "sequence_token"):
         draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
 
 
@@ -249,12 +249,14 @@ def _set_adapter(draft: Draft) -> None:
 
 
 RULES: dict[str, Any] = {
+    # Model and data.
     "model": "model.path",
     "model_name_or_path": "model.path",
     "model_revision": "model.revision",
     "train_dataset": _text("env.tasks"),
     "eval_dataset": _text("env.eval_tasks"),
     "dataset_name": _text("env.tasks"),
+    # Environment and rewards.
     "environment_factory": _text("env.use"),
     "tools": list_argument("tools"),
     "reward_funcs": list_argument("reward_funcs"),
@@ -262,12 +264,14 @@ RULES: dict[str, Any] = {
     "rollout_func": noted,
     "max_tool_calling_iterations": argument("max_tool_calling_iterations"),
     "chat_template_kwargs": _template_args,
+    # Batches.
     "num_generations": "rollout.group_size",
     "num_generations_eval": unless_off("eval.samples", (None,)),
     "per_device_train_batch_size": noted,
     "gradient_accumulation_steps": noted,
     "steps_per_generation": noted,
     "generation_batch_size": noted,
+    # Limits and sampling.
     "max_completion_length": noted,
     "max_prompt_length": unless_off("limits.prompt_tokens"),
     "vllm_max_model_length": unless_off("limits.context"),
@@ -275,6 +279,7 @@ RULES: dict[str, Any] = {
     "top_p": unless_off("rollout.top_p", (None,)),
     "top_k": _top_k,
     "min_p": unless_off("rollout.min_p", (None,)),
+    # Credit and loss.
     "beta": noted,
     "num_iterations": "train.epochs",
     "epsilon": "train.clip_low",
@@ -290,12 +295,14 @@ RULES: dict[str, Any] = {
     "sync_ref_model": _reference,
     "ref_model_mixup_alpha": noted,
     "ref_model_sync_steps": noted,
+    # Probabilities of the engine, and the schedule.
     "use_vllm": noted,
     "vllm_importance_sampling_correction": noted,
     "vllm_importance_sampling_mode": noted,
     "vllm_importance_sampling_cap": noted,
     "vllm_importance_sampling_clip_max": noted,
     "max_staleness": unless_off("schedule.staleness", (None,)),
+    # Optimizer.
     "learning_rate": "train.lr",
     "lr_scheduler_type": same(
         "train.schedule",
@@ -311,17 +318,20 @@ RULES: dict[str, Any] = {
     "adam_beta2": noted,
     "adam_epsilon": "train.eps",
     "max_grad_norm": "train.max_grad_norm",
+    # Numbers of steps, and checkpoints.
     "num_train_epochs": noted,
     "max_steps": noted,
     "output_dir": unless_off("out", (None,)),
     "save_steps": noted,
     "save_total_limit": unless_off("checkpoint.keep", (None,)),
     "eval_steps": noted,
+    # Seed, memory and trackers.
     "seed": "seed",
     "gradient_checkpointing": "train.gradient_checkpointing",
     "report_to": trackers,
     "run_name": unless_off("track.name", (None,)),
     "project": unless_off("track.project", (None,)),
+    # Adapter.
     "use_peft": noted,
     "lora.r": noted,
     "lora.lora_alpha": noted,

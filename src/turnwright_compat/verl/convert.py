@@ -131,6 +131,7 @@ def _sanity(draft: Draft, value: Any) -> str | None:
 
 
 def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
     _set_batch(draft)
     _set_steps(draft)
     _set_loss_terms(draft)
