@@ -1,4 +1,9 @@
-"""Command check: an environment, a chat template, a model, a server, a recipe or the algorithms."""
+"""Command check: an environment, a chat template, a model, a server, a recipe or the algorithms.
+
+`run_check` runs the checks that were asked for and prints their findings. What is checked is
+elsewhere: `turnwright.envs.check` (environments), `turnwright.renderers.contract` (templates),
+`turnwright.engines.remote` (servers), `turnwright.training.self_checks` (algorithms, images).
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ def add_check(subparsers: Any) -> None:
     help = "check an environment, a model directory or a recipe"
     epilog = "Exit status: 0 all checks passed, 1 a check failed."
     parser = add_command(subparsers, "check", help, run_check, overrides=True, epilog=epilog)
+
     env = (
         'file.py:Env or the name of a built-in environment; "learn" checks that each algorithm '
         "raises a toy reward"
@@ -38,6 +44,7 @@ def add_check(subparsers: Any) -> None:
         metavar="NAME",
         help="learn: only this algorithm, by name or file.py:function",
     )
+
     parser.add_argument(
         "--model",
         metavar="DIR",
@@ -56,6 +63,7 @@ def add_check(subparsers: Any) -> None:
         "in a later one"
     )
     parser.add_argument("--images", action="store_true", help=images)
+
     parser.add_argument(
         "--json", action="store_true", help="print findings about a template or a server as JSON"
     )
@@ -64,6 +72,7 @@ def add_check(subparsers: Any) -> None:
     parser.add_argument(
         "--key-env", metavar="NAME", help="the environment variable that holds the server's API key"
     )
+
     parser.add_argument(
         "--recipe",
         metavar="FILE",
@@ -79,35 +88,42 @@ def run_check(args: argparse.Namespace) -> int:
 
     env: str | None = args.env
     recipe: Path | None = args.recipe
+    # A recipe may stand where an environment does.
     if env is not None and env.endswith(".toml") and recipe is None:
-        recipe, env = Path(env), None
+        recipe = Path(env)
+        env = None
     _refuse_check(args, env, recipe)
 
     model = None if args.model is None else local_model(args.model)
     failed = 0
     if recipe is not None:
-        _recipe(recipe, args)
+        _check_recipe(recipe, args)
+
     if env == LEARN:
         failed += show(check_learning(args.algorithm, model))
     elif env is not None:
-        named = _env(env)
-        if ":" in named:
-            confirm_file(Path(named.rpartition(":")[0]), None, args)
-        failed += show(check_env(named))
+        _refuse_unknown_env(env)
+        if ":" in env:
+            confirm_file(Path(env.rpartition(":")[0]), None, args)
+        failed += show(check_env(env))
 
-    for template in (None if env == LEARN else model, args.template):
-        if template is not None:
-            failed += _template(template, args.history, as_json=args.json)
+    # The algorithms are checked with the model; its template is not what was asked for.
+    if model is not None and env != LEARN:
+        failed += _report_template(model, args.history, as_json=args.json)
+    if args.template is not None:
+        failed += _report_template(args.template, args.history, as_json=args.json)
+
     if args.images and model is not None:
         failed += show(check_images(model))
     if args.engine is not None:
-        failed += _engine(check_engine(args.engine, args.key_env), as_json=args.json)
+        failed += _report_server(check_engine(args.engine, args.key_env), as_json=args.json)
     return 1 if failed else 0
 
 
 def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None) -> None:
     """Raise `UsageError` for options that do not go together."""
-    if all(given is None for given in (env, recipe, args.model, args.template, args.engine)):
+    subjects = (env, recipe, args.model, args.template, args.engine)
+    if all(subject is None for subject in subjects):
         raise UsageError(
             "nothing to check; name file.py:Env, a built-in environment, recipe.toml, --model "
             "DIR, --template FILE or --engine URL"
@@ -120,50 +136,51 @@ def _refuse_check(args: argparse.Namespace, env: str | None, recipe: Path | None
         raise UsageError(f"--algorithm is for turnwright check {LEARN}; leave it out")
 
 
-def show(findings: Iterable[tuple[bool | None, str]]) -> int:
-    """Print findings (ok, text), of which `ok` None is information, and return
-    the number of failures."""
+def show(findings: Iterable[Finding]) -> int:
+    """Print findings, and return the number of failures."""
     from turnwright.display.text import single_line
 
     failed = 0
     for ok, text in findings:
         failed += ok is False
         head = {True: "ok    ", False: "FAIL  ", None: "      "}[ok]
-        for index, line in enumerate(text.splitlines() or [""]):
-            print(single_line((head if index == 0 else "      ") + line))
+        for line in text.splitlines() or [""]:
+            print(single_line(head + line))
+            # Further lines stand below the text of the first one.
+            head = "      "
     return failed
 
 
-def _recipe(recipe: Path, args: argparse.Namespace) -> None:
+def _check_recipe(recipe: Path, args: argparse.Namespace) -> None:
     """Check a recipe and load its environments; raise `ConfigError` for what cannot be used."""
     from turnwright.config import load
 
     resolved = load(recipe, args.overrides, envs=builtin_envs())
     confirm_file(recipe, resolved.config, args)
-    count = sum(origin != "default" for origin in resolved.origins.values())
-    print(f"ok    {recipe}: {count} keys set, {len(resolved.origins) - count} defaults")
+
+    keys_set = sum(origin != "default" for origin in resolved.origins.values())
+    print(f"ok    {recipe}: {keys_set} keys set, {len(resolved.origins) - keys_set} defaults")
     for name in make_environments(resolved.config):
         print(f"ok    environment {name}")
 
 
-def _env(spec: str) -> str:
+def _refuse_unknown_env(spec: str) -> None:
     """Reject anything but a built-in name or `file.py:Name` before it is imported."""
     file, colon, _ = spec.rpartition(":")
     if spec.endswith(".py"):
         raise UsageError(f"{spec}: say which environment of the file: turnwright check {spec}:Name")
+
     if colon and file.endswith(".py") and not Path(file).is_file():
         folder = Path(file).parent
-        near = (
-            did_you_mean(Path(file).name, [p.name for p in folder.glob("*.py")])
-            if folder.is_dir()
-            else ""
-        )
+        near = ""
+        if folder.is_dir():
+            near = did_you_mean(Path(file).name, [path.name for path in folder.glob("*.py")])
         raise UsageError(f"{file}: no such file; {near or 'check the path'}")
-    known = builtin_envs()
-    if not colon and spec not in known:
-        near = did_you_mean(spec, known) or "built-in ones are " + ", ".join(known)
+
+    builtin = builtin_envs()
+    if not colon and spec not in builtin:
+        near = did_you_mean(spec, builtin) or "built-in ones are " + ", ".join(builtin)
         raise UsageError(f"{spec}: no such environment; {near}; your own is file.py:Name")
-    return spec
 
 
 def check_env(spec: str) -> list[Finding]:
@@ -171,7 +188,7 @@ def check_env(spec: str) -> list[Finding]:
     from turnwright.envs.check import check_env as check
     from turnwright.envs.resolve import resolve_env
 
-    return [(found.ok, found.text) for found in check(resolve_env(spec))]
+    return [(finding.ok, finding.text) for finding in check(resolve_env(spec))]
 
 
 def check_learning(algorithm: str | None = None, model: Path | None = None) -> Iterator[Finding]:
@@ -180,11 +197,11 @@ def check_learning(algorithm: str | None = None, model: Path | None = None) -> I
     from turnwright.training.self_checks import check_learning
 
     algorithms = ALGORITHMS if algorithm is None else [algorithm]
-    for found in check_learning(algorithms, model=model):
-        yield found.ok, found.text
+    for finding in check_learning(algorithms, model=model):
+        yield finding.ok, finding.text
 
 
-def _template(given: Path | str, history: str, *, as_json: bool) -> int:
+def _report_template(source: Path | str, history: str, *, as_json: bool) -> int:
     """Print a template's behavior as lines or JSON, and return the number of failed checks."""
     from turnwright.config.names import HISTORY_MODES
     from turnwright.renderers.load import load_renderer, template_renderer
@@ -194,66 +211,73 @@ def _template(given: Path | str, history: str, *, as_json: bool) -> int:
         raise UsageError(
             f"--history {history}: {near or 'choose one of ' + ', '.join(HISTORY_MODES)}"
         )
-    renderer = template_renderer(given) if isinstance(given, str) else load_renderer(given)
+
+    # A path is a model directory; a text names a template without a model.
+    renderer = template_renderer(source) if isinstance(source, str) else load_renderer(source)
     findings = check_template(renderer, history)
     if not as_json:
         return show(findings)
 
     failed = sum(ok is False for ok, _ in findings)
-    row = {
-        "path": str(given),
+    parser, unread_calls = renderer.call_format
+    report = {
+        "path": str(source),
         "fingerprint": renderer.fingerprint,
         "history": history,
         "exact": not failed,
-    }
-    parser, unread = renderer.call_format
-    contract = asdict(renderer.contract) | {"append_only": renderer.contract.append_only}
-    replies = {
+        **asdict(renderer.contract),
+        "append_only": renderer.contract.append_only,
         "parser": parser,
-        "unread_calls": unread,
+        "unread_calls": unread_calls,
         "unread_replies": [asdict(reply) for reply in renderer.unread_replies],
     }
-    print(json.dumps(row | contract | replies, indent=2))
+    print(json.dumps(report, indent=2))
     return failed
 
 
 def check_template(renderer: ChatRenderer, history: str = "append") -> list[Finding]:
-    """Report a template's behavior in a growing conversation, and whether a history
-    mode is exact with it."""
+    """Report a template's behavior in a growing conversation, and whether a history mode is exact
+    with it."""
     from turnwright.renderers.contract import explain_contract
 
-    loaded = (True, f"template and tokenizer load (fingerprint {renderer.fingerprint})")
-    name, unread = renderer.call_format
-    calls = f"replies are parsed as {name!r}"
-    if unread:
+    loaded = f"template and tokenizer load (fingerprint {renderer.fingerprint})"
+    parser, unread_calls = renderer.call_format
+    calls = f"replies are parsed as {parser!r}"
+    if unread_calls:
         calls = (
-            f"WARNING: the template writes tool calls as {unread[:200]!r}, and no parser reads "
-            "them back: calls of a model that follows it are not run (replies are parsed as "
-            f"{name!r}). Without tools this does not matter; with tools use a template with parsed "
-            "calls (docs/templates.md)"
+            f"WARNING: the template writes tool calls as {unread_calls[:200]!r}, and no parser "
+            "reads them back: calls of a model that follows it are not run (replies are parsed as "
+            f"{parser!r}). Without tools this does not matter; with tools use a template with "
+            "parsed calls (docs/templates.md)"
         )
-    lost: list[Finding] = [
-        (None, f"WARNING: a reply of the template's own does not come back: {reply}")
+
+    lost = [
+        f"WARNING: a reply of the template's own does not come back: {reply}"
         for reply in renderer.unread_replies
     ]
-    return [loaded, *explain_contract(renderer.contract, history), (None, calls), *lost]
+    return [
+        (True, loaded),
+        *explain_contract(renderer.contract, history),
+        *[(None, remark) for remark in (calls, *lost)],
+    ]
 
 
 def check_images(model: Path) -> list[Finding]:
-    """Check that a vision-language model's answers depend on its images, in the local
-    engine and in the trainer."""
+    """Check that a vision-language model's answers depend on its images, in the local engine and
+    in the trainer."""
     from turnwright.training.self_checks import check_vision, findings
 
     return findings(check_vision(model))
 
 
-def _engine(found: ServerCapabilities, *, as_json: bool) -> int:
-    """Print a server's capabilities as lines or JSON; return the number of failed
-    checks, at most 1 with JSON."""
+def _report_server(capabilities: ServerCapabilities, *, as_json: bool) -> int:
+    """Print a server's capabilities as lines or JSON; return the number of failed checks, at most
+    1 with JSON."""
     if not as_json:
-        return show(found.findings())
-    print(json.dumps(found.to_dict(), indent=2))
-    return 0 if found.trainable else 1
+        return show(capabilities.findings())
+
+    print(json.dumps(capabilities.to_dict(), indent=2))
+    return 0 if capabilities.trainable else 1
 
 
 def check_engine(url: str, key_env: str | None = None) -> ServerCapabilities:

@@ -1,4 +1,9 @@
-"""Command engines: install and start servers, change a list of them, relay weights."""
+"""Command engines: install and start servers, change a list of them, relay weights.
+
+`run_engines` chooses by the first argument. How a kind of server is installed and started is in
+`turnwright.engines.remote.managed`; lists of servers are `EngineList`; the relay is a transport
+that another package adds.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ def add_engines(subparsers: Any) -> None:
     """Register the command."""
     help = "install and start vLLM, SGLang and llama.cpp for exact rollouts; add servers to runs"
     parser = add_command(subparsers, "engines", help, run_engines, epilog=ENGINES_EPILOG)
+
     what = (
         "install: create its environment; start: run a server; join, leave: change a list of "
         "servers (engine.urls_file); relay: fetch weights to a directory for the servers of this "
@@ -36,6 +42,7 @@ def add_engines(subparsers: Any) -> None:
     parser.add_argument("what", choices=("install", "start", "join", "leave", "relay"), help=what)
     kind = f"{', '.join(KINDS)}; join and leave: the URL of a server; relay: the directory"
     parser.add_argument("kind", metavar="KIND|URL|DIR", help=kind)
+
     parser.add_argument(
         "--list", metavar="FILE", type=Path, help="join, leave: the list of servers that runs watch"
     )
@@ -47,6 +54,7 @@ def add_engines(subparsers: Any) -> None:
     )
     home = "directory of environments (default: ~/.cache/turnwright/engines)"
     parser.add_argument("--home", metavar="DIR", type=Path, help=home)
+
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -56,13 +64,15 @@ def add_engines(subparsers: Any) -> None:
     parser.add_argument(
         "--context", type=int, metavar="N", help="start: maximum ids of context plus reply"
     )
+
     lora = (
-        "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 "
-        "without a value)"
+        "start: a vLLM or SGLang server that accepts LoRA adapters up to this rank (64 without a "
+        "value)"
     )
     parser.add_argument(
         "--lora", type=int, nargs="?", const=64, default=0, metavar="RANK", help=lora
     )
+
     adapters = "start: with --lora, room for the adapters of N policies"
     parser.add_argument("--adapters", type=int, default=1, metavar="N", help=adapters)
     parser.add_argument(
@@ -77,6 +87,7 @@ def add_engines(subparsers: Any) -> None:
         action="store_true",
         help="start: with --gpu, a server that can release its memory",
     )
+
     parser.add_argument(
         "--gpu", action="store_true", help="for a machine with a GPU: leave out settings for CPUs"
     )
@@ -97,10 +108,10 @@ def run_engines(args: argparse.Namespace) -> int:
         with stopped_by_signals():
             relay_weights(Path(args.kind), say, host=args.host, port=args.port, token=token)
         return 0
+
     if args.kind not in KINDS:
-        raise UsageError(
-            f"{args.kind}: {did_you_mean(args.kind, KINDS) or 'the kinds are ' + ', '.join(KINDS)}"
-        )
+        near = did_you_mean(args.kind, KINDS)
+        raise UsageError(f"{args.kind}: {near or 'the kinds are ' + ', '.join(KINDS)}")
 
     from turnwright.engines.remote import managed
 
@@ -109,19 +120,19 @@ def run_engines(args: argparse.Namespace) -> int:
         plan = managed.install(args.kind, home, gpu=args.gpu)
     else:
         _refuse_start(args)
-        names = (
-            "host",
-            "port",
-            "context",
-            "gpu",
-            "lora",
-            "adapters",
-            "group",
-            "sleep",
-            "speculate",
-        )
         plan = managed.start_command(
-            args.kind, home, args.model, **{name: vars(args)[name] for name in names}
+            args.kind,
+            home,
+            args.model,
+            host=args.host,
+            port=args.port,
+            context=args.context,
+            gpu=args.gpu,
+            lora=args.lora,
+            adapters=args.adapters,
+            group=args.group,
+            sleep=args.sleep,
+            speculate=args.speculate,
         )
 
     for line in plan.describe():
@@ -160,11 +171,10 @@ def _change_list(what: str, url: str, path: Path | None) -> int:
         raise UsageError(f"{url}: must start with http:// or https://, as in http://host:8000")
 
     servers = EngineList(path)
-    changed = servers.add(url) if what == "join" else servers.remove(url)
-    if changed:
-        state = f"{what}s"
+    if what == "join":
+        state = "joins" if servers.add(url) else "was listed already"
     else:
-        state = "was listed already" if what == "join" else "was not listed"
+        state = "leaves" if servers.remove(url) else "was not listed"
     print(f"{url} {state}; {path} lists {len(servers.urls())}")
     return 0
 

@@ -1,4 +1,8 @@
-"""Command init: write a starter environment, its recipe, its test and a README."""
+"""Command init: write a starter environment, its recipe, its test and a README.
+
+The files are made of the templates in `templates/` beside this module. What is written is never
+written over: `run_init` refuses a name that is taken, by a file or by a Python module.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ _FILES = {
     "test_{name}.py": "test.py",
     "README.md": "README.md",
 }
+"""File -> its template."""
 
 
 def add_init(subparsers: Any) -> None:
@@ -46,23 +51,7 @@ def run_init(args: argparse.Namespace) -> int:
     """Write the files and print the next commands."""
     folder: Path = args.directory
     name = re.sub(r"\W+", "_", folder.name)
-    if (
-        not name.isidentifier()
-        or not name.isascii()
-        or keyword.iskeyword(name)
-        or name.startswith("__")
-    ):
-        raise UsageError(
-            f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, "
-            "such as my_env"
-        )
-    installed = PathFinder.find_spec(name)
-    if name in {"turnwright", *sys.stdlib_module_names} or (installed and installed.origin):
-        # A bare directory has no origin.
-        raise UsageError(
-            f"{folder}: a module named '{name}' would hide another one; choose another name, such "
-            f"as my_{name}"
-        )
+    _refuse_name(folder, name)
 
     paths = [folder / pattern.format(name=name) for pattern in _FILES]
     existing = next((path for path in paths if path.exists()), None)
@@ -72,16 +61,7 @@ def run_init(args: argparse.Namespace) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in zip(paths, _FILES.values(), strict=True):
-            if args.vision and template == "env.py":
-                template = "env_vision.py"
-            text = (Path(__file__).parent / "templates" / f"{template}.jinja").read_text(
-                encoding="utf-8"
-            )
-            # Three placeholders need no template engine.
-            text = text.replace("{{ name }}", name).replace("{{ cls }}", class_name(name))
-            path.write_text(
-                text.replace("{{ model }}", SEES if args.vision else READS), encoding="utf-8"
-            )
+            path.write_text(_filled(template, name, vision=args.vision), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"{folder}: cannot be written ({error.strerror}); choose another directory"
@@ -94,6 +74,38 @@ def run_init(args: argparse.Namespace) -> int:
         f"next: cd {shlex.quote(str(folder))} && pytest && {check} && turnwright train recipe.toml"
     )
     return 0
+
+
+def _refuse_name(folder: Path, name: str) -> None:
+    """Raise `UsageError` for a name that no module can have, or that would hide one."""
+    is_module_name = name.isidentifier() and name.isascii() and not keyword.iskeyword(name)
+    if not is_module_name or name.startswith("__"):
+        raise UsageError(
+            f"{folder}: '{folder.name}' cannot name a Python module; use letters, digits and _, "
+            "such as my_env"
+        )
+
+    # A bare directory on the path is found too, and has no origin: it hides nothing.
+    installed = PathFinder.find_spec(name)
+    is_installed = installed is not None and bool(installed.origin)
+    if name in {"turnwright", *sys.stdlib_module_names} or is_installed:
+        raise UsageError(
+            f"{folder}: a module named '{name}' would hide another one; choose another name, such "
+            f"as my_{name}"
+        )
+
+
+def _filled(template: str, name: str, *, vision: bool) -> str:
+    """Return the text of a file for an environment's name."""
+    if vision and template == "env.py":
+        template = "env_vision.py"
+    template_file = Path(__file__).parent / "templates" / f"{template}.jinja"
+    text = template_file.read_text(encoding="utf-8")
+
+    # Three placeholders need no template engine.
+    text = text.replace("{{ name }}", name)
+    text = text.replace("{{ cls }}", class_name(name))
+    return text.replace("{{ model }}", SEES if vision else READS)
 
 
 def class_name(module: str) -> str:

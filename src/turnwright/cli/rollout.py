@@ -1,4 +1,9 @@
-"""Command rollout: play a few held-out tasks and print what happened."""
+"""Command rollout: play a few held-out tasks and print what happened.
+
+`preview_rollouts` plays them with the configured model, as an evaluation of a run does
+(`turnwright.training.configured_rollout`), and writes them if asked; `trajectory_lines` is what is
+printed. Nothing is trained.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ from turnwright.errors import TraceError
 if TYPE_CHECKING:
     from turnwright.config import ResolvedConfig
     from turnwright.records import ProgressListener
+    from turnwright.records.serialization import IdDecoder
     from turnwright.types import Trajectory
 
 
@@ -37,6 +43,7 @@ def add_rollout(subparsers: Any) -> None:
         overrides=True,
     )
     add_recipe(parser)
+
     parser.add_argument(
         "-n", "--tasks", type=positive, default=4, metavar="N", help="tasks to play (default: 4)"
     )
@@ -72,8 +79,12 @@ def preview_rollouts(
     out: Path | None = None,
     watch: ProgressListener | None = None,
 ) -> list[Trajectory]:
-    """Play `n` held-out tasks with the configured model, and write them to `out`, one a line."""
-    from turnwright.records import NullListener, to_json, trajectory_row
+    """Play `n` held-out tasks with the configured model, and write them to `out`, one a line.
+
+    Tasks for training are played where none are held out. Raises `TraceError` if `out` cannot be
+    written.
+    """
+    from turnwright.records import NullListener
     from turnwright.rollouts.standalone import run_sync
     from turnwright.training.configured_rollout import make_rollout, play_with_retries
     from turnwright.training.task_plan import TaskPlan, make_env_specs
@@ -82,12 +93,12 @@ def preview_rollouts(
     specs = make_env_specs(config)
     overlap = config.eval.overlap == "allowed"
     plan = TaskPlan(specs, steps=1, groups=n, held_out=n, seed=config.seed, overlap=overlap)
-    chosen = plan.held_out or plan.train[:n]
+    choices = plan.held_out or plan.train[:n]
 
     watch = watch or NullListener()
     rollout = make_rollout(resolved, specs, None, "local", watch.note)
-    watch.phase("roll out", len(chosen), "episodes")
-    episodes = [episode for choice in chosen for episode in choice.episodes("rollout", 0, 1)]
+    watch.phase("roll out", len(choices), "episodes")
+    episodes = [episode for choice in choices for episode in choice.episodes("rollout", 0, 1)]
 
     async def play() -> list[Trajectory]:
         try:
@@ -101,24 +112,35 @@ def preview_rollouts(
     out = None if out is None else out.absolute()
     trajectories = run_sync(play())
     if out is not None:
-        records = [trajectory_row(trajectory, rollout.renderer) for trajectory in trajectories]
-        rows = [to_json(record) + b"\n" for record in records]
-        try:
-            out.write_bytes(b"".join(rows))
-        except OSError as error:
-            raise TraceError(f"{out}: cannot be written ({error.strerror})") from error
+        _write_trajectories(out, trajectories, rollout.renderer)
     return trajectories
 
 
+def _write_trajectories(out: Path, trajectories: list[Trajectory], decoder: IdDecoder) -> None:
+    """Write one JSON object a line; raise `TraceError` if the file cannot be written."""
+    from turnwright.records import to_json, trajectory_row
+
+    rows = [to_json(trajectory_row(trajectory, decoder)) for trajectory in trajectories]
+    try:
+        out.write_bytes(b"".join(row + b"\n" for row in rows))
+    except OSError as error:
+        raise TraceError(f"{out}: cannot be written ({error.strerror})") from error
+
+
 def trajectory_lines(trajectories: Iterable[Trajectory], *, short: bool = False) -> Iterable[str]:
-    """Yield each trajectory as text: a head line, then its failure and its conversation."""
+    """Yield each trajectory as text: a head line, then its failure and its conversation.
+
+    With `short`, only the head line and the failure, if there is one.
+    """
     from turnwright.display.text import single_line
 
     for trajectory in trajectories:
         lines = [*trajectory.describe(), ""]
         if short:
-            lines = lines[: 1 if trajectory.error is None else 2]
-        yield from map(single_line, lines)
+            kept = 1 if trajectory.error is None else 2
+            lines = lines[:kept]
+        for line in lines:
+            yield single_line(line)
 
 
 COMMAND = Command(add_rollout)

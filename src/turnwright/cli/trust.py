@@ -1,5 +1,10 @@
 """Ask before code of a run directory runs that this user did not start: its settings name files,
-commands and modules."""
+commands and modules.
+
+A command calls `confirm_run` for a run that it continues or reads, `confirm_file` for a recipe or
+an environment that may lie in one; both list what would run (`code_named_by`), and `confirm` asks.
+`turnwright.records.own_runs` knows the runs that this user started. docs/security.md has the rest.
+"""
 
 from __future__ import annotations
 
@@ -39,56 +44,69 @@ def confirm_run(
     Nothing is asked with `--trust`, of settings that name no code, and of this user's own runs
     whose code is outside the run directory. `only` has the settings that are used, if not all are.
     """
-    named = [(key, text) for key, text in code_named_by(config) if not only or key in only]
-    inside = any(is_in(run, text) for _, text in named)
-    if named:
-        confirm(run, [f"{key} = {text}" for key, text in named], args, inside=inside)
+    code = [(key, text) for key, text in code_named_by(config) if not only or key in only]
+    if not code:
+        return
+
+    inside = any(is_in(run, text) for _, text in code)
+    confirm(run, [f"{key} = {text}" for key, text in code], args, inside=inside)
 
 
 def confirm_file(file: Path, config: RunConfig | None, args: argparse.Namespace) -> None:
-    """Ask before a recipe or an environment in a run directory is used."""
+    """Ask before a recipe or an environment in a run directory is used.
+
+    Without a configuration the file itself is the code.
+    """
     run = next((folder for folder in file.absolute().parents if is_run(folder)), None)
     if run is None:
         return
-    named = (
-        [str(file)]
-        if config is None
-        else [f"{key} = {text}" for key, text in code_named_by(config)]
-    )
+
+    if config is None:
+        named = [str(file)]
+    else:
+        named = [f"{key} = {text}" for key, text in code_named_by(config)]
     if named:
         confirm(run, named, args, inside=True)
 
 
 def is_run(folder: Path) -> bool:
     """Return whether a directory is one that a run wrote, or poses as one."""
-    return (folder / "config.json").is_file() and any(
-        (folder / name).is_file() for name in _RUN_FILES
-    )
+    has_config = (folder / "config.json").is_file()
+    return has_config and any((folder / name).is_file() for name in _RUN_FILES)
 
 
 def confirm(run: Path, named: list[str], args: argparse.Namespace, *, inside: bool) -> None:
-    """Ask whether what is named may run, unless the run is this user's and the code
-    is not `inside` of it."""
+    """Ask whether what is named may run, unless the run is this user's and the code is not `inside`
+    of it.
+
+    Raises `UsageError` if the answer is no, or if nobody can be asked.
+    """
     from turnwright.display.text import single_line
     from turnwright.records.own_runs import is_own_run
 
-    if args.trust or (is_own_run(run) and not inside):
+    if args.trust:
         return
-    why = (
-        "has code in its directory" if is_own_run(run) else "was not started by you on this machine"
-    )
+    is_own = is_own_run(run)
+    if is_own and not inside:
+        return
+
+    why = "has code in its directory" if is_own else "was not started by you on this machine"
+    shown = named[:MAX_NAMED]
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-    listed = single_line("; ".join(named[:MAX_NAMED]) + more, 600)
+
+    # The question is written to stderr and read from stdin: both have to be a terminal.
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        listed = single_line("; ".join(shown) + more, 600)
         raise UsageError(
             f"{run} {why}, and this command would run what it names: {listed}; read it, then add "
             "--trust"
         )
+
     print(
         f"{single_line(str(run))} {why}. `turnwright {args.command}` would run what it names:",
         file=sys.stderr,
     )
-    for text in named[:MAX_NAMED]:
+    for text in shown:
         print(f"  {single_line(text, 300)}", file=sys.stderr)
     print(f"Run it with your permissions?{more} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
@@ -104,13 +122,15 @@ def code_named_by(config: RunConfig) -> Iterator[tuple[str, str]]:
     from turnwright.config.recipe import flatten
     from turnwright.envs.builtin import BUILTIN
 
-    foreign = {f"env.{number}." for number, env in enumerate(config.env) if env.use not in BUILTIN}
+    foreign = [f"env.{number}." for number, env in enumerate(config.env) if env.use not in BUILTIN]
     for key, value in flatten(config):
-        of_foreign = any(
+        is_of_foreign_env = any(
             key == f"{prefix}use" or key.startswith(f"{prefix}args.") for prefix in foreign
         )
+        # What is installed there is started as a server.
+        names_code = is_of_foreign_env or key == "engine.install_dir"
         for text in _texts(value):
-            if text and (of_foreign or key == "engine.install_dir" or _is_code(text)):
+            if text and (names_code or _is_code(text)):
                 yield key, text
 
 
@@ -119,6 +139,7 @@ def _is_code(text: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value, keys of tables included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -135,4 +156,5 @@ def is_in(run: Path, text: str) -> bool:
     try:
         return file.resolve().is_relative_to(run.resolve())
     except (OSError, ValueError, RuntimeError):
+        # What cannot be told apart from code in the directory is asked about.
         return True

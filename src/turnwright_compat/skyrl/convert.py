@@ -1,9 +1,17 @@
-"""SkyRL: overrides of `skyrl.train.entrypoints.main_base`."""
+"""SkyRL: overrides of `skyrl.train.entrypoints.main_base`, and what a recipe has in their place.
+
+`RULES` has a recipe key or a rule for each setting with a meaning here, `NONE` the reason for each
+setting without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
+several settings decide together: the schedule, the user's environment, the terms of the loss.
+
+Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
@@ -30,27 +38,57 @@ from turnwright_compat.convert.sources import find_file
 
 USE = "skyrl:{}"
 """How a registered environment is named (`turnwright_compat`)."""
-A, G, T, OC = (
-    "trainer.algorithm.",
-    "generator.",
-    "trainer.",
-    "trainer.algorithm.off_policy_correction.",
-)
+
+# Starts of the keys of its configuration.
+ALGORITHM = "trainer.algorithm."
+CORRECTION = "trainer.algorithm.off_policy_correction."
+GENERATOR = "generator."
+TRAINER = "trainer."
+
+LOSSES = {"regular": None, "dual_clip": None, "gspo": "gspo", "cispo": "cispo"}
+"""Loss -> the algorithm that it is; None is that of the estimator."""
+ESTIMATORS = {"grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
+
+
+# Rules of one setting
+
+
+def _eval_every(draft: Draft, value: Any) -> None:
+    # An interval of -1 disables evaluations, as 0 does here.
+    draft.put("eval.every", max(0, int(value)))
+
+
+def _environment_class(draft: Draft, value: Any) -> None:
+    draft.put("env.use", USE.format(value))
+
+
+def _environment_setting(draft: Draft, key: str, value: Any) -> str | None:
+    """Put a setting of one environment into its arguments; those of the other environments have
+    no effect."""
+    name, _, setting = key.removeprefix("environment.skyrl_gym.").partition(".")
+    if name != draft.settings.get("environment.env_class", "gsm8k"):
+        return "no effect: it belongs to another environment"
+
+    draft.put(f"env.args.{setting}", value)
+    return None
 
 
 def _template(draft: Draft, value: Any) -> str | None:
     if value is None:
         return None
+
+    # Such a template is rendered again every turn.
     draft.put("model.template", value)
-    draft.put("rollout.history", "template")  # such a template is rendered again every turn
+    draft.put("rollout.history", "template")
     return None
 
 
 def _template_args(draft: Draft, value: Any) -> str | None:
     if not isinstance(value, dict):
         return "expected a table"
-    for name, one in value.items():
-        draft.put(f"model.template_args.{name}", one)
+
+    for name, argument_value in value.items():
+        draft.put(f"model.template_args.{name}", argument_value)
     return None
 
 
@@ -59,158 +97,13 @@ def _one_message(draft: Draft, value: Any) -> None:
         draft.put("rollout.history", "inline")
 
 
-def _correction(draft: Draft) -> None:
-    """Choose the correction: truncated weights per token, or exclusion of sequences."""
-    given = draft.settings
-    if given.get(f"{OC}tis_ratio_type") == "token" or draft.isset(f"{A}use_tis"):
-        draft.put("train.correction", "tis", origin=f"{OC}tis_ratio_type")
-        cap = draft.number(
-            f"{OC}token_tis_ratio_clip_high", draft.number(f"{A}tis_imp_ratio_cap", 2.0)
-        )
-        draft.put(
-            "train.correction_high",
-            cap if cap > 0 else 2.0,
-            origin=f"{OC}token_tis_ratio_clip_high",
-        )
-    elif given.get(f"{OC}sequence_mask_metric") == "geometric":
-        draft.put("train.correction", "sequence_mis_mean", origin=f"{OC}sequence_mask_metric")
-        draft.put(
-            "train.correction_low",
-            draft.number(f"{OC}geo_mask_low", 0.99),
-            origin=f"{OC}geo_mask_low",
-        )
-        draft.put(
-            "train.correction_high",
-            draft.number(f"{OC}geo_mask_high", 1.01),
-            origin=f"{OC}geo_mask_high",
-        )
-    elif given.get(f"{OC}sequence_mask_metric") == "product":
-        draft.put("train.correction", "sequence_mis", origin=f"{OC}sequence_mask_metric")
-        draft.put(
-            "train.correction_low",
-            draft.number(f"{OC}product_mask_low", 0.5),
-            origin=f"{OC}product_mask_low",
-        )
-        draft.put(
-            "train.correction_high",
-            draft.number(f"{OC}product_mask_high", 2.0),
-            origin=f"{OC}product_mask_high",
-        )
-
-
-def _asynchronous(draft: Draft) -> None:
-    """Choose the schedule of SkyRL's asynchronous trainers."""
-    program = str(draft.settings.get("$program"))
-    named = any(key.startswith(f"{T}fully_async.") for key in draft.settings)
-    if (
-        "fully_async" in program
-        or draft.isset(f"{T}fully_async.enabled")
-        or (named and "async" in program)
-    ):
-        origin = f"{T}fully_async.enabled, {T}fully_async.max_staleness_steps"
-        draft.put("schedule.mode", "async", origin=origin if named else program)
-        if f"{T}fully_async.max_staleness_steps" in draft.settings:
-            staleness = int(draft.number(f"{T}fully_async.max_staleness_steps", 4))
-            draft.put(
-                "schedule.staleness",
-                max(1, staleness),
-                origin=f"{T}fully_async.max_staleness_steps",
-            )
-    elif re.search(r"(^|\.)async\.main_async$", program):
-        draft.put("schedule.mode", "one_step_off", origin=program)
-
-
-def _registered(draft: Draft) -> None:
-    """Name the class of an environment that the script's own program registers."""
-    name, program = draft.settings.get("environment.env_class"), str(draft.settings.get("$program"))
-    if name is None or draft.base_known:
-        return
-    path = find_file(
-        program if program.endswith(".py") else program.replace(".", "/") + ".py", draft.folder
-    )
-    if path is None:
-        return
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "register":
-            words = {
-                one.arg: one.value.value
-                for one in node.keywords
-                if isinstance(one.value, ast.Constant)
-            }
-            if words.get("id") == name and isinstance(words.get("entry_point"), str):
-                module, _, attribute = str(words["entry_point"]).partition(":")
-                draft.put(
-                    "env.use",
-                    python_name(draft, f"{module}.{attribute}"),
-                    origin="environment.env_class",
-                )
-                draft.notes.append(f"{name} is the class that {path.name} registers")
-                return
-
-
-def _finish(draft: Draft) -> None:
-    given = draft.settings
-    _asynchronous(draft)
-    _registered(draft)
-    groups, mini = (
-        draft.number(f"{T}train_batch_size", 1024),
-        draft.number(f"{T}policy_mini_batch_size", 256),
-    )
-    minibatches(draft, mini, groups, f"{T}policy_mini_batch_size")
-    if given.get(f"{T}max_training_steps") is None:
-        draft.put("train.data_epochs", draft.number(f"{T}epochs", 1), origin=f"{T}epochs")
-    if given.get(f"{A}use_kl_in_reward") is True:
-        draft.put("train.kl", draft.number(f"{A}kl_loss_coef", 0.001), origin=f"{A}kl_loss_coef")
-        draft.put("train.kl_in", "reward", origin=f"{A}use_kl_in_reward")
-        draft.put("train.kl_estimator", "k1", origin=f"{A}use_kl_in_reward")
-    elif given.get(f"{A}use_kl_loss") is not False:
-        draft.put("train.kl", draft.number(f"{A}kl_loss_coef", 0.001), origin=f"{A}kl_loss_coef")
-        draft.put("train.kl_in", "loss", origin=f"{A}use_kl_loss")
-    if draft.isset(f"{A}use_entropy_loss"):
-        draft.put(
-            "train.entropy",
-            draft.number(f"{A}entropy_loss_coef", 0.01),
-            origin=f"{A}entropy_loss_coef",
-        )
-    if given.get(f"{A}policy_loss_type") == "dual_clip":
-        draft.put(
-            "train.clip_cap", draft.number(f"{A}clip_ratio_c", 3.0), origin=f"{A}clip_ratio_c"
-        )
-    if (
-        given.get(f"{A}grpo_norm_by_std") is False
-        and draft.values.get("train.algorithm", "grpo") == "grpo"
-    ):
-        draft.put("train.advantage", "mean", origin=f"{A}grpo_norm_by_std")
-    warmup = f"{T}policy.optimizer_config.num_warmup_steps"
-    if draft.number(warmup, 0) > 0:
-        updates = draft.values.get("train.minibatches", 1) * int(
-            draft.number(f"{T}update_epochs_per_batch", 1)
-        )
-        in_steps(draft, "train.lr_warmup_steps", draft.number(warmup, 0), updates, warmup)
-    if draft.isset(f"{T}update_ref_every_epoch"):
-        draft.reasons[f"{T}update_ref_every_epoch"] = (
-            "set train.reference_every to the steps of one epoch"
-        )
-    _correction(draft)
-    if not draft.number(f"{T}policy.model.lora.rank", 0):
-        for key in ("alpha", "dropout", "targets"):
-            draft.values.pop(f"lora.{key}", None)
-    if (limit := given.get("environment.skyrl_gym.max_env_workers")) is not None:
-        draft.put("rollout.environments", limit, origin="environment.skyrl_gym.max_env_workers")
-
-
-LOSSES = {"regular": None, "dual_clip": None, "gspo": "gspo", "cispo": "cispo"}
-
-
 def _loss(draft: Draft, value: Any) -> str | None:
     if value not in LOSSES:
         return "no such loss here; write your own (train.algorithm)"
-    if LOSSES[value] is not None:
-        draft.put("train.algorithm", LOSSES[value])
+
+    algorithm = LOSSES[value]
+    if algorithm is not None:
+        draft.put("train.algorithm", algorithm)
     return None
 
 
@@ -220,244 +113,419 @@ def _estimator(draft: Draft, value: Any) -> str | None:
             'advantage_estimator = "gae" trains with a critic, which is not here; choose grpo, '
             "rloo or reinforce++"
         )
-    names = {"grpo": "grpo", "rloo": "rloo", "reinforce++": "reinforce_pp"}
-    if value not in names:
+    if value not in ESTIMATORS:
         return "no such estimator here (no critic); write your own (train.advantage)"
+
+    # A loss that is an algorithm of its own (`_loss`) has precedence.
     if "train.algorithm" not in draft.values:
-        draft.put("train.algorithm", names[value])
+        draft.put("train.algorithm", ESTIMATORS[value])
     return None
+
+
+def _ratio_type(draft: Draft, value: Any) -> str | None:
+    if value in (None, "token"):
+        return None
+    return "weights per sequence: see sequence_mis"
+
+
+# Rules over several settings
+
+
+def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
+    _set_schedule(draft)
+    _use_registered_class(draft)
+    _set_steps(draft)
+    _set_loss_terms(draft)
+    _set_warmup(draft)
+
+    if draft.isset(f"{TRAINER}update_ref_every_epoch"):
+        draft.reasons[f"{TRAINER}update_ref_every_epoch"] = (
+            "set train.reference_every to the steps of one epoch"
+        )
+    _set_correction(draft)
+
+    if not draft.number(f"{TRAINER}policy.model.lora.rank", 0):
+        for key in ("alpha", "dropout", "targets"):
+            draft.values.pop(f"lora.{key}", None)
+
+    workers_key = "environment.skyrl_gym.max_env_workers"
+    workers = draft.settings.get(workers_key)
+    if workers is not None:
+        draft.put("rollout.environments", workers, origin=workers_key)
+
+
+def _set_schedule(draft: Draft) -> None:
+    """Choose the schedule of SkyRL's asynchronous trainers."""
+    program = str(draft.settings.get("$program"))
+    has_async_settings = any(key.startswith(f"{TRAINER}fully_async.") for key in draft.settings)
+    is_async = (
+        "fully_async" in program
+        or draft.isset(f"{TRAINER}fully_async.enabled")
+        or (has_async_settings and "async" in program)
+    )
+    if not is_async:
+        if re.search(r"(^|\.)async\.main_async$", program):
+            draft.put("schedule.mode", "one_step_off", origin=program)
+        return
+
+    staleness_key = f"{TRAINER}fully_async.max_staleness_steps"
+    origin = f"{TRAINER}fully_async.enabled, {staleness_key}" if has_async_settings else program
+    draft.put("schedule.mode", "async", origin=origin)
+    if staleness_key in draft.settings:
+        staleness = int(draft.number(staleness_key, 4))
+        draft.put("schedule.staleness", max(1, staleness), origin=staleness_key)
+
+
+def _use_registered_class(draft: Draft) -> None:
+    """Name the class of an environment that the script's own program registers."""
+    env_class = draft.settings.get("environment.env_class")
+    if env_class is None or draft.base_known:
+        return
+
+    program = str(draft.settings.get("$program"))
+    file = program if program.endswith(".py") else program.replace(".", "/") + ".py"
+    path = find_file(file, draft.folder)
+    if path is None:
+        return
+
+    entry_point = _registered_entry_point(path, env_class)
+    if entry_point is not None:
+        module, _, attribute = entry_point.partition(":")
+        class_name = python_name(draft, f"{module}.{attribute}")
+        draft.put("env.use", class_name, origin="environment.env_class")
+        draft.notes.append(f"{env_class} is the class that {path.name} registers")
+
+
+def _registered_entry_point(path: Path, env_class: Any) -> str | None:
+    """Return the `module:Class` that a program registers under a name; None if it registers none,
+    or cannot be read."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        if ast.unparse(node.func).rpartition(".")[2] != "register":
+            continue
+
+        arguments = {
+            keyword.arg: keyword.value.value
+            for keyword in node.keywords
+            if isinstance(keyword.value, ast.Constant)
+        }
+        entry_point = arguments.get("entry_point")
+        if arguments.get("id") == env_class and isinstance(entry_point, str):
+            return entry_point
+
+    return None
+
+
+def _set_steps(draft: Draft) -> None:
+    """Set the optimizer steps of a batch, and the epochs of the data if the steps are not
+    named."""
+    groups = draft.number(f"{TRAINER}train_batch_size", 1024)
+    minibatch = draft.number(f"{TRAINER}policy_mini_batch_size", 256)
+    minibatches(draft, minibatch, groups, f"{TRAINER}policy_mini_batch_size")
+
+    if draft.settings.get(f"{TRAINER}max_training_steps") is None:
+        epochs = draft.number(f"{TRAINER}epochs", 1)
+        draft.put("train.data_epochs", epochs, origin=f"{TRAINER}epochs")
+
+
+def _set_loss_terms(draft: Draft) -> None:
+    settings = draft.settings
+    kl_key = f"{ALGORITHM}kl_loss_coef"
+    kl_coefficient = draft.number(kl_key, 0.001)
+    if settings.get(f"{ALGORITHM}use_kl_in_reward") is True:
+        draft.put("train.kl", kl_coefficient, origin=kl_key)
+        draft.put("train.kl_in", "reward", origin=f"{ALGORITHM}use_kl_in_reward")
+        draft.put("train.kl_estimator", "k1", origin=f"{ALGORITHM}use_kl_in_reward")
+    elif settings.get(f"{ALGORITHM}use_kl_loss") is not False:
+        # SkyRL's default is a KL term in the loss.
+        draft.put("train.kl", kl_coefficient, origin=kl_key)
+        draft.put("train.kl_in", "loss", origin=f"{ALGORITHM}use_kl_loss")
+
+    if draft.isset(f"{ALGORITHM}use_entropy_loss"):
+        entropy_key = f"{ALGORITHM}entropy_loss_coef"
+        draft.put("train.entropy", draft.number(entropy_key, 0.01), origin=entropy_key)
+
+    if settings.get(f"{ALGORITHM}policy_loss_type") == "dual_clip":
+        cap_key = f"{ALGORITHM}clip_ratio_c"
+        draft.put("train.clip_cap", draft.number(cap_key, 3.0), origin=cap_key)
+
+    keeps_scale = settings.get(f"{ALGORITHM}grpo_norm_by_std") is False
+    if keeps_scale and draft.values.get("train.algorithm", "grpo") == "grpo":
+        draft.put("train.advantage", "mean", origin=f"{ALGORITHM}grpo_norm_by_std")
+
+
+def _set_warmup(draft: Draft) -> None:
+    """Set the warm-up of the rate, which counts optimizer steps there."""
+    warmup_key = f"{TRAINER}policy.optimizer_config.num_warmup_steps"
+    warmup = draft.number(warmup_key, 0)
+    if warmup > 0:
+        epochs = int(draft.number(f"{TRAINER}update_epochs_per_batch", 1))
+        updates = draft.values.get("train.minibatches", 1) * epochs
+        in_steps(draft, "train.lr_warmup_steps", warmup, updates, warmup_key)
+
+
+def _set_correction(draft: Draft) -> None:
+    """Choose the correction: truncated weights per token, or exclusion of sequences."""
+    settings = draft.settings
+    metric_key = f"{CORRECTION}sequence_mask_metric"
+    metric = settings.get(metric_key)
+
+    if settings.get(f"{CORRECTION}tis_ratio_type") == "token" or draft.isset(f"{ALGORITHM}use_tis"):
+        draft.put("train.correction", "tis", origin=f"{CORRECTION}tis_ratio_type")
+        cap_key = f"{CORRECTION}token_tis_ratio_clip_high"
+        cap = draft.number(cap_key, draft.number(f"{ALGORITHM}tis_imp_ratio_cap", 2.0))
+        draft.put("train.correction_high", cap if cap > 0 else 2.0, origin=cap_key)
+    elif metric == "geometric":
+        draft.put("train.correction", "sequence_mis_mean", origin=metric_key)
+        _set_bounds(draft, f"{CORRECTION}geo_mask", lowest=0.99, highest=1.01)
+    elif metric == "product":
+        draft.put("train.correction", "sequence_mis", origin=metric_key)
+        _set_bounds(draft, f"{CORRECTION}product_mask", lowest=0.5, highest=2.0)
+
+
+def _set_bounds(draft: Draft, mask: str, *, lowest: float, highest: float) -> None:
+    """Set the ratios outside of which a sequence is left out; defaults are those of SkyRL."""
+    low_key = f"{mask}_low"
+    high_key = f"{mask}_high"
+    draft.put("train.correction_low", draft.number(low_key, lowest), origin=low_key)
+    draft.put("train.correction_high", draft.number(high_key, highest), origin=high_key)
 
 
 RULES: dict[str, Any] = {
     "data.train_data": train_data,
     "data.val_data": eval_data,
-    "environment.env_class": lambda draft, value: draft.put("env.use", USE.format(value)),
+    "environment.env_class": _environment_class,
     "environment.skyrl_gym.max_env_workers": noted,
-    f"{G}max_turns": "limits.turns",
-    f"{G}n_samples_per_prompt": "rollout.group_size",
-    f"{G}max_input_length": "limits.context",
-    f"{T}max_prompt_length": "limits.prompt_tokens",
-    f"{G}sampling_params.max_generate_length": "limits.turn_tokens",
-    f"{G}sampling_params.temperature": "rollout.temperature",
-    f"{G}sampling_params.top_p": "rollout.top_p",
-    f"{G}sampling_params.top_k": top_k("rollout.top_k"),
-    f"{G}sampling_params.min_p": "rollout.min_p",
-    f"{G}sampling_params.stop": lists("rollout.stop"),
-    f"{G}eval_sampling_params.temperature": temperature_of_eval,
-    f"{G}eval_sampling_params.top_p": "eval.top_p",
-    f"{G}eval_sampling_params.top_k": top_k("eval.top_k"),
-    f"{G}eval_sampling_params.min_p": "eval.min_p",
-    f"{G}eval_n_samples_per_prompt": "eval.samples",
-    f"{G}chat_template.name_or_path": _template,
-    f"{G}chat_template_kwargs": _template_args,
-    f"{G}use_conversation_multi_turn": _one_message,
-    f"{G}apply_overlong_filtering": switch("train.overlong_filter"),
-    f"{G}inference_engine.enable_return_routed_experts": switch("train.routing_replay", "replay"),
-    f"{T}policy.model.path": "model.path",
-    f"{T}policy.model.lora.rank": "lora.rank",
-    f"{T}policy.model.lora.alpha": "lora.alpha",
-    f"{T}policy.model.lora.dropout": "lora.dropout",
-    f"{T}policy.model.lora.target_modules": linear_layers,
-    f"{T}policy.optimizer_config.lr": "train.lr",
-    f"{T}policy.optimizer_config.adam_betas": "train.betas",
-    f"{T}policy.optimizer_config.weight_decay": "train.weight_decay",
-    f"{T}policy.optimizer_config.max_grad_norm": "train.max_grad_norm",
-    f"{T}policy.optimizer_config.num_warmup_steps": noted,
-    f"{T}policy.optimizer_config.scheduler": same(
+    f"{GENERATOR}max_turns": "limits.turns",
+    f"{GENERATOR}n_samples_per_prompt": "rollout.group_size",
+    f"{GENERATOR}max_input_length": "limits.context",
+    f"{TRAINER}max_prompt_length": "limits.prompt_tokens",
+    f"{GENERATOR}sampling_params.max_generate_length": "limits.turn_tokens",
+    f"{GENERATOR}sampling_params.temperature": "rollout.temperature",
+    f"{GENERATOR}sampling_params.top_p": "rollout.top_p",
+    f"{GENERATOR}sampling_params.top_k": top_k("rollout.top_k"),
+    f"{GENERATOR}sampling_params.min_p": "rollout.min_p",
+    f"{GENERATOR}sampling_params.stop": lists("rollout.stop"),
+    f"{GENERATOR}eval_sampling_params.temperature": temperature_of_eval,
+    f"{GENERATOR}eval_sampling_params.top_p": "eval.top_p",
+    f"{GENERATOR}eval_sampling_params.top_k": top_k("eval.top_k"),
+    f"{GENERATOR}eval_sampling_params.min_p": "eval.min_p",
+    f"{GENERATOR}eval_n_samples_per_prompt": "eval.samples",
+    f"{GENERATOR}chat_template.name_or_path": _template,
+    f"{GENERATOR}chat_template_kwargs": _template_args,
+    f"{GENERATOR}use_conversation_multi_turn": _one_message,
+    f"{GENERATOR}apply_overlong_filtering": switch("train.overlong_filter"),
+    f"{GENERATOR}inference_engine.enable_return_routed_experts": switch(
+        "train.routing_replay", "replay"
+    ),
+    f"{TRAINER}policy.model.path": "model.path",
+    f"{TRAINER}policy.model.lora.rank": "lora.rank",
+    f"{TRAINER}policy.model.lora.alpha": "lora.alpha",
+    f"{TRAINER}policy.model.lora.dropout": "lora.dropout",
+    f"{TRAINER}policy.model.lora.target_modules": linear_layers,
+    f"{TRAINER}policy.optimizer_config.lr": "train.lr",
+    f"{TRAINER}policy.optimizer_config.adam_betas": "train.betas",
+    f"{TRAINER}policy.optimizer_config.weight_decay": "train.weight_decay",
+    f"{TRAINER}policy.optimizer_config.max_grad_norm": "train.max_grad_norm",
+    f"{TRAINER}policy.optimizer_config.num_warmup_steps": noted,
+    f"{TRAINER}policy.optimizer_config.scheduler": same(
         "train.schedule",
         constant="constant",
         constant_with_warmup="constant",
         linear="linear",
         cosine="cosine",
     ),
-    f"{T}train_batch_size": "rollout.groups",
-    f"{T}policy_mini_batch_size": noted,
-    f"{T}update_epochs_per_batch": "train.epochs",
-    f"{T}max_training_steps": unless_off("train.steps"),
-    f"{T}epochs": noted,
-    f"{T}eval_interval": lambda draft, value: draft.put("eval.every", max(0, int(value))),
-    f"{T}ckpt_interval": unless_off("checkpoint.every"),
-    f"{T}max_ckpts_to_keep": unless_off("checkpoint.keep"),
-    f"{T}ckpt_path": "out",
-    f"{T}seed": "seed",
-    f"{T}gradient_checkpointing": "train.gradient_checkpointing",
-    f"{T}max_tokens_per_microbatch": unless_off("train.micro_tokens"),
-    f"{T}logger": trackers,
-    f"{T}project_name": "track.project",
-    f"{T}run_name": "track.name",
-    f"{T}update_ref_every_epoch": noted,
-    f"{T}fully_async.enabled": noted,
-    f"{T}fully_async.max_staleness_steps": noted,
-    f"{A}advantage_estimator": _estimator,
-    f"{A}policy_loss_type": _loss,
-    f"{A}use_kl_loss": noted,
-    f"{A}use_kl_in_reward": noted,
-    f"{A}kl_loss_coef": noted,
-    f"{A}kl_estimator_type": same("train.kl_estimator", k1="k1", k2="k2", k3="k3", abs="k1"),
-    f"{A}use_entropy_loss": noted,
-    f"{A}entropy_loss_coef": noted,
-    f"{A}gamma": lambda draft, value: draft.put("train.discount", value) if value != 1 else None,
-    f"{A}eps_clip_low": "train.clip_low",
-    f"{A}eps_clip_high": "train.clip_high",
-    f"{A}clip_ratio_c": noted,
-    f"{A}loss_reduction": same(
+    f"{TRAINER}train_batch_size": "rollout.groups",
+    f"{TRAINER}policy_mini_batch_size": noted,
+    f"{TRAINER}update_epochs_per_batch": "train.epochs",
+    f"{TRAINER}max_training_steps": unless_off("train.steps"),
+    f"{TRAINER}epochs": noted,
+    f"{TRAINER}eval_interval": _eval_every,
+    f"{TRAINER}ckpt_interval": unless_off("checkpoint.every"),
+    f"{TRAINER}max_ckpts_to_keep": unless_off("checkpoint.keep"),
+    f"{TRAINER}ckpt_path": "out",
+    f"{TRAINER}seed": "seed",
+    f"{TRAINER}gradient_checkpointing": "train.gradient_checkpointing",
+    f"{TRAINER}max_tokens_per_microbatch": unless_off("train.micro_tokens"),
+    f"{TRAINER}logger": trackers,
+    f"{TRAINER}project_name": "track.project",
+    f"{TRAINER}run_name": "track.name",
+    f"{TRAINER}update_ref_every_epoch": noted,
+    f"{TRAINER}fully_async.enabled": noted,
+    f"{TRAINER}fully_async.max_staleness_steps": noted,
+    f"{ALGORITHM}advantage_estimator": _estimator,
+    f"{ALGORITHM}policy_loss_type": _loss,
+    f"{ALGORITHM}use_kl_loss": noted,
+    f"{ALGORITHM}use_kl_in_reward": noted,
+    f"{ALGORITHM}kl_loss_coef": noted,
+    f"{ALGORITHM}kl_estimator_type": same(
+        "train.kl_estimator", k1="k1", k2="k2", k3="k3", abs="k1"
+    ),
+    f"{ALGORITHM}use_entropy_loss": noted,
+    f"{ALGORITHM}entropy_loss_coef": noted,
+    f"{ALGORITHM}gamma": unless_off("train.discount", (1,)),
+    f"{ALGORITHM}eps_clip_low": "train.clip_low",
+    f"{ALGORITHM}eps_clip_high": "train.clip_high",
+    f"{ALGORITHM}clip_ratio_c": noted,
+    f"{ALGORITHM}loss_reduction": same(
         "train.aggregation",
         token_mean="token",
         token_mean_legacy="token",
         sequence_mean="trajectory",
         seq_mean_token_sum_norm="fixed",
     ),
-    f"{A}max_seq_len": unless_off("train.fixed_length"),
-    f"{A}grpo_norm_by_std": noted,
-    f"{A}dynamic_sampling.type": same("train.refill", none=0, filter=3, replace=3),
-    f"{A}use_tis": noted,
-    f"{A}tis_imp_ratio_cap": noted,
-    f"{OC}tis_ratio_type": lambda draft, value: (
-        None if value in (None, "token") else "weights per sequence: see sequence_mis"
-    ),
-    f"{OC}token_tis_ratio_clip_high": noted,
-    f"{OC}sequence_mask_metric": noted,
-    f"{OC}geo_mask_high": noted,
-    f"{OC}geo_mask_low": noted,
-    f"{OC}product_mask_high": noted,
-    f"{OC}product_mask_low": noted,
+    f"{ALGORITHM}max_seq_len": unless_off("train.fixed_length"),
+    f"{ALGORITHM}grpo_norm_by_std": noted,
+    f"{ALGORITHM}dynamic_sampling.type": same("train.refill", none=0, filter=3, replace=3),
+    f"{ALGORITHM}use_tis": noted,
+    f"{ALGORITHM}tis_imp_ratio_cap": noted,
+    f"{CORRECTION}tis_ratio_type": _ratio_type,
+    f"{CORRECTION}token_tis_ratio_clip_high": noted,
+    f"{CORRECTION}sequence_mask_metric": noted,
+    f"{CORRECTION}geo_mask_high": noted,
+    f"{CORRECTION}geo_mask_low": noted,
+    f"{CORRECTION}product_mask_high": noted,
+    f"{CORRECTION}product_mask_low": noted,
 }
 
 _EVAL = "evaluations have the limits and stop texts of training episodes"
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
-    f"{G}batched": ("every reply is a call of its own, batched by the engine", (False, True)),
-    f"{G}append_eos_token_after_stop_str_in_multi_turn": (
+    f"{GENERATOR}batched": (
+        "every reply is a call of its own, batched by the engine",
+        (False, True),
+    ),
+    f"{GENERATOR}append_eos_token_after_stop_str_in_multi_turn": (
         "the template closes a reply; the token is not trained",
         (True,),
     ),
-    f"{G}zero_reward_on_non_stop": (
+    f"{GENERATOR}zero_reward_on_non_stop": (
         "write it into the reward: env sees why a reply ended",
         (False,),
     ),
-    f"{G}miniswe_config_path": (
+    f"{GENERATOR}miniswe_config_path": (
         "a setting of a generator of the user's: give it in [env.args]",
         (),
     ),
-    f"{G}miniswe_traj_dir": ("a setting of a generator of the user's: give it in [env.args]", ()),
-    f"{G}step_wise_trajectories": (
+    f"{GENERATOR}miniswe_traj_dir": (
+        "a setting of a generator of the user's: give it in [env.args]",
+        (),
+    ),
+    f"{GENERATOR}step_wise_trajectories": (
         "branches are rows of one trajectory; see rollout.history",
         (False,),
     ),
-    f"{G}merge_stepwise_output": (
+    f"{GENERATOR}merge_stepwise_output": (
         "shared prefixes are merged without a key (train.batching)",
         (False, True),
     ),
-    f"{G}vision_language_generator": ("one loop for text and images", (False, True)),
-    f"{G}enable_child_agents": (
+    f"{GENERATOR}vision_language_generator": ("one loop for text and images", (False, True)),
+    f"{GENERATOR}enable_child_agents": (
         "agents of its own generator; see [[env]] and play functions",
         (False,),
     ),
-    f"{G}train_child_trajectories": (
+    f"{GENERATOR}train_child_trajectories": (
         "what an agent sampled is trained, see train.loss_scale",
         (True,),
     ),
-    f"{G}use_cache_salt": ("see engine.in_flight", (True,)),
-    f"{G}chat_template.source": ("model.template takes names and files", ("name", "file")),
-    f"{G}sampling_params.repetition_penalty": (
+    f"{GENERATOR}use_cache_salt": ("see engine.in_flight", (True,)),
+    f"{GENERATOR}chat_template.source": ("model.template takes names and files", ("name", "file")),
+    f"{GENERATOR}sampling_params.repetition_penalty": (
         "no penalties: they would not be part of the trained distribution",
         (1, 1.0),
     ),
-    f"{G}eval_sampling_params.repetition_penalty": ("no penalties", (1, 1.0)),
-    f"{G}sampling_params.logprobs": ("logprobs of sampled ids are always returned", ()),
-    f"{G}sampling_params.additional_kwargs": ("no free sampling settings", (None,)),
-    f"{G}eval_sampling_params.stop": (_EVAL, ()),
-    f"{G}eval_sampling_params.max_generate_length": (_EVAL, ()),
-    f"{G}eval_sampling_params": ("set eval.temperature, eval.top_p, eval.top_k", (None,)),
-    f"{A}advantage_batch_normalize": ('see train.advantage = "batch"', (False,)),
-    f"{A}value_clip": ("no critic", ()),
-    f"{A}lambd": ("no critic, so no GAE", (1, 1.0)),
-    f"{A}zero_variance_filter": (
+    f"{GENERATOR}eval_sampling_params.repetition_penalty": ("no penalties", (1, 1.0)),
+    f"{GENERATOR}sampling_params.logprobs": ("logprobs of sampled ids are always returned", ()),
+    f"{GENERATOR}sampling_params.additional_kwargs": ("no free sampling settings", (None,)),
+    f"{GENERATOR}eval_sampling_params.stop": (_EVAL, ()),
+    f"{GENERATOR}eval_sampling_params.max_generate_length": (_EVAL, ()),
+    f"{GENERATOR}eval_sampling_params": ("set eval.temperature, eval.top_p, eval.top_k", (None,)),
+    f"{ALGORITHM}advantage_batch_normalize": ('see train.advantage = "batch"', (False,)),
+    f"{ALGORITHM}value_clip": ("no critic", ()),
+    f"{ALGORITHM}lambd": ("no critic, so no GAE", (1, 1.0)),
+    f"{ALGORITHM}zero_variance_filter": (
         "groups without variance carry no loss; train.refill replaces them",
         (False, True),
     ),
-    f"{A}zero_variance_filter_tol": ("rounding is allowed for", ()),
-    f"{A}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
-    f"{A}kl_ctrl.kl_target": ("the weight of the KL term is constant", ()),
-    f"{A}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
-    f"{A}temperature": ("logprobs have the temperature of sampling", (None,)),
-    f"{A}dynamic_sampling.max_sample_batches": ("train.refill is the number of rounds", ()),
-    f"{A}dynamic_sampling.min_replace_ratio": (
+    f"{ALGORITHM}zero_variance_filter_tol": ("rounding is allowed for", ()),
+    f"{ALGORITHM}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
+    f"{ALGORITHM}kl_ctrl.kl_target": ("the weight of the KL term is constant", ()),
+    f"{ALGORITHM}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
+    f"{ALGORITHM}temperature": ("logprobs have the temperature of sampling", (None,)),
+    f"{ALGORITHM}dynamic_sampling.max_sample_batches": ("train.refill is the number of rounds", ()),
+    f"{ALGORITHM}dynamic_sampling.min_replace_ratio": (
         "train.refill replaces as many groups as it can",
         (),
     ),
-    f"{OC}outlier_token_is_threshold_low": ('see train.correction = "icepop"', (None,)),
-    f"{OC}outlier_token_is_threshold_high": ('see train.correction = "icepop"', (None,)),
-    f"{OC}token_mask_is_threshold_low": ('see train.correction = "icepop"', (None,)),
-    f"{OC}token_mask_is_threshold_high": ('see train.correction = "icepop"', (None,)),
-    f"{OC}sequence_tis_ratio_clip_high": ("see train.correction = sequence_mis", ()),
-    f"{T}eval_before_train": ("the policy is always evaluated before reinforcement", (True,)),
-    f"{T}eval_batch_size": ("evaluations are not split into batches", ()),
-    f"{T}resume_mode": ("a run continues with --resume", ("latest", None, "none")),
-    f"{T}fully_async.num_parallel_generation_workers": ("see [schedule]", ()),
-    f"{G}rate_limit.enabled": ("see rollout.concurrency", (False,)),
-    f"{G}rate_limit.trajectories_per_second": ("see rollout.concurrency", ()),
-    f"{G}rate_limit.max_concurrency": ("see rollout.concurrency", ()),
-    f"{A}overlong_buffer_len": ("see train.overlong_tokens", ()),
-    f"{A}overlong_buffer_penalty_factor": ("see train.overlong_tokens", ()),
-    f"{T}tags": ("see [track]", ()),
-    f"{T}use_sample_packing": ("rows are always packed (train.batching)", (True,)),
+    f"{CORRECTION}outlier_token_is_threshold_low": ('see train.correction = "icepop"', (None,)),
+    f"{CORRECTION}outlier_token_is_threshold_high": ('see train.correction = "icepop"', (None,)),
+    f"{CORRECTION}token_mask_is_threshold_low": ('see train.correction = "icepop"', (None,)),
+    f"{CORRECTION}token_mask_is_threshold_high": ('see train.correction = "icepop"', (None,)),
+    f"{CORRECTION}sequence_tis_ratio_clip_high": ("see train.correction = sequence_mis", ()),
+    f"{TRAINER}eval_before_train": ("the policy is always evaluated before reinforcement", (True,)),
+    f"{TRAINER}eval_batch_size": ("evaluations are not split into batches", ()),
+    f"{TRAINER}resume_mode": ("a run continues with --resume", ("latest", None, "none")),
+    f"{TRAINER}fully_async.num_parallel_generation_workers": ("see [schedule]", ()),
+    f"{GENERATOR}rate_limit.enabled": ("see rollout.concurrency", (False,)),
+    f"{GENERATOR}rate_limit.trajectories_per_second": ("see rollout.concurrency", ()),
+    f"{GENERATOR}rate_limit.max_concurrency": ("see rollout.concurrency", ()),
+    f"{ALGORITHM}overlong_buffer_len": ("see train.overlong_tokens", ()),
+    f"{ALGORITHM}overlong_buffer_penalty_factor": ("see train.overlong_tokens", ()),
+    f"{TRAINER}tags": ("see [track]", ()),
+    f"{TRAINER}use_sample_packing": ("rows are always packed (train.batching)", (True,)),
 }
 
 
-def _environment_setting(draft: Draft, key: str, value: Any) -> str | None:
-    """Put a setting of one environment into its arguments; those of the other
-    environments have no effect."""
-    name, _, setting = key.removeprefix("environment.skyrl_gym.").partition(".")
-    if name != draft.settings.get("environment.env_class", "gsm8k"):
-        return "no effect: it belongs to another environment"
-    draft.put(f"env.args.{setting}", value)
-    return None
-
-
 MACHINE = (
-    *(
-        f"{T}placement.*",
-        f"{T}strategy",
-        f"{T}*fsdp_config*",
-        f"{T}*megatron_config*",
-        f"{T}micro_*",
-    ),
-    *(
-        f"{T}critic.*",
-        f"{T}ref.*",
-        f"{T}hf_save_interval",
-        f"{T}export_path",
-        f"{T}log_path",
-        f"{T}dump_*",
-    ),
-    *(f"{T}*sequence_parallel*", f"{T}policy.model_config_kwargs*", f"{T}policy.use_torch_compile"),
-    *(
-        f"{T}policy.record_memory",
-        f"{T}mtp.*",
-        f"{T}policy.torch_profiler*",
-        f"{T}policy.optimizer_config.offload*",
-    ),
-    *(f"{T}*torch_profiler*", f"{T}flash_attn", f"{G}inference_engine.*", "data.dataloader.*"),
-    *(f"{T}use_expandable_segments", f"{T}remove_microbatch_padding", f"{T}policy.model.lora.*"),
-    *(
-        f"{T}policy.language_model_only",
-        f"{T}fully_async.*",
-        f"{T}gradient_checkpointing_use_*",
-        f"{T}resume_path",
-    ),
-    *(
-        f"{T}*num_gpus*",
-        f"{T}disable_fast_tokenizer",
-        f"{T}target_modules",
-        "hydra.*",
-        f"{T}critic_*",
-    ),
-    *(
-        f"{A}value_head_prefix",
-        f"{T}rope_*",
-        f"{T}policy.inference_only_init",
-        f"{T}policy.model.fake_int4*",
-    ),
+    # Placement, parallelism and memory.
+    f"{TRAINER}placement.*",
+    f"{TRAINER}strategy",
+    f"{TRAINER}*fsdp_config*",
+    f"{TRAINER}*megatron_config*",
+    f"{TRAINER}micro_*",
+    f"{TRAINER}*sequence_parallel*",
+    f"{TRAINER}*num_gpus*",
+    f"{TRAINER}policy.optimizer_config.offload*",
+    f"{TRAINER}gradient_checkpointing_use_*",
+    f"{TRAINER}use_expandable_segments",
+    f"{TRAINER}remove_microbatch_padding",
+    # The model: kernels, and adapters as they are stored.
+    f"{TRAINER}flash_attn",
+    f"{TRAINER}policy.model_config_kwargs*",
+    f"{TRAINER}policy.use_torch_compile",
+    f"{TRAINER}policy.language_model_only",
+    f"{TRAINER}policy.inference_only_init",
+    f"{TRAINER}policy.model.fake_int4*",
+    f"{TRAINER}policy.model.lora.*",
+    f"{TRAINER}target_modules",
+    f"{TRAINER}rope_*",
+    f"{TRAINER}mtp.*",
+    f"{TRAINER}disable_fast_tokenizer",
+    # The critic and the reference.
+    f"{TRAINER}critic.*",
+    f"{TRAINER}critic_*",
+    f"{TRAINER}ref.*",
+    f"{ALGORITHM}value_head_prefix",
+    # Engines, workers and the loading of rows.
+    f"{GENERATOR}inference_engine.*",
+    f"{TRAINER}fully_async.*",
+    "data.dataloader.*",
+    # Checkpoints, logs and profiles.
+    f"{TRAINER}hf_save_interval",
+    f"{TRAINER}export_path",
+    f"{TRAINER}resume_path",
+    f"{TRAINER}log_path",
+    f"{TRAINER}dump_*",
+    f"{TRAINER}policy.record_memory",
+    f"{TRAINER}policy.torch_profiler*",
+    f"{TRAINER}*torch_profiler*",
+    "hydra.*",
 )
 
 
@@ -485,13 +553,16 @@ SYSTEM = System(
     },
     finish=_finish,
     hydra=True,
-    programs=r"^skyrl(_train|\.train)?\.entrypoints\.main_base$|^skyrl$|entrypoints/main_base\.py$|^skyrl(_train|\.train)?\.main$",
+    programs=(
+        r"^skyrl(_train|\.train)?\.entrypoints\.main_base$|^skyrl$"
+        r"|entrypoints/main_base\.py$|^skyrl(_train|\.train)?\.main$"
+    ),
     refused={
         r"(^|\.)main_sft|\.sft\b": "trains on given replies (see [warmup] dataset)",
         r"^skyrl[\w.]*\.(main_generate|serve)$|^skyrl\.tinker": "trains nothing",
     },
     patterns=(
         ("environment.skyrl_gym.*.*", _environment_setting),
-        (f"{G}chat_template_kwargs.*", template_argument),
+        (f"{GENERATOR}chat_template_kwargs.*", template_argument),
     ),
 )

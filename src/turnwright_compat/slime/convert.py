@@ -1,8 +1,16 @@
-"""slime (and Miles): flags of `train.py`."""
+"""slime (and Miles): the flags of `train.py`, and what a recipe has in their place.
+
+`RULES` has a recipe key or a rule for each flag with a meaning here, `NONE` the reason for each
+flag without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
+several flags decide together: the schedule, the teacher, the adapter and the terms of the loss.
+
+Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from turnwright.errors import ConfigError
@@ -35,6 +43,26 @@ ALGORITHMS = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
 }
+NONZERO_STD = "check_reward_nonzero_std"
+"""The systems' filter that drops groups whose rewards are all equal."""
+
+FULLY_ASYNC = re.compile(
+    r"(?:^|\.)fully_async_rollout\.(?:generate_rollout_fully_async|FullyAsyncRolloutFn)$"
+)
+"""The systems' own rollouts that sample all the time, also a copy of their file."""
+OWN_ROLLOUTS = re.compile(
+    r"^(?:slime|miles)\.rollout\."
+    r"(?:sglang_rollout\.generate_rollout|inference_rollout\.[\w.]*|[\w.]*InferenceRolloutFn)$"
+)
+"""The systems' own rollouts that our loop is."""
+SUPERVISED = re.compile(r"(?:^|\.)sft_rollout\.")
+_HOOKS = (
+    "write what it does as a custom generate function (use), a reward (custom_rm_path), a filter "
+    "of groups (train.group_filter) or tasks (file.py:function)"
+)
+
+
+# Rules of one flag
 
 
 def _estimator(draft: Draft, value: Any) -> str | None:
@@ -46,23 +74,26 @@ def _estimator(draft: Draft, value: Any) -> str | None:
     return same("train.algorithm", **ALGORITHMS)(draft, value)
 
 
-NONZERO_STD = "check_reward_nonzero_std"
-
-
 def _response_length(draft: Draft, value: Any) -> None:
-    """The budget of an episode: observations use it up too, and one reply may take all of it."""
+    # It is the budget of an episode: observations use it up too, and one reply may take all of it.
     draft.put("limits.turn_tokens", value)
     draft.put("limits.episode_tokens", value)
 
 
+def _template_args(draft: Draft, value: Any) -> None:
+    for name, argument_value in value.items():
+        draft.put(f"model.template_args.{name}", argument_value)
+
+
 def _generate(draft: Draft, value: Any) -> None:
+    # The environment that a custom configuration names has precedence over the user's loop.
     if "env.use" not in draft.values:
         draft.put("env.use", python_name(draft, str(value)))
 
 
 def _custom_config(draft: Draft, value: Any) -> None:
-    """Read the file of a custom loop, if it is near the script: its turns, and its
-    environment for our loop."""
+    """Read the file of a custom loop, if it is near the script: its turns, and its environment
+    for our loop."""
     draft.put("env.args.custom_config_path", value)
     path = find_file(str(value), draft.folder)
     if path is None:
@@ -70,17 +101,15 @@ def _custom_config(draft: Draft, value: Any) -> None:
             f"{value} (custom-config-path) was not found: set limits.turns to its max_turns"
         )
         return
+
     draft.put("env.args.custom_config_path", str(path))
-    table = dict(
-        (key.strip(), plain_value(text.strip()))
-        for key, colon, text in (
-            line.partition("#")[0].partition(":") for line in path.read_text("utf-8").splitlines()
-        )
-        if colon and key.strip() and text.strip()
-    )
-    if isinstance(table.get("max_turns"), int):
-        draft.put("limits.turns", table["max_turns"])
-    if isinstance(environment := table.get("rollout_interaction_env_path"), str):
+    loop_settings = _top_level_entries(path)
+    max_turns = loop_settings.get("max_turns")
+    if isinstance(max_turns, int):
+        draft.put("limits.turns", max_turns)
+
+    environment = loop_settings.get("rollout_interaction_env_path")
+    if isinstance(environment, str):
         draft.put("env.use", python_name(draft, f"{environment}.build_env"))
         draft.notes.append(
             "our loop plays the environment of rollout_interaction_env_path, in place of the "
@@ -88,9 +117,21 @@ def _custom_config(draft: Draft, value: Any) -> None:
         )
 
 
+def _top_level_entries(path: Path) -> dict[str, Any]:
+    """Return the `key: value` lines of a YAML file, without comments and nested tables."""
+    entries: dict[str, Any] = {}
+    for line in path.read_text("utf-8").splitlines():
+        without_comment = line.partition("#")[0]
+        key, _, text = without_comment.partition(":")
+        if key.strip() and text.strip():
+            entries[key.strip()] = plain_value(text.strip())
+    return entries
+
+
 def _eval_data(draft: Draft, value: Any) -> str | None:
-    given = [str(one) for one in (value if isinstance(value, list) else [value])]
-    paths = given[1::2] or given
+    words = [str(word) for word in (value if isinstance(value, list) else [value])]
+    # The flag takes pairs of a name and a path; a single word is a path.
+    paths = words[1::2] or words
     draft.put("env.eval_tasks", data_path(draft, paths[0]))
     return None
 
@@ -98,6 +139,7 @@ def _eval_data(draft: Draft, value: Any) -> str | None:
 def _multimodal(draft: Draft, value: Any) -> str | None:
     if not isinstance(value, dict):
         return 'expected a JSON table, such as {"image": "images"}'
+
     for kind, column in value.items():
         if kind in ("image", "video"):
             draft.put(f"env.columns.{kind}s", str(column))
@@ -105,175 +147,210 @@ def _multimodal(draft: Draft, value: Any) -> str | None:
 
 
 def _filter(draft: Draft, value: Any) -> str | None:
-    if str(value).endswith(NONZERO_STD):
+    name = str(value)
+    if name.endswith(NONZERO_STD):
         draft.put("train.refill", 3)
         return None
-    if str(value).startswith(("slime.", "miles.")):
+    if name.startswith(("slime.", "miles.")):
         return own_function("train.group_filter")(draft, value)
-    draft.put("train.group_filter", python_name(draft, str(value)))
+
+    draft.put("train.group_filter", python_name(draft, name))
     return None
-
-
-FULLY_ASYNC = re.compile(
-    r"(?:^|\.)fully_async_rollout\.(?:generate_rollout_fully_async|FullyAsyncRolloutFn)$"
-)
-"""The systems' own rollouts that sample all the time, also a copy of their file."""
-OWN_ROLLOUTS = re.compile(
-    r"^(?:slime|miles)\.rollout\.(?:sglang_rollout\.generate_rollout|inference_rollout\.[\w.]*|[\w.]*InferenceRolloutFn)$"
-)
-"""The systems' own rollouts that our loop is."""
-SUPERVISED = re.compile(r"(?:^|\.)sft_rollout\.")
-_HOOKS = (
-    "write what it does as a custom generate function (use), a reward (custom_rm_path), a filter "
-    "of groups (train.group_filter) or tasks (file.py:function)"
-)
-
-
-def _rollout(draft: Draft) -> None:
-    """Choose the schedule by the program and by the function for a step; name
-    one that is the user's."""
-    function, program = (
-        str(draft.settings.get("rollout-function-path") or ""),
-        str(draft.settings.get("$program")),
-    )
-    if SUPERVISED.search(function) or draft.settings.get("loss-type") in ("sft_loss", "sft"):
-        raise ConfigError(
-            f"trains on given replies ({function or 'loss-type sft_loss'}); see [warmup] dataset "
-            "in docs/training.md"
-        )
-    if draft.isset("fully-async"):
-        draft.put("schedule.mode", "async", origin="fully-async")
-    elif FULLY_ASYNC.search(function):
-        draft.put("schedule.mode", "async", origin="rollout-function-path")
-    elif program.endswith("train_async.py"):
-        draft.put("schedule.mode", "one_step_off", origin=program)
-    if (
-        draft.values.get("schedule.mode") == "async"
-        and draft.number("max-weight-staleness", 0) >= 1
-    ):
-        draft.put(
-            "schedule.staleness",
-            int(draft.number("max-weight-staleness", 0)),
-            origin="max-weight-staleness",
-        )
-    if function and not FULLY_ASYNC.search(function) and not OWN_ROLLOUTS.search(function):
-        draft.reasons["rollout-function-path"] = f"a function for a step is not run here: {_HOOKS}"
-        draft.incomplete.append(
-            f"rollout-function-path = {function} plays a step by itself, which is not run here: "
-            f"{_HOOKS}"
-        )
-    elif function:
-        draft.reasons["rollout-function-path"] = (
-            f"{NO_EFFECT} at this value: our loop plays what it plays"
-        )
-
-
-def _teacher(draft: Draft) -> None:
-    """Make the teacher of on-policy distillation: its log probabilities are added to the
-    advantages there too."""
-    given = draft.settings
-    if not draft.isset("use-opd"):
-        return
-    draft.teacher["signal"] = "advantage"
-    draft.teacher["weight"] = draft.number("opd-kl-coef", 1.0)
-    draft.teacher_settings.update(("use-opd", "opd-kl-coef", "opd-type"))
-    urls = given.get("opd-teacher-urls", given.get("rm-url"))
-    if given.get("opd-type") == "megatron" or "opd-teacher-load" in given:
-        draft.teacher["path"] = f"{TO_DO}/teacher"
-        load = given.get("opd-teacher-load")
-        draft.incomplete.append(
-            f"opd-teacher-load = {load} is a checkpoint of Megatron: set the path of [[teacher]] "
-            "to its directory"
-        )
-        draft.teacher_settings.add("opd-teacher-load")
-    elif urls:
-        several = urls if isinstance(urls, list) else [urls]
-        draft.teacher["urls"] = [re.sub(r"/generate/?$", "", str(one)) for one in several]
-        draft.teacher_settings.update(("rm-url", "opd-teacher-urls"))
-        draft.values.pop("env.args.rm_url", None)
-    else:
-        raise ConfigError(
-            "use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its "
-            "path"
-        )
-    if "on_policy_distillation.reward_func" in str(given.get("custom-rm-path")):
-        # It asks the teacher, and rewards nothing.
-        draft.values.pop("env.args.custom_rm_path", None)
-        draft.teacher_settings.update(("custom-rm-path", "custom-reward-post-process-path"))
-        draft.put("train.reward_weight", 0.0, origin="custom-rm-path")
-
-
-def _lora(draft: Draft) -> None:
-    """Set the adapter of Miles' flags."""
-    rank = int(draft.number("lora-rank", 0))
-    if rank <= 0:
-        for key in ("alpha", "dropout", "targets", "rank"):
-            draft.values.pop(f"lora.{key}", None)
-        return
-    draft.put("lora.rank", rank, origin="lora-rank")
-    draft.put("lora.alpha", draft.number("lora-alpha", 16), origin="lora-alpha")
 
 
 def _targets(draft: Draft, value: Any) -> str | None:
     if value in ("all-linear", None):
         return None
-    names = [one.strip() for one in str(value).split(",") if one.strip()]
-    if megatron := [one for one in names if one.startswith("linear_")]:
+
+    names = [name.strip() for name in str(value).split(",") if name.strip()]
+    megatron_names = [name for name in names if name.startswith("linear_")]
+    if megatron_names:
         draft.incomplete.append(
-            f"target-modules has names of Megatron ({', '.join(megatron)}): set lora.targets "
+            f"target-modules has names of Megatron ({', '.join(megatron_names)}): set lora.targets "
             "(q_proj, ...)"
         )
         return "names of Megatron: set lora.targets"
+
     draft.put("lora.targets", names)
     return None
 
 
+# Rules over several flags
+
+
 def _finish(draft: Draft) -> None:
-    _rollout(draft)
-    _teacher(draft)
-    _lora(draft)
-    given, batch = (
-        draft.settings,
-        draft.number("rollout-batch-size", 0) * draft.number("n-samples-per-prompt", 1),
-    )
-    if "num-steps-per-rollout" not in given and "global-batch-size" in given:
-        minibatches(draft, draft.number("global-batch-size", 0), batch, "global-batch-size")
-    replaced = given.get("rollout-function-path")
-    if "env.use" not in draft.values and not (
-        replaced and "rollout-function-path" in " ".join(draft.incomplete)
-    ):
-        draft.put("env.use", "slime:generate", origin="no custom-generate-function-path")
-    if "num-epoch" in given and "num-rollout" not in given:
-        draft.put("train.data_epochs", given["num-epoch"], origin="num-epoch")
-    if draft.isset("use-kl-loss") and draft.number("kl-loss-coef", 0):
-        draft.put("train.kl", draft.number("kl-loss-coef", 0), origin="kl-loss-coef")
-        draft.put("train.kl_in", "loss", origin="use-kl-loss")
-    elif draft.number("kl-coef", 0):
-        draft.put("train.kl", draft.number("kl-coef", 0), origin="kl-coef")
-        draft.put("train.kl_in", "reward", origin="kl-coef")
-        draft.put("train.kl_estimator", "k1", origin="kl-coef")
-    if "eps-clip-high" not in given:
-        draft.put("train.clip_high", draft.number("eps-clip", 0.2), origin="eps-clip")
-    if draft.number("lr-warmup-iters", 0) > 0:
-        in_steps(
-            draft,
-            "train.lr_warmup_steps",
-            draft.number("lr-warmup-iters", 0),
-            draft.values.get("train.minibatches", 1),
-            "lr-warmup-iters",
-        )
-    betas = [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)]
-    draft.put("train.betas", betas, origin="adam-beta1, adam-beta2")
-    if "use-tis" not in given:
+    # The recipe's keys stand in the order in which they are put here.
+    rollout_function = str(draft.settings.get("rollout-function-path") or "")
+    _refuse_supervised(draft, rollout_function)
+    _set_schedule(draft, rollout_function)
+    _account_for_rollout_function(draft, rollout_function)
+    _set_teacher(draft)
+    _set_adapter(draft)
+
+    _set_batch(draft)
+    _set_environment(draft)
+    settings = draft.settings
+    if "num-epoch" in settings and "num-rollout" not in settings:
+        draft.put("train.data_epochs", settings["num-epoch"], origin="num-epoch")
+    _set_loss_terms(draft)
+    _set_optimizer(draft)
+
+    if "use-tis" not in settings:
         for key in ("train.correction_low", "train.correction_high"):
             draft.values.pop(key, None)
 
 
+def _refuse_supervised(draft: Draft, rollout_function: str) -> None:
+    """Refuse a training on replies that the data have."""
+    supervised_loss = draft.settings.get("loss-type") in ("sft_loss", "sft")
+    if SUPERVISED.search(rollout_function) or supervised_loss:
+        raise ConfigError(
+            f"trains on given replies ({rollout_function or 'loss-type sft_loss'}); see [warmup] "
+            "dataset in docs/training.md"
+        )
+
+
+def _set_schedule(draft: Draft, rollout_function: str) -> None:
+    """Choose the schedule by the program and by the function that plays a step."""
+    program = str(draft.settings.get("$program"))
+    if draft.isset("fully-async"):
+        draft.put("schedule.mode", "async", origin="fully-async")
+    elif FULLY_ASYNC.search(rollout_function):
+        draft.put("schedule.mode", "async", origin="rollout-function-path")
+    elif program.endswith("train_async.py"):
+        draft.put("schedule.mode", "one_step_off", origin=program)
+
+    staleness = draft.number("max-weight-staleness", 0)
+    if draft.values.get("schedule.mode") == "async" and staleness >= 1:
+        draft.put("schedule.staleness", int(staleness), origin="max-weight-staleness")
+
+
+def _account_for_rollout_function(draft: Draft, rollout_function: str) -> None:
+    """Say what becomes of the function that plays a step: the systems' own are our loop, one of
+    the user's is not run."""
+    if not rollout_function:
+        return
+
+    if FULLY_ASYNC.search(rollout_function) or OWN_ROLLOUTS.search(rollout_function):
+        draft.reasons["rollout-function-path"] = (
+            f"{NO_EFFECT} at this value: our loop plays what it plays"
+        )
+        return
+
+    draft.reasons["rollout-function-path"] = f"a function for a step is not run here: {_HOOKS}"
+    draft.incomplete.append(
+        f"rollout-function-path = {rollout_function} plays a step by itself, which is not run "
+        f"here: {_HOOKS}"
+    )
+
+
+def _set_teacher(draft: Draft) -> None:
+    """Make the teacher of on-policy distillation: its log probabilities are added to the
+    advantages there too."""
+    if not draft.isset("use-opd"):
+        return
+
+    draft.teacher["signal"] = "advantage"
+    draft.teacher["weight"] = draft.number("opd-kl-coef", 1.0)
+    draft.teacher_settings.update(("use-opd", "opd-kl-coef", "opd-type"))
+    _find_teacher(draft)
+
+    # This reward function asks the teacher, and rewards nothing.
+    if "on_policy_distillation.reward_func" in str(draft.settings.get("custom-rm-path")):
+        draft.values.pop("env.args.custom_rm_path", None)
+        draft.teacher_settings.update(("custom-rm-path", "custom-reward-post-process-path"))
+        draft.put("train.reward_weight", 0.0, origin="custom-rm-path")
+
+
+def _find_teacher(draft: Draft) -> None:
+    """Set where the teacher's log probabilities come from: a model directory, or servers."""
+    settings = draft.settings
+    urls = settings.get("opd-teacher-urls", settings.get("rm-url"))
+    if settings.get("opd-type") == "megatron" or "opd-teacher-load" in settings:
+        draft.teacher["path"] = f"{TO_DO}/teacher"
+        checkpoint = settings.get("opd-teacher-load")
+        draft.incomplete.append(
+            f"opd-teacher-load = {checkpoint} is a checkpoint of Megatron: set the path of "
+            "[[teacher]] to its directory"
+        )
+        draft.teacher_settings.add("opd-teacher-load")
+        return
+
+    if not urls:
+        raise ConfigError(
+            "use-opd names no teacher (opd-teacher-load or rm-url); write a [[teacher]] with its "
+            "path"
+        )
+    server_urls = urls if isinstance(urls, list) else [urls]
+    draft.teacher["urls"] = [re.sub(r"/generate/?$", "", str(url)) for url in server_urls]
+    draft.teacher_settings.update(("rm-url", "opd-teacher-urls"))
+    draft.values.pop("env.args.rm_url", None)
+
+
+def _set_adapter(draft: Draft) -> None:
+    """Set the adapter of Miles' flags, or none."""
+    rank = int(draft.number("lora-rank", 0))
+    if rank <= 0:
+        for key in ("alpha", "dropout", "targets", "rank"):
+            draft.values.pop(f"lora.{key}", None)
+        return
+
+    draft.put("lora.rank", rank, origin="lora-rank")
+    draft.put("lora.alpha", draft.number("lora-alpha", 16), origin="lora-alpha")
+
+
+def _set_batch(draft: Draft) -> None:
+    """Set the optimizer steps of a batch, unless the flags count them."""
+    settings = draft.settings
+    if "num-steps-per-rollout" in settings or "global-batch-size" not in settings:
+        return
+
+    prompts = draft.number("rollout-batch-size", 0)
+    completions = prompts * draft.number("n-samples-per-prompt", 1)
+    global_batch = draft.number("global-batch-size", 0)
+    minibatches(draft, global_batch, completions, "global-batch-size")
+
+
+def _set_environment(draft: Draft) -> None:
+    """Play the system's own loop where no other is named."""
+    rollout_function = draft.settings.get("rollout-function-path")
+    # An incomplete recipe says that the user's function is to be written again.
+    to_rewrite = rollout_function and "rollout-function-path" in " ".join(draft.incomplete)
+    if "env.use" not in draft.values and not to_rewrite:
+        draft.put("env.use", "slime:generate", origin="no custom-generate-function-path")
+
+
+def _set_loss_terms(draft: Draft) -> None:
+    """Set the KL term and the upper bound of the ratio."""
+    loss_coefficient = draft.number("kl-loss-coef", 0)
+    reward_coefficient = draft.number("kl-coef", 0)
+    if draft.isset("use-kl-loss") and loss_coefficient:
+        draft.put("train.kl", loss_coefficient, origin="kl-loss-coef")
+        draft.put("train.kl_in", "loss", origin="use-kl-loss")
+    elif reward_coefficient:
+        draft.put("train.kl", reward_coefficient, origin="kl-coef")
+        draft.put("train.kl_in", "reward", origin="kl-coef")
+        draft.put("train.kl_estimator", "k1", origin="kl-coef")
+
+    if "eps-clip-high" not in draft.settings:
+        draft.put("train.clip_high", draft.number("eps-clip", 0.2), origin="eps-clip")
+
+
+def _set_optimizer(draft: Draft) -> None:
+    """Set the warm-up of the learning rate and the optimizer's betas."""
+    warmup = draft.number("lr-warmup-iters", 0)
+    if warmup > 0:
+        updates = draft.values.get("train.minibatches", 1)
+        in_steps(draft, "train.lr_warmup_steps", warmup, updates, "lr-warmup-iters")
+
+    betas = [draft.number("adam-beta1", 0.9), draft.number("adam-beta2", 0.999)]
+    draft.put("train.betas", betas, origin="adam-beta1, adam-beta2")
+
+
 RULES: dict[str, Any] = {
+    # Model and data.
     "hf-checkpoint": "model.path",
-    "apply-chat-template-kwargs": lambda draft, value: (
-        [draft.put(f"model.template_args.{k}", v) for k, v in value.items()] and None
-    ),
+    "apply-chat-template-kwargs": _template_args,
     "prompt-data": train_data,
     "eval-prompt-data": _eval_data,
     "input-key": "env.columns.prompt",
@@ -281,6 +358,7 @@ RULES: dict[str, Any] = {
     "metadata-key": unless_off("env.columns.metadata", ("metadata",)),
     "tool-key": unless_off("env.columns.tools", ("tools",)),
     "multimodal-keys": _multimodal,
+    # Environment and rewards.
     "custom-generate-function-path": _generate,
     "custom-config-path": _custom_config,
     "custom-rm-path": argument("custom_rm_path"),
@@ -289,6 +367,7 @@ RULES: dict[str, Any] = {
     "reward-key": argument("reward_key"),
     "eval-reward-key": argument("eval_reward_key"),
     "group-rm": argument("group_rm"),
+    # Steps, batches and sampling.
     "num-rollout": "train.steps",
     "num-epoch": noted,
     "rollout-batch-size": "rollout.groups",
@@ -297,11 +376,13 @@ RULES: dict[str, Any] = {
     "rollout-top-p": "rollout.top_p",
     "rollout-top-k": top_k("rollout.top_k"),
     "rollout-stop": lists("rollout.stop"),
+    # Limits.
     "rollout-max-response-len": _response_length,
     "rollout-max-context-len": "limits.context",
     "rollout-max-prompt-len": "limits.prompt_tokens",
     "max-seq-len": "limits.context",
     "generate-max-turns": "limits.turns",
+    # Credit and loss.
     "dynamic-sampling-filter-path": _filter,
     "advantage-estimator": _estimator,
     "disable-grpo-std-normalization": switch("train.advantage", "mean"),
@@ -310,22 +391,26 @@ RULES: dict[str, Any] = {
     "eps-clip-high": "train.clip_high",
     "eps-clip-c": "train.clip_cap",
     "entropy-coef": "train.entropy",
-    "gamma": lambda draft, value: draft.put("train.discount", value) if value != 1 else None,
+    "gamma": unless_off("train.discount", (1,)),
     "use-kl-loss": noted,
     "kl-loss-coef": noted,
     "kl-coef": noted,
     "kl-loss-type": same("train.kl_estimator", k1="k1", k2="k2", k3="k3", low_var_kl="k3"),
     "ref-update-interval": unless_off("train.reference_every"),
+    # Learning rate.
     "lr": "train.lr",
     "lr-decay-style": same("train.schedule", constant="constant", linear="linear", cosine="cosine"),
     "lr-warmup-iters": noted,
+    # Schedule.
     "rollout-function-path": noted,
     "fully-async": noted,
     "max-weight-staleness": noted,
+    # Adapter.
     "lora-rank": noted,
     "lora-alpha": noted,
     "lora-dropout": "lora.dropout",
     "target-modules": _targets,
+    # Optimizer and passes.
     "weight-decay": "train.weight_decay",
     "adam-beta1": noted,
     "adam-beta2": noted,
@@ -336,11 +421,13 @@ RULES: dict[str, Any] = {
     "max-tokens-per-gpu": "train.micro_tokens",
     "recompute-granularity": switch("train.gradient_checkpointing"),
     "gradient-checkpointing": switch("train.gradient_checkpointing"),
+    # Probabilities and routes of the engine.
     "use-tis": switch("train.correction", "tis"),
     "tis-clip": "train.correction_high",
     "tis-clip-low": lambda draft, value: "tis has no lower bound here" if value else None,
     "use-rollout-logprobs": switch("train.old_logprobs", "engine"),
     "use-rollout-routing-replay": switch("train.routing_replay", "replay"),
+    # Seeds, checkpoints and evaluation.
     "seed": "seed",
     "rollout-seed": "seed",
     "save": "out",
@@ -350,12 +437,14 @@ RULES: dict[str, Any] = {
     "eval-temperature": temperature_of_eval,
     "eval-top-p": "eval.top_p",
     "eval-top-k": top_k("eval.top_k"),
+    # Trackers.
     "use-wandb": switch("track.to", ["wandb"]),
     "use-tensorboard": switch("track.to", ["tensorboard"]),
     "wandb-project": "track.project",
     "wandb-group": "track.name",
     "tb-project-name": "track.project",
     "tb-experiment-name": "track.name",
+    # Functions of the user.
     "custom-advantage-function-path": own_function("train.advantage"),
     "custom-loss-function-path": own_function("train.algorithm"),
 }
@@ -499,215 +588,191 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *(
-        "*-parallel-size",
-        "*-parallel",
-        "sglang-*",
-        "actor-num-*",
-        "critic-num-*",
-        "rollout-num-gpus*",
-    ),
-    *(
-        "num-gpus-per-node",
-        "colocate",
-        "offload*",
-        "*-backend",
-        "train-env-vars",
-        "recompute-*",
-        "micro-batch-size",
-    ),
-    *("use-dynamic-batch-size", "balance-*", "data-pad-size-multiplier", "log-probs-*", "wandb-*"),
-    *(
-        "disable-wandb-*",
-        "log-*",
-        "distributed-*",
-        "update-weight*",
-        "rollout-health-*",
-        "use-fault-tolerance",
-    ),
-    *(
-        "rollout-external-*",
-        "http-proxy",
-        "use-distributed-post",
-        "accumulate-*",
-        "attention-softmax-*",
-    ),
-    *("attention-backend", "rotary-*", "num-layers", "hidden-size", "ffn-*", "num-attention-heads"),
-    *(
-        "group-query-attention",
-        "num-query-groups",
-        "swiglu",
-        "use-rotary*",
-        "disable-bias*",
-        "normalization",
-    ),
-    *(
-        "norm-epsilon",
-        "vocab-size",
-        "kv-channels",
-        "qk-layernorm",
-        "moe-*",
-        "untie-*",
-        "add-qkv-bias",
-    ),
-    *(
-        "make-vocab-*",
-        "max-position-*",
-        "position-embedding-*",
-        "no-*",
-        "save-debug-*",
-        "load-debug-*",
-        "debug-*",
-    ),
-    *(
-        "dump-*",
-        "profile*",
-        "memory-*",
-        "record-*",
-        "ci-*",
-        "check-weight-*",
-        "tensorboard-*",
-        "use-precision-*",
-    ),
-    *("overlap-*", "optimizer-cpu-offload", "use-cpu-*", "megatron-*", "custom-megatron-*"),
-    *(
-        "custom-model-provider-path",
-        "model-name",
-        "async-save",
-        "save-hf",
-        "mtp-*",
-        "enable-mtp-*",
-        "qwen-gdn-*",
-    ),
-    *(
-        "allgather-cp",
-        "context-parallel-*",
-        "use-routing-replay",
-        "custom-update-weight-*",
-        "rollout-data-*",
-    ),
-    *(
-        "rollout-buffer-url",
-        "fetch-*",
-        "use-stateless-adam",
-        "release-train",
-        "padded-vocab-size",
-        "train-backend",
-    ),
-    *(
-        "spec",
-        "ref-ckpt-step",
-        "reset-optimizer-states",
-        "use-flash-*",
-        "bf16",
-        "fp16",
-        "transformer-impl",
-    ),
-    *(
-        "cross-entropy-*",
-        "sequence-parallel",
-        "freeze-indexer",
-        "recompute-loss-function",
-        "use-mcore-*",
-        "fp8-*",
-    ),
-    *(
-        "te-*",
-        "deterministic-*",
-        "use-distributed-optimizer",
-        "tokenizer-*",
-        "seq-length",
-        "train-iters",
-    ),
-    *(
-        "lr-decay-iters",
-        "num-experts",
-        "use-gated-attention",
-        "apply-layernorm-1p",
-        "attention-output-gate",
-    ),
-    *(
-        "multi-latent-attention",
-        "q-lora-rank",
-        "kv-lora-rank",
-        "qk-*",
-        "v-head-dim",
-        "expert-*",
-        "prefill-*",
-    ),
-    *(
-        "ray-*",
-        "yaml-cfg",
-        "attn-implementation",
-        "use-miles-dashboard",
-        "dashboard-*",
-        "use-prometheus",
-        "prometheus-*",
-    ),
-    *(
-        "grad-reduce-*",
-        "router-health-*",
-        "save-retain-interval",
-        "check-*",
-        "dumper-*",
-        "mlflow-*",
-        "use-mlflow",
-    ),
-    *(
-        "lora-sync-from-tensor",
-        "lora-base-cpu-backup",
-        "multi-lora-*",
-        "miles-router-*",
-        "use-miles-router",
-    ),
-    *(
-        "mooncake-*",
-        "mini-ft-*",
-        "ft-components",
-        "indep-dp",
-        "witness-*",
-        "enable-witness",
-        "enable-event-analyzer",
-    ),
-    *(
-        "env-report",
-        "eval-hf-dir",
-        "eval-keep-snapshots",
-        "eval-max-in-flight",
-        "eval-num-gpus*",
-        "extra-high-precision-*",
-    ),
-    *(
-        "low-memory-resume",
-        "mfu-*",
-        "observe-training-entropy",
-        "p2p-transfer-*",
-        "pin-rollout-manager-to-head",
-        "qkv-format",
-    ),
-    *(
-        "rematerialize-*",
-        "rollout-external",
-        "save-local-weight-checksum",
-        "save-trigger-sentinel",
-        "skip-actor-forward-only",
-    ),
-    *(
-        "stream-optimizer-*",
-        "train-memory-margin-bytes",
-        "control-server-port",
-        "delay-split-train-data-by-dp",
-    ),
-    *(
-        "decoder-*",
-        "router-*",
-        "finetune",
-        "exp-avg-*",
-        "main-params-dtype",
-        "main-grads-dtype",
-        "ref-micro-batch-size",
-    ),
-    *("load-forge-rollout-data", "log", "cp-comm-type", "calculate-per-layer-*"),
+    # Placement and parallelism.
+    "*-parallel-size",
+    "*-parallel",
+    "actor-num-*",
+    "critic-num-*",
+    "rollout-num-gpus*",
+    "num-gpus-per-node",
+    "colocate",
+    "ray-*",
+    "sequence-parallel",
+    "allgather-cp",
+    "context-parallel-*",
+    "cp-comm-type",
+    "expert-*",
+    "distributed-*",
+    "use-distributed-post",
+    "use-distributed-optimizer",
+    "overlap-*",
+    "grad-reduce-*",
+    "indep-dp",
+    "delay-split-train-data-by-dp",
+    "pin-rollout-manager-to-head",
+    "decoder-*",
+    "*-backend",
+    "train-backend",
+    "release-train",
+    "skip-actor-forward-only",
+    # Memory, precision and kernels.
+    "offload*",
+    "recompute-*",
+    "recompute-loss-function",
+    "memory-*",
+    "train-memory-margin-bytes",
+    "low-memory-resume",
+    "rematerialize-*",
+    "optimizer-cpu-offload",
+    "use-cpu-*",
+    "stream-optimizer-*",
+    "use-stateless-adam",
+    "use-precision-*",
+    "exp-avg-*",
+    "main-params-dtype",
+    "main-grads-dtype",
+    "bf16",
+    "fp16",
+    "fp8-*",
+    "te-*",
+    "transformer-impl",
+    "extra-high-precision-*",
+    "accumulate-*",
+    "attention-softmax-*",
+    "attention-backend",
+    "attn-implementation",
+    "cross-entropy-*",
+    "use-flash-*",
+    "no-*",
+    "deterministic-*",
+    "log-probs-*",
+    "qkv-format",
+    "calculate-per-layer-*",
+    # Packing of rows.
+    "micro-batch-size",
+    "ref-micro-batch-size",
+    "use-dynamic-batch-size",
+    "balance-*",
+    "data-pad-size-multiplier",
+    "seq-length",
+    # Servers, routers and the sending of weights.
+    "sglang-*",
+    "prefill-*",
+    "router-*",
+    "router-health-*",
+    "miles-router-*",
+    "use-miles-router",
+    "rollout-health-*",
+    "rollout-external-*",
+    "rollout-external",
+    "rollout-buffer-url",
+    "rollout-data-*",
+    "http-proxy",
+    "fetch-*",
+    "update-weight*",
+    "custom-update-weight-*",
+    "check-weight-*",
+    "p2p-transfer-*",
+    "mooncake-*",
+    "control-server-port",
+    # The shape of the model, which model.path has.
+    "num-layers",
+    "hidden-size",
+    "ffn-*",
+    "num-attention-heads",
+    "group-query-attention",
+    "num-query-groups",
+    "swiglu",
+    "rotary-*",
+    "use-rotary*",
+    "disable-bias*",
+    "normalization",
+    "norm-epsilon",
+    "vocab-size",
+    "padded-vocab-size",
+    "make-vocab-*",
+    "kv-channels",
+    "qk-layernorm",
+    "qk-*",
+    "moe-*",
+    "num-experts",
+    "untie-*",
+    "add-qkv-bias",
+    "max-position-*",
+    "position-embedding-*",
+    "use-gated-attention",
+    "apply-layernorm-1p",
+    "attention-output-gate",
+    "multi-latent-attention",
+    "q-lora-rank",
+    "kv-lora-rank",
+    "v-head-dim",
+    "qwen-gdn-*",
+    "mtp-*",
+    "enable-mtp-*",
+    "spec",
+    "tokenizer-*",
+    "use-routing-replay",
+    "freeze-indexer",
+    # Megatron and its checkpoints.
+    "megatron-*",
+    "custom-megatron-*",
+    "custom-model-provider-path",
+    "model-name",
+    "use-mcore-*",
+    "yaml-cfg",
+    "train-env-vars",
+    "train-iters",
+    "lr-decay-iters",
+    "finetune",
+    "ref-ckpt-step",
+    "reset-optimizer-states",
+    "async-save",
+    "save-hf",
+    "save-retain-interval",
+    "save-local-weight-checksum",
+    "save-trigger-sentinel",
+    "load-forge-rollout-data",
+    # Adapters as the trainer stores and sends them.
+    "lora-sync-from-tensor",
+    "lora-base-cpu-backup",
+    "multi-lora-*",
+    # Evaluation by separate processes.
+    "eval-hf-dir",
+    "eval-keep-snapshots",
+    "eval-max-in-flight",
+    "eval-num-gpus*",
+    # Faults, checks and experiments of the trainer.
+    "use-fault-tolerance",
+    "ci-*",
+    "check-*",
+    "mini-ft-*",
+    "ft-components",
+    "witness-*",
+    "enable-witness",
+    "enable-event-analyzer",
+    "env-report",
+    # Logs, dashboards and profiles.
+    "wandb-*",
+    "disable-wandb-*",
+    "log-*",
+    "log",
+    "tensorboard-*",
+    "mlflow-*",
+    "use-mlflow",
+    "use-miles-dashboard",
+    "dashboard-*",
+    "use-prometheus",
+    "prometheus-*",
+    "save-debug-*",
+    "load-debug-*",
+    "debug-*",
+    "dump-*",
+    "dumper-*",
+    "profile*",
+    "record-*",
+    "mfu-*",
+    "observe-training-entropy",
 )
 
 SYSTEM = System(

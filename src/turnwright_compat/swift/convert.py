@@ -1,4 +1,12 @@
-"""ms-swift: flags and YAML of `swift rlhf`, `swift rollout` and `megatron rlhf`."""
+"""ms-swift: flags and YAML of `swift rlhf`, `swift rollout` and `megatron rlhf`, and what a recipe
+has in their place.
+
+`RULES` has a recipe key or a rule for each flag with a meaning here, `NONE` the reason for each
+flag without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
+several flags decide together: batches, numbers of steps, the terms of the loss, the teacher.
+
+Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,7 @@ from turnwright.errors import ConfigError
 from turnwright_compat.convert.engine import (
     NO_EFFECT,
     Draft,
+    Rule,
     System,
     argument,
     eval_data,
@@ -27,8 +36,8 @@ from turnwright_compat.convert.engine import (
 from turnwright_compat.convert.sources import find_file
 
 USE = "swift:{}"
-"""How a registered scheduler is named (`turnwright_compat`); the user's plugins are
-settings of the environment."""
+"""How a registered scheduler is named (`turnwright_compat`); the user's plugins are settings of
+the environment."""
 COLUMNS = {
     **dict.fromkeys(("messages", "query", "problem", "prompt", "question"), "prompt"),
     **dict.fromkeys(("solution", "answer", "response"), "answer"),
@@ -37,18 +46,57 @@ COLUMNS = {
     "tools": "tools",
     "id": "id",
 }
+LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
+"""Loss -> the aggregation that it is."""
+CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
+DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
+"""beta -> the divergence that it is; others lie between."""
+REWARD_FLAGS = {
+    "soft_overlong": ("soft_max_length", "soft_cache_length"),
+    "repetition": ("repetition_n_grams", "repetition_max_penalty"),
+    "cosine": (
+        "cosine_max_len",
+        "cosine_min_len_value_wrong",
+        "cosine_max_len_value_wrong",
+        "cosine_min_len_value_correct",
+        "cosine_max_len_value_correct",
+    ),
+}
+"""Flags that a registered reward reads."""
+OPTIMIZER_STEPS = (
+    ("max_steps", "train.steps"),
+    ("train_iters", "train.steps"),
+    ("save_steps", "checkpoint.every"),
+    ("eval_steps", "eval.every"),
+    ("warmup_steps", "train.lr_warmup_steps"),
+    ("lr_warmup_iters", "train.lr_warmup_steps"),
+)
+"""Flags that count optimizer steps, and the recipe keys that count steps."""
+
+
+# Rules of one flag
 
 
 def _plugins(draft: Draft, value: Any) -> None:
-    found = []
-    for one in value if isinstance(value, list) else [value]:
-        found.append(str(find_file(str(one), draft.folder) or Path(str(one))))
-    draft.put("env.args.external_plugins", found)
+    paths = []
+    for name in value if isinstance(value, list) else [value]:
+        path = find_file(str(name), draft.folder) or Path(str(name))
+        paths.append(str(path))
+    draft.put("env.args.external_plugins", paths)
+
+
+def _scheduler(draft: Draft, value: Any) -> None:
+    draft.put("env.use", USE.format(value))
+
+
+def _gym_env(draft: Draft, value: Any) -> None:
+    draft.put("env.args.use_gym_env", draft.isset("use_gym_env"))
 
 
 def _columns(draft: Draft, value: Any) -> str | None:
     if not isinstance(value, dict):
         return 'expected a JSON table, such as {"answer": "solution"}'
+
     for column, meaning in value.items():
         if meaning in COLUMNS:
             draft.put(f"env.columns.{COLUMNS[meaning]}", str(column))
@@ -59,19 +107,15 @@ def _columns(draft: Draft, value: Any) -> str | None:
 
 def _tuner(draft: Draft, value: Any) -> str | None:
     if value == "lora":
-        draft.put(
-            "lora.rank",
-            int(draft.number("lora_rank", 8)),
-            origin="tuner_type, train_type, lora_rank",
-        )
+        rank = int(draft.number("lora_rank", 8))
+        draft.put("lora.rank", rank, origin="tuner_type, train_type, lora_rank")
     return None if value in ("lora", "full") else "only LoRA and full training"
 
 
-LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
-
-
 def _loss(draft: Draft, value: Any) -> str | None:
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value
+
     if value == "cispo":
         draft.put("train.algorithm", "cispo")
     elif value in LOSSES:
@@ -87,340 +131,39 @@ def _loss_scale(draft: Draft, value: Any) -> str | None:
         return None
     if str(value).partition("+")[0] == "all":
         return "only replies are trained: set default or last_round"
+
+    # Any other name is one that the user's plugins register.
     draft.put("env.args.loss_scale", value)
     return None
 
 
-CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
+def _router_replay(draft: Draft, value: Any) -> None:
+    if value not in ("disabled", None):
+        draft.put("train.routing_replay", "replay")
 
 
-def _batch(draft: Draft) -> int:
-    """Prompts of a step: completions of all processes and of all optimizer steps of a
-    generation, over the group.
-
-    Returns the optimizer steps of one step.
-    """
-    distills = draft.settings.get("rlhf_type") == "gkd"
-    group = 1 if distills else draft.number("num_generations", 8)
-    accumulation = draft.number("gradient_accumulation_steps", 1)
-    steps = draft.number("steps_per_generation", accumulation)
-    processes = draft.number("$NPROC_PER_NODE", 1) * draft.number("$NNODES", 1)
-    origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
-    if "generation_batch_size" in draft.settings:
-        size = draft.number("generation_batch_size", 0)
-        origin = "generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps"
-        steps_per_update = size / max(
-            1.0, draft.number("per_device_train_batch_size", size) * processes * accumulation
-        )
-    elif "global_batch_size" in draft.settings:  # Megatron
-        size = draft.number("global_batch_size", 16) * draft.number("steps_per_generation", 1)
-        origin = "global_batch_size, steps_per_generation"
-        steps_per_update = draft.number("steps_per_generation", 1)
-    elif "per_device_train_batch_size" in draft.settings:
-        size, steps_per_update = (
-            draft.number("per_device_train_batch_size", 1) * processes * steps,
-            steps / accumulation,
-        )
-        if "$NPROC_PER_NODE" not in draft.settings:
-            draft.notes.append(
-                "the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)"
-            )
-    else:
-        return 1
-    draft.put("rollout.groups", max(1, round(size / group)), origin=origin)
-    draft.put("train.minibatches", max(1, round(steps_per_update)), origin=origin)
-    if size % group:
-        draft.notes.append(
-            f"{size:g} completions are no multiple of num_generations = {group:g}: rollout.groups "
-            "is rounded"
-        )
-    return max(1, round(steps_per_update))
-
-
-def _kind(draft: Draft) -> None:
-    """Refuse trainings that are no reinforcement; name a type that is left to its default."""
-    kind = draft.settings.get("rlhf_type")
-    if kind is None:
-        if str(draft.settings.get("$program")) == "swift rlhf":
-            draft.incomplete.append(
-                "rlhf_type is not set, and its default is dpo; the settings are read as those of "
-                "grpo"
-            )
-        return
-    if kind not in ("grpo", "gkd"):
-        raise ConfigError(
-            f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its "
-            "own replies"
-        )
-
-
-def _self_teacher(draft: Draft) -> None:
-    raise ConfigError(
-        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do "
-        "not name; write [[teacher]] with self = true and hint = file.py:function "
-        "(docs/reference/teachers.md)"
-    )
-
-
-def _server_urls(draft: Draft, value: Any) -> None:
-    if not isinstance(value, str):
-        raise ConfigError(
-            "teacher_model_server names several teachers by tags of rows; write a [[teacher]] for "
-            "each"
-        )
-    draft.teacher["urls"] = [value]
-
-
-def _teacher(draft: Draft) -> None:
-    """Make the teacher of GKD or of a GRPO with one; refuse what would be another training."""
-    given = draft.settings
-    model, server = given.get("teacher_model"), given.get("teacher_model_server")
-    if given.get("rlhf_type") == "gkd":
-        _refuse_distillation(draft)
-    elif model is None and server is None:
-        return
-    if model is not None and model == given.get("model"):
-        _self_teacher(draft)
-    if server is not None:
-        _server_urls(draft, server)
-    else:
-        draft.teacher["path"] = str(model)
-    draft.teacher_settings.update(
-        ("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk")
-    )
-    if given.get("teacher_adapters"):
-        raise ConfigError(
-            "teacher_adapters are merged into the teacher there; merge them first, and set the "
-            "path of [[teacher]]"
-        )
-    if given.get("rlhf_type") != "gkd":
-        draft.teacher["signal"] = "advantage"
-        draft.teacher["weight"] = draft.number("teacher_kl_coef", 1.0)
-        if not given.get("reward_funcs") and not draft.isset("use_gym_env"):
-            draft.put("train.reward_weight", 0.0, origin="teacher_model")
-        return
-    draft.teacher_settings.update(("rlhf_type", "beta"))
-    draft.teacher["signal"] = "loss"
-    draft.teacher["divergence"] = DIVERGENCES[draft.number("beta", 0.5)]
-    if (top := draft.number("gkd_logits_topk", 0)) > 0:
-        draft.teacher["top"] = int(top)
-        draft.incomplete.append(
-            f"gkd_logits_topk = {top:g} compares these ids alone, renormalized; here all others "
-            "count as one (teacher.top)"
-        )
-    elif server is not None:
-        raise ConfigError(
-            "a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary"
-        )
-    draft.put("train.reward_weight", 0.0, origin="rlhf_type")
-    draft.put("rollout.group_size", 1, origin="rlhf_type")
-    draft.put("train.aggregation", "token", origin="rlhf_type")
-    for key in (
-        "train.kl",
-        "train.kl_in",
-        "train.clip_low",
-        "train.clip_high",
-        "train.clip_cap",
-        "train.advantage",
-        "train.refill",
-    ):
-        draft.values.pop(key, None)
-        draft.left_out.add(key)  # all of them are about advantages and ratios
-
-
-DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
-"""beta -> the divergence that it is; others lie between."""
-
-
-def _refuse_distillation(draft: Draft) -> None:
-    """Refuse a distillation that no recipe does."""
-    given = draft.settings
-    plugins = " ".join(str(one) for one in draft.values.get("env.args.external_plugins", ()))
-    if draft.isset("seq_kd"):
-        raise ConfigError(
-            "seq_kd trains on replies of the teacher; only replies of the policy are trained "
-            "(lmbda = 1)"
-        )
-    if draft.number("lmbda", 0.5) != 1.0:
-        share = f"lmbda = {draft.number('lmbda', 0.5):g}"
-        raise ConfigError(
-            f"gkd with {share} trains on given replies too; only replies of the policy are "
-            "trained: set lmbda = 1"
-        )
-    if draft.number("sft_alpha", 0) > 0:
-        raise ConfigError(
-            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to "
-            "0 or see [warmup]"
-        )
-    if draft.number("beta", 0.5) not in DIVERGENCES:
-        raise ConfigError(
-            f"beta = {given['beta']} is a divergence that is not here; choose 0 (forward), 0.5 "
-            "(js) or 1 (reverse)"
-        )
-    if given.get("teacher_model") is None and given.get("teacher_model_server") is None:
-        _self_teacher(draft)
-    if _sets_teacher_prompt(draft, plugins):
-        raise ConfigError(
-            "external_plugins give the teacher a prompt of its own (teacher_prompt); "
-            "write [[teacher]] with hint = file.py:function (docs/reference/teachers.md)"
-        )
-
-
-def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
-    for one in plugins.split():
-        try:
-            if "teacher_prompt" in Path(one).read_text(encoding="utf-8"):
-                return True
-        except (OSError, ValueError):
-            draft.incomplete.append(
-                f"{one} (external_plugins) was not found; if it sets teacher_prompt, write it as "
-                "the teacher's hint"
-            )
-    return False
-
-
-def _finish(draft: Draft) -> None:
-    given = draft.settings
-    _kind(draft)
-    updates = _batch(draft) * int(draft.number("num_iterations", 1))
-    steps = given.get("max_steps", given.get("train_iters"))
-    if not (isinstance(steps, int) and steps > 0):
-        draft.put(
-            "train.data_epochs", draft.number("num_train_epochs", 3), origin="num_train_epochs"
-        )
-        steps = None
-    _in_steps(draft, updates)
-    steps = None if steps is None else draft.values["train.steps"]
-    if ratio := draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0)):
-        if steps is None:
-            why = (
-                "the number of steps is known when the tasks are: set train.lr_warmup_steps to "
-                "that share of them"
-            )
-            draft.reasons.update({"warmup_ratio": why, "lr_warmup_fraction": why})
-        else:
-            draft.put("train.lr_warmup_steps", int(ratio * steps), origin="warmup_ratio")
-    length = draft.number("max_completion_length", 512)
-    draft.put("limits.turn_tokens", int(length), origin="max_completion_length")
-    if given.get("completion_length_limit_scope") == "total":
-        draft.put("limits.episode_tokens", int(length), origin="completion_length_limit_scope")
-    if "epsilon_high" not in given:
-        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
-    draft.put(
-        "train.betas",
-        [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)],
-        origin="adam_beta1, adam_beta2",
-    )
-    _loss_terms(draft)
-    _teacher(draft)
-    if "rollout_importance_sampling_mode" not in given:
-        draft.values.pop("train.correction_high", None)
-    _lora(draft)
-    if draft.isset("use_gym_env") and "env.use" not in draft.values:
-        draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
-    served = given.get("vllm_mode") == "server" and "swift rollout" not in given.get(
-        "$programs", ()
-    )
-    if "env.use" not in draft.values and not served:  # a server has the scheduler
-        draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
-
-
-def _in_steps(draft: Draft, updates: int) -> None:
-    """Set the numbers of steps, which count optimizer steps there."""
-    pairs = (
-        *(
-            ("train.steps", "max_steps"),
-            ("train.steps", "train_iters"),
-            ("checkpoint.every", "save_steps"),
-        ),
-        *(
-            ("eval.every", "eval_steps"),
-            ("train.lr_warmup_steps", "warmup_steps"),
-            ("train.lr_warmup_steps", "lr_warmup_iters"),
-        ),
-    )
-    for key, name in pairs:
-        if draft.number(name, 0) >= 1:
-            in_steps(draft, key, draft.number(name, 0), updates, name)
-    if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
-        in_steps(
-            draft,
-            "train.reference_every",
-            draft.number("ref_model_sync_steps", 512),
-            updates,
-            "ref_model_sync_steps",
-        )
-
-
-def _loss_terms(draft: Draft) -> None:
-    given = draft.settings
-    if (kl := draft.number("beta", 0.04)) > 0:
-        draft.put("train.kl", kl, origin="beta")
-        draft.put(
-            "train.kl_in",
-            "reward" if draft.isset("kl_in_reward") else "loss",
-            origin="kl_in_reward",
-        )
-    if given.get("importance_sampling_level") in ("sequence", "sequence_token"):
-        draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
-    if draft.isset("dynamic_sample"):
-        draft.put(
-            "train.refill",
-            int(draft.number("max_resample_times", 3)),
-            origin="dynamic_sample, max_resample_times",
-        )
-    length = draft.number("max_completion_length", 512)
-    for reward, name in (("soft_overlong", "soft_max_length"), ("cosine", "cosine_max_len")):
-        if name not in given and reward in _rewards_of(draft):
-            draft.put(f"env.args.{name}", int(length), origin="max_completion_length")
-
-
-REWARD_FLAGS = {
-    "soft_overlong": ("soft_max_length", "soft_cache_length"),
-    "repetition": ("repetition_n_grams", "repetition_max_penalty"),
-    "cosine": (
-        "cosine_max_len",
-        "cosine_min_len_value_wrong",
-        "cosine_max_len_value_wrong",
-        "cosine_min_len_value_correct",
-        "cosine_max_len_value_correct",
-    ),
-}
-"""Flags that a registered reward reads."""
-
-
-def _rewards_of(draft: Draft) -> list[str]:
-    named = draft.settings.get("reward_funcs")
-    return [str(one) for one in named] if isinstance(named, list) else [str(named)]
-
-
-def _reward_flag(reward: str, name: str) -> Any:
-    """Return a rule: a flag of a reward, without effect where the script does
-    not name that reward."""
+def _reward_flag(reward: str, name: str) -> Rule:
+    """Return a rule: a flag of a reward, without effect where the script does not name that
+    reward."""
 
     def rule(draft: Draft, value: Any) -> str | None:
         if reward not in _rewards_of(draft):
             return f"{NO_EFFECT}: reward_funcs does not name {reward}"
+
         draft.put(f"env.args.{name}", value)
         return None
 
     return rule
 
 
-def _lora(draft: Draft) -> None:
-    given = draft.settings
-    if (
-        given.get("tuner_type", given.get("train_type", "lora")) == "lora"
-        and "lora.rank" not in draft.values
-    ):
-        draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, lora_rank")
-    if "lora.rank" not in draft.values:
-        for key in ("alpha", "dropout", "targets"):
-            draft.values.pop(f"lora.{key}", None)
+def _rewards_of(draft: Draft) -> list[str]:
+    names = draft.settings.get("reward_funcs")
+    return [str(name) for name in names] if isinstance(names, list) else [str(names)]
 
 
 def _steps(draft: Draft, value: Any) -> str | None:
-    draft.put("train.steps", value)  # `_finish` brings it into steps; here its form is checked
+    # `_finish` brings the number into steps; here its form is checked.
+    draft.put("train.steps", value)
     return None
 
 
@@ -433,27 +176,334 @@ def _reference(draft: Draft, value: Any) -> str | None:
     return None
 
 
+# Rules over several flags
+
+
+def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
+    _refuse_other_trainings(draft)
+    updates = _set_batch(draft) * int(draft.number("num_iterations", 1))
+    _set_steps(draft, updates)
+    _set_limits(draft)
+
+    if "epsilon_high" not in draft.settings:
+        draft.put("train.clip_high", draft.number("epsilon", 0.2), origin="epsilon")
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.95)]
+    draft.put("train.betas", betas, origin="adam_beta1, adam_beta2")
+    _set_loss_terms(draft)
+
+    _set_teacher(draft)
+    if "rollout_importance_sampling_mode" not in draft.settings:
+        draft.values.pop("train.correction_high", None)
+    _set_adapter(draft)
+    _set_environment(draft)
+
+
+def _refuse_other_trainings(draft: Draft) -> None:
+    """Refuse trainings that are no reinforcement; name a type that is left to its default."""
+    kind = draft.settings.get("rlhf_type")
+    if kind is None:
+        if str(draft.settings.get("$program")) == "swift rlhf":
+            draft.incomplete.append(
+                "rlhf_type is not set, and its default is dpo; the settings are read as those of "
+                "grpo"
+            )
+        return
+
+    if kind not in ("grpo", "gkd"):
+        raise ConfigError(
+            f"rlhf_type = {kind} is a training that no recipe does; only grpo, and gkd from its "
+            "own replies"
+        )
+
+
+def _set_batch(draft: Draft) -> int:
+    """Set the prompts of a step: completions of all processes and of all optimizer steps of a
+    generation, over the group.
+
+    Returns the optimizer steps of one step.
+    """
+    settings = draft.settings
+    distills = settings.get("rlhf_type") == "gkd"
+    group = 1 if distills else draft.number("num_generations", 8)
+    accumulation = draft.number("gradient_accumulation_steps", 1)
+    micro_steps = draft.number("steps_per_generation", accumulation)
+    processes = draft.number("$NPROC_PER_NODE", 1) * draft.number("$NNODES", 1)
+
+    if "generation_batch_size" in settings:
+        origin = "generation_batch_size, per_device_train_batch_size, gradient_accumulation_steps"
+        completions = draft.number("generation_batch_size", 0)
+        device_batch = draft.number("per_device_train_batch_size", completions)
+        updates = completions / max(1.0, device_batch * processes * accumulation)
+    elif "global_batch_size" in settings:
+        # Megatron's batch is that of an optimizer step.
+        origin = "global_batch_size, steps_per_generation"
+        updates = draft.number("steps_per_generation", 1)
+        completions = draft.number("global_batch_size", 16) * updates
+    elif "per_device_train_batch_size" in settings:
+        origin = "per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation"
+        completions = draft.number("per_device_train_batch_size", 1) * processes * micro_steps
+        updates = micro_steps / accumulation
+        if "$NPROC_PER_NODE" not in settings:
+            draft.notes.append(
+                "the number of processes is not known: rollout.groups is for one (NPROC_PER_NODE)"
+            )
+    else:
+        return 1
+
+    whole_updates = max(1, round(updates))
+    draft.put("rollout.groups", max(1, round(completions / group)), origin=origin)
+    draft.put("train.minibatches", whole_updates, origin=origin)
+    if completions % group:
+        draft.notes.append(
+            f"{completions:g} completions are no multiple of num_generations = {group:g}: "
+            "rollout.groups is rounded"
+        )
+    return whole_updates
+
+
+def _set_steps(draft: Draft, updates: int) -> None:
+    """Set the numbers of steps, which count optimizer steps there, `updates` in a step; without
+    one, the epochs of the data."""
+    settings = draft.settings
+    max_steps = settings.get("max_steps", settings.get("train_iters"))
+    has_steps = isinstance(max_steps, int) and max_steps > 0
+    if not has_steps:
+        epochs = draft.number("num_train_epochs", 3)
+        draft.put("train.data_epochs", epochs, origin="num_train_epochs")
+
+    for name, key in OPTIMIZER_STEPS:
+        count = draft.number(name, 0)
+        if count >= 1:
+            in_steps(draft, key, count, updates, name)
+    if draft.isset("sync_ref_model") and draft.number("ref_model_mixup_alpha", 0.6) == 1.0:
+        every = draft.number("ref_model_sync_steps", 512)
+        in_steps(draft, "train.reference_every", every, updates, "ref_model_sync_steps")
+
+    warmup_share = draft.number("warmup_ratio", draft.number("lr_warmup_fraction", 0))
+    if warmup_share and has_steps:
+        warmup_steps = int(warmup_share * draft.values["train.steps"])
+        draft.put("train.lr_warmup_steps", warmup_steps, origin="warmup_ratio")
+    elif warmup_share:
+        why = (
+            "the number of steps is known when the tasks are: set train.lr_warmup_steps to that "
+            "share of them"
+        )
+        draft.reasons.update({"warmup_ratio": why, "lr_warmup_fraction": why})
+
+
+def _set_limits(draft: Draft) -> None:
+    length = int(draft.number("max_completion_length", 512))
+    draft.put("limits.turn_tokens", length, origin="max_completion_length")
+    if draft.settings.get("completion_length_limit_scope") == "total":
+        draft.put("limits.episode_tokens", length, origin="completion_length_limit_scope")
+
+
+def _set_loss_terms(draft: Draft) -> None:
+    settings = draft.settings
+    kl_weight = draft.number("beta", 0.04)
+    if kl_weight > 0:
+        draft.put("train.kl", kl_weight, origin="beta")
+        kl_in = "reward" if draft.isset("kl_in_reward") else "loss"
+        draft.put("train.kl_in", kl_in, origin="kl_in_reward")
+
+    if settings.get("importance_sampling_level") in ("sequence", "sequence_token"):
+        draft.put("train.algorithm", "gspo", origin="importance_sampling_level")
+
+    if draft.isset("dynamic_sample"):
+        rounds = int(draft.number("max_resample_times", 3))
+        draft.put("train.refill", rounds, origin="dynamic_sample, max_resample_times")
+
+    # Rewards of the length have the limit of a completion unless their flags name one.
+    length = int(draft.number("max_completion_length", 512))
+    for reward, name in (("soft_overlong", "soft_max_length"), ("cosine", "cosine_max_len")):
+        if name not in settings and reward in _rewards_of(draft):
+            draft.put(f"env.args.{name}", length, origin="max_completion_length")
+
+
+def _set_adapter(draft: Draft) -> None:
+    """Set the rank that an adapter has by default; leave out its settings where there is none."""
+    settings = draft.settings
+    tuner = settings.get("tuner_type", settings.get("train_type", "lora"))
+    if tuner == "lora" and "lora.rank" not in draft.values:
+        draft.put("lora.rank", int(draft.number("lora_rank", 8)), origin="tuner_type, lora_rank")
+
+    if "lora.rank" not in draft.values:
+        for key in ("alpha", "dropout", "targets"):
+            draft.values.pop(f"lora.{key}", None)
+
+
+def _set_environment(draft: Draft) -> None:
+    """Name the scheduler that plays where the flags name none."""
+    settings = draft.settings
+    if draft.isset("use_gym_env") and "env.use" not in draft.values:
+        draft.put("env.use", USE.format("gym_scheduler"), origin="use_gym_env")
+
+    # A server has the scheduler, and its own command may stand in another script.
+    programs = settings.get("$programs", ())
+    is_served_elsewhere = settings.get("vllm_mode") == "server" and "swift rollout" not in programs
+    if "env.use" not in draft.values and not is_served_elsewhere:
+        draft.put("env.use", USE.format("single_turn"), origin="no multi_turn_scheduler")
+
+
+# Teachers
+
+
+def _set_teacher(draft: Draft) -> None:
+    """Make the teacher of GKD or of a GRPO with one; refuse what would be another training."""
+    settings = draft.settings
+    model = settings.get("teacher_model")
+    server = settings.get("teacher_model_server")
+    distills = settings.get("rlhf_type") == "gkd"
+    if distills:
+        _refuse_distillation(draft)
+    elif model is None and server is None:
+        return
+
+    if model is not None and model == settings.get("model"):
+        raise _own_teacher()
+    if server is None:
+        draft.teacher["path"] = str(model)
+    elif isinstance(server, str):
+        draft.teacher["urls"] = [server]
+    else:
+        raise ConfigError(
+            "teacher_model_server names several teachers by tags of rows; write a [[teacher]] for "
+            "each"
+        )
+    draft.teacher_settings.update(
+        ("teacher_model", "teacher_model_server", "teacher_kl_coef", "lmbda", "gkd_logits_topk")
+    )
+    if settings.get("teacher_adapters"):
+        raise ConfigError(
+            "teacher_adapters are merged into the teacher there; merge them first, and set the "
+            "path of [[teacher]]"
+        )
+
+    if distills:
+        _distill(draft, on_server=server is not None)
+        return
+    draft.teacher["signal"] = "advantage"
+    draft.teacher["weight"] = draft.number("teacher_kl_coef", 1.0)
+    if not settings.get("reward_funcs") and not draft.isset("use_gym_env"):
+        draft.put("train.reward_weight", 0.0, origin="teacher_model")
+
+
+def _own_teacher() -> ConfigError:
+    return ConfigError(
+        "the policy is its own teacher (OPSD), after a prompt of its rows that the settings do "
+        "not name; write [[teacher]] with self = true and hint = file.py:function "
+        "(docs/reference/teachers.md)"
+    )
+
+
+def _distill(draft: Draft, *, on_server: bool) -> None:
+    """Set GKD's loss: a divergence from the teacher, without rewards and without groups."""
+    draft.teacher_settings.update(("rlhf_type", "beta"))
+    draft.teacher["signal"] = "loss"
+    draft.teacher["divergence"] = DIVERGENCES[draft.number("beta", 0.5)]
+
+    top_ids = draft.number("gkd_logits_topk", 0)
+    if top_ids > 0:
+        draft.teacher["top"] = int(top_ids)
+        draft.incomplete.append(
+            f"gkd_logits_topk = {top_ids:g} compares these ids alone, renormalized; here all "
+            "others count as one (teacher.top)"
+        )
+    elif on_server:
+        raise ConfigError(
+            "a teacher on a server needs gkd_logits_topk: servers do not send the vocabulary"
+        )
+
+    draft.put("train.reward_weight", 0.0, origin="rlhf_type")
+    draft.put("rollout.group_size", 1, origin="rlhf_type")
+    draft.put("train.aggregation", "token", origin="rlhf_type")
+    # These are about advantages and ratios; a divergence has neither.
+    for key in (
+        "train.kl",
+        "train.kl_in",
+        "train.clip_low",
+        "train.clip_high",
+        "train.clip_cap",
+        "train.advantage",
+        "train.refill",
+    ):
+        draft.values.pop(key, None)
+        draft.left_out.add(key)
+
+
+def _refuse_distillation(draft: Draft) -> None:
+    """Refuse a distillation that no recipe does."""
+    settings = draft.settings
+    plugins = " ".join(str(path) for path in draft.values.get("env.args.external_plugins", ()))
+    if draft.isset("seq_kd"):
+        raise ConfigError(
+            "seq_kd trains on replies of the teacher; only replies of the policy are trained "
+            "(lmbda = 1)"
+        )
+
+    own_share = draft.number("lmbda", 0.5)
+    if own_share != 1.0:
+        raise ConfigError(
+            f"gkd with lmbda = {own_share:g} trains on given replies too; only replies of the "
+            "policy are trained: set lmbda = 1"
+        )
+    if draft.number("sft_alpha", 0) > 0:
+        raise ConfigError(
+            "sft_alpha adds a supervised term, which is not here during reinforcement; set it to "
+            "0 or see [warmup]"
+        )
+    if draft.number("beta", 0.5) not in DIVERGENCES:
+        raise ConfigError(
+            f"beta = {settings['beta']} is a divergence that is not here; choose 0 (forward), 0.5 "
+            "(js) or 1 (reverse)"
+        )
+    if settings.get("teacher_model") is None and settings.get("teacher_model_server") is None:
+        raise _own_teacher()
+    if _sets_teacher_prompt(draft, plugins):
+        raise ConfigError(
+            "external_plugins give the teacher a prompt of its own (teacher_prompt); "
+            "write [[teacher]] with hint = file.py:function (docs/reference/teachers.md)"
+        )
+
+
+def _sets_teacher_prompt(draft: Draft, plugins: str) -> bool:
+    """Return whether the user's plugins, paths between spaces, name the teacher's prompt."""
+    for plugin in plugins.split():
+        try:
+            if "teacher_prompt" in Path(plugin).read_text(encoding="utf-8"):
+                return True
+        except (OSError, ValueError):
+            draft.incomplete.append(
+                f"{plugin} (external_plugins) was not found; if it sets teacher_prompt, write it "
+                "as the teacher's hint"
+            )
+    return False
+
+
 RULES: dict[str, Any] = {
+    # Model and data.
     "model": "model.path",
     "model_revision": "model.revision",
     "dataset": train_data,
     "val_dataset": eval_data,
     "columns": _columns,
     "system": argument("system"),
-    "multi_turn_scheduler": lambda draft, value: draft.put("env.use", USE.format(value)),
+    # Environment and rewards.
+    "multi_turn_scheduler": _scheduler,
     "external_plugins": _plugins,
     "gym_env": argument("gym_env"),
-    "use_gym_env": lambda draft, value: draft.put(
-        "env.args.use_gym_env", draft.isset("use_gym_env")
-    ),
+    "use_gym_env": _gym_env,
     "reward_funcs": list_argument("reward_funcs"),
     "reward_weights": list_argument("reward_weights"),
+    # Limits.
     "max_turns": "limits.turns",
     "max_completion_length": noted,
     "completion_length_limit_scope": noted,
     "max_length": "limits.prompt_tokens",
     "vllm_max_model_len": "limits.context",
     "enable_thinking": "model.template_args.enable_thinking",
+    # Batches and sampling.
     "num_generations": "rollout.group_size",
     "generation_batch_size": noted,
     "per_device_train_batch_size": noted,
@@ -465,6 +515,7 @@ RULES: dict[str, Any] = {
     "top_k": top_k("rollout.top_k"),
     "min_p": "rollout.min_p",
     "stop_words": lists("rollout.stop"),
+    # Credit and loss.
     "advantage_estimator": same(
         "train.algorithm", grpo="grpo", rloo="rloo", reinforce_plus_plus="reinforce_pp"
     ),
@@ -488,6 +539,7 @@ RULES: dict[str, Any] = {
     "rollout_importance_sampling_mode": same("train.correction", **CORRECTIONS),
     "rollout_importance_sampling_threshold": "train.correction_high",
     "loss_scale": _loss_scale,
+    # Optimizer.
     "learning_rate": "train.lr",
     "lr": "train.lr",
     "lr_scheduler_type": same(
@@ -508,9 +560,11 @@ RULES: dict[str, Any] = {
     "adam_epsilon": "train.eps",
     "max_grad_norm": "train.max_grad_norm",
     "clip_grad": "train.max_grad_norm",
+    # Numbers of steps.
     "num_train_epochs": noted,
     "max_steps": _steps,
     "train_iters": _steps,
+    # Teacher and reference.
     "rlhf_type": noted,
     "teacher_model": noted,
     "teacher_model_server": noted,
@@ -519,6 +573,7 @@ RULES: dict[str, Any] = {
     "gkd_logits_topk": noted,
     "sync_ref_model": _reference,
     "ref_model_sync_steps": noted,
+    # Adapter, memory and routes.
     "tuner_type": _tuner,
     "train_type": _tuner,
     "lora_rank": noted,
@@ -528,9 +583,8 @@ RULES: dict[str, Any] = {
     "freeze_vit": switch("train.vision", "frozen"),
     "gradient_checkpointing": "train.gradient_checkpointing",
     "recompute_granularity": switch("train.gradient_checkpointing"),
-    "router_replay_mode": lambda draft, value: (
-        draft.put("train.routing_replay", "replay") if value not in ("disabled", None) else None
-    ),
+    "router_replay_mode": _router_replay,
+    # Checkpoints, evaluation and trackers.
     "output_dir": "out",
     "save": "out",
     "save_steps": noted,
@@ -604,115 +658,112 @@ NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 MACHINE = (
-    *(
-        "vllm_*",
-        "use_vllm",
-        "sglang_*",
-        "lmdeploy_*",
-        "deepspeed",
-        "fsdp*",
-        "torch_dtype",
-        "bf16",
-        "fp16",
-    ),
-    *(
-        "attn_impl",
-        "offload_*",
-        "sleep_level",
-        "move_model_batches",
-        "dataloader_*",
-        "dataset_num_proc",
-    ),
-    *(
-        "load_from_cache_file",
-        "logging_*",
-        "*_parallel_size",
-        "micro_batch_size",
-        "padding_free",
-        "packing",
-    ),
-    *("attention_backend", "cross_entropy_*", "recompute_*", "no_save_*", "save_safetensors"),
-    *(
-        "gradient_checkpointing_kwargs",
-        "per_device_eval_batch_size",
-        "ddp_*",
-        "use_hf",
-        "device_map",
-        "train.gpus",
-    ),
-    *(
-        "rollout.gpus",
-        "colocate_groups",
-        "gradient_accumulation_fusion",
-        "cached_dataset",
-        "streaming",
-        "strict",
-    ),
-    *(
-        "model_kwargs",
-        "host",
-        "port",
-        "overlap_*",
-        "optimizer_cpu_offload",
-        "use_precision_*",
-        "moe_*",
-        "expert_*",
-    ),
-    *(
-        "sequence_parallel*",
-        "async_save",
-        "use_ray",
-        "ray*",
-        "save_only_model",
-        "save_strategy",
-        "eval_strategy",
-    ),
-    *(
-        "model_type",
-        "hub_*",
-        "push_to_hub",
-        "tensorboard_*",
-        "wandb_*",
-        "swanlab_*",
-        "create_checkpoint_*",
-    ),
-    *(
-        "add_version",
-        "*interval",
-        "use_liger_kernel",
-        "max_pixels",
-        "enable_flattened_*",
-        "merge_lora",
-    ),
-    *(
-        "manual_gc*",
-        "model_author",
-        "model_name",
-        "loss_weights",
-        "use_chat_template",
-        "torch_compile",
-        "gpus",
-    ),
-    *(
-        "apply_wd_*",
-        "megatron_*",
-        "no_*",
-        "teacher_deepspeed",
-        "offload_teacher_model",
-        "teacher_model_type",
-        "teacher_*parallel*",
-    ),
-    *("teacher.*", "remove_unused_columns", "ddp_timeout"),
+    # Engines and servers.
+    "vllm_*",
+    "use_vllm",
+    "sglang_*",
+    "lmdeploy_*",
+    "host",
+    "port",
+    "sleep_level",
+    "move_model_batches",
+    # Placement and parallelism.
+    "*_parallel_size",
+    "sequence_parallel*",
+    "ddp_*",
+    "ddp_timeout",
+    "deepspeed",
+    "fsdp*",
+    "device_map",
+    "gpus",
+    "train.gpus",
+    "rollout.gpus",
+    "colocate_groups",
+    "overlap_*",
+    "expert_*",
+    "use_ray",
+    "ray*",
+    # Memory, precision and kernels.
+    "torch_dtype",
+    "bf16",
+    "fp16",
+    "attn_impl",
+    "attention_backend",
+    "cross_entropy_*",
+    "use_liger_kernel",
+    "torch_compile",
+    "offload_*",
+    "recompute_*",
+    "gradient_checkpointing_kwargs",
+    "gradient_accumulation_fusion",
+    "optimizer_cpu_offload",
+    "use_precision_*",
+    "enable_flattened_*",
+    "manual_gc*",
+    # Packing and loading of rows.
+    "dataloader_*",
+    "dataset_num_proc",
+    "load_from_cache_file",
+    "cached_dataset",
+    "streaming",
+    "strict",
+    "micro_batch_size",
+    "per_device_eval_batch_size",
+    "padding_free",
+    "packing",
+    "remove_unused_columns",
+    "max_pixels",
+    # The model as it is loaded and named.
+    "model_type",
+    "model_author",
+    "model_name",
+    "model_kwargs",
+    "use_hf",
+    "use_chat_template",
+    "moe_*",
+    "merge_lora",
+    "loss_weights",
+    # Megatron.
+    "megatron_*",
+    "no_*",
+    "apply_wd_*",
+    "async_save",
+    # Machines of teachers.
+    "teacher.*",
+    "teacher_deepspeed",
+    "offload_teacher_model",
+    "teacher_model_type",
+    "teacher_*parallel*",
+    # Checkpoints.
+    "no_save_*",
+    "save_safetensors",
+    "save_only_model",
+    "save_strategy",
+    "eval_strategy",
+    "create_checkpoint_*",
+    "add_version",
+    "hub_*",
+    "push_to_hub",
+    # Logs and trackers.
+    "logging_*",
+    "*interval",
+    "tensorboard_*",
+    "wandb_*",
+    "swanlab_*",
 )
 
 
 def _normalize(key: str) -> str:
     """Return a flag with `_`; a key of a group of workers (`train.lora_rank`) without the group."""
-    key = key.lstrip("-").replace("-", "_")
-    group, dot, name = key.partition(".")
+    flag = key.lstrip("-").replace("-", "_")
+    group, dot, name = flag.partition(".")
     if group == "teacher" and name == "model":
         return "teacher_model"
-    return name if dot and group in ("train", "rollout") and name != "gpus" else key
+
+    # The numbers of devices are those of each group.
+    if dot and group in ("train", "rollout") and name != "gpus":
+        return name
+    return flag
 
 
 SYSTEM = System(

@@ -1,4 +1,8 @@
-"""Environments of ms-swift's schedulers, by name, and sessions on OpenEnv servers."""
+"""Environments of ms-swift's schedulers, by name, and sessions on OpenEnv servers.
+
+Plugins derive their environments from `Env` and register them in `envs`; `schedulers` plays them.
+`OpenEnvWrapper` is the client of one environment that a server has.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class SimpleMathEnv(Env):
         "The answer is not correct, It seems You made a mistake, you need to recheck "
         "very carefully."
     )
-    # ours
+    # The wording is ours.
     system = (
         "First think about the problem, then answer it: <think> the reasoning "
         "</think><answer> the answer </answer>"
@@ -53,15 +57,18 @@ class SimpleMathEnv(Env):
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         super().__init__(env_config)
-        self.acc_func, self.solution = MathAccuracy(), ""
+        self.acc_func = MathAccuracy()
+        self.solution = ""
 
     async def reset(self, config: RolloutInferRequest) -> tuple[Any, dict[str, Any], str]:
         self.solution = config.data_dict["solution"]
         return config.data_dict["problem"], {}, self.system
 
     async def step(self, action: list[dict[str, Any]]) -> tuple[Any, float, bool, dict[str, Any]]:
-        right = self.acc_func([action[-1]["content"]], [self.solution])[0] == 1
-        return self.tips_prompt, float(right), right, {"math_reward": float(right)}
+        reply = action[-1]["content"]
+        is_right = self.acc_func([reply], [self.solution])[0] == 1
+        reward = float(is_right)
+        return self.tips_prompt, reward, is_right, {"math_reward": reward}
 
     async def close(self) -> None:
         pass
@@ -71,8 +78,10 @@ envs: dict[str, Any] = {"math_env": SimpleMathEnv}
 
 
 class OpenEnvWrapper:
-    """One environment of a server: `base_url` and `reset_kwargs` are those of
-    the row's `env_config`."""
+    """One environment of a server.
+
+    `base_url` and `reset_kwargs` are those of the row's `env_config`.
+    """
 
     def __init__(self, env_config: dict[str, Any]) -> None:
         self.base_url = env_config.get("base_url", "http://localhost:8000")
@@ -81,28 +90,31 @@ class OpenEnvWrapper:
 
     def reset(self) -> tuple[Any, Any]:
         """Connect and reset; return the observation and the server's metadata."""
-        client = importlib.import_module("openenv.core.generic_client").GenericEnvClient(
-            base_url=self.base_url
-        )
+        openenv_client = importlib.import_module("openenv.core.generic_client")
+        client = openenv_client.GenericEnvClient(base_url=self.base_url)
+        # The session stays open between calls; `close` leaves it.
         self._client = client.sync()
         self._client.__enter__()
+
         result = self._client.reset(**self.reset_kwargs)
         return result.observation, getattr(result, "metadata", None)
 
     def step(self, action_dict: dict[str, Any]) -> tuple[Any, float, bool, Any]:
-        """Take an action; return the observation, the reward, whether the episode is
-        over, and the metadata."""
+        """Take an action; return the observation, the reward, whether the episode is over, and
+        the metadata."""
         result = self._client.step(action_dict)
-        return (
-            result.observation,
-            float(result.reward or 0.0),
-            bool(result.done),
-            getattr(result, "metadata", None),
-        )
+        # A scheduler takes a number; a server may give none.
+        reward = float(result.reward or 0.0)
+        metadata = getattr(result, "metadata", None)
+        return result.observation, reward, bool(result.done), metadata
 
     def close(self) -> None:
         """Close the session, and with it the server's environment."""
-        client, self._client = self._client, None
-        if client is not None:
-            with suppress(Exception):  # a connection that broke is closed
-                client.__exit__(None, None, None)
+        client = self._client
+        self._client = None
+        if client is None:
+            return
+
+        # A connection that broke is closed already.
+        with suppress(Exception):
+            client.__exit__(None, None, None)

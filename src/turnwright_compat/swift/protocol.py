@@ -1,5 +1,8 @@
-"""Requests and responses of ms-swift's engines, and the names of those that run
-a model of their own."""
+"""Requests and responses of ms-swift's engines, as its schedulers and plugins see them.
+
+`RolloutInferRequest` goes in, `RolloutOutput` comes out; fields and defaults are those of ms-swift.
+The engines that run a model of their own are here by name only: they need ms-swift.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from uuid import uuid4
 
 @dataclass
 class InferRequest:
-    """A conversation, and the media that `<image>`, `<video>` and `<audio>`
-    in its texts stand for."""
+    """A conversation, and the media that `<image>`, `<video>` and `<audio>` in its texts stand
+    for."""
 
     messages: list[dict[str, Any]]
     images: list[Any] = field(default_factory=list)
@@ -116,34 +119,38 @@ class RolloutOutput:
 
     def __post_init__(self) -> None:
         for name in ("response_token_ids", "response_loss_mask", "rollout_logprobs"):
-            found = getattr(self, name)
-            if found and isinstance(found[0], (int, float)):
-                setattr(self, name, [found])
+            values = getattr(self, name)
+            if values and isinstance(values[0], (int, float)):
+                setattr(self, name, [values])
 
-        # Rewards get media that the scheduler hands on as text, as they are sent
-        # from ms-swift's server.
+        # Media that the scheduler hands on reach the rewards as text, as they are sent from
+        # ms-swift's server.
         for key in ("images", "audios", "videos"):
             if key in self.rollout_infos:
-                given = self.rollout_infos[key]
-                self.rollout_infos[key] = [
-                    _as_text(one) for one in (given if isinstance(given, list) else [given])
-                ]
+                media = self.rollout_infos[key]
+                items = media if isinstance(media, list) else [media]
+                self.rollout_infos[key] = [_as_text(item) for item in items]
 
 
 def _as_text(value: Any) -> Any:
-    """Return an image, bytes or a file as base64; any other value, such as a
-    list of frames, as it is."""
+    """Return an image, bytes or a file as base64; any other value, such as a list of frames, as it
+    is."""
     if isinstance(value, dict) and "bytes" in value:
         value = value["bytes"] or value["path"]
+
     if isinstance(value, str):
         if not os.path.isfile(value):
             return value
         value = Path(value).read_bytes()
     elif hasattr(value, "save"):
+        # An image of Pillow.
         file = BytesIO()
         value.save(file, format="png")
         value = file.getvalue()
-    return b64encode(value).decode() if isinstance(value, bytes) else value
+
+    if isinstance(value, bytes):
+        return b64encode(value).decode()
+    return value
 
 
 class TransformersEngine:

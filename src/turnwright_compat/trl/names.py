@@ -1,4 +1,8 @@
-"""Names that scripts import from TRL beside their environments; training needs TRL itself."""
+"""Names that scripts import from TRL beside their environments; training needs TRL itself.
+
+A script can be imported for its environment, its tools and its rewards: every class here can be
+named and derived from, and raises `ImportError` when an object of it is made.
+"""
 
 from __future__ import annotations
 
@@ -35,4 +39,5 @@ def __getattr__(name: str) -> Any:
     # An import of a submodule asks here first, and imports it after an AttributeError.
     if name.startswith("__") or name in SUBMODULES:
         raise AttributeError(name)
+
     return type(name, (_NotInstalled,), {"__module__": GRPOConfig.__module__})

@@ -1,4 +1,11 @@
-"""verl: overrides and YAML of `verl.trainer.main_ppo`."""
+"""verl: overrides and YAML of `verl.trainer.main_ppo`, and what a recipe has in their place.
+
+`RULES` has a recipe key or a rule for each setting with a meaning here, `NONE` the reason for each
+setting without one, and `MACHINE` those of machines, memory and logging. `_finish` decides what
+several settings decide together: batches, turns, the agent loop, the teacher and the schedule.
+
+Nothing here reads a script or writes a recipe: `convert.engine.convert_source` applies the table.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +19,7 @@ from turnwright_compat.convert.engine import (
     System,
     argument,
     eval_data,
+    linear_layers,
     lists,
     minibatches,
     noted,
@@ -29,11 +37,21 @@ from turnwright_compat.convert.hydra import read_document
 from turnwright_compat.convert.sources import find_file
 
 USE = "verl:tools"
-"""How tools of verl are named (`turnwright_compat`); their files are
-settings of the environment."""
-R, M, D = "actor_rollout_ref.rollout.", "actor_rollout_ref.rollout.multi_turn.", "data."
-AL, TR = "algorithm.", "trainer."
-AC, MO, RC = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "algorithm.rollout_correction."
+"""How tools of verl are named (`turnwright_compat`); their files are settings of the
+environment."""
+
+# Starts of the keys of its configuration.
+ACTOR = "actor_rollout_ref.actor."
+ALGORITHM = "algorithm."
+CORRECTION = "algorithm.rollout_correction."
+DATA = "data."
+MODEL = "actor_rollout_ref.model."
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn."
+ROLLOUT = "actor_rollout_ref.rollout."
+TRAINER = "trainer."
+
+OWN_LOOPS = ("single_turn_agent", "tool_agent")
+"""verl's own agent loops."""
 PARSERS = {
     "hermes": "hermes",
     "llama3_json": "llama3",
@@ -41,16 +59,30 @@ PARSERS = {
     "qwen3_coder": "qwen3_coder",
     "glm": "glm",
 }
+ESTIMATORS = {
+    "grpo": "grpo",
+    "rloo": "rloo",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+}
+KL_ESTIMATORS = {
+    "kl": "k1",
+    "k1": "k1",
+    "abs": "k1",
+    "mse": "k2",
+    "k2": "k2",
+    "low_var_kl": "k3",
+    "k3": "k3",
+}
+
+
+# Rules of one setting
 
 
 def _template_args(draft: Draft, value: Any) -> str | None:
-    for name, one in (value or {}).items():
-        draft.put(f"model.template_args.{name}", one)
+    for name, argument_value in (value or {}).items():
+        draft.put(f"model.template_args.{name}", argument_value)
     return None
-
-
-OWN_LOOPS = ("single_turn_agent", "tool_agent")
-"""verl's own agent loops."""
 
 
 def _estimator(draft: Draft, value: Any) -> str | None:
@@ -59,16 +91,12 @@ def _estimator(draft: Draft, value: Any) -> str | None:
             'adv_estimator = "gae" trains with a critic, which is not here; choose grpo, rloo or '
             "reinforce_plus_plus"
         )
-    names = {
-        "grpo": "grpo",
-        "rloo": "rloo",
-        "reinforce_plus_plus": "reinforce_pp",
-        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
-    }
-    if value not in names:
+    if value not in ESTIMATORS:
         return "no such estimator here (no critic); write your own (train.advantage)"
+
+    # A loss that is an algorithm of its own (`_loss`) has precedence.
     if "train.algorithm" not in draft.values:
-        draft.put("train.algorithm", names[value])
+        draft.put("train.algorithm", ESTIMATORS[value])
     return None
 
 
@@ -78,317 +106,15 @@ def _loss(draft: Draft, value: Any) -> str | None:
     return same("train.algorithm", gspo="gspo", cispo="cispo")(draft, value)
 
 
-def _correction(draft: Draft) -> None:
-    given, low_high = draft.settings, draft.settings.get(f"{RC}rollout_rs_threshold")
-    if given.get(f"{RC}rollout_is") == "token":
-        draft.put("train.correction", "tis", origin=f"{RC}rollout_is")
-        draft.put(
-            "train.correction_high",
-            draft.number(f"{RC}rollout_is_threshold", 2.0),
-            origin=f"{RC}rollout_is_threshold",
-        )
-    elif given.get(f"{RC}rollout_is") == "sequence" or "sequence" in str(
-        given.get(f"{RC}rollout_rs")
-    ):
-        draft.put("train.correction", "sequence_mis", origin=f"{RC}rollout_is")
-        draft.put(
-            "train.correction_high",
-            draft.number(f"{RC}rollout_is_threshold", 3.0),
-            origin=f"{RC}rollout_is_threshold",
-        )
-    elif "geometric" in str(given.get(f"{RC}rollout_rs")) or "seq_mean" in str(
-        given.get(f"{RC}rollout_rs")
-    ):
-        draft.put("train.correction", "sequence_mis_mean", origin=f"{RC}rollout_rs")
-        if isinstance(low_high, int | float):
-            draft.put("train.correction_high", low_high, origin=f"{RC}rollout_rs_threshold")
-    elif "token" in str(given.get(f"{RC}rollout_rs")):
-        draft.put("train.correction", "icepop", origin=f"{RC}rollout_rs")
-    if "train.correction" in draft.values and draft.values.get("train.old_logprobs") == "engine":
-        draft.values.pop("train.old_logprobs")
-        draft.notes.append(
-            "bypass_mode is left out: with a correction, the ratio's denominator is the trainer's "
-            "policy"
-        )
+def _router_replay(draft: Draft, value: Any) -> None:
+    if value not in ("disabled", None):
+        draft.put("train.routing_replay", "replay")
 
 
-def _finish(draft: Draft) -> None:
-    given = draft.settings
-    mini = draft.number(f"{AC}ppo_mini_batch_size", 256)
-    if (groups := draft.number(f"{D}train_batch_size", 1024)) > 0:
-        minibatches(draft, mini, groups, f"{AC}ppo_mini_batch_size")
-    else:  # asynchronous trainers have only minibatches
-        draft.values.pop("rollout.groups", None)
-        draft.put("rollout.groups", int(mini), origin=f"{AC}ppo_mini_batch_size")
-    steps = given.get(f"{TR}total_training_steps")
-    if steps is None:
-        draft.put(
-            "train.data_epochs", draft.number(f"{TR}total_epochs", 30), origin=f"{TR}total_epochs"
-        )
-    if (ratio := draft.number(f"{AC}optim.lr_warmup_steps_ratio", 0)) > 0:
-        if isinstance(steps, int):
-            draft.put(
-                "train.lr_warmup_steps",
-                int(ratio * steps),
-                origin=f"{AC}optim.lr_warmup_steps_ratio",
-            )
-        else:
-            why = (
-                "the number of steps is known when the tasks are: set train.lr_warmup_steps to "
-                "that share of them"
-            )
-            draft.reasons[f"{AC}optim.lr_warmup_steps_ratio"] = why
-    _loss_terms(draft)
-    _environment(draft)
-    _tool_defaults(draft)
-    _distillation(draft)
-    _asynchronous(draft)
-    if f"{AL}adv_estimator" not in given:
-        draft.incomplete.append(
-            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; "
-            "grpo is written"
-        )
-    if not (draft.number(f"{MO}lora_rank", 0) or draft.number(f"{MO}lora.rank", 0)):
-        for key in ("lora.alpha", "lora.targets", "lora.rank"):
-            draft.values.pop(key, None)
-    _correction(draft)
-
-
-def _loss_terms(draft: Draft) -> None:
-    given = draft.settings
-    if draft.isset(f"{AC}use_kl_loss"):
-        draft.put("train.kl", draft.number(f"{AC}kl_loss_coef", 0.001), origin=f"{AC}kl_loss_coef")
-        draft.put("train.kl_in", "loss", origin=f"{AC}use_kl_loss")
-        draft.read(f"{AC}kl_loss_type")
-        same(
-            "train.kl_estimator",
-            kl="k1",
-            k1="k1",
-            abs="k1",
-            mse="k2",
-            k2="k2",
-            low_var_kl="k3",
-            k3="k3",
-        )(draft, given.get(f"{AC}kl_loss_type", "low_var_kl"))
-    elif draft.isset(f"{AL}use_kl_in_reward"):
-        draft.put(
-            "train.kl", draft.number(f"{AL}kl_ctrl.kl_coef", 0.001), origin=f"{AL}kl_ctrl.kl_coef"
-        )
-        draft.put("train.kl_in", "reward", origin=f"{AL}use_kl_in_reward")
-    if given.get(f"{AL}norm_adv_by_std_in_grpo") is False:
-        draft.put("train.advantage", "mean", origin=f"{AL}norm_adv_by_std_in_grpo")
-    if draft.isset(f"{AL}filter_groups.enable"):
-        rounds = int(draft.number(f"{AL}filter_groups.max_num_gen_batches", 0)) - 1
-        origin = f"{AL}filter_groups.enable, {AL}filter_groups.max_num_gen_batches"
-        draft.put(
-            "train.refill",
-            rounds if rounds >= 0 else 10,
-            origin=origin,
-        )
-    clip = draft.number(f"{AC}clip_ratio", 0.2)
-    for side in ("low", "high"):
-        if f"{AC}clip_ratio_{side}" not in given:
-            draft.put(f"train.clip_{side}", clip, origin=f"{AC}clip_ratio")
-    if given.get(f"{AC}loss_agg_mode") != "seq-mean-token-sum-norm":
-        draft.values.pop("train.fixed_length", None)
-
-
-def _environment(draft: Draft) -> None:
-    given = draft.settings
-    if (
-        path := given.get("reward.custom_reward_function.path")
-        or given.get("custom_reward_function.path")
-    ) is not None:
-        names = (given.get(f"{one}custom_reward_function.name") for one in ("reward.", ""))
-        origin = ", ".join(
-            f"{one}custom_reward_function.{key}"
-            for one in ("reward.", "")
-            for key in ("path", "name")
-        )
-        draft.put(
-            "env.args.reward", f"{path}:{next(filter(None, names), 'compute_score')}", origin=origin
-        )
-    draft.reasons.update(
-        dict.fromkeys(
-            (f"{M}enable", f"{R}multi_turn"), f"{NO_EFFECT}: turns and tools need no switch here"
-        )
-    )
-    own_loop = _agent_loop(draft)
-    _turns(draft, own_loop)
-    length = draft.number(f"{D}max_response_length", 512)
-    draft.put("limits.turn_tokens", int(length), origin=f"{D}max_response_length")
-
-
-def _agent_loop(draft: Draft) -> bool:
-    """Name the agent loop of the user, if the settings do; return whether there is one."""
-    named, config = (
-        draft.settings.get(f"{R}agent.default_agent_loop"),
-        draft.settings.get(f"{R}agent.agent_loop_config_path"),
-    )
-    own = named not in (None, *OWN_LOOPS)
-    if not own and config is None:
-        return False
-    origin = f"{R}agent.agent_loop_config_path, {R}agent.default_agent_loop"
-    loops = _loops_of(draft, config)
-    if own and named in loops:
-        _use_loop(draft, loops[named], origin)
-    elif named == "tool_agent" or (named == "single_turn_agent" and loops is not None):
-        pass  # the settings decide for a loop of verl, whatever others the file has
-    elif len(loops) == 1 and not own:
-        ((name, target),) = loops.items()
-        draft.notes.append(
-            f"rows name their loop there (agent_name); {name} is the one of the file, and plays "
-            "all rows here"
-        )
-        _use_loop(draft, target, origin)
-    elif config is None or loops or own:
-        listed = f"; the file has {', '.join(loops)}" if loops else ""
-        draft.incomplete.append(
-            f"the agent loop {named or 'of each row'} is not read{listed}: set [[env]] use = "
-            "file.py:Class"
-        )
-        draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
-    else:
-        draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
-    return True
-
-
-def _use_loop(draft: Draft, target: str, origin: str) -> None:
-    draft.put("env.use", python_name(draft, target), origin=origin)
-    prefix = "env.args."
-    kept = {
-        "max_parallel_calls",
-        "max_tool_response_length",
-        "tool_response_truncate_side",
-        "tool_config_path",
-    }
-    settings = {
-        key: draft.values.pop(f"{prefix}{key}")
-        for key in sorted(kept)
-        if f"{prefix}{key}" in draft.values
-    }
-    if settings:  # a loop reads them in its configuration
-        draft.put(
-            "env.args.rollout",
-            {"multi_turn": settings},
-            origin=", ".join(f"{M}{key}" for key in settings),
-        )
-
-
-def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
-    """Return the classes of a file of agent loops, by their names."""
-    if config is None:
-        return {}
-    path = find_file(str(config), draft.folder)
-    if path is None:
-        draft.incomplete.append(
-            f"{config} (agent_loop_config_path) was not found, so the agent loop is not known: set "
-            "[[env]] use = file.py:Class"
-        )
-        return {}
-    try:
-        found = read_document(path)
-    except ConfigError as error:
-        draft.incomplete.append(str(error))
-        return {}
-    rows = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    return {str(one.get("name")): str(one["_target_"]) for one in rows if one.get("_target_")}
-
-
-def _turns(draft: Draft, own_loop: bool) -> None:
-    """Set the replies of an episode: as many as either bound allows, else all that fit, and one
-    without tools and loops."""
-    given = draft.settings
-    bounds = {f"{M}max_assistant_turns": given.get(f"{M}max_assistant_turns")}
-    if isinstance(users := given.get(f"{M}max_user_turns"), int) and users > 0:
-        bounds[f"{M}max_user_turns"] = users + 1  # a last reply follows the last result
-    known = {key: value for key, value in bounds.items() if isinstance(value, int) and value > 0}
-    if known:
-        least = min(known, key=lambda key: known[key])
-        draft.put("limits.turns", known[least], origin=", ".join(dict.fromkeys([least, *known])))
-        return
-    several = given.get(f"{M}enable", given.get(f"{R}multi_turn")) is True
-    if several or own_loop or given.get(f"{R}agent.default_agent_loop") == "tool_agent":
-        length = int(draft.number(f"{D}max_response_length", 512))
-        draft.put(
-            "limits.turns",
-            length,
-            origin=f"{M}max_assistant_turns, {M}enable, {R}agent.default_agent_loop",
-        )
-        draft.notes.append(
-            "max_assistant_turns is not set, so turns are unlimited there: limits.turns is the "
-            "tokens of an episode"
-        )
-        return
-    draft.put("limits.turns", 1, origin=f"{M}enable")
-
-
-def _tool_defaults(draft: Draft) -> None:
-    """Set verl's limits of tool results where tools are given."""
-    tools = ("tool_config_path", "function_tool_path", "interaction_config_path")
-    if (
-        not any(f"env.args.{one}" in draft.values for one in tools)
-        or draft.values.get("env.use", USE) != USE
-    ):
-        return
-    for key, value in (("max_parallel_calls", 1), ("max_tool_response_length", 256)):
-        if f"env.args.{key}" not in draft.values:
-            draft.put(f"env.args.{key}", value, origin="verl's default")
-
-
-def _distillation(draft: Draft) -> None:
-    """Make the teacher of verl's distillation by policy gradients; refuse its other losses."""
-    given = draft.settings
-    if given.get("distillation.enabled") is not True:
-        return
-    loss = "distillation.distillation_loss."
-    mode = given.get(f"{loss}loss_mode", "k3")
-    models = [
-        (key, one)
-        for key, one in given.items()
-        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path")
-    ]
-    if mode != "k1" or given.get(f"{loss}use_policy_gradient") is not True:
-        raise ConfigError(
-            f"distillation_loss.loss_mode = {mode} without use_policy_gradient is a loss that is "
-            "not here; "
-            'use k1 with policy gradients, or write the recipe with [[teacher]] signal = "loss" '
-            "(docs/reference/teachers.md)"
-        )
-    if len(models) != 1:
-        raise ConfigError(
-            "distillation of several teachers by a column of rows; write a [[teacher]] for each, "
-            "with environments"
-        )
-    draft.teacher["path"] = str(models[0][1])
-    draft.teacher["signal"] = "advantage"
-    draft.teacher["weight"] = float(draft.number(f"{loss}distillation_loss_coef", 1.0))
-    if draft.number(f"{loss}loss_max_clamp", 0):
-        draft.teacher["bound"] = float(draft.number(f"{loss}loss_max_clamp", 0))
-    draft.teacher_settings.update(key for key in given if key.startswith("distillation."))
-    if given.get(f"{loss}use_task_rewards") is False:
-        draft.put("train.reward_weight", 0.0, origin=f"{loss}use_task_rewards")
-
-
-def _asynchronous(draft: Draft) -> None:
-    """Choose the schedule of verl's asynchronous trainers."""
-    program = str(draft.settings.get("$program"))
-    if "fully_async" in program:
-        draft.put("schedule.mode", "async", origin=program)
-        batch = draft.number(f"{AC}ppo_mini_batch_size", 256) * draft.number(
-            "async_training.require_batches", 1
-        )
-        draft.put(
-            "rollout.groups",
-            int(batch),
-            origin=f"{AC}ppo_mini_batch_size, async_training.require_batches",
-        )
-        if (total := draft.number("rollout.total_rollout_steps", 0)) > 0:
-            steps = max(1, int(total / batch))
-            draft.put("train.steps", steps, origin="rollout.total_rollout_steps")
-            draft.values.pop("train.data_epochs", None)
-    elif "one_step_off" in program:
-        draft.put("schedule.mode", "one_step_off", origin=program)
+def _checkpoint_every(draft: Draft, value: Any) -> None:
+    # A frequency of -1 saves no checkpoints.
+    if int(value) > 0:
+        draft.put("checkpoint.every", int(value))
 
 
 def _sanity(draft: Draft, value: Any) -> str | None:
@@ -401,396 +127,735 @@ def _sanity(draft: Draft, value: Any) -> str | None:
     return problem
 
 
+# Rules over several settings
+
+
+def _finish(draft: Draft) -> None:
+    # The recipe's keys stand in the order in which they are put here.
+    _set_batch(draft)
+    _set_steps(draft)
+    _set_loss_terms(draft)
+    _set_environment(draft)
+    _set_tool_defaults(draft)
+    _set_teacher(draft)
+    _set_schedule(draft)
+
+    if f"{ALGORITHM}adv_estimator" not in draft.settings:
+        draft.incomplete.append(
+            "adv_estimator is not set: verl's default is gae, with a critic, which is not here; "
+            "grpo is written"
+        )
+
+    has_adapter = draft.number(f"{MODEL}lora_rank", 0) or draft.number(f"{MODEL}lora.rank", 0)
+    if not has_adapter:
+        for key in ("lora.alpha", "lora.targets", "lora.rank"):
+            draft.values.pop(key, None)
+
+    _set_correction(draft)
+
+
+def _set_batch(draft: Draft) -> None:
+    """Set the optimizer steps of a batch; asynchronous trainers have only minibatches, which are
+    the batches then."""
+    origin = f"{ACTOR}ppo_mini_batch_size"
+    minibatch = draft.number(origin, 256)
+    groups = draft.number(f"{DATA}train_batch_size", 1024)
+    if groups > 0:
+        minibatches(draft, minibatch, groups, origin)
+    else:
+        draft.values.pop("rollout.groups", None)
+        draft.put("rollout.groups", int(minibatch), origin=origin)
+
+
+def _set_steps(draft: Draft) -> None:
+    """Set the epochs of the data, if the steps are not named, and the warm-up of the rate."""
+    steps = draft.settings.get(f"{TRAINER}total_training_steps")
+    if steps is None:
+        epochs = draft.number(f"{TRAINER}total_epochs", 30)
+        draft.put("train.data_epochs", epochs, origin=f"{TRAINER}total_epochs")
+
+    warmup_key = f"{ACTOR}optim.lr_warmup_steps_ratio"
+    warmup_share = draft.number(warmup_key, 0)
+    if warmup_share <= 0:
+        return
+    if isinstance(steps, int):
+        draft.put("train.lr_warmup_steps", int(warmup_share * steps), origin=warmup_key)
+    else:
+        draft.reasons[warmup_key] = (
+            "the number of steps is known when the tasks are: set train.lr_warmup_steps to that "
+            "share of them"
+        )
+
+
+def _set_loss_terms(draft: Draft) -> None:
+    settings = draft.settings
+    if draft.isset(f"{ACTOR}use_kl_loss"):
+        coefficient = draft.number(f"{ACTOR}kl_loss_coef", 0.001)
+        draft.put("train.kl", coefficient, origin=f"{ACTOR}kl_loss_coef")
+        draft.put("train.kl_in", "loss", origin=f"{ACTOR}use_kl_loss")
+        draft.read(f"{ACTOR}kl_loss_type")
+        estimator = settings.get(f"{ACTOR}kl_loss_type", "low_var_kl")
+        same("train.kl_estimator", **KL_ESTIMATORS)(draft, estimator)
+    elif draft.isset(f"{ALGORITHM}use_kl_in_reward"):
+        coefficient = draft.number(f"{ALGORITHM}kl_ctrl.kl_coef", 0.001)
+        draft.put("train.kl", coefficient, origin=f"{ALGORITHM}kl_ctrl.kl_coef")
+        draft.put("train.kl_in", "reward", origin=f"{ALGORITHM}use_kl_in_reward")
+
+    if settings.get(f"{ALGORITHM}norm_adv_by_std_in_grpo") is False:
+        draft.put("train.advantage", "mean", origin=f"{ALGORITHM}norm_adv_by_std_in_grpo")
+
+    if draft.isset(f"{ALGORITHM}filter_groups.enable"):
+        # There the first batch counts too, and 0 is no bound.
+        rounds = int(draft.number(f"{ALGORITHM}filter_groups.max_num_gen_batches", 0)) - 1
+        origin = f"{ALGORITHM}filter_groups.enable, {ALGORITHM}filter_groups.max_num_gen_batches"
+        draft.put("train.refill", rounds if rounds >= 0 else 10, origin=origin)
+
+    clip = draft.number(f"{ACTOR}clip_ratio", 0.2)
+    for side in ("low", "high"):
+        if f"{ACTOR}clip_ratio_{side}" not in settings:
+            draft.put(f"train.clip_{side}", clip, origin=f"{ACTOR}clip_ratio")
+
+    # Only this aggregation divides by a fixed length.
+    if settings.get(f"{ACTOR}loss_agg_mode") != "seq-mean-token-sum-norm":
+        draft.values.pop("train.fixed_length", None)
+
+
+def _set_correction(draft: Draft) -> None:
+    """Choose the correction of the engine's probabilities: weights, or what is masked."""
+    settings = draft.settings
+    weights = settings.get(f"{CORRECTION}rollout_is")
+    masks = str(settings.get(f"{CORRECTION}rollout_rs"))
+    threshold_key = f"{CORRECTION}rollout_is_threshold"
+
+    if weights == "token":
+        draft.put("train.correction", "tis", origin=f"{CORRECTION}rollout_is")
+        highest = draft.number(threshold_key, 2.0)
+        draft.put("train.correction_high", highest, origin=threshold_key)
+    elif weights == "sequence" or "sequence" in masks:
+        draft.put("train.correction", "sequence_mis", origin=f"{CORRECTION}rollout_is")
+        highest = draft.number(threshold_key, 3.0)
+        draft.put("train.correction_high", highest, origin=threshold_key)
+    elif "geometric" in masks or "seq_mean" in masks:
+        draft.put("train.correction", "sequence_mis_mean", origin=f"{CORRECTION}rollout_rs")
+        mask_threshold = settings.get(f"{CORRECTION}rollout_rs_threshold")
+        if isinstance(mask_threshold, int | float):
+            origin = f"{CORRECTION}rollout_rs_threshold"
+            draft.put("train.correction_high", mask_threshold, origin=origin)
+    elif "token" in masks:
+        draft.put("train.correction", "icepop", origin=f"{CORRECTION}rollout_rs")
+
+    if "train.correction" in draft.values and draft.values.get("train.old_logprobs") == "engine":
+        draft.values.pop("train.old_logprobs")
+        draft.notes.append(
+            "bypass_mode is left out: with a correction, the ratio's denominator is the trainer's "
+            "policy"
+        )
+
+
+# Environment: reward, agent loop, turns and tools
+
+
+def _set_environment(draft: Draft) -> None:
+    _set_reward(draft)
+
+    no_switch = f"{NO_EFFECT}: turns and tools need no switch here"
+    draft.reasons[f"{MULTI_TURN}enable"] = no_switch
+    draft.reasons[f"{ROLLOUT}multi_turn"] = no_switch
+
+    has_agent_loop = _set_agent_loop(draft)
+    _set_turns(draft, has_agent_loop)
+    length = int(draft.number(f"{DATA}max_response_length", 512))
+    draft.put("limits.turn_tokens", length, origin=f"{DATA}max_response_length")
+
+
+def _set_reward(draft: Draft) -> None:
+    """Name the user's reward function; its settings are at the top or under `reward`."""
+    settings = draft.settings
+    path = settings.get("reward.custom_reward_function.path") or settings.get(
+        "custom_reward_function.path"
+    )
+    if path is None:
+        return
+
+    name = (
+        settings.get("reward.custom_reward_function.name")
+        or settings.get("custom_reward_function.name")
+        or "compute_score"
+    )
+    origin = (
+        "reward.custom_reward_function.path, reward.custom_reward_function.name, "
+        "custom_reward_function.path, custom_reward_function.name"
+    )
+    draft.put("env.args.reward", f"{path}:{name}", origin=origin)
+
+
+def _set_agent_loop(draft: Draft) -> bool:
+    """Name the agent loop of the user, if the settings do; return whether there is one."""
+    loop_name = draft.settings.get(f"{ROLLOUT}agent.default_agent_loop")
+    config = draft.settings.get(f"{ROLLOUT}agent.agent_loop_config_path")
+    is_users = loop_name not in (None, *OWN_LOOPS)
+    if not is_users and config is None:
+        return False
+
+    origin = f"{ROLLOUT}agent.agent_loop_config_path, {ROLLOUT}agent.default_agent_loop"
+    loops = _loops_of(draft, config)
+    if is_users and loop_name in loops:
+        _use_loop(draft, loops[loop_name], origin)
+        return True
+
+    # The settings decide for a loop of verl, whatever others the file has.
+    if loop_name in OWN_LOOPS:
+        return True
+
+    if len(loops) == 1 and not is_users:
+        ((only_name, target),) = loops.items()
+        draft.notes.append(
+            f"rows name their loop there (agent_name); {only_name} is the one of the file, and "
+            "plays all rows here"
+        )
+        _use_loop(draft, target, origin)
+        return True
+
+    # What is wrong with a file that could not be read is said already (`_loops_of`).
+    if config is None or loops or is_users:
+        listed = f"; the file has {', '.join(loops)}" if loops else ""
+        draft.incomplete.append(
+            f"the agent loop {loop_name or 'of each row'} is not read{listed}: set [[env]] use = "
+            "file.py:Class"
+        )
+    draft.put("env.use", f"{TO_DO}.py:Loop", origin=origin)
+    return True
+
+
+def _use_loop(draft: Draft, target: str, origin: str) -> None:
+    """Let a class of the user play, with the limits of tools where such a loop reads them."""
+    draft.put("env.use", python_name(draft, target), origin=origin)
+
+    tool_settings = {}
+    for name in (
+        "max_parallel_calls",
+        "max_tool_response_length",
+        "tool_config_path",
+        "tool_response_truncate_side",
+    ):
+        if f"env.args.{name}" in draft.values:
+            tool_settings[name] = draft.values.pop(f"env.args.{name}")
+
+    # A loop reads them in its configuration.
+    if tool_settings:
+        tool_origin = ", ".join(f"{MULTI_TURN}{name}" for name in tool_settings)
+        draft.put("env.args.rollout", {"multi_turn": tool_settings}, origin=tool_origin)
+
+
+def _loops_of(draft: Draft, config: Any) -> dict[str, str]:
+    """Return the classes of a file of agent loops, by their names."""
+    if config is None:
+        return {}
+
+    path = find_file(str(config), draft.folder)
+    if path is None:
+        draft.incomplete.append(
+            f"{config} (agent_loop_config_path) was not found, so the agent loop is not known: set "
+            "[[env]] use = file.py:Class"
+        )
+        return {}
+    try:
+        document = read_document(path)
+    except ConfigError as error:
+        draft.incomplete.append(str(error))
+        return {}
+
+    loops: dict[str, str] = {}
+    for row in document if isinstance(document, list) else []:
+        if isinstance(row, dict) and row.get("_target_"):
+            loops[str(row.get("name"))] = str(row["_target_"])
+    return loops
+
+
+def _set_turns(draft: Draft, has_agent_loop: bool) -> None:
+    """Set the replies of an episode: as many as either bound allows, else all that fit, and one
+    without tools and loops."""
+    settings = draft.settings
+    bounds: dict[str, int] = {}
+    assistant_turns = settings.get(f"{MULTI_TURN}max_assistant_turns")
+    if isinstance(assistant_turns, int) and assistant_turns > 0:
+        bounds[f"{MULTI_TURN}max_assistant_turns"] = assistant_turns
+    user_turns = settings.get(f"{MULTI_TURN}max_user_turns")
+    if isinstance(user_turns, int) and user_turns > 0:
+        # A last reply follows the last result.
+        bounds[f"{MULTI_TURN}max_user_turns"] = user_turns + 1
+
+    if bounds:
+        tightest = min(bounds, key=lambda key: bounds[key])
+        origin = ", ".join(dict.fromkeys([tightest, *bounds]))
+        draft.put("limits.turns", bounds[tightest], origin=origin)
+        return
+
+    is_multi_turn = (
+        settings.get(f"{MULTI_TURN}enable", settings.get(f"{ROLLOUT}multi_turn")) is True
+    )
+    calls_tools = settings.get(f"{ROLLOUT}agent.default_agent_loop") == "tool_agent"
+    if not (is_multi_turn or has_agent_loop or calls_tools):
+        draft.put("limits.turns", 1, origin=f"{MULTI_TURN}enable")
+        return
+
+    length = int(draft.number(f"{DATA}max_response_length", 512))
+    origin = (
+        f"{MULTI_TURN}max_assistant_turns, {MULTI_TURN}enable, {ROLLOUT}agent.default_agent_loop"
+    )
+    draft.put("limits.turns", length, origin=origin)
+    draft.notes.append(
+        "max_assistant_turns is not set, so turns are unlimited there: limits.turns is the tokens "
+        "of an episode"
+    )
+
+
+def _set_tool_defaults(draft: Draft) -> None:
+    """Set verl's limits of tool results where tools are given."""
+    tool_files = ("tool_config_path", "function_tool_path", "interaction_config_path")
+    has_tools = any(f"env.args.{name}" in draft.values for name in tool_files)
+    if not has_tools or draft.values.get("env.use", USE) != USE:
+        return
+
+    for name, default in (("max_parallel_calls", 1), ("max_tool_response_length", 256)):
+        if f"env.args.{name}" not in draft.values:
+            draft.put(f"env.args.{name}", default, origin="verl's default")
+
+
+# Teachers and schedules
+
+
+def _set_teacher(draft: Draft) -> None:
+    """Make the teacher of verl's distillation by policy gradients; refuse its other losses."""
+    settings = draft.settings
+    if settings.get("distillation.enabled") is not True:
+        return
+
+    loss = "distillation.distillation_loss."
+    mode = settings.get(f"{loss}loss_mode", "k3")
+    if mode != "k1" or settings.get(f"{loss}use_policy_gradient") is not True:
+        raise ConfigError(
+            f"distillation_loss.loss_mode = {mode} without use_policy_gradient is a loss that is "
+            "not here; "
+            'use k1 with policy gradients, or write the recipe with [[teacher]] signal = "loss" '
+            "(docs/reference/teachers.md)"
+        )
+    teacher_paths = [
+        value
+        for key, value in settings.items()
+        if key.startswith("distillation.teacher_models.") and key.endswith(".model_path")
+    ]
+    if len(teacher_paths) != 1:
+        raise ConfigError(
+            "distillation of several teachers by a column of rows; write a [[teacher]] for each, "
+            "with environments"
+        )
+
+    draft.teacher["path"] = str(teacher_paths[0])
+    draft.teacher["signal"] = "advantage"
+    draft.teacher["weight"] = float(draft.number(f"{loss}distillation_loss_coef", 1.0))
+    bound = draft.number(f"{loss}loss_max_clamp", 0)
+    if bound:
+        draft.teacher["bound"] = float(bound)
+    draft.teacher_settings.update(key for key in settings if key.startswith("distillation."))
+    if settings.get(f"{loss}use_task_rewards") is False:
+        draft.put("train.reward_weight", 0.0, origin=f"{loss}use_task_rewards")
+
+
+def _set_schedule(draft: Draft) -> None:
+    """Choose the schedule of verl's asynchronous trainers."""
+    program = str(draft.settings.get("$program"))
+    if "fully_async" in program:
+        draft.put("schedule.mode", "async", origin=program)
+        _set_async_batch(draft)
+    elif "one_step_off" in program:
+        draft.put("schedule.mode", "one_step_off", origin=program)
+
+
+def _set_async_batch(draft: Draft) -> None:
+    """Set the groups of a step, which are several minibatches there, and the number of steps,
+    which is counted in groups."""
+    minibatch = draft.number(f"{ACTOR}ppo_mini_batch_size", 256)
+    groups = minibatch * draft.number("async_training.require_batches", 1)
+    origin = f"{ACTOR}ppo_mini_batch_size, async_training.require_batches"
+    draft.put("rollout.groups", int(groups), origin=origin)
+
+    all_groups = draft.number("rollout.total_rollout_steps", 0)
+    if all_groups > 0:
+        steps = max(1, int(all_groups / groups))
+        draft.put("train.steps", steps, origin="rollout.total_rollout_steps")
+        draft.values.pop("train.data_epochs", None)
+
+
 RULES: dict[str, Any] = {
-    f"{D}train_files": train_data,
-    f"{D}val_files": eval_data,
-    f"{D}prompt_key": "env.columns.prompt",
-    f"{D}image_key": "env.columns.images",
-    f"{D}video_key": "env.columns.videos",
-    f"{D}max_prompt_length": "limits.prompt_tokens",
-    f"{D}max_response_length": "limits.episode_tokens",
-    f"{D}train_batch_size": "rollout.groups",
-    f"{D}seed": unless_off("seed", (None,)),
-    f"{D}return_multi_modal_inputs": "env.return_multi_modal_inputs",
-    f"{D}apply_chat_template_kwargs": _template_args,
-    f"{D}tool_config_path": argument("tool_config_path"),
-    f"{D}function_tool_path": argument("function_tool_path"),
-    f"{AL}adv_estimator": _estimator,
-    f"{AL}norm_adv_by_std_in_grpo": noted,
-    f"{AL}gamma": lambda draft, value: draft.put("train.discount", value) if value != 1 else None,
-    f"{AL}use_kl_in_reward": noted,
-    f"{AL}kl_penalty": noted,
-    f"{AL}kl_ctrl.kl_coef": noted,
-    f"{AL}filter_groups.enable": noted,
-    f"{AL}filter_groups.max_num_gen_batches": noted,
-    f"{RC}rollout_is": noted,
-    f"{RC}rollout_is_threshold": noted,
-    f"{RC}rollout_rs": noted,
-    f"{RC}rollout_rs_threshold": noted,
-    f"{RC}bypass_mode": switch("train.old_logprobs", "engine"),
-    f"{AC}optim.lr": "train.lr",
-    f"{AC}optim.weight_decay": "train.weight_decay",
-    f"{AC}optim.betas": "train.betas",
-    f"{AC}optim.clip_grad": "train.max_grad_norm",
-    f"{AC}grad_clip": "train.max_grad_norm",
-    f"{AC}optim.lr_scheduler_type": same(
+    f"{DATA}train_files": train_data,
+    f"{DATA}val_files": eval_data,
+    f"{DATA}prompt_key": "env.columns.prompt",
+    f"{DATA}image_key": "env.columns.images",
+    f"{DATA}video_key": "env.columns.videos",
+    f"{DATA}max_prompt_length": "limits.prompt_tokens",
+    f"{DATA}max_response_length": "limits.episode_tokens",
+    f"{DATA}train_batch_size": "rollout.groups",
+    f"{DATA}seed": unless_off("seed", (None,)),
+    f"{DATA}return_multi_modal_inputs": "env.return_multi_modal_inputs",
+    f"{DATA}apply_chat_template_kwargs": _template_args,
+    f"{DATA}tool_config_path": argument("tool_config_path"),
+    f"{DATA}function_tool_path": argument("function_tool_path"),
+    f"{ALGORITHM}adv_estimator": _estimator,
+    f"{ALGORITHM}norm_adv_by_std_in_grpo": noted,
+    f"{ALGORITHM}gamma": unless_off("train.discount", (1,)),
+    f"{ALGORITHM}use_kl_in_reward": noted,
+    f"{ALGORITHM}kl_penalty": noted,
+    f"{ALGORITHM}kl_ctrl.kl_coef": noted,
+    f"{ALGORITHM}filter_groups.enable": noted,
+    f"{ALGORITHM}filter_groups.max_num_gen_batches": noted,
+    f"{CORRECTION}rollout_is": noted,
+    f"{CORRECTION}rollout_is_threshold": noted,
+    f"{CORRECTION}rollout_rs": noted,
+    f"{CORRECTION}rollout_rs_threshold": noted,
+    f"{CORRECTION}bypass_mode": switch("train.old_logprobs", "engine"),
+    f"{ACTOR}optim.lr": "train.lr",
+    f"{ACTOR}optim.weight_decay": "train.weight_decay",
+    f"{ACTOR}optim.betas": "train.betas",
+    f"{ACTOR}optim.clip_grad": "train.max_grad_norm",
+    f"{ACTOR}grad_clip": "train.max_grad_norm",
+    f"{ACTOR}optim.lr_scheduler_type": same(
         "train.schedule", constant="constant", cosine="cosine", linear="linear"
     ),
-    f"{AC}optim.lr_decay_style": same(
+    f"{ACTOR}optim.lr_decay_style": same(
         "train.schedule", constant="constant", cosine="cosine", linear="linear"
     ),
-    f"{AC}optim.lr_warmup_steps": unless_off("train.lr_warmup_steps"),
-    f"{AC}optim.lr_warmup_steps_ratio": noted,
-    f"{AC}ppo_mini_batch_size": noted,
-    f"{AC}ppo_max_token_len_per_gpu": "train.micro_tokens",
-    f"{AC}clip_ratio": noted,
-    f"{AC}clip_ratio_low": "train.clip_low",
-    f"{AC}clip_ratio_high": "train.clip_high",
-    f"{AC}clip_ratio_c": "train.clip_cap",
-    f"{AC}entropy_coeff": "train.entropy",
-    f"{AC}freeze_vision_tower": switch("train.vision", "frozen"),
-    f"{AC}policy_loss.loss_mode": _loss,
-    f"{AC}loss_agg_mode": same(
+    f"{ACTOR}optim.lr_warmup_steps": unless_off("train.lr_warmup_steps"),
+    f"{ACTOR}optim.lr_warmup_steps_ratio": noted,
+    f"{ACTOR}ppo_mini_batch_size": noted,
+    f"{ACTOR}ppo_max_token_len_per_gpu": "train.micro_tokens",
+    f"{ACTOR}clip_ratio": noted,
+    f"{ACTOR}clip_ratio_low": "train.clip_low",
+    f"{ACTOR}clip_ratio_high": "train.clip_high",
+    f"{ACTOR}clip_ratio_c": "train.clip_cap",
+    f"{ACTOR}entropy_coeff": "train.entropy",
+    f"{ACTOR}freeze_vision_tower": switch("train.vision", "frozen"),
+    f"{ACTOR}policy_loss.loss_mode": _loss,
+    f"{ACTOR}loss_agg_mode": same(
         "train.aggregation",
         token_mean="token",
         seq_mean_token_mean="trajectory",
         seq_mean_token_sum_norm="fixed",
     ),
-    f"{AC}loss_scale_factor": unless_off("train.fixed_length"),
-    f"{AC}use_kl_loss": noted,
-    f"{AC}kl_loss_coef": noted,
-    f"{AC}kl_loss_type": noted,
-    f"{AC}ppo_epochs": "train.epochs",
-    f"{AC}router_replay.mode": lambda draft, value: (
-        draft.put("train.routing_replay", "replay") if value not in ("disabled", None) else None
-    ),
-    f"{R}n": "rollout.group_size",
-    f"{R}temperature": "rollout.temperature",
-    f"{R}top_p": "rollout.top_p",
-    f"{R}top_k": top_k("rollout.top_k"),
-    f"{R}min_p": "rollout.min_p",
-    f"{R}stop": lists("rollout.stop"),
-    f"{R}max_model_len": unless_off("limits.context"),
-    f"{R}response_length": "limits.episode_tokens",
-    f"{R}prompt_length": "limits.prompt_tokens",
-    f"{R}seed": unless_off("seed", (None,)),
-    f"{R}enable_rollout_routing_replay": switch("train.routing_replay", "replay"),
-    f"{R}val_kwargs.n": "eval.samples",
-    f"{R}val_kwargs.temperature": temperature_of_eval,
-    f"{R}val_kwargs.top_p": "eval.top_p",
-    f"{R}val_kwargs.top_k": top_k("eval.top_k"),
-    f"{R}multi_turn": noted,
-    f"{M}enable": noted,
-    f"{M}max_assistant_turns": noted,
-    f"{M}max_user_turns": noted,
-    f"{M}tool_config_path": argument("tool_config_path"),
-    f"{M}function_tool_path": argument("function_tool_path"),
-    f"{M}interaction_config_path": argument("interaction_config_path"),
-    f"{R}tool_kwargs.tools_config_file": argument("tool_config_path"),
-    f"{M}max_parallel_calls": argument("max_parallel_calls"),
-    f"{M}max_tool_response_length": argument("max_tool_response_length"),
-    f"{M}tool_response_truncate_side": argument("tool_response_truncate_side"),
-    f"{M}use_inference_chat_template": switch("rollout.history", "template"),
-    f"{M}tokenization_sanity_check_mode": _sanity,
-    f"{M}format": same("model.parser", **PARSERS),
-    f"{R}agent.default_agent_loop": noted,
-    f"{R}agent.agent_loop_config_path": noted,
-    f"{MO}path": "model.path",
-    f"{MO}lora_rank": "lora.rank",
-    f"{MO}lora_alpha": "lora.alpha",
-    f"{MO}lora.rank": "lora.rank",
-    f"{MO}lora.alpha": "lora.alpha",
-    f"{MO}target_modules": lambda draft, value: (
-        lists("lora.targets")(draft, value) if value not in ("all-linear", None) else None
-    ),
-    f"{MO}enable_gradient_checkpointing": "train.gradient_checkpointing",
+    f"{ACTOR}loss_scale_factor": unless_off("train.fixed_length"),
+    f"{ACTOR}use_kl_loss": noted,
+    f"{ACTOR}kl_loss_coef": noted,
+    f"{ACTOR}kl_loss_type": noted,
+    f"{ACTOR}ppo_epochs": "train.epochs",
+    f"{ACTOR}router_replay.mode": _router_replay,
+    f"{ROLLOUT}n": "rollout.group_size",
+    f"{ROLLOUT}temperature": "rollout.temperature",
+    f"{ROLLOUT}top_p": "rollout.top_p",
+    f"{ROLLOUT}top_k": top_k("rollout.top_k"),
+    f"{ROLLOUT}min_p": "rollout.min_p",
+    f"{ROLLOUT}stop": lists("rollout.stop"),
+    f"{ROLLOUT}max_model_len": unless_off("limits.context"),
+    f"{ROLLOUT}response_length": "limits.episode_tokens",
+    f"{ROLLOUT}prompt_length": "limits.prompt_tokens",
+    f"{ROLLOUT}seed": unless_off("seed", (None,)),
+    f"{ROLLOUT}enable_rollout_routing_replay": switch("train.routing_replay", "replay"),
+    f"{ROLLOUT}val_kwargs.n": "eval.samples",
+    f"{ROLLOUT}val_kwargs.temperature": temperature_of_eval,
+    f"{ROLLOUT}val_kwargs.top_p": "eval.top_p",
+    f"{ROLLOUT}val_kwargs.top_k": top_k("eval.top_k"),
+    f"{ROLLOUT}multi_turn": noted,
+    f"{MULTI_TURN}enable": noted,
+    f"{MULTI_TURN}max_assistant_turns": noted,
+    f"{MULTI_TURN}max_user_turns": noted,
+    f"{MULTI_TURN}tool_config_path": argument("tool_config_path"),
+    f"{MULTI_TURN}function_tool_path": argument("function_tool_path"),
+    f"{MULTI_TURN}interaction_config_path": argument("interaction_config_path"),
+    f"{ROLLOUT}tool_kwargs.tools_config_file": argument("tool_config_path"),
+    f"{MULTI_TURN}max_parallel_calls": argument("max_parallel_calls"),
+    f"{MULTI_TURN}max_tool_response_length": argument("max_tool_response_length"),
+    f"{MULTI_TURN}tool_response_truncate_side": argument("tool_response_truncate_side"),
+    f"{MULTI_TURN}use_inference_chat_template": switch("rollout.history", "template"),
+    f"{MULTI_TURN}tokenization_sanity_check_mode": _sanity,
+    f"{MULTI_TURN}format": same("model.parser", **PARSERS),
+    f"{ROLLOUT}agent.default_agent_loop": noted,
+    f"{ROLLOUT}agent.agent_loop_config_path": noted,
+    f"{MODEL}path": "model.path",
+    f"{MODEL}lora_rank": "lora.rank",
+    f"{MODEL}lora_alpha": "lora.alpha",
+    f"{MODEL}lora.rank": "lora.rank",
+    f"{MODEL}lora.alpha": "lora.alpha",
+    f"{MODEL}target_modules": linear_layers,
+    f"{MODEL}enable_gradient_checkpointing": "train.gradient_checkpointing",
     "reward.custom_reward_function.path": noted,
     "reward.custom_reward_function.name": noted,
     "custom_reward_function.path": noted,
     "custom_reward_function.name": noted,
-    f"{TR}total_training_steps": unless_off("train.steps"),
+    f"{TRAINER}total_training_steps": unless_off("train.steps"),
     "rollout.total_rollout_steps": noted,
     "async_training.require_batches": noted,
-    f"{TR}total_epochs": noted,
-    f"{TR}test_freq": lambda draft, value: draft.put("eval.every", max(0, int(value))),
-    f"{TR}save_freq": lambda draft, value: (
-        draft.put("checkpoint.every", int(value)) if int(value) > 0 else None
-    ),
-    f"{TR}max_actor_ckpt_to_keep": unless_off("checkpoint.keep"),
-    f"{TR}default_local_dir": "out",
-    f"{TR}logger": trackers,
-    f"{TR}project_name": "track.project",
-    f"{TR}experiment_name": "track.name",
+    f"{TRAINER}total_epochs": noted,
+    f"{TRAINER}test_freq": lambda draft, value: draft.put("eval.every", max(0, int(value))),
+    f"{TRAINER}save_freq": _checkpoint_every,
+    f"{TRAINER}max_actor_ckpt_to_keep": unless_off("checkpoint.keep"),
+    f"{TRAINER}default_local_dir": "out",
+    f"{TRAINER}logger": trackers,
+    f"{TRAINER}project_name": "track.project",
+    f"{TRAINER}experiment_name": "track.name",
 }
 
 _MANAGER = "the reward is the environment's: env.args.reward"
 _TEACHER = "see [[teacher]]"
+_DISTILLATION = (
+    "loss_mode",
+    "topk",
+    "use_task_rewards",
+    "distillation_loss_coef",
+    "loss_max_clamp",
+    "log_prob_min_clamp",
+    "use_policy_gradient",
+    "policy_loss_mode",
+    "clip_ratio",
+    "clip_ratio_low",
+    "clip_ratio_high",
+)
+"""Settings of the loss of a distillation."""
 NONE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "distillation.enabled": (_TEACHER, (False,)),
-    **{
-        f"distillation.distillation_loss.{one}": (_TEACHER, ())
-        for one in (
-            *(
-                "loss_mode",
-                "topk",
-                "use_task_rewards",
-                "distillation_loss_coef",
-                "loss_max_clamp",
-                "log_prob_min_clamp",
-            ),
-            *(
-                "use_policy_gradient",
-                "policy_loss_mode",
-                "clip_ratio",
-                "clip_ratio_low",
-                "clip_ratio_high",
-            ),
-        )
-    },
+    **{f"distillation.distillation_loss.{name}": (_TEACHER, ()) for name in _DISTILLATION},
     "distillation.teacher_key": (_TEACHER, ()),
-    f"{D}reward_fn_key": (
+    f"{DATA}reward_fn_key": (
         "every column of a row reaches the reward under its own name",
         ("data_source",),
     ),
-    f"{D}audio_key": ("no audio", ("audios",)),
-    f"{D}shuffle": ("tasks are always shuffled, by the seed", (True,)),
-    f"{D}validation_shuffle": ("an evaluation plays every held-out task", (False,)),
-    f"{D}truncation": (
+    f"{DATA}audio_key": ("no audio", ("audios",)),
+    f"{DATA}shuffle": ("tasks are always shuffled, by the seed", (True,)),
+    f"{DATA}validation_shuffle": ("an evaluation plays every held-out task", (False,)),
+    f"{DATA}truncation": (
         "prompts over limits.prompt_tokens are skipped, counted and listed",
         ("error",),
     ),
-    f"{D}filter_overlong_prompts": (
+    f"{DATA}filter_overlong_prompts": (
         "prompts over limits.prompt_tokens are skipped, counted and listed",
         (True,),
     ),
-    f"{D}train_max_samples": ("all rows are used; cut the file", (-1,)),
-    f"{D}val_max_samples": ("see eval.tasks", (-1,)),
-    f"{D}custom_cls.path": ("write [[env]] tasks = file.py:function", (None,)),
-    f"{D}custom_cls.name": ("write [[env]] tasks = file.py:function", (None,)),
-    f"{D}mm_processor_kwargs": (
+    f"{DATA}train_max_samples": ("all rows are used; cut the file", (-1,)),
+    f"{DATA}val_max_samples": ("see eval.tasks", (-1,)),
+    f"{DATA}custom_cls.path": ("write [[env]] tasks = file.py:function", (None,)),
+    f"{DATA}custom_cls.name": ("write [[env]] tasks = file.py:function", (None,)),
+    f"{DATA}mm_processor_kwargs": (
         "images are processed by the model directory's settings",
         ({}, None),
     ),
-    f"{D}return_raw_chat": ("messages are kept", (True, False)),
-    f"{D}gen_batch_size": ("see [schedule]", ()),
-    f"{D}mask_truncated": ("see train.overlong_filter", (False,)),
-    f"{AL}lam": ("no critic, so no GAE", (1, 1.0)),
-    f"{AL}filter_groups.metric": (
+    f"{DATA}return_raw_chat": ("messages are kept", (True, False)),
+    f"{DATA}gen_batch_size": ("see [schedule]", ()),
+    f"{DATA}mask_truncated": ("see train.overlong_filter", (False,)),
+    f"{ALGORITHM}lam": ("no critic, so no GAE", (1, 1.0)),
+    f"{ALGORITHM}filter_groups.metric": (
         "write train.group_filter",
         ("seq_reward", "seq_final_reward", "acc", "score", None),
     ),
-    f"{AL}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
-    f"{AL}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
-    f"{AL}kl_ctrl.target_kl": ("the weight of the KL term is constant", ()),
-    f"{AL}use_pf_ppo": ("no sampling of trajectories by reward", (False,)),
-    f"{RC}rollout_is_batch_normalize": ("correction weights are not normalized", (False,)),
-    f"{RC}loss_type": ("see train.algorithm", ()),
-    f"{RC}rollout_token_veto_threshold": ('see train.correction = "icepop"', (None,)),
-    f"{AC}tau_pos": ("write your own (train.algorithm)", ()),
-    f"{AC}tau_neg": ("write your own (train.algorithm)", ()),
-    f"{AC}policy_loss.clip_cov_ratio": ("write your own (train.algorithm)", ()),
-    f"{AC}policy_loss.kl_cov_ratio": ("write your own (train.algorithm)", ()),
-    f"{AC}policy_loss.dro_beta": ("write your own (train.algorithm)", (None,)),
-    f"{AC}shuffle": ("minibatches are shuffled at every step", (False, True)),
-    f"{AC}calculate_entropy": ("the entropy is exact and always measured", (False, True)),
-    f"{AC}optim.optimizer": ("AdamW is the optimizer", ("AdamW", "adam")),
-    f"{AC}optim.min_lr_ratio": ("the rate decays to 0", (0, 0.0, None)),
-    f"{AC}optim.num_cycles": ("half a cosine", (0.5,)),
-    f"{AC}optim.warmup_style": ("see train.schedule", (None, "constant")),
-    f"{AC}optim.lr_warmup_init": ("the rate rises from a share of its peak", (0,)),
-    f"{R}over_sample_rate": (
+    f"{ALGORITHM}kl_ctrl.type": ("the weight of the KL term is constant", ("fixed",)),
+    f"{ALGORITHM}kl_ctrl.horizon": ("the weight of the KL term is constant", ()),
+    f"{ALGORITHM}kl_ctrl.target_kl": ("the weight of the KL term is constant", ()),
+    f"{ALGORITHM}use_pf_ppo": ("no sampling of trajectories by reward", (False,)),
+    f"{CORRECTION}rollout_is_batch_normalize": ("correction weights are not normalized", (False,)),
+    f"{CORRECTION}loss_type": ("see train.algorithm", ()),
+    f"{CORRECTION}rollout_token_veto_threshold": ('see train.correction = "icepop"', (None,)),
+    f"{ACTOR}tau_pos": ("write your own (train.algorithm)", ()),
+    f"{ACTOR}tau_neg": ("write your own (train.algorithm)", ()),
+    f"{ACTOR}policy_loss.clip_cov_ratio": ("write your own (train.algorithm)", ()),
+    f"{ACTOR}policy_loss.kl_cov_ratio": ("write your own (train.algorithm)", ()),
+    f"{ACTOR}policy_loss.dro_beta": ("write your own (train.algorithm)", (None,)),
+    f"{ACTOR}shuffle": ("minibatches are shuffled at every step", (False, True)),
+    f"{ACTOR}calculate_entropy": ("the entropy is exact and always measured", (False, True)),
+    f"{ACTOR}optim.optimizer": ("AdamW is the optimizer", ("AdamW", "adam")),
+    f"{ACTOR}optim.min_lr_ratio": ("the rate decays to 0", (0, 0.0, None)),
+    f"{ACTOR}optim.num_cycles": ("half a cosine", (0.5,)),
+    f"{ACTOR}optim.warmup_style": ("see train.schedule", (None, "constant")),
+    f"{ACTOR}optim.lr_warmup_init": ("the rate rises from a share of its peak", (0,)),
+    f"{ROLLOUT}over_sample_rate": (
         "train.refill asks for more groups only where some are replaced",
         (0,),
     ),
-    f"{R}ignore_eos": ("a reply ends at the template's end tokens", (False,)),
-    f"{R}repetition_penalty": (
+    f"{ROLLOUT}ignore_eos": ("a reply ends at the template's end tokens", (False,)),
+    f"{ROLLOUT}repetition_penalty": (
         "no penalties: they would not be part of the trained distribution",
         (1, 1.0),
     ),
-    f"{R}val_kwargs.do_sample": (
+    f"{ROLLOUT}val_kwargs.do_sample": (
         "evaluations are played sampled, and greedily with eval.greedy",
         (),
     ),
-    f"{R}do_sample": ("training samples", (True,)),
-    f"{R}single_turn_response_length": (
+    f"{ROLLOUT}do_sample": ("training samples", (True,)),
+    f"{ROLLOUT}single_turn_response_length": (
         "a reply has the limit of the episode; set limits.turn_tokens",
         (None,),
     ),
-    f"{R}calculate_log_probs": ("logprobs of sampled ids are always returned", (True,)),
-    f"{M}num_repeat_rollouts": ("see rollout.group_size", (None,)),
-    f"{R}skip_tokenizer_init": ("machine", (True,)),
-    f"{MO}custom_chat_template": (
+    f"{ROLLOUT}calculate_log_probs": ("logprobs of sampled ids are always returned", (True,)),
+    f"{MULTI_TURN}num_repeat_rollouts": ("see rollout.group_size", (None,)),
+    f"{ROLLOUT}skip_tokenizer_init": ("machine", (True,)),
+    f"{MODEL}custom_chat_template": (
         "a template is a file here: write it to chat.jinja and set model.template",
         (None,),
     ),
-    f"{MO}trust_remote_code": ("no code of model directories is run", (False,)),
+    f"{MODEL}trust_remote_code": ("no code of model directories is run", (False,)),
     "reward.reward_manager.name": (_MANAGER, ("naive",)),
     "reward_model.reward_manager": (_MANAGER, ("naive",)),
     "reward.reward_manager.module.path": (_MANAGER, ()),
     "reward.reward_manager.module.name": (_MANAGER, (None,)),
-    f"{AL}filter_groups.max_inflight_gen_batches": ("see train.refill", ()),
-    f"{AL}pf_ppo.reweight_method": ("no sampling of trajectories by reward", ("pow",)),
-    f"{AL}pf_ppo.weight_pow": ("no sampling of trajectories by reward", (2.0, 2)),
+    f"{ALGORITHM}filter_groups.max_inflight_gen_batches": ("see train.refill", ()),
+    f"{ALGORITHM}pf_ppo.reweight_method": ("no sampling of trajectories by reward", ("pow",)),
+    f"{ALGORITHM}pf_ppo.weight_pow": ("no sampling of trajectories by reward", (2.0, 2)),
     "reward.num_workers": ("rewards run beside the episodes; see env.reward_isolation", ()),
     "reward_model.enable": (
         "no reward model served by the trainer; call yours in the reward",
         (False,),
     ),
-    f"{TR}val_before_train": ("the policy is always evaluated before reinforcement", (True,)),
-    f"{TR}val_only": ("`turnwright eval`", (False,)),
-    f"{TR}resume_mode": ("a run continues with --resume", ("auto", "disable")),
-    f"{TR}critic_warmup": ("no critic", (0,)),
-    f"{TR}log_val_generations": ("the viewer has every episode", ()),
-    f"{TR}rollout_data_dir": ("the run directory has every episode", ()),
-    f"{TR}validation_data_dir": ("the run directory has every episode", ()),
-    f"{TR}balance_batch": ("passes are packed by tokens", (True, False)),
+    f"{TRAINER}val_before_train": ("the policy is always evaluated before reinforcement", (True,)),
+    f"{TRAINER}val_only": ("`turnwright eval`", (False,)),
+    f"{TRAINER}resume_mode": ("a run continues with --resume", ("auto", "disable")),
+    f"{TRAINER}critic_warmup": ("no critic", (0,)),
+    f"{TRAINER}log_val_generations": ("the viewer has every episode", ()),
+    f"{TRAINER}rollout_data_dir": ("the run directory has every episode", ()),
+    f"{TRAINER}validation_data_dir": ("the run directory has every episode", ()),
+    f"{TRAINER}balance_batch": ("passes are packed by tokens", (True, False)),
     "async_training.staleness_threshold": ('see [schedule] mode = "async" and staleness', ()),
     "async_training.trigger_parameter_sync_step": ("weights are sent after every step", (1,)),
     "async_training.partial_rollout": ('see [schedule] mode = "async" and engine.in_flight', ()),
 }
 
 MACHINE = (
-    *(
-        f"{R}*gpu*",
-        f"{R}name",
-        f"{R}mode",
-        f"{R}*parallel*",
-        f"{R}dtype",
-        f"{R}enforce_eager",
-        f"{R}*cache*",
-    ),
-    *(f"{R}max_num_*", f"{R}log_prob_*", f"{R}engine_kwargs*", f"{R}enable_*", f"{R}load_format"),
-    *(
-        f"{R}layered_summon",
-        f"{R}disable_log_stats",
-        f"{R}checkpoint_engine*",
-        f"{R}trace*",
-        f"{R}prometheus*",
-    ),
-    *(f"{R}profiler*", f"{R}quantization*", f"{R}nnodes", f"{R}update_weights*", f"{R}cudagraph*"),
-    *(
-        f"{R}multi_stage*",
-        f"{R}scheduling_policy",
-        f"{R}logprobs_mode",
-        f"{R}mtp*",
-        f"{R}agent.num_workers",
-    ),
-    *(
-        f"{R}skip_rollout*",
-        f"{R}free_*",
-        f"{R}disaggregation*",
-        f"{R}full_determinism",
-        f"{R}use_*",
-    ),
-    *(
-        "actor_rollout_ref.ref.*",
-        "actor_rollout_ref.hybrid_engine",
-        "actor_rollout_ref.nccl_timeout",
-        "critic.*",
-    ),
-    *(
-        f"{AC}fsdp_config*",
-        f"{AC}megatron*",
-        f"{AC}*micro_batch*",
-        f"{AC}strategy",
-        f"{AC}*parallel*",
-    ),
-    *(
-        f"{AC}use_dynamic_bsz",
-        f"{AC}use_torch_compile",
-        f"{AC}use_fused*",
-        f"{AC}use_remove*",
-        f"{AC}entropy_*",
-    ),
-    *(
-        f"{AC}checkpoint*",
-        f"{AC}profiler*",
-        f"{AC}data_loader*",
-        f"{AC}optim.*offload*",
-        f"{AC}optim.override*",
-    ),
-    *(
-        f"{AC}optim.optimizer_*",
-        f"{AC}veomni*",
-        f"{AC}qat*",
-        f"{AC}optim.total_training_steps",
-        f"{AC}optim.zero_*",
-    ),
-    *(
-        f"{AC}pad_*",
-        f"{AC}router_replay.*",
-        f"{AC}optim.lr_decay_steps",
-        f"{MO}use_*",
-        f"{MO}override_*",
-    ),
-    *(
-        f"{MO}enable_activation*",
-        f"{MO}external_lib",
-        f"{MO}fused_*",
-        f"{MO}tokenizer_path",
-        f"{MO}exclude_modules",
-    ),
-    *(
-        f"{MO}lora.*",
-        f"{MO}mtp*",
-        f"{MO}tiled_mlp*",
-        f"{MO}hf_config_path",
-        f"{MO}lora_adapter_path",
-        f"{TR}nnodes",
-    ),
-    *(f"{TR}n_gpus_per_node", f"{TR}device", f"{TR}use_legacy*", f"{TR}ray_*", f"{TR}*esi*"),
-    *(
-        f"{TR}default_hdfs_dir",
-        f"{TR}del_local*",
-        f"{TR}max_critic*",
-        f"{TR}resume_from*",
-        f"{TR}npu_*",
-    ),
-    *(f"{TR}use_v1*", f"{TR}v1.*", f"{TR}remove_*", "ray_*", "global_profiler*", "rollout.n*"),
-    *(
-        "reward.reward_model*",
-        "reward_model.*",
-        "reward.sandbox*",
-        "hydra.*",
-        "--*",
-        f"{D}dataloader*",
-    ),
-    *(
-        f"{D}filter_overlong_prompts_workers",
-        f"{D}use_shm",
-        f"{D}return_*",
-        f"{D}trust_remote*",
-        f"{D}image_patch*",
-    ),
-    *(
-        f"{D}sampler*",
-        f"{D}datagen*",
-        f"{D}tokenizer",
-        "transfer_queue*",
-        "defaults",
-        "async_training.*",
-    ),
-    *(
-        "model_engine",
-        "distillation.*n_gpus*",
-        "distillation.nnodes",
-        "distillation.*.inference.*",
-        "distillation.*num_replicas",
-    ),
-    *(
-        "*._target_",
-        "skip.*",
-        f"{D}val_batch_size",
-        f"{R}agent.custom_async_server*",
-        f"{R}moe_*",
-        f"{R}qat*",
-    ),
-    *(
-        f"{AC}use_rollout_log_probs",
-        "reward.reward_manager.source",
-        "sandbox_fusion*",
-        "custom_cls*",
-    ),
+    # Engines: their kind, memory, batching and servers.
+    f"{ROLLOUT}*gpu*",
+    f"{ROLLOUT}name",
+    f"{ROLLOUT}mode",
+    f"{ROLLOUT}*parallel*",
+    f"{ROLLOUT}dtype",
+    f"{ROLLOUT}enforce_eager",
+    f"{ROLLOUT}*cache*",
+    f"{ROLLOUT}max_num_*",
+    f"{ROLLOUT}log_prob_*",
+    f"{ROLLOUT}engine_kwargs*",
+    f"{ROLLOUT}enable_*",
+    f"{ROLLOUT}load_format",
+    f"{ROLLOUT}layered_summon",
+    f"{ROLLOUT}disable_log_stats",
+    f"{ROLLOUT}checkpoint_engine*",
+    f"{ROLLOUT}quantization*",
+    f"{ROLLOUT}nnodes",
+    f"{ROLLOUT}update_weights*",
+    f"{ROLLOUT}cudagraph*",
+    f"{ROLLOUT}multi_stage*",
+    f"{ROLLOUT}scheduling_policy",
+    f"{ROLLOUT}logprobs_mode",
+    f"{ROLLOUT}mtp*",
+    f"{ROLLOUT}skip_rollout*",
+    f"{ROLLOUT}free_*",
+    f"{ROLLOUT}disaggregation*",
+    f"{ROLLOUT}full_determinism",
+    f"{ROLLOUT}use_*",
+    f"{ROLLOUT}moe_*",
+    f"{ROLLOUT}qat*",
+    # Engines: workers, traces and profiles.
+    f"{ROLLOUT}agent.num_workers",
+    f"{ROLLOUT}agent.custom_async_server*",
+    f"{ROLLOUT}trace*",
+    f"{ROLLOUT}prometheus*",
+    f"{ROLLOUT}profiler*",
+    # The reference, the critic and how they share machines.
+    "actor_rollout_ref.ref.*",
+    "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.nccl_timeout",
+    "critic.*",
+    # The actor: parallelism, memory and kernels.
+    f"{ACTOR}fsdp_config*",
+    f"{ACTOR}megatron*",
+    f"{ACTOR}*micro_batch*",
+    f"{ACTOR}strategy",
+    f"{ACTOR}*parallel*",
+    f"{ACTOR}use_dynamic_bsz",
+    f"{ACTOR}use_torch_compile",
+    f"{ACTOR}use_fused*",
+    f"{ACTOR}use_remove*",
+    f"{ACTOR}entropy_*",
+    f"{ACTOR}checkpoint*",
+    f"{ACTOR}profiler*",
+    f"{ACTOR}data_loader*",
+    f"{ACTOR}veomni*",
+    f"{ACTOR}qat*",
+    f"{ACTOR}pad_*",
+    f"{ACTOR}router_replay.*",
+    f"{ACTOR}use_rollout_log_probs",
+    # The actor's optimizer.
+    f"{ACTOR}optim.*offload*",
+    f"{ACTOR}optim.override*",
+    f"{ACTOR}optim.optimizer_*",
+    f"{ACTOR}optim.total_training_steps",
+    f"{ACTOR}optim.zero_*",
+    f"{ACTOR}optim.lr_decay_steps",
+    # The model: kernels, and adapters as they are stored.
+    f"{MODEL}use_*",
+    f"{MODEL}override_*",
+    f"{MODEL}enable_activation*",
+    f"{MODEL}external_lib",
+    f"{MODEL}fused_*",
+    f"{MODEL}tokenizer_path",
+    f"{MODEL}exclude_modules",
+    f"{MODEL}lora.*",
+    f"{MODEL}mtp*",
+    f"{MODEL}tiled_mlp*",
+    f"{MODEL}hf_config_path",
+    f"{MODEL}lora_adapter_path",
+    "model_engine",
+    # The trainer: machines, checkpoints and profiles.
+    f"{TRAINER}nnodes",
+    f"{TRAINER}n_gpus_per_node",
+    f"{TRAINER}device",
+    f"{TRAINER}use_legacy*",
+    f"{TRAINER}ray_*",
+    f"{TRAINER}*esi*",
+    f"{TRAINER}default_hdfs_dir",
+    f"{TRAINER}del_local*",
+    f"{TRAINER}max_critic*",
+    f"{TRAINER}resume_from*",
+    f"{TRAINER}npu_*",
+    f"{TRAINER}use_v1*",
+    f"{TRAINER}v1.*",
+    f"{TRAINER}remove_*",
+    "ray_*",
+    "global_profiler*",
+    "rollout.n*",
+    "async_training.*",
+    "transfer_queue*",
+    # Rewards: models and sandboxes that are served.
+    "reward.reward_model*",
+    "reward_model.*",
+    "reward.sandbox*",
+    "reward.reward_manager.source",
+    "sandbox_fusion*",
+    # Data: loaders and samplers.
+    f"{DATA}dataloader*",
+    f"{DATA}filter_overlong_prompts_workers",
+    f"{DATA}use_shm",
+    f"{DATA}return_*",
+    f"{DATA}trust_remote*",
+    f"{DATA}image_patch*",
+    f"{DATA}sampler*",
+    f"{DATA}datagen*",
+    f"{DATA}tokenizer",
+    f"{DATA}val_batch_size",
+    "custom_cls*",
+    # Machines of teachers.
+    "distillation.*n_gpus*",
+    "distillation.nnodes",
+    "distillation.*.inference.*",
+    "distillation.*num_replicas",
+    # Hydra, and what a configuration is made of.
+    "hydra.*",
+    "--*",
+    "defaults",
+    "*._target_",
+    "skip.*",
 )
 
 SYSTEM = System(
@@ -817,10 +882,13 @@ SYSTEM = System(
     finish=_finish,
     hydra=True,
     patterns=(
-        (f"{D}apply_chat_template_kwargs.*", template_argument),
+        (f"{DATA}apply_chat_template_kwargs.*", template_argument),
         ("distillation.teacher_models.*", lambda draft, key, value: "see [[teacher]]"),
     ),
-    programs=r"^verl(\.trainer\.main_ppo\w*|\.experimental\.[\w.]*(main\w*|fully_async\w*))?$|(^|/)main_ppo\.py$|fully_async_main\.py$",
+    programs=(
+        r"^verl(\.trainer\.main_ppo\w*|\.experimental\.[\w.]*(main\w*|fully_async\w*))?$"
+        r"|(^|/)main_ppo\.py$|fully_async_main\.py$"
+    ),
     refused={
         r"^verl\..*sft_trainer|fsdp_sft": "trains on given replies (see [warmup] dataset)",
         r"^verl\.trainer\.main_(eval|generation)": "trains nothing",
