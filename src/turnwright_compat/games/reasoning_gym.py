@@ -60,7 +60,7 @@ class ReasoningGymFactory:
 
     def configuration(self) -> Any:
         """Make the configuration of the dataset; its seed is 0 unless given."""
-        _, configuration_class = _registered_datasets()[self.id]
+        configuration_class = _registered_datasets()[self.id][1]
         configuration = configuration_class(**{"seed": 0, "size": _SIZE, **self.args})
         if hasattr(configuration, "validate"):
             configuration.validate()
@@ -70,7 +70,7 @@ class ReasoningGymFactory:
     def dataset(self) -> Any:
         """The dataset, made when it is first used."""
         if self._dataset is None:
-            dataset_class, _ = _registered_datasets()[self.id]
+            dataset_class = _registered_datasets()[self.id][0]
             self._dataset = dataset_class(config=self.configuration())
         return self._dataset
 
