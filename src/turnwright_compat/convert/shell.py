@@ -469,7 +469,11 @@ class _Reader:
     # Commands and assignments
 
     def _follow_command(self, words: list[Word | str], unknown_status: str) -> None:
-        """Follow a command; `unknown_status` is the one before it if it depends on that."""
+        """Follow a command.
+
+        `unknown_status` shows the command before it, whose success is unknown and decides whether
+        this one runs; it is empty where nothing does.
+        """
         conditions = self._unknown_conditions()
         if unknown_status:
             conditions.add(f"if {unknown_status}")
