@@ -1,6 +1,7 @@
 """Reasoning Gym: its datasets by id, `reasoning_gym:chain_sum`.
 
-A row is a task, `score_answer` the reward of one reply.
+A row is a task, `score_answer` the reward of one reply. `ReasoningGymFactory.tasks` draws the rows,
+and `ReasoningGymEnv.step` scores a reply; an episode has one turn.
 """
 
 from __future__ import annotations
@@ -19,18 +20,21 @@ from turnwright.errors import EnvError
 from turnwright.types import Message, Task
 from turnwright_compat.games.registries import call_with_args, library
 
-# rows that tasks are drawn from, `size` in [env.args]; few datasets generate all of them at once
 _SIZE = 10_000
-_DRAWS = 16  # rows drawn for one task at most, where a dataset repeats its questions
+"""Rows that tasks are drawn from, `size` in `[env.args]`; few datasets generate all of them at
+once."""
+_DRAWS = 16
+"""Rows drawn for one task at most, where a dataset repeats its questions."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def adapt(found: ForeignObject) -> ReasoningGymFactory:
-    """Make the factory of a dataset; `[env.args]` are the fields of its
-    configuration, and `system`."""
+    """Make the factory of a dataset; `[env.args]` are the fields of its configuration, and
+    `system`."""
     args = dict(found.args)
     system = args.pop("system", None)
     factory = ReasoningGymFactory(found.target.id, system, args)
+    # A field that the configuration does not have is an error here, not in the first episode.
     call_with_args(factory.configuration, {}, found.where)
     return factory
 
@@ -43,7 +47,7 @@ class ReasoningGymFactory:
     system: str | None
     args: Mapping[str, Any]
     max_turns: int = 1
-    _made: Any = field(default=None, repr=False, compare=False)
+    _dataset: Any = field(default=None, repr=False, compare=False)
     _rows: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _answers: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
@@ -56,20 +60,19 @@ class ReasoningGymFactory:
 
     def configuration(self) -> Any:
         """Make the configuration of the dataset; its seed is 0 unless given."""
-        kind = library("reasoning_gym.factory", "reasoning-gym").DATASETS[self.id][1]
-        made = kind(**{"seed": 0, "size": _SIZE, **self.args})
-        if hasattr(made, "validate"):
-            made.validate()
-        return made
+        configuration_class = _registered_datasets()[self.id][1]
+        configuration = configuration_class(**{"seed": 0, "size": _SIZE, **self.args})
+        if hasattr(configuration, "validate"):
+            configuration.validate()
+        return configuration
 
     @property
     def dataset(self) -> Any:
         """The dataset, made when it is first used."""
-        if self._made is None:
-            self._made = library("reasoning_gym.factory", "reasoning-gym").DATASETS[self.id][0](
-                config=self.configuration()
-            )
-        return self._made
+        if self._dataset is None:
+            dataset_class = _registered_datasets()[self.id][0]
+            self._dataset = dataset_class(config=self.configuration())
+        return self._dataset
 
     def row(self, index: int) -> Any:
         """Return a row, generated when it is first used; some datasets take a second for one."""
@@ -78,48 +81,62 @@ class ReasoningGymFactory:
         return self._rows[index]
 
     def tasks(self, split: str, n: int, seed: int) -> list[Task]:
-        """Draw up to `n` rows of different questions, by default 1000; the question decides
-        whether a row is held out."""
+        """Draw up to `n` rows of different questions, by default 1000; the question decides whether
+        a row is held out."""
         n = n or 1000
-        found: dict[str, Task] = {}
-        rng = random.Random(seed)  # the same order for both splits, which share the rows
+
+        # The same order for both splits, which share the rows.
+        rng = random.Random(seed)
         rows = range(len(self.dataset))
-        draws = rng.sample(rows, min(len(rows), n * _DRAWS))
+        drawn_rows = rng.sample(rows, min(len(rows), n * _DRAWS))
+
+        tasks: dict[str, Task] = {}
         repeated = 0
-        for index in draws:
+        for index in drawn_rows:
             row = self.row(index)
-            question, answer = str(row["question"]), row["answer"]
-            held_out = (
-                blake2b(question.encode("utf-8", "surrogatepass"), digest_size=1).digest()[0] % 2
-                == 1
-            )
-            repeated += question in found
-            if question in found or held_out != (split == "eval"):
-                if repeated > 2 * n:  # a small dataset is exhausted
+            question = str(row["question"])
+            answer = None if row["answer"] is None else str(row["answer"])
+
+            is_repeated = question in tasks
+            repeated += is_repeated
+            if is_repeated or _is_held_out(question) != (split == "eval"):
+                # A small dataset is exhausted.
+                if repeated > 2 * n:
                     break
                 continue
+
             if answer is not None:
-                self._answers[question] = str(answer)
-            found[question] = Task(
-                question, None if answer is None else str(answer), info={"index": index}
-            )
-            if len(found) == n:
+                self._answers[question] = answer
+            tasks[question] = Task(question, answer, info={"index": index})
+            if len(tasks) == n:
                 break
-        return list(found.values())
+
+        return list(tasks.values())
 
     @property
     def solver(self) -> Speak | None:
-        """Player that answers with the row's own answer; None where that of the
-        first row is not scored 1."""
-        first = self.row(0)
-        right = (
-            first["answer"] is not None
-            and self.dataset.score_answer(answer=str(first["answer"]), entry=first) >= 1
-        )
-        return self._solve if right else None
+        """Player that answers with the row's own answer; None where that of the first row is not
+        scored 1."""
+        row = self.row(0)
+        if row["answer"] is None:
+            return None
+
+        score = self.dataset.score_answer(answer=str(row["answer"]), entry=row)
+        return self._solve if score >= 1 else None
 
     def _solve(self, messages: Sequence[Message], rng: random.Random) -> str:
         return self._answers.get(messages[-1].text, "")
+
+
+def _registered_datasets() -> Any:
+    """Return the class of each dataset and that of its configuration, by id."""
+    return library("reasoning_gym.factory", "reasoning-gym").DATASETS
+
+
+def _is_held_out(question: str) -> bool:
+    """Return whether a question is of the `eval` split: a hash decides, so half of them are."""
+    digest = blake2b(question.encode("utf-8", "surrogatepass"), digest_size=1).digest()
+    return digest[0] % 2 == 1
 
 
 class ReasoningGymEnv(Env):
@@ -138,25 +155,26 @@ class ReasoningGymEnv(Env):
                 'info["index"]'
             )
         self._index = index
-        system = self._factory.system
-        return [*([] if system is None else [Message("system", system)]), *task.messages]
+
+        messages = list(task.messages)
+        if self._factory.system is not None:
+            messages.insert(0, Message("system", self._factory.system))
+        return messages
 
     def step(self, action: Action) -> Step:
         """Score the reply, or what it has between the last <answer> and </answer>."""
         factory = self._factory
-        found = _ANSWER.findall(action.text)
-        answer = (found[-1] if found else action.text).strip()
+        tagged_answers = _ANSWER.findall(action.text)
+        answer = (tagged_answers[-1] if tagged_answers else action.text).strip()
+
         try:
-            score = float(
-                factory.dataset.score_answer(answer=answer, entry=factory.row(self._index))
-            )
-        except Exception as error:  # scorers parse the answer
-            return Step(
-                None,
-                0.0,
-                terminated=True,
-                info={"unreadable": f"{type(error).__name__}: {error}"[:200]},
-            )
+            row = factory.row(self._index)
+            score = float(factory.dataset.score_answer(answer=answer, entry=row))
+        except Exception as error:
+            # Scorers parse the answer, and may raise anything for it.
+            reason = f"{type(error).__name__}: {error}"[:200]
+            return Step(None, 0.0, terminated=True, info={"unreadable": reason})
+
         return Step(None, score, terminated=True)
 
 
@@ -168,7 +186,7 @@ def find(id: str) -> Registered | None:
 def ids() -> Iterable[str]:
     """Return the registered ids."""
     library("reasoning_gym", "reasoning-gym")
-    return sorted(library("reasoning_gym.factory", "reasoning-gym").DATASETS)
+    return sorted(_registered_datasets())
 
 
 FRAMEWORK = Framework("reasoning_gym", adapt, find, ids, recognizes=False)

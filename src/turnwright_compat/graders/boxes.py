@@ -6,22 +6,22 @@ BOX = "\\boxed{"
 
 
 def to_last_brace(text: str, start: int) -> str | None:
-    """Return the text from `start` to the brace that closes the first group after it;
-    None where no brace does."""
+    """Return the text from `start` to the brace that closes the first group after it; None where no
+    brace does."""
     depth = 0
-    for at in range(start, len(text)):
-        if text[at] == "{":
+    for position in range(start, len(text)):
+        if text[position] == "{":
             depth += 1
-        elif text[at] == "}":
+        elif text[position] == "}":
             depth -= 1
             if depth == 0:
-                return text[start : at + 1]
+                return text[start : position + 1]
     return None
 
 
 def last_box(text: str, names: tuple[str, ...] = ("\\boxed", "\\fbox")) -> str | None:
-    """Return the last box with its command: of the first name that the text has; None without
-    one, or an unclosed one."""
+    """Return the last box with its command, of the first name that the text has; None without one,
+    or for an unclosed one."""
     for name in names:
         start = text.rfind(name)
         if start >= 0:

@@ -1,7 +1,9 @@
-r"""Answers compared as texts, as the MATH dataset's checker does: after its rewriting of
-LaTeX they are equal, or not.
+r"""Answers compared as texts, as the MATH dataset's checker does: after its rewriting of LaTeX they
+are equal, or not.
 
-verl's `math_reward` is this comparison alone; slime's graders and mathruler's begin with it.
+`same_text` compares, `normalize` rewrites an answer where it can be, and `rewrite` has the steps in
+their order. verl's `math_reward` is this comparison alone; slime's graders and mathruler's begin
+with it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ _REMOVED = (
     ("^\\circ", ""),
     ("\\$", ""),
 )
-"""Replacements before units are cut, in order: a backslash that is left by
-one is read by the next."""
+"""Replacements before units are cut, in order: a backslash that is left by one is read by the
+next."""
 
 
 class UnreadableError(ValueError):
@@ -30,19 +32,21 @@ class UnreadableError(ValueError):
 
 
 def same_text(given: str | None, truth: str | None, *, percent: bool = False) -> bool:
-    """Whether two answers are equal after rewriting."""
+    """Return whether two answers are equal after rewriting."""
     return normalize(given, percent=percent) == normalize(truth, percent=percent)
 
 
 def normalize(answer: str | None, *, percent: bool = False) -> str | None:
-    r"""Return an answer without an enclosing ``\text{}``, rewritten; as it is where the
-    rewriting does not apply."""
+    r"""Return an answer without an enclosing ``\text{}``, rewritten; as it is where the rewriting
+    does not apply."""
     if answer is None:
         return None
+
     answer = answer.strip()
     enclosed = _ENCLOSED.search(answer)
     if enclosed is not None:
         answer = enclosed["text"].strip()
+
     try:
         return rewrite(answer, percent=percent)
     except UnreadableError:
@@ -50,8 +54,8 @@ def normalize(answer: str | None, *, percent: bool = False) -> str | None:
 
 
 def rewrite(text: str, *, percent: bool = False) -> str:
-    """Return a text in the checker's form: no spaces, units or degree signs;
-    fractions and roots with braces.
+    """Return a text in the checker's form: no spaces, units or degree signs; fractions and roots
+    with braces.
 
     A percent sign goes with its backslash, and with `percent` (mathruler) also without one.
 
@@ -60,7 +64,12 @@ def rewrite(text: str, *, percent: bool = False) -> str:
     """
     for old, new in _REMOVED:
         text = text.replace(old, new)
-    text = _without_units(text).replace("\\%", "")
+
+    # A unit stands in `\text{ ...}`, at the end of the answer.
+    number, *units = text.split("\\text{ ")
+    if len(units) > 1:
+        raise UnreadableError("several units")
+    text = number.replace("\\%", "")
     if percent:
         text = text.replace("%", "")
 
@@ -82,44 +91,53 @@ def rewrite(text: str, *, percent: bool = False) -> str:
     return _as_fraction(text)
 
 
-def _without_units(text: str) -> str:
-    before, *units = text.split("\\text{ ")
-    if len(units) > 1:
-        raise UnreadableError("several units")
-    return before
-
-
 def _with_braces_after_roots(text: str) -> str:
-    before, *pieces = text.split("\\sqrt")
+    r"""Return a text in which what is under a root has braces: ``\sqrt3`` becomes ``\sqrt{3}``."""
+    rewritten, *pieces = text.split("\\sqrt")
     for piece in pieces:
         if not piece:
             raise UnreadableError("nothing after a root")
-        before += "\\sqrt" + (piece if piece[0] == "{" else f"{{{piece[0]}}}{piece[1:]}")
-    return before
+
+        if piece[0] == "{":
+            rewritten += "\\sqrt" + piece
+        else:
+            rewritten += f"\\sqrt{{{piece[0]}}}{piece[1:]}"
+    return rewritten
 
 
 def _with_braces_after_fractions(text: str) -> str:
-    before, *pieces = text.split("\\frac")
+    r"""Return a text in which both parts of a fraction have braces: ``\frac12`` becomes
+    ``\frac{1}{2}``; unchanged where a part is missing."""
+    rewritten, *pieces = text.split("\\frac")
     for piece in pieces:
         if not piece:
             raise UnreadableError("nothing after a fraction")
+
         if piece[0] == "{":
-            before += "\\frac" + piece
-        elif len(piece) < 2:
+            rewritten += "\\frac" + piece
+            continue
+        if len(piece) < 2:
             return text
-        else:
-            second = piece[1] if piece[1] == "{" else f"{{{piece[1]}}}"
-            before += f"\\frac{{{piece[0]}}}{second}{piece[2:]}"
-    return before
+
+        denominator = piece[1] if piece[1] == "{" else f"{{{piece[1]}}}"
+        rewritten += f"\\frac{{{piece[0]}}}{denominator}{piece[2:]}"
+    return rewritten
 
 
 def _as_fraction(text: str) -> str:
-    r"""Return ``\frac{a}{b}`` for two integers with a slash between them;
-    another text unchanged."""
+    r"""Return ``\frac{a}{b}`` for two integers with a slash between them.
+
+    Another text is unchanged.
+    """
     if text.count("/") != 1:
         return text
+
     try:
-        above, below = map(int, text.split("/"))
+        numerator, denominator = map(int, text.split("/"))
     except ValueError:
         return text
-    return f"\\frac{{{above}}}{{{below}}}" if text == f"{above}/{below}" else text
+
+    # Python reads more texts as integers than are written so, such as `+1` and `1_0`.
+    if text != f"{numerator}/{denominator}":
+        return text
+    return f"\\frac{{{numerator}}}{{{denominator}}}"

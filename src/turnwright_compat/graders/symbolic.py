@@ -1,6 +1,9 @@
 r"""Answers compared by SymPy, as the checkers do that descend from PRM800K's: slime's `math` and
 `deepscaler`, mathruler's.
 
+`equal` compares by text and then by SymPy, `equal_by_sympy` by SymPy alone. `normalize` rewrites an
+answer, and `_parsed` makes an expression of it.
+
 Two answers are equal if they are the same text after normalization, or if part by part their
 difference simplifies to 0. An integer is equal to an integer alone, and a fraction has to be
 reduced in the same way. Those checkers run what SymPy's parser makes of an answer as Python code;
@@ -51,7 +54,7 @@ _UNITS = (
     "yard",
 )
 # One after another: `centimeter` loses `meter`.
-_UNIT = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS)
+_UNIT_PATTERNS = tuple(re.compile(rf"{unit}(es)?(s)? *(\^[0-9]+)?") for unit in _UNITS)
 _SIGNS = {"√": "sqrt", "π": "pi", "∞": "inf", "∪": "U", "·": "*", "×": "*"}
 _THOUSANDS = re.compile(r"(\d)(,)(\d\d\d)($|\D)")
 _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
@@ -64,16 +67,17 @@ text is not evaluated."""
 
 
 def equal(given: str, truth: str | None, *, percent: bool = False) -> bool:
-    """Whether an answer is the right one by the text (`hendrycks`;
-    `percent` as there) or by SymPy."""
+    """Return whether an answer is the right one by the text (`hendrycks`; `percent` as there) or by
+    SymPy."""
     return hendrycks.same_text(given, truth, percent=percent) or equal_by_sympy(given, truth)
 
 
 def equal_by_sympy(given: str, truth: str | None) -> bool:
-    """Whether an answer is the right one by SymPy; not where that cannot be decided within
+    """Return whether an answer is the right one by SymPy; false where that cannot be decided within
     the bounds of a call."""
     if truth is None:
         return False
+
     try:
         return bool(call_bounded(_equal, given, truth))
     except BoundExceeded:
@@ -87,7 +91,9 @@ def equal_by_sympy(given: str, truth: str | None) -> bool:
 
 
 def _equal(given: str, truth: str) -> bool:
-    given, truth = normalize(given), normalize(truth)
+    """Compare two answers part by part; this runs in the helper process."""
+    given = normalize(given)
+    truth = normalize(truth)
     if given == truth:
         return True
     if not given:
@@ -96,6 +102,8 @@ def _equal(given: str, truth: str) -> bool:
     given_parts, truth_parts = _parts(given), _parts(truth)
     if len(given_parts) != len(truth_parts):
         return False
+
+    # An open interval is not a closed one.
     if len(truth_parts) > 1 and (given[0], given[-1]) != (truth[0], truth[-1]):
         return False
     return bool(truth_parts) and all(map(_equal_part, given_parts, truth_parts))
@@ -115,9 +123,10 @@ def normalize(text: str) -> str:
     enclosed = _ENCLOSED.search(text)
     if enclosed is not None:
         text = enclosed["text"]
+
     for old, new in _WORDS:
         text = text.replace(old, new)
-    for unit in _UNIT:
+    for unit in _UNIT_PATTERNS:
         text = unit.sub("", text)
     text = re.sub(r"\^ *\\circ", "", text)
     if len(text) > 1 and text[0] == "{" and text[-1] == "}":
@@ -131,22 +140,27 @@ def normalize(text: str) -> str:
         text = _latex_as_text(text)
 
     text = re.sub("- *", "-", text)
-    text = re.sub("([0-9]) +([0-9])", "\\1+\\2", text)  # a mixed number
+    # A mixed number is a sum.
+    text = re.sub("([0-9]) +([0-9])", "\\1+\\2", text)
     text = text.replace(" ", "").replace("{", "").replace("}", "").lower()
-    return str(int(float(text.replace(",", "")))) if _is_integer(text) else text
+
+    if _is_integer(text):
+        text = str(int(float(text.replace(",", ""))))
+    return text
 
 
 def _latex_as_text(latex: str) -> str:
     from pylatexenc import latex2text
 
-    text: str = (
-        latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac").replace("\\frac", " \\frac")
-    )
+    # A blank before a fraction keeps a mixed number apart.
+    plain_fractions = latex.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
+    text: str = plain_fractions.replace("\\frac", " \\frac")
     try:
         text = latex2text.LatexNodes2Text().latex_to_text(text)
     except Exception:
         # The parser may raise anything for malformed LaTeX, which is then compared as it is.
         return latex
+
     for sign, word in _SIGNS.items():
         text = text.replace(sign, word)
     return text.strip()
@@ -162,7 +176,8 @@ def _float(text: str) -> float | None:
 def _is_close_to_integer(value: float) -> bool:
     try:
         return abs(value - round(value)) <= 1e-7
-    except (OverflowError, ValueError):  # infinite, or not a number
+    except (OverflowError, ValueError):
+        # It is infinite, or not a number.
         return False
 
 
@@ -172,6 +187,7 @@ def _is_integer(text: str) -> bool:
 
 
 def _without_thousands(text: str) -> str:
+    # One pass takes every other comma of `1,000,000`.
     while True:
         shorter = _THOUSANDS.sub("\\1\\3\\4", text)
         if shorter == text:
@@ -184,9 +200,11 @@ def _parts(text: str) -> list[str]:
     text = _without_thousands(text)
     if not text:
         return []
-    bracketed = len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS
-    if bracketed and not any(char in _BRACKETS for char in text[1:-1]):
-        return [part.strip() for part in text[1:-1].split(",")]
+
+    inside = text[1:-1]
+    is_bracketed = len(text) > 2 and text[0] in _BRACKETS and text[-1] in _BRACKETS
+    if is_bracketed and not any(char in _BRACKETS for char in inside):
+        return [part.strip() for part in inside.split(",")]
     return [text]
 
 
@@ -194,16 +212,17 @@ def _difference_is_zero(truth: str, given: str) -> bool:
     import sympy
 
     difference = f"({truth})-({given})"
-    letters = {
-        char for char in difference.replace("sqrt", "").replace("frac", "") if char.isalpha()
-    }
+    without_commands = difference.replace("sqrt", "").replace("frac", "")
+    letters = {char for char in without_commands if char.isalpha()}
     if len(letters) > _LETTERS or _TOO_HARD.search(difference):
         return False
+
     try:
         return bool(sympy.simplify(_parsed(difference)) == 0)
     except (MemoryError, RecursionError):
         raise
-    except Exception:  # the parser and what it calls may raise anything
+    except Exception:
+        # The parser and what it calls may raise anything.
         return False
 
 
@@ -247,8 +266,10 @@ def _value(node: ast.expr, names: dict[str, Any]) -> Any:
         return _named(node.id, names)
     if isinstance(node, ast.Call) and not node.keywords:
         if isinstance(node.func, ast.Name) and node.func.id in _READ_TEXT:
-            return names[node.func.id](*(ast.literal_eval(argument) for argument in node.args))
-        return _value(node.func, names)(*(_value(argument, names) for argument in node.args))
+            literals = [ast.literal_eval(argument) for argument in node.args]
+            return names[node.func.id](*literals)
+        function = _value(node.func, names)
+        return function(*(_value(argument, names) for argument in node.args))
     raise ValueError(f"{type(node).__name__} is not part of an expression")
 
 
