@@ -1,12 +1,14 @@
 """`turnwright convert` never invents: what it cannot read is named, what would be
 another training is refused."""
 
+import itertools
 import tomllib
 
 import pytest
 
 from turnwright.cli.main import main
 from turnwright.errors import ConfigError
+from turnwright_compat.convert import launcher
 from turnwright_compat.launch_scripts import convert, convert_file
 
 
@@ -954,3 +956,19 @@ def test_the_dry_run_makes_the_environment(tmp_path, capsys, body, name, code, s
     assert "[[env]]" in shown.out
     assert said in shown.err
     assert shown.err.count("\n") == (1 if code else 0)
+
+
+VALUES = ("3", "1e400", "None", "'a b'", "[]", "[1, 'a']", "{'a': 1}", "[[1]]", "undefined")
+KNOWN_CALLS = [
+    *(f"{name}({{}})" for name in (*launcher._FUNCTIONS, *launcher._TEXT_FUNCTIONS, "dict")),
+    *(f"'a b'.{name}({{}})" for name in sorted(launcher._TEXT_METHODS)),
+    *(f"[3].{name}({{}})" for name in ("append", "extend")),
+]
+
+
+@pytest.mark.parametrize("call", KNOWN_CALLS)
+def test_a_known_function_of_a_wrong_value_ends_no_launcher(call):
+    for count in (0, 1, 2):
+        for values in itertools.product(VALUES, repeat=count):
+            text = f"import shlex, textwrap\nx = {call.format(', '.join(values))}\n"
+            launcher.Launcher(text, "launch.py").follow()

@@ -948,7 +948,10 @@ class Launcher:
         if name in _FUNCTIONS or name == "dict":
             return _plain_call(call)
         if name in _TEXT_FUNCTIONS and args and _is_known(args[0]):
-            return _TEXT_FUNCTIONS[name](args[0])
+            try:
+                return _TEXT_FUNCTIONS[name](args[0])
+            except TypeError:  # of a value that is no text
+                return call.unknown()
         if last_name == "field" and ("default" in call.kwargs or "default_factory" in call.kwargs):
             return self._field_default(call)
         return self._framework_function(call, scope)
