@@ -253,7 +253,7 @@ class Slow(RunLink):
 
 def test_a_slow_worker_is_named_and_its_turns_are_not_sampled_again(alone, tmp_path):
     async def play():
-        async with run_with_workers(tmp_path, alone, "--scale.stall_s=0.5") as here:
+        async with run_with_workers(tmp_path, alone, "--scale.stall_s=3") as here:
             slow = worker(here, Slow, "slow")
             await until(lambda: any("slow joined" in note for note in here.notes))
             submitted = here.stream.submit(group(here.spec))
