@@ -1,6 +1,7 @@
 """TextArena: its games by id, `textarena:TicTacToe-v0`.
 
-The model plays one seat, an opponent the others.
+The model plays one seat, an opponent the others. `adapt` reads `[env.args]` and makes the factory;
+`TextArenaEnv` is one game, in which `_opponents` moves for all other seats.
 """
 
 from __future__ import annotations
@@ -30,16 +31,22 @@ _SHARED_RANDOM = threading.Lock()
 _BRACKETED = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _SENDER = re.compile(r"\[(?:GAME|Game|Player \d+|Player)\]")
 _MOST_PLAYERS = 16
-_MOVES = 1000  # of opponents in one step of the model
+
+_MOVES = 1000
+"""Maximum moves of opponents in one step of the model."""
 
 
 def random_opponent(seen: str, rng: random.Random) -> str:
     """Choose one of the bracketed texts that its seat read last, as in `[4]`; most games
     write legal actions so."""
-    lines = [
-        found for line in seen.splitlines() if (found := _BRACKETED.findall(_SENDER.sub("", line)))
-    ]
-    return rng.choice([text for line in lines[-6:] for text in line]) if lines else "[0]"
+    actions_by_line: list[list[str]] = []
+    for line in seen.splitlines():
+        actions = _BRACKETED.findall(_SENDER.sub("", line))
+        if actions:
+            actions_by_line.append(actions)
+    if not actions_by_line:
+        return "[0]"
+    return rng.choice([action for actions in actions_by_line[-6:] for action in actions])
 
 
 def adapt(found: ForeignObject) -> TextArenaFactory:
@@ -47,13 +54,15 @@ def adapt(found: ForeignObject) -> TextArenaFactory:
     `opponent`, `system`."""
     id = found.target.id
     args = with_functions(found.args, ("opponent",), found)
-    own = {key: args.pop(key) for key in ("seat", "players", "opponent", "system") if key in args}
-    opponent = own.get("opponent", "random")
+    seat = args.pop("seat", 0)
+    players = args.pop("players", None)
+    opponent = args.pop("opponent", "random")
+    system = args.pop("system", None)
     if opponent != "random" and not callable(opponent):
         raise ConfigError(
             f"{found.where}: opponent is {opponent!r}; write random, or file.py:function(seen, rng)"
         )
-    seat, players = own.get("seat", 0), own.get("players")
+
     game = call_with_args(partial(_make, id), args, found.where)
     players = players or _players(game)
     if type(seat) is not int or type(players) is not int or not 0 <= seat < players:
@@ -61,33 +70,37 @@ def adapt(found: ForeignObject) -> TextArenaFactory:
             f"{found.where}: seat is {seat!r} of {players} players; the first seat is 0"
         )
     return TextArenaFactory(
-        id,
-        args,
-        seat,
-        players,
-        random_opponent if opponent == "random" else opponent,
-        own.get("system"),
+        id=id,
+        args=args,
+        seat=seat,
+        players=players,
+        opponent=random_opponent if opponent == "random" else opponent,
+        system=system,
     )
 
 
 def _make(id: str, **args: Any) -> Any:
     """Make a game, without its wrappers of observations."""
     registry = library("textarena.envs.registration", "textarena")
-    made = registry.make(id, **args)
-    while hasattr(made, "env"):
-        made = made.env
-    return made
+    game = registry.make(id, **args)
+    while hasattr(game, "env"):
+        game = game.env
+    return game
 
 
 def _players(game: Any) -> int:
     """Return the fewest players of a game: its class names the kind of its state, and its
     `reset` refuses too few."""
     try:
-        text = inspect.getsource(type(game))
+        source = inspect.getsource(type(game))
     except (OSError, TypeError):
-        text = ""
-    found = re.search("SinglePlayer|TwoPlayer|MinimalMulti|FFAMulti|TeamMulti", text)
-    fewest = 3 if found is None else {"SinglePlayer": 1, "TwoPlayer": 2}.get(found[0], 3)
+        source = ""
+    kind = re.search("SinglePlayer|TwoPlayer|MinimalMulti|FFAMulti|TeamMulti", source)
+    fewest = 3
+    if kind is not None:
+        fewest = {"SinglePlayer": 1, "TwoPlayer": 2}.get(kind[0], 3)
+
+    # What `reset` draws is put back into the shared generator.
     with _SHARED_RANDOM:
         shared = random.getstate()
         try:
@@ -133,7 +146,8 @@ class TextArenaEnv(Env):
 
     def reset(self, task: Task, *, seed: int | None = None) -> list[Message]:
         """Start the game; opponents move until it is the model's turn."""
-        factory, game_seed = self._factory, seed_of(task)
+        factory = self._factory
+        game_seed = seed_of(task)
         self._random = random.Random(game_seed).getstate()
         self._rng = random.Random(f"{game_seed} opponents")
         self._seen = {player: "" for player in range(factory.players)}
@@ -143,30 +157,42 @@ class TextArenaEnv(Env):
             over = self._opponents(self._game.state.done)
         if over:
             raise EnvError(f"textarena:{factory.id}: the game ended before the model's first turn")
-        system = [] if factory.system is None else [Message("system", factory.system)]
-        return [*system, *task.messages, Message("user", self._news(factory.seat))]
+
+        messages = list(task.messages)
+        if factory.system is not None:
+            messages.insert(0, Message("system", factory.system))
+        return [*messages, Message("user", self._news(factory.seat))]
 
     def step(self, action: Action) -> Step:
         """Play the reply; the reward is TextArena's for the seat, at the end."""
-        seat, state = self._factory.seat, self._game.state
+        seat = self._factory.seat
+        state = self._game.state
         with self._own_random():
             over = self._opponents(self._act(action.text))
         if not over:
             return Step(self._news(seat), 0.0)
-        infos = state.game_info if isinstance(getattr(state, "game_info", None), Mapping) else {}
-        details = {player: info for player, info in infos.items() if isinstance(info, Mapping)}
-        faults = [
-            player
-            for player, info in details.items()
-            if info.get("invalid_move") and player != seat
-        ]
+
         reward = number_of((state.rewards or {}).get(seat, 0.0)) or 0.0
-        info: dict[str, Any] = {"reason": str(details.get(seat, {}).get("reason") or "")}
-        info["invalid_move"] = bool(details.get(seat, {}).get("invalid_move"))
-        if faults and self._factory.players == 2:
+        ends = self._ends_of_players()
+        own_end = ends.get(seat, {})
+        info: dict[str, Any] = {
+            "reason": str(own_end.get("reason") or ""),
+            "invalid_move": bool(own_end.get("invalid_move")),
+        }
+        opponent_failed = any(
+            end.get("invalid_move") for player, end in ends.items() if player != seat
+        )
+        if opponent_failed and self._factory.players == 2:
             # A win that an opponent's illegal action gave away is no success.
             return Step(None, 0.0, truncated=True, info=info | {"opponent_invalid": True})
         return Step(None, reward, terminated=True, info=info)
+
+    def _ends_of_players(self) -> dict[Any, Mapping[str, Any]]:
+        """Return what the game says of how it ended for each player."""
+        game_info = getattr(self._game.state, "game_info", None)
+        if not isinstance(game_info, Mapping):
+            return {}
+        return {player: end for player, end in game_info.items() if isinstance(end, Mapping)}
 
     def close(self) -> None:
         if self._game is not None and hasattr(self._game, "close"):
@@ -174,6 +200,8 @@ class TextArenaEnv(Env):
                 self._game.close()
 
     def _opponents(self, over: bool) -> bool:
+        """Move for the other seats until it is the model's turn; return whether the game is
+        over."""
         for _ in range(_MOVES):
             player = self._game.state.current_player_id
             if over or player == self._factory.seat:
@@ -186,6 +214,7 @@ class TextArenaEnv(Env):
         )
 
     def _act(self, text: str) -> bool:
+        """Play an action of the current player; return whether the game is over."""
         done, _ = self._game.step(action=text)
         return bool(done)
 
@@ -195,15 +224,15 @@ class TextArenaEnv(Env):
         state.current_player_id = player
         _, sent = self._game.get_observation()
         names = state.role_mapping or {}
-        parts = (
-            [sent]
-            if isinstance(sent, str)
-            else [
-                text if sender == -1 else f"[{names.get(sender, f'Player {sender}')}] {text}"
-                for sender, text, *_ in sent
-                if sender != player
-            ]
-        )
+        parts: list[Any] = []
+        if isinstance(sent, str):
+            parts = [sent]
+        else:
+            for sender, text, *_ in sent:
+                if sender == -1:  # the game itself
+                    parts.append(text)
+                elif sender != player:
+                    parts.append(f"[{names.get(sender, f'Player {sender}')}] {text}")
         news = "\n".join(str(part).strip("\n") for part in parts)
         self._seen[player] += f"{news}\n"
         return news
@@ -213,6 +242,7 @@ class TextArenaEnv(Env):
 
     @contextlib.contextmanager
     def _own_random(self) -> Iterator[None]:
+        """Let the shared generator draw the numbers of this game."""
         with _SHARED_RANDOM:
             shared = random.getstate()
             random.setstate(self._random)
