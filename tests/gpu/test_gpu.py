@@ -16,8 +16,8 @@ from kit.adapters import send, shapes
 from kit.architectures import make
 from kit.expert_models import WANT, moe, told
 from kit.local_engines import matrices, model, request, run, talk, words
-from kit.training import distance, random_groups
-from kit.trees import learn, small
+from kit.training import distance, learn, random_groups
+from kit.trees import small
 from transformers import Qwen3Config
 
 from turnwright.cli.main import main

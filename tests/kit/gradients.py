@@ -1,30 +1,18 @@
-"""Checks of gradients: by finite differences, and of every weight."""
+"""Where the gradient of a step is, and its loss beside it."""
 
 from __future__ import annotations
 
 import torch
 
 from kit.double_precision import Model64
-from kit.training import gradient
-from turnwright.config import TrainConfig
-from turnwright.training import Trainer
+from kit.training import learn
 from turnwright.training.advantages import advantages
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
-
-def learn(model, made, **settings):
-    """One step that leaves the weights as they are: its loss, and the gradient
-    that it left on them."""
-    trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
-    figures = trainer.step(made, step=0, steps=10).metrics
-    return figures["loss"], gradient(model)
+def loss_and_gradient(model, made, **settings):
+    """The loss and the gradient of one step that leaves the weights as they are."""
+    metrics, slope = learn(model, made, **settings)
+    return metrics["loss"], slope
 
 
 def check_probe(made, shift=0, model=None):

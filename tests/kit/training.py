@@ -20,7 +20,7 @@ from turnwright.config import (
 from turnwright.config.dump import to_json_dict
 from turnwright.envs import as_env_spec
 from turnwright.records import NullListener, RunDir
-from turnwright.training import TrainingRun, resolve_settings
+from turnwright.training import Trainer, TrainingRun, resolve_settings
 from turnwright.training.advantages import CreditSettings
 from turnwright.training.baselines import RunningBaselines
 from turnwright.training.self_checks import LengthRewardEnv
@@ -125,6 +125,21 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 ANY = {"max_mismatch": 1e9}
+STILL = {
+    "lr": 0.0,
+    "schedule": "constant",
+    "max_grad_norm": 1e9,
+    "max_mismatch": 1e9,
+    "weight_decay": 0.0,
+}
+"""Settings with which a step leaves the weights as they are, and the whole gradient on them."""
+
+
+def learn(model, made, **settings):
+    """One step that leaves the weights as they are: its metrics, and the gradient that it left on
+    them."""
+    trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
+    return trainer.step(made, step=0, steps=10).metrics, gradient(model)
 
 
 def fingerprint(model):

@@ -11,21 +11,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kit.double_precision import Block, Body, Model64, _norm
-from kit.training import E, M, P, gradient
-from turnwright.config import TrainConfig
-from turnwright.training import Trainer, build_prefix_tree
-from turnwright.training.forward.prefix_tree import (
-    SortedRows,
-)
+from kit.training import E, M, P
+from turnwright.training import build_prefix_tree
+from turnwright.training.forward.prefix_tree import SortedRows
 from turnwright.types import EpisodeKey, Group, Span, StopReason, Task, Trajectory
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 @st.composite
@@ -129,13 +118,6 @@ class Tree64(Model64):
         for block in self.model.blocks:
             block.__class__ = NamedBlock
             block.config = config
-
-
-def learn(model, made, **more):
-    """One step that leaves the weights as they are: its figures, and the gradient
-    that it left on them."""
-    figures = Trainer(model, TrainConfig(**{**STILL, **more})).step(made, step=0, steps=10).metrics
-    return figures, gradient(model)
 
 
 def small(**more):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit.double_precision import Model64
 from kit.gradients import disturbed
-from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
+from kit.training import STILL, E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.config.names import ALGORITHMS
@@ -19,13 +19,6 @@ from turnwright.training.algorithms import BUILT_IN, TokenBatch
 from turnwright.training.algorithms.settings import check_custom, load_custom
 from turnwright.types import Group, Task
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 MOST, BUFFER, FIXED = 14, 0.5, 7
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
 from kit.strategies import groups
-from kit.training import E, M, P, branched, chain, gradient
+from kit.training import STILL, E, M, P, branched, chain, gradient
 
 from turnwright.config import TrainConfig
 from turnwright.errors import ConfigError, UsageError
@@ -19,14 +19,6 @@ from turnwright.training.advantages import CreditSettings, advantages, discounte
 from turnwright.training.loss import ESTIMATORS, Correction, k1, k2, k3
 from turnwright.training.loss_weights import TokenWeights, last_round, loss_scale
 from turnwright.types import Group, Message, RowReward, Task, Turn
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 def episode(replies, rewards, *, own=0.0, sample=0, roles=None):

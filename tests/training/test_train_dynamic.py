@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from kit.double_precision import Model64
-from kit.training import M, P, chain, credit_settings
+from kit.training import STILL, M, P, chain, credit_settings
 
 from turnwright.config import TrainConfig
 from turnwright.engines.policy_engine import AgentPolicies
@@ -15,14 +15,6 @@ from turnwright.training.loss import Objective
 from turnwright.training.policies import Policies, Policy
 from turnwright.training.task_plan import TaskChoice, play_with_dynamic_sampling
 from turnwright.types import Group, Task
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 def policies(config):

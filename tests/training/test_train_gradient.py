@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.gradients import STILL, check_probe, learn
+from kit.gradients import check_probe, loss_and_gradient
 from kit.strategies import groups, trajectories
-from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
+from kit.training import STILL, E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TrainConfig
 from turnwright.training import Trainer
@@ -57,8 +57,10 @@ def test_invariant_4_on_random_forests(made):
 @pytest.mark.parametrize("micro_tokens", [1, 30, 100, 100_000])
 def test_invariant_5_micro_batches(aggregation, micro_tokens):
     made = random_groups(3)
-    loss, base = learn(Model64(), made, aggregation=aggregation, micro_tokens=1000)
-    other_loss, other = learn(Model64(), made, aggregation=aggregation, micro_tokens=micro_tokens)
+    loss, base = loss_and_gradient(Model64(), made, aggregation=aggregation, micro_tokens=1000)
+    other_loss, other = loss_and_gradient(
+        Model64(), made, aggregation=aggregation, micro_tokens=micro_tokens
+    )
     assert distance(other, base) < 1e-10
     assert other_loss == pytest.approx(loss, rel=1e-10, abs=1e-14)
 
@@ -72,9 +74,11 @@ def test_invariant_5_micro_batches(aggregation, micro_tokens):
 def test_invariant_5_on_random_forests(made, aggregation, micro_tokens):
     if not any(credit.tokens for credit in advantages(made).trained):
         return
-    _, base = learn(Model64(), made, aggregation=aggregation)
-    _, split = learn(Model64(), made, aggregation=aggregation, micro_tokens=micro_tokens)
-    _, whole = learn(Model64(whole=True), made, aggregation=aggregation)
+    _, base = loss_and_gradient(Model64(), made, aggregation=aggregation)
+    _, split = loss_and_gradient(
+        Model64(), made, aggregation=aggregation, micro_tokens=micro_tokens
+    )
+    _, whole = loss_and_gradient(Model64(whole=True), made, aggregation=aggregation)
     assert (split - base).norm() <= 1e-10 * base.norm() + 1e-15
     assert (whole - base).norm() <= 1e-10 * base.norm() + 1e-15
 
@@ -84,17 +88,17 @@ def test_invariant_5_one_chain_or_five_branches(aggregation):
     made = random_groups(5, turns=5)
     trees = [Group(g.task, [branched(t) for t in g.trajectories]) for g in made]
     assert sum(1 for _ in trees[0].trajectories[0].samples()) > 1
-    loss, base = learn(Model64(), made, aggregation=aggregation)
-    tree_loss, tree = learn(Model64(), trees, aggregation=aggregation)
+    loss, base = loss_and_gradient(Model64(), made, aggregation=aggregation)
+    tree_loss, tree = loss_and_gradient(Model64(), trees, aggregation=aggregation)
     assert distance(tree, base) < 1e-10
     assert tree_loss == pytest.approx(loss, rel=1e-10, abs=1e-14)
 
 
 def test_order_of_groups_and_trajectories_changes_no_bit():
     made = random_groups(6)
-    loss, base = learn(Model64(), made)
+    loss, base = loss_and_gradient(Model64(), made)
     turned = [Group(g.task, g.trajectories[::-1]) for g in made[::-1]]
-    turned_loss, other = learn(Model64(), turned)
+    turned_loss, other = loss_and_gradient(Model64(), turned)
     assert torch.equal(base, other)
     assert turned_loss == loss
 
@@ -109,16 +113,18 @@ def test_companions_without_weight_change_no_bit_of_the_gradient():
             t.key = type(t.key)("train", 1, t.key.task, t.key.sample)
             for span in t.spans:
                 span.untrained = "stale" if span.sampled else None
-    assert torch.equal(learn(Model64(), made)[1], learn(Model64(), made + more)[1])
+    assert torch.equal(
+        loss_and_gradient(Model64(), made)[1], loss_and_gradient(Model64(), made + more)[1]
+    )
 
 
 @pytest.mark.parametrize("aggregation", ["token", "trajectory", "fixed"])
 def test_invariant_5_hugging_face_float32(tiny_model, aggregation):
     made = random_groups(9, groups=6, size=6, turns=4)
-    loss, base = learn(tiny_model, made, aggregation=aggregation)
+    loss, base = loss_and_gradient(tiny_model, made, aggregation=aggregation)
     trees = [Group(g.task, [branched(t) for t in g.trajectories]) for g in made]
     for other, micro_tokens in ((made, 1), (made, 200), (trees, 4096), (trees, 150)):
-        other_loss, found = learn(
+        other_loss, found = loss_and_gradient(
             tiny_model, other, aggregation=aggregation, micro_tokens=micro_tokens
         )
         assert distance(found, base) < 5e-6
@@ -127,7 +133,7 @@ def test_invariant_5_hugging_face_float32(tiny_model, aggregation):
 
 def test_head_on_trained_positions_equals_whole_logits(tiny_model):
     made = random_groups(10)
-    _, base = learn(tiny_model, made)
+    _, base = loss_and_gradient(tiny_model, made)
     trainer = Trainer(tiny_model, TrainConfig(**STILL))
     assert trainer.forward.head is not None
     trainer.forward.body = trainer.forward.head = None

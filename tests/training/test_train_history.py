@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 from kit.double_precision import Model64
-from kit.training import branched, distance, gradient
+from kit.gradients import loss_and_gradient
+from kit.training import STILL, branched, distance
 
 import turnwright as tw
 from turnwright.config import EnvConfig, ModelConfig, TrainConfig
@@ -18,13 +19,6 @@ from turnwright.training import Trainer
 from turnwright.training.model import models
 from turnwright.types import Group
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 STRIPS = "qwen3_without_thinking"
 
 
@@ -51,12 +45,6 @@ def groups_of(rows):
         row.reward = float(row.key.sample % 2)
         made.setdefault(row.task.id, Group(row.task, [])).trajectories.append(row)
     return list(made.values())
-
-
-def learn(model, made, **settings):
-    trainer = Trainer(model, TrainConfig(**{**STILL, **settings}))
-    figures = trainer.step(made, step=0, steps=10).metrics
-    return figures["loss"], gradient(model)
 
 
 def per_call(made):
@@ -102,9 +90,9 @@ def test_a_tree_of_branches_has_the_loss_and_the_gradient_of_a_row_per_call(
     assert history == "append" or any(row.branches for row in rows)
     made = groups_of(rows)
     model = Model64(vocabulary=1100, context=512)
-    loss, grad = learn(model, made, aggregation=aggregation)
+    loss, grad = loss_and_gradient(model, made, aggregation=aggregation)
     model.zero_grad()
-    slow_loss, slow_grad = learn(model, per_call(made), aggregation=aggregation)
+    slow_loss, slow_grad = loss_and_gradient(model, per_call(made), aggregation=aggregation)
     assert abs(loss - slow_loss) < 1e-12
     assert distance(grad, slow_grad) < 1e-10
 
@@ -128,9 +116,9 @@ def test_one_chain_and_five_branches_of_an_episode_have_equal_gradients(thinking
     apart = [Group(made[0].task, [rows[0], branched(rows[1])])]
     assert len(list(apart[0].trajectories[1].samples())) == 5
     model = Model64(vocabulary=1100, context=512)
-    loss, grad = learn(model, made)
+    loss, grad = loss_and_gradient(model, made)
     model.zero_grad()
-    other_loss, other_grad = learn(model, apart)
+    other_loss, other_grad = loss_and_gradient(model, apart)
     assert abs(loss - other_loss) < 1e-12
     assert distance(grad, other_grad) < 1e-10
 

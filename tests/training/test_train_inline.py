@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from kit.double_precision import Model64
-from kit.gradients import STILL, check_probe, learn
+from kit.gradients import check_probe, loss_and_gradient
 from kit.rollouts import Call, Sampler, renderer
+from kit.training import STILL
 
 import turnwright as tw
 from turnwright.config import TrainConfig
@@ -257,12 +258,12 @@ def test_rewound_tails_that_are_untrained_change_no_gradient():
         Cut, [tw.Task("a", id="a")], Sampler(ends=0.5, most=20), samples=4, limits=LIMITS
     )
     assert sum(span.untrained is not None for t in rows for span in t.spans) > 4
-    _, whole = learn(Model64(300, context=600), group_by_task(rows))
+    _, whole = loss_and_gradient(Model64(300, context=600), group_by_task(rows))
     for trajectory in rows:
         for span in trajectory.spans:
             if span.untrained:
                 assert span.logprobs is not None
                 span.ids, span.logprobs = span.ids[: span.trained], span.logprobs[: span.trained]
                 span.untrained, span.untrained_from = None, 0
-    _, cut = learn(Model64(300, context=600), group_by_task(rows))
+    _, cut = loss_and_gradient(Model64(300, context=600), group_by_task(rows))
     assert torch.allclose(whole, cut, rtol=1e-10, atol=1e-14)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kit.double_precision import Model64
-from kit.training import M, P, chain, credit_settings, gradient, played, random_groups
+from kit.training import STILL, M, P, chain, credit_settings, gradient, played, random_groups
 
 import turnwright as tw
 from turnwright.config import RolloutConfig, RunConfig, TrainConfig
@@ -20,14 +20,6 @@ from turnwright.training.loss import TokenBatch, clipped
 from turnwright.training.task_plan import with_steps_of_epochs
 from turnwright.training.trainer.optimizer import schedule
 from turnwright.types import Group, StopReason, Task
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 def test_the_learning_rate_rises_then_falls():

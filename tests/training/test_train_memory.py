@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.training import distance, gradient, random_groups
+from kit.training import STILL, distance, gradient, random_groups
 
 from turnwright.config import LoraConfig, TrainConfig
 from turnwright.engines import Request
@@ -27,14 +27,6 @@ from turnwright.training.trainer.memory import (
     estimate,
     short_passes,
 )
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 class Full(Model64):

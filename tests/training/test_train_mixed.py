@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.sight import Gallery, episode
-from kit.training import E, M, P, chain, distance, example_texts, gradient, random_groups
-from kit.trees import STILL, families
+from kit.training import STILL, E, M, P, chain, distance, example_texts, gradient, random_groups
+from kit.trees import families
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from turnwright.config import LoraConfig, ModelConfig, TrainConfig

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.training import E, M, P, gradient
+from kit.training import STILL, E, M, P, gradient
 
 from turnwright.config import TrainConfig
 from turnwright.engines import Generation, PolicyEngine, Request
@@ -37,13 +37,6 @@ from turnwright.types import (
     Turn,
 )
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 AGENTS = ("asker", "solver-1", "solver-2", "judge")
 PLAYS = {"a": ("asker",), "b": ("solver-*",), "fixed": ("judge",)}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from kit.double_precision import Model64
-from kit.training import M, P, chain, credit_settings
+from kit.training import STILL, M, P, chain, credit_settings
 
 import turnwright as tw
 from turnwright.config import TrainConfig
@@ -17,13 +17,6 @@ from turnwright.types import Group, StopReason
 
 pytestmark = pytest.mark.beside("compat")
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 THEIRS = f"{Path(__file__).parents[1]}/compat/users/slime/others.py:check_reward_nonzero_std"
 BASE = "from slime.rollout.filter_hub.base_types import DynamicFilterOutput\n"
 

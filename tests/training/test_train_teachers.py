@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit.double_precision import Model64
 from kit.strategies import groups
 from kit.teachers import of_trainer
-from kit.training import E, M, P, branched, chain, distance, gradient, random_groups
+from kit.training import STILL, E, M, P, branched, chain, distance, gradient, random_groups
 
 from turnwright.config import TeacherConfig, TrainConfig
 from turnwright.errors import ConfigError, UsageError
@@ -23,13 +23,6 @@ from turnwright.training.teachers.local import LocalTeacher, SelfTeacher
 from turnwright.training.teachers.teacher import Hint, Teachers
 from turnwright.types import Group, Message, Task
 
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 VOCABULARY = 50
 
 

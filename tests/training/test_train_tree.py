@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.double_precision import Model64
-from kit.training import M, P, branched, chain, distance, gradient, random_groups
-from kit.trees import STILL, Tree64, ancestors, families, laid, learn, small
+from kit.training import STILL, M, P, branched, chain, distance, gradient, learn, random_groups
+from kit.trees import Tree64, ancestors, families, laid, small
 from transformers import MistralConfig, MistralForCausalLM, Qwen3ForCausalLM
 
 from turnwright.config import LoraConfig, TrainConfig

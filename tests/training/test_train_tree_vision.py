@@ -6,8 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kit.sight import Gallery, episode
-from kit.training import distance, example_texts, gradient
-from kit.trees import STILL
+from kit.training import STILL, distance, example_texts, gradient
 
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.training import LossDenominator, Trainer, build_prefix_tree

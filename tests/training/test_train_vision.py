@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit.sight import Gallery, episode
-from kit.training import distance, example_texts, gradient
+from kit.training import STILL, distance, example_texts, gradient
 
 from turnwright.config import ModelConfig, TrainConfig
 from turnwright.engines.local import fingerprint
@@ -17,14 +17,6 @@ from turnwright.training import LossDenominator, Trainer, make_batch
 from turnwright.training.advantages import advantages
 from turnwright.training.model import models
 from turnwright.types import Group, Span, Task
-
-STILL = {
-    "lr": 0.0,
-    "schedule": "constant",
-    "max_grad_norm": 1e9,
-    "max_mismatch": 1e9,
-    "weight_decay": 0.0,
-}
 
 
 @pytest.fixture(scope="module")
