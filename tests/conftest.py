@@ -1,5 +1,5 @@
-"""For every test: the shared helpers can be imported, what is drawn is the same in each run,
-and torch has one thread.
+"""For every test: the kit and the benchmarks can be imported, what is drawn is the same in each
+run, and torch has one thread.
 
 One thread is what `model.threads` is by default, what equal bits are promised for, and what keeps
 two test processes on two cores from slowing each other tenfold.
@@ -28,6 +28,7 @@ from hypothesis import settings
 from turnwright import plugins
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 # Runs of the tests are listed apart from those of whoever runs them.
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="turnwright-state-")

@@ -6,13 +6,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "viewer"))
-
 from kit.browser import drawn, until
 from kit.viewing import add_policies, write_run
 

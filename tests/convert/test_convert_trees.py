@@ -4,13 +4,9 @@ faults that it must find."""
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import convert_trees
+import pytest
 
 from turnwright_compat.launch_scripts import SYSTEMS
 

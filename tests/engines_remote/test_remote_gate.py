@@ -7,9 +7,7 @@ import asyncio
 import http.client
 import json
 import socket
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +19,6 @@ from turnwright.errors import EngineError
 from turnwright.training import create_tiny_model
 from turnwright_serve import make_service
 from turnwright_serve.server import JsonHttpServer
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 TEXTS = [
     f"code of amber {n}\nlookup birch\nsee cedar {n * 7 % 10}\nanswer {n % 10}" for n in range(60)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import sys
 import tomllib
 from collections import Counter
 from importlib.util import find_spec
@@ -25,7 +24,6 @@ from turnwright.renderers import ChatTemplate
 from turnwright.types import EpisodeKey
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from llm_tasks import EXAMPLES, TASKS  # noqa: E402
 

@@ -3,16 +3,14 @@ aborts and failed attempts."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.histories import Look
 from kit.histories import renderer as speaking
-from kit.play_functions import best_of_two, edited, planner_and_worker, verbatim
+from kit.inline_worlds import Wild
+from kit.play_functions import Breaks, best_of_two, edited, forgets, planner_and_worker, verbatim
 from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
 from kit.routes import LAYERS, K, Routed, Routing, Speaking, check, experts
 
@@ -22,10 +20,6 @@ from turnwright.records import read_json_lines, rebuild_trajectories
 from turnwright.rollouts import Rollout
 from turnwright.rollouts.rollout_settings import RolloutSettings
 from turnwright.types import ExpertRoutes, SpanRoutes
-
-sys.path.append(str(Path(__file__).parents[1] / "rollouts"))
-from kit.inline_worlds import Wild
-from kit.play_functions import Breaks, forgets
 
 FEW = settings(max_examples=15, deadline=None)
 LIMITS = tw.Limits(turns=12, turn_tokens=60, on_turn_length="continue", context=900)

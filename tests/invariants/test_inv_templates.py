@@ -4,24 +4,20 @@ them becomes control."""
 from __future__ import annotations
 
 import random
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kit.corpus import TOOLS, distinct, template_of, tokenizer_of
 from kit.rollouts import Call, Sampler, Talk, check_record, tasks
+from templates import USER, messages_of, reply_of, sampled
 
 import turnwright as tw
 from turnwright.engines import Generation
 from turnwright.errors import TemplateError
 from turnwright.renderers import Branch, ChatRenderer, HFTokenizer
 from turnwright.types import Message
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from templates import USER, messages_of, reply_of, sampled
 
 NAMES = [name for name, _ in distinct()] or ["none"]
 SCENARIOS = (("user",), ("tool",), ("tool", "user"), ("user",))

@@ -1,4 +1,5 @@
-"""Play functions that branch, rewind, edit history and hand over: what invariants are tested on."""
+"""What invariants are tested on: play functions that branch, rewind, edit history and hand over, an
+environment that fails, a history policy that forgets."""
 
 from __future__ import annotations
 

@@ -3,9 +3,6 @@ those that are in use."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +15,6 @@ from turnwright.errors import TemplateError
 from turnwright.renderers import ChatRenderer, ChatTemplate, HFTokenizer
 from turnwright.renderers.contract import explain_contract
 from turnwright.types import Message, ToolCall
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 TOKENS = ("<s>", "</s>", "<|start|>", "<|end|>", "<|user|>", "<|assistant|>", "<|tool|>")
 SOFT = ("<think>", "</think>", "<tool_call>", "</tool_call>")

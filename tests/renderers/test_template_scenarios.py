@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from kit.corpus import template_of
 from kit.templates import OWN_TEMPLATES
-
-from turnwright.renderers import ChatRenderer
-from turnwright.types import Message
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from template_reads import read_replies
 from template_scenarios import switching_words
 from template_turns import Player, examine, scenarios
+
+from turnwright.renderers import ChatRenderer
+from turnwright.types import Message
 
 QUICK = ("shots", "parallel", "values", "empty results", "cut text", "text and call")
 

@@ -3,17 +3,12 @@ blocks, as many as images."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from kit import corpus
 from kit.vision import tiny_vlm_directory
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")

@@ -10,20 +10,16 @@ import random
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "invariants"))
-
 from kit.histories import Look
 from kit.histories import renderer as speaking
 from kit.inline_worlds import Wild
 from kit.play_functions import Breaks, best_of_two, edited, planner_and_worker, verbatim
+from kit.rollouts import AsyncTalk, Sampler, renderer, tasks
 from kit.routes import Speaking
 
 import turnwright as tw

@@ -3,17 +3,12 @@ texts off the event loop."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import faults
 import pytest
 from kit.rollouts import AsyncTalk, Sampler, facts, tasks
 
 import turnwright as tw
 from turnwright.rollouts import episode
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import faults
 
 
 @pytest.mark.parametrize(

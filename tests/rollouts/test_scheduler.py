@@ -10,20 +10,16 @@ import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
+from scheduling import DiscardingScheduler, FifoScheduler
 
 from turnwright.errors import UsageError
 from turnwright.rollouts.group_scheduler import BatchScheduler
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from scheduling import DiscardingScheduler, FifoScheduler
 
 NUMBER = int(sys.argv[1]) if __name__ == "__main__" else 200
 EXAMPLES = settings(max_examples=NUMBER, deadline=None)

@@ -3,13 +3,7 @@ environment and trainer."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import scheduling
 from scheduling import MODES, BatchScheduler, DiscardingScheduler, Schedule, figures, hop_shares
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import kill_resume as bench
 import pytest
 from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.errors import TraceError
 from turnwright.records import RunDir, read_json_lines
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kill_resume as bench
 
 RECIPE = """\
 [model]

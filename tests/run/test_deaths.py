@@ -4,17 +4,14 @@ run as if undisturbed."""
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import kill_resume as bench
 import pytest
 
 from turnwright.cli.main import main
 from turnwright.rollouts.play_again import MAX_DEATHS
 from turnwright.training.run import TrainingRun
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kill_resume as bench
 
 WORLD = '''\
 import os

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import kill_resume as bench
 import pytest
 
 from turnwright.cli.main import main
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kill_resume as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 DROPOUT = """\

@@ -6,17 +6,14 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
 
+import kill_resume as bench
 import pytest
 
 from turnwright.cli.main import main
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kill_resume as bench
 
 WORLD = '''\
 import os

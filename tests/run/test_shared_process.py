@@ -9,14 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kill_resume as bench
 import pytest
 from kit.runs import train
 
 from turnwright.cli.main import main
 from turnwright.training.run import TrainingRun
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import kill_resume as bench
 
 WORLD = """\
 import asyncio

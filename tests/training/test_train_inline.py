@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from kit.double_precision import Model64
 from kit.gradients import check_probe, loss_and_gradient
+from kit.inline_worlds import STOPS, Wild, check
 from kit.rollouts import Call, Sampler, renderer
 from kit.training import STILL
 
@@ -22,10 +21,6 @@ from turnwright.engines.local import LocalEngine
 from turnwright.renderers import load_renderer
 from turnwright.rollouts import group_by_task
 from turnwright.training import Trainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "rollouts"))
-
-from kit.inline_worlds import STOPS, Wild, check
 
 LIMITS = tw.Limits(turns=8, turn_tokens=12, on_turn_length="continue", context=500)
 

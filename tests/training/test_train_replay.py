@@ -4,12 +4,11 @@ layout; and what it is worth."""
 from __future__ import annotations
 
 import copy
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+import r3
 import torch
 from kit.training import distance, gradient
 from transformers import (
@@ -25,9 +24,6 @@ from turnwright.errors import ConfigError, RoutesMissing, TurnwrightError
 from turnwright.training import Credit, LossDenominator, Trainer, make_batch, trainable_tokens
 from turnwright.training.forward.routing_replay import RoutingReplay, pack_routes
 from turnwright.types import ExpertRoutes, Group
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import r3
 
 BANNED = frozenset((256, 257, 259))
 
