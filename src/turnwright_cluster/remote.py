@@ -155,7 +155,11 @@ class RemoteWorker:
                 for lease in self.leases.values()
                 if lease.id not in held and not lease.answer.done()
             ]
-            ended = [id for id in held if id not in self.leases and id not in self._answered]
+            ended = [
+                lease_id
+                for lease_id in held
+                if lease_id not in self.leases and lease_id not in self._answered
+            ]
             left = end - time.monotonic()
 
             changed = self._held_sent != self._is_held()

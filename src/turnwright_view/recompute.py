@@ -29,9 +29,8 @@ class RecomputeResult:
 
     trajectories: int = 0
     sampled: int = 0  # sampled ids, counted by spans
-    trained: float = (
-        0.0  # ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`
-    )
+    # Ids of weight 1 over all paths; with those in `untrained`, they must equal `sampled`.
+    trained: float = 0.0
     # Sampled ids of weight 0, by the reason in their span.
     untrained: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)  # differences, one sentence each

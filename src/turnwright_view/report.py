@@ -55,7 +55,7 @@ class Bar:
 
 Format = Callable[[float], str]
 Bounds = tuple[float | None, float | None]
-# title, key of metrics.jsonl, formatter, note, vertical bounds.
+# Title, key of metrics.jsonl, formatter, note, vertical bounds.
 Curve = tuple[str, str, Format, str, Bounds]
 Chart = tuple[str, str, Markup]  # title, note on how to read it, drawing
 

@@ -35,11 +35,11 @@ class _WriteLock:
     """Number of threads that hold or await it."""
 
     def join(self) -> None:
-        """Count a thread more."""
+        """Count one more thread."""
         self.threads += 1
 
     def leave(self) -> None:
-        """Count a thread less."""
+        """Count one thread less."""
         self.threads -= 1
 
 

@@ -125,7 +125,8 @@ class AttentionPlan:
     batches: list[PromptBatch] = field(init=False)
     """Runs of prompts that attend together."""
     row_indices: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Results of `rows_of_keys`, `mask` and `fully_masked`, which the layers share."""
+    """Results of `rows_of_keys`, which the layers share, as they do the next two: those of `mask`
+    and of `fully_masked`."""
     masks: dict[int | None, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )

@@ -127,8 +127,9 @@ class WeightPacking:
         place = self._place_of[name]
         names = self._places[place]
         if all(name in self._waiting for name in names):
-            weights = [self._waiting.pop(name) for name in names]
-            self._pack(place, PackedMatrix(round_weights(*weights)))
+            # Without a name for the weights, those before this one are freed once rounded.
+            rounded = round_weights(*(self._waiting.pop(name) for name in names))
+            self._pack(place, PackedMatrix(rounded))
 
 
 class FusedDecoder:

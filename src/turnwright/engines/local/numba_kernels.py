@@ -6,14 +6,15 @@ nearest, ties to even, when they are written. All arithmetic is in float32.
 No sum is reassociated. Every row follows one order of operations that depends only on its own
 length. So its bits are the same in any batch, in decoding and in a prompt.
 
-The file has three parts: operations on vectors of `WIDTH` floats, which numba lacks; kernels of
-the forward pass, the largest of which is `attend`; and kernels of the gradients, whose names end in
-`_slope`. Products with matrices are not here but torch's, except `multiply_few`. Read on in
-`FusedDecoder._layer`, which calls the kernels of a layer in their order.
+The file has four parts: operations on vectors of `WIDTH` floats, which numba lacks; kernels of the
+forward pass, the largest of which is `attend`; kernels of the gradients, whose names end in
+`_slope`; and kernels that copy and share blocks of the cache. Products with matrices are not here
+but torch's, except `multiply_few`. Read on in `FusedDecoder._layer`, which calls the kernels of a
+layer in their order.
 
 All kernels are in this file because numba's disk cache is invalidated only by changes to a
-function's own file. Arrays are flat. Vector sizes are multiples of `WIDTH`; addresses count floats,
-and their names end in `_at`.
+function's own file. Arrays are flat. Vector sizes are multiples of `WIDTH`. Addresses count the
+numbers of an array; a name that ends in `_at` is one.
 """
 
 from __future__ import annotations

@@ -121,8 +121,10 @@ class SplitVLM:
         output = encode(**inputs, return_dict=True)
 
         rows = _flatten(output.pooler_output)
-        deep_layers = getattr(output, "deepstack_features", None) or () if self.deep else ()
-        deep = tuple(_flatten(layer) for layer in deep_layers)
+        deep: tuple[Tensor, ...] = ()
+        if self.deep:
+            layers = getattr(output, "deepstack_features", None) or ()
+            deep = tuple(_flatten(layer) for layer in layers)
         if len(rows) != sum(sizes):
             raise ModelError(
                 f"{type(self.module).__name__} returns {len(rows)} features for {len(sizes)} "
