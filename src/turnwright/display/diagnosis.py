@@ -547,8 +547,8 @@ def findings(run_dir: Path, rows: Sequence[Row], problems: list[str]) -> list[Re
     return sorted(found, key=lambda finding: (-finding.count, finding.cause))
 
 
-def _finding(row: Row, counts: Mapping[str, int]) -> RenderFinding:
-    """Read one finding; `counts` are the occurrences of each cause."""
+def _finding(row: Row, counts: Counter[str]) -> RenderFinding:
+    """Read one finding; `counts` are the occurrences of each cause, 0 where there are none."""
     key = row.get("key")
     episode = "/".join(map(str, key)) if isinstance(key, list) else ""
     turn = number(row.get("turn"))

@@ -429,11 +429,11 @@ def task_from_row(
         if answer is None:
             answer = reference
 
-    id = id_and_env.get("id")
-    if isinstance(id, bool) or not isinstance(id, (str, int, type(None))):
+    task_id = id_and_env.get("id")
+    if isinstance(task_id, bool) or not isinstance(task_id, (str, int, type(None))):
         raise TaskError(
-            f"{where}: 'id' is a string or an integer, not {type(id).__name__}; change or leave "
-            "out the column"
+            f"{where}: 'id' is a string or an integer, not {type(task_id).__name__}; change or "
+            "leave out the column"
         )
     env = id_and_env.get("env")
     prompt, images = with_images(rest, prompt, source or ImageSource(), where)
@@ -441,7 +441,7 @@ def task_from_row(
         task = Task(
             prompt,
             answer,
-            id="" if id is None else str(id),
+            id="" if task_id is None else str(task_id),
             images=images,
             info=rest,
             env=env if isinstance(env, str) else "",

@@ -240,7 +240,8 @@ def content_key(task: Task) -> str:
     Its id, its environment, and its index and split in a dataset are no content.
     """
     places = ("index", "split")
-    info = {key: value for key, value in task.info.items() if key not in (*places, "id", "env")}
+    left_out = (*places, "id", "env")
+    info = {key: value for key, value in task.info.items() if key not in left_out}
     extra_info = info.get("extra_info")
     if isinstance(extra_info, Mapping):
         info["extra_info"] = {key: value for key, value in extra_info.items() if key not in places}

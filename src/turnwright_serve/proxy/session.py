@@ -31,11 +31,12 @@ if TYPE_CHECKING:
     from turnwright_serve.proxy.dialect import Dialect
 
 TEXT_PER_TOKEN = 16
+"""Maximum bytes of a request without its images, for each token of the context. A MiB takes 0.4 s
+to render, in which no other request is answered."""
 MIN_TEXT = 2**20
+"""Bytes of such text that are read for any context, however short."""
 MAX_TEXT = 2**22
-"""Maximum bytes of a request without its images: so many for each token of the context, at least
-the first, and the second where the context is not known. A MiB takes 0.4 s to render, in which no
-other request is answered."""
+"""Maximum bytes of such text where the context is not known."""
 UNPACED_TEXT = 2**18
 """Bytes of such text after which the next request is read at once; a longer one makes it wait for a
 second for each MiB."""

@@ -39,8 +39,9 @@ SHORT_VALUES = 2**13
 PAUSE_FACTOR = 2.0
 """How much longer than a parse the pause after it is."""
 SHORTEST_PAUSED_S = 0.02
-"""The shortest parse that has one."""
+"""Seconds of the shortest parse that has a pause after it."""
 LONGEST_PAUSE_S = 1.0
+"""Seconds of the longest pause."""
 LINGER_BYTES = MIB
 LINGER_S = 1.0
 """How much of a refused body is read and dropped, and for how long, so that its sender gets to read

@@ -207,8 +207,10 @@ SCHEMA: dict[str, Any] = {
 
 
 class HopJson(Hop):
-    """Multi-hop key look-up with Hermes tool calls; the final answer is exactly ``{"answer":
-    "7"}``. Arguments as for `Hop`."""
+    """Multi-hop key look-up with Hermes tool calls.
+
+    The final answer is exactly ``{"answer": "7"}``. Arguments as for `Hop`.
+    """
 
     tools: Sequence[Mapping[str, Any]] = (SCHEMA,)
     rule: ClassVar[str] = (

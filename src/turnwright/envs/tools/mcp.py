@@ -265,8 +265,9 @@ def mcp_tools(
     connect_s: float = 30.0,
     call_s: float = 30.0,
 ) -> McpTools:
-    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`; needs `pip install
-    '.[mcp]'`.
+    """Make a source of the tools of an MCP server, for `tool_env(tools=[...])`.
+
+    Needs `pip install '.[mcp]'`.
 
     Example::
 
