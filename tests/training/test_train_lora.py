@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from turnwright.engines.local import LocalEngine
 from turnwright.engines.local import fingerprint as of_weights
 from turnwright.errors import ConfigError, ModelError, TurnwrightError
 from turnwright.training import Checkpoints, Trainer, add_lora
+from turnwright.training.low_rank import merge_weight
 from turnwright.training.model import models
 from turnwright.training.model.lora import adapter_of, linear_layers, load_adapter
 from turnwright.training.model.weight_export import cast
@@ -77,6 +79,25 @@ def test_what_leaves_is_what_peft_would_merge(tiny_dir, tiny_model):
         assert torch.allclose(tensor, merged[name], atol=1e-6), name
     trainer.transforms.append(cast(torch.bfloat16))
     assert {t.dtype for _, t in trainer.weights()} == {torch.bfloat16}
+
+
+def test_a_merged_weight_is_gone_before_the_next_is_merged(tiny_model, monkeypatch):
+    adapter = add_lora(tiny_model, LORA)
+    merged = []
+    alive = []
+
+    def merge(*matrices):
+        alive.append(sum(reference() is not None for reference in merged))
+        weight = merge_weight(*matrices)
+        merged.append(weakref.ref(weight))
+        return weight
+
+    monkeypatch.setattr("turnwright.training.model.lora.merge_weight", merge)
+    with torch.no_grad():
+        for _, tensor in adapter.merge(iter(tiny_model.named_parameters())):
+            del tensor
+    assert len(alive) == len(adapter.layers) > 1
+    assert not any(alive)
 
 
 def test_an_engine_samples_from_the_adapted_model(tiny_dir, tiny_model):

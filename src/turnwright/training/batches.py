@@ -317,8 +317,10 @@ class StreamBatches:
         recorded_ids = self._recorded.replaced.get(group, [])
         is_recorded = turn < len(recorded_ids)
         if is_recorded:
-            id = recorded_ids[turn]
-            candidates = [candidate for candidate in self._plan.train if candidate.task.id == id]
+            recorded_id = recorded_ids[turn]
+            candidates = [
+                candidate for candidate in self._plan.train if candidate.task.id == recorded_id
+            ]
         else:
             candidates = self._plan.refill(step, turn + 1, used, [choice])
         if not candidates or not self._scheduler.replace(group, "no_signal"):

@@ -79,10 +79,10 @@ class PastPolicy:
         newest = max(checkpoints, default=-1)
         for path in self._directory.glob("step-*"):
             number = path.name.removeprefix("step-")
-            if not number.isdecimal() or int(number) > newest:
+            if not number.isdecimal():
                 continue
             step = int(number)
-            needed = any(
+            needed = step > newest or any(
                 self.engine.oldest(checkpoint) <= step <= checkpoint for checkpoint in checkpoints
             )
             if not needed:

@@ -61,8 +61,8 @@ def top_logprobs(
     support: SamplingSupport | None,
     top: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the most likely ids at each of M targets, (M, top), and their log-probabilities, (M,
-    top), or of all ids where they are fewer than `top`.
+    """Return the most likely ids at each of M targets and their log-probabilities, both (M, top);
+    of all ids where they are fewer than `top`.
 
     Logits are computed for a few targets at a time, `_k` in names.
     """

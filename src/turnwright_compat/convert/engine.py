@@ -274,6 +274,18 @@ def unless_off(key: str, off: Iterable[Any] = (None, -1, 0)) -> Rule:
     return rule
 
 
+def router_replay(draft: Draft, value: Any) -> None:
+    """Rule of the replay of routes: on in each of its modes."""
+    if value not in ("disabled", None):
+        draft.put("train.routing_replay", "replay")
+
+
+def template_arguments(draft: Draft, value: Any) -> None:
+    """Rule of the variables of the chat template, a table of them."""
+    for name, argument_value in (value or {}).items():
+        draft.put(f"model.template_args.{name}", argument_value)
+
+
 def template_argument(draft: Draft, key: str, value: Any) -> None:
     """Put one variable of the chat template."""
     draft.put(f"model.template_args.{key.rpartition('.')[2]}", value)

@@ -26,12 +26,19 @@ from turnwright_compat.convert.engine import (
     list_argument,
     lists,
     noted,
+    router_replay,
     same,
     switch,
     top_k,
     trackers,
     train_data,
     unless_off,
+)
+from turnwright_compat.convert.grpo_config import (
+    CORRECTIONS,
+    loss_type,
+    set_batch,
+    sync_ref_model,
 )
 from turnwright_compat.convert.sources import find_file
 
@@ -46,9 +53,6 @@ COLUMNS = {
     "tools": "tools",
     "id": "id",
 }
-LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
-"""Loss -> the aggregation that it is."""
-CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
 DIVERGENCES = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
 """beta -> the divergence that it is; others lie between."""
 REWARD_FLAGS = {
@@ -115,14 +119,7 @@ def _tuner(draft: Draft, value: Any) -> str | None:
 def _loss(draft: Draft, value: Any) -> str | None:
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
-
-    if value == "cispo":
-        draft.put("train.algorithm", "cispo")
-    elif value in LOSSES:
-        draft.put("train.aggregation", LOSSES[value])
-    else:
-        return "no such loss here; write your own (train.algorithm)"
-    return None
+    return loss_type(draft, value)
 
 
 def _loss_scale(draft: Draft, value: Any) -> str | None:
@@ -135,11 +132,6 @@ def _loss_scale(draft: Draft, value: Any) -> str | None:
     # Any other name is one that the user's plugins register.
     draft.put("env.args.loss_scale", value)
     return None
-
-
-def _router_replay(draft: Draft, value: Any) -> None:
-    if value not in ("disabled", None):
-        draft.put("train.routing_replay", "replay")
 
 
 def _reward_flag(reward: str, name: str) -> Rule:
@@ -164,15 +156,6 @@ def _rewards_of(draft: Draft) -> list[str]:
 def _steps(draft: Draft, value: Any) -> str | None:
     # `_finish` brings the number into steps; here its form is checked.
     draft.put("train.steps", value)
-    return None
-
-
-def _reference(draft: Draft, value: Any) -> str | None:
-    if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0:
-        return (
-            "the reference is replaced (train.reference_every), not mixed: set "
-            "ref_model_mixup_alpha = 1"
-        )
     return None
 
 
@@ -251,15 +234,7 @@ def _set_batch(draft: Draft) -> int:
     else:
         return 1
 
-    whole_updates = max(1, round(updates))
-    draft.put("rollout.groups", max(1, round(completions / group)), origin=origin)
-    draft.put("train.minibatches", whole_updates, origin=origin)
-    if completions % group:
-        draft.notes.append(
-            f"{completions:g} completions are no multiple of num_generations = {group:g}: "
-            "rollout.groups is rounded"
-        )
-    return whole_updates
+    return set_batch(draft, completions, group, updates, origin=origin)
 
 
 def _set_steps(draft: Draft, updates: int) -> None:
@@ -571,7 +546,7 @@ RULES: dict[str, Any] = {
     "teacher_kl_coef": noted,
     "lmbda": noted,
     "gkd_logits_topk": noted,
-    "sync_ref_model": _reference,
+    "sync_ref_model": sync_ref_model,
     "ref_model_sync_steps": noted,
     # Adapter, memory and routes.
     "tuner_type": _tuner,
@@ -583,7 +558,7 @@ RULES: dict[str, Any] = {
     "freeze_vit": switch("train.vision", "frozen"),
     "gradient_checkpointing": "train.gradient_checkpointing",
     "recompute_granularity": switch("train.gradient_checkpointing"),
-    "router_replay_mode": _router_replay,
+    "router_replay_mode": router_replay,
     # Checkpoints, evaluation and trackers.
     "output_dir": "out",
     "save": "out",

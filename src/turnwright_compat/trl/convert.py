@@ -25,14 +25,18 @@ from turnwright_compat.convert.engine import (
     noted,
     same,
     switch,
+    template_arguments,
     top_k,
     trackers,
     unless_off,
 )
+from turnwright_compat.convert.grpo_config import (
+    CORRECTIONS,
+    loss_type,
+    set_batch,
+    sync_ref_model,
+)
 
-LOSSES = {"grpo": "trajectory", "bnpo": "token", "dapo": "token", "dr_grpo": "fixed"}
-"""Loss -> the aggregation that it is."""
-CORRECTIONS = {"token_truncate": "tis", "token_mask": "icepop", "sequence_mask": "sequence_mis"}
 TRAINERS = {"GRPOTrainer": None, "RLOOTrainer": "rloo", "AsyncGRPOTrainer": None}
 """Trainers that are converted, with the algorithm that is theirs."""
 OPTIMIZER_STEPS = (
@@ -47,16 +51,6 @@ OPTIMIZER_STEPS = (
 # Rules of one argument
 
 
-def _loss(draft: Draft, value: Any) -> str | None:
-    if value == "cispo":
-        draft.put("train.algorithm", "cispo")
-    elif value in LOSSES:
-        draft.put("train.aggregation", LOSSES[value])
-    else:
-        return "no such loss here; write your own (train.algorithm)"
-    return None
-
-
 def _text(key: str) -> Rule:
     """Return a rule: the value as text."""
 
@@ -66,24 +60,10 @@ def _text(key: str) -> Rule:
     return rule
 
 
-def _template_args(draft: Draft, value: Any) -> None:
-    for name, argument_value in (value or {}).items():
-        draft.put(f"model.template_args.{name}", argument_value)
-
-
 def _top_k(draft: Draft, value: Any) -> str | None:
     if value is None:
         return None
     return top_k("rollout.top_k")(draft, value)
-
-
-def _reference(draft: Draft, value: Any) -> str | None:
-    if value is True and draft.number("ref_model_mixup_alpha", 0.6) != 1.0:
-        return (
-            "the reference is replaced (train.reference_every), not mixed: set "
-            "ref_model_mixup_alpha = 1"
-        )
-    return None
 
 
 # Rules over several arguments
@@ -141,18 +121,9 @@ def _set_batch(draft: Draft) -> int:
         completions = draft.number("generation_batch_size", completions)
         micro_steps = completions / max(1.0, device_batch * processes)
 
-    draft.put("rollout.groups", max(1, round(completions / group)), origin=origin)
-    updates = max(1, round(micro_steps / accumulation))
-    draft.put("train.minibatches", updates, origin=origin)
-
     if "$num_processes" not in draft.settings:
         draft.notes.append("the number of processes is not known: rollout.groups is for one")
-    if completions % group:
-        draft.notes.append(
-            f"{completions:g} completions are no multiple of num_generations = {group:g}: "
-            "rollout.groups is rounded"
-        )
-    return updates
+    return set_batch(draft, completions, group, micro_steps / accumulation, origin=origin)
 
 
 def _set_steps(draft: Draft, updates: int) -> None:
@@ -263,7 +234,7 @@ RULES: dict[str, Any] = {
     "reward_weights": list_argument("reward_weights"),
     "rollout_func": noted,
     "max_tool_calling_iterations": argument("max_tool_calling_iterations"),
-    "chat_template_kwargs": _template_args,
+    "chat_template_kwargs": template_arguments,
     # Batches.
     "num_generations": "rollout.group_size",
     "num_generations_eval": unless_off("eval.samples", (None,)),
@@ -289,10 +260,10 @@ RULES: dict[str, Any] = {
     "scale_rewards": same(
         "train.advantage", group="std", none="mean", batch="group_batch", true="std", false="mean"
     ),
-    "loss_type": _loss,
+    "loss_type": loss_type,
     "entropy_coef": "train.entropy",
     "mask_truncated_completions": switch("train.overlong_filter"),
-    "sync_ref_model": _reference,
+    "sync_ref_model": sync_ref_model,
     "ref_model_mixup_alpha": noted,
     "ref_model_sync_steps": noted,
     # Probabilities of the engine, and the schedule.

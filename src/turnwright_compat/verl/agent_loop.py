@@ -83,8 +83,8 @@ def make_agent_function(
         returned = await loop.run(_sampling_params(model.sampling), **_row(task))
 
         outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        # The class of an output is verl's, installed or ours, so its attributes are asked.
         if not outputs or not all(getattr(output, "response_ids", None) for output in outputs):
-            # Of a class of verl.
             raise EnvError(
                 f"run returned {describe_value(returned)}; return an AgentLoopOutput with "
                 "response_ids, or several"
@@ -105,7 +105,7 @@ def make_agent_function(
 
 
 def _is_named(parameter: inspect.Parameter | None) -> bool:
-    """Whether a parameter can be given by its name."""
+    """Return whether a parameter can be given by its name."""
     if parameter is None:
         return False
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)

@@ -24,10 +24,12 @@ from turnwright_compat.convert.engine import (
     minibatches,
     noted,
     python_name,
+    router_replay,
     same,
     switch,
     temperature_of_eval,
     template_argument,
+    template_arguments,
     top_k,
     trackers,
     train_data,
@@ -79,12 +81,6 @@ KL_ESTIMATORS = {
 # Rules of one setting
 
 
-def _template_args(draft: Draft, value: Any) -> str | None:
-    for name, argument_value in (value or {}).items():
-        draft.put(f"model.template_args.{name}", argument_value)
-    return None
-
-
 def _estimator(draft: Draft, value: Any) -> str | None:
     if value == "gae":
         raise ConfigError(
@@ -104,11 +100,6 @@ def _loss(draft: Draft, value: Any) -> str | None:
     if value == "vanilla":
         return None
     return same("train.algorithm", gspo="gspo", cispo="cispo")(draft, value)
-
-
-def _router_replay(draft: Draft, value: Any) -> None:
-    if value not in ("disabled", None):
-        draft.put("train.routing_replay", "replay")
 
 
 def _checkpoint_every(draft: Draft, value: Any) -> None:
@@ -498,7 +489,7 @@ RULES: dict[str, Any] = {
     f"{DATA}train_batch_size": "rollout.groups",
     f"{DATA}seed": unless_off("seed", (None,)),
     f"{DATA}return_multi_modal_inputs": "env.return_multi_modal_inputs",
-    f"{DATA}apply_chat_template_kwargs": _template_args,
+    f"{DATA}apply_chat_template_kwargs": template_arguments,
     f"{DATA}tool_config_path": argument("tool_config_path"),
     f"{DATA}function_tool_path": argument("function_tool_path"),
     f"{ALGORITHM}adv_estimator": _estimator,
@@ -547,7 +538,7 @@ RULES: dict[str, Any] = {
     f"{ACTOR}kl_loss_coef": noted,
     f"{ACTOR}kl_loss_type": noted,
     f"{ACTOR}ppo_epochs": "train.epochs",
-    f"{ACTOR}router_replay.mode": _router_replay,
+    f"{ACTOR}router_replay.mode": router_replay,
     f"{ROLLOUT}n": "rollout.group_size",
     f"{ROLLOUT}temperature": "rollout.temperature",
     f"{ROLLOUT}top_p": "rollout.top_p",

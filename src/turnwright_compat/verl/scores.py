@@ -138,7 +138,6 @@ def math_verify_score(
 
 _MANY_TAGS = 10
 """Tags of one kind beyond which an answer is worth a quarter."""
-"""Tags from which on an answer is worth a quarter."""
 
 
 def normalize_answer(s: str) -> str:

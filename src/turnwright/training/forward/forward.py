@@ -94,7 +94,7 @@ class LogitDistribution:
         """
         vocabulary, device = key = (logits.shape[-1], logits.device)
         if key not in self._masks:
-            ids = [id for id in self.banned_ids if 0 <= id < vocabulary]
+            ids = [token_id for token_id in self.banned_ids if 0 <= token_id < vocabulary]
             mask_v = torch.zeros(vocabulary, dtype=torch.bool)
             mask_v[ids] = True
             self._masks[key] = mask_v.to(device) if ids else None

@@ -150,8 +150,8 @@ def _group(sizes: Sequence[int], lengths: Sequence[int], most_padding: float) ->
 def attend_paths(
     query: Tensor, key: Tensor, value: Tensor, plan: PathPlan, scale: float | None
 ) -> Tensor:
-    """Attend from [1, query heads, T, D] to keys and values [1, their heads, T, D]; return [1, T,
-    query heads, D].
+    """Attend from [1, query heads, T, D] to keys and values [1, their heads, T, D]; return
+    [1, T, query heads, D].
 
     Gradients of copies are summed in float32 or better.
     """

@@ -401,8 +401,8 @@ def flex_attend(
     scale: float | None,
     run: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Attend to ancestors with FlexAttention, compiled by default; all tensors are [1, their heads,
-    T, D]."""
+    """Attend to ancestors with FlexAttention, compiled by default; all tensors are
+    [1, their heads, T, D]."""
     run = _compiled() if run is None else run
     return run(
         query,

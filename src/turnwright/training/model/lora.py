@@ -90,10 +90,16 @@ class Adapter:
                 matrices = waiting.setdefault(layer, {})
                 matrices[part["half"] or "W"] = tensor
                 if len(matrices) == 3:
-                    merged = merge_weight(
-                        matrices["W"], matrices["lora_A"], matrices["lora_B"], self.scales[layer]
+                    # The merged weight has no name, which would keep it until the next is merged.
+                    yield (
+                        f"{layer}.weight",
+                        merge_weight(
+                            matrices["W"],
+                            matrices["lora_A"],
+                            matrices["lora_B"],
+                            self.scales[layer],
+                        ),
                     )
-                    yield f"{layer}.weight", merged
                     del waiting[layer]
 
     def in_layout(self, weights: Weights) -> Weights:

@@ -260,8 +260,8 @@ def create_tiny_model(
     """Create a tokenizer from texts that the model will read and write, and a Qwen3 with random
     weights, as a model directory.
 
-    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width is 3 *
-    hidden. The same arguments give the same files.
+    With `config.vision` it is a Qwen3-VL with image processor settings. The inner width is
+    3 * hidden. The same arguments give the same files.
 
     Raises:
         ConfigError: for sizes that do not fit together.

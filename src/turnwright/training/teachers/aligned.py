@@ -22,8 +22,8 @@ from turnwright.types import Trajectory
 
 
 class AlignedTeacher(LocalTeacher):
-    """A model in this process that reads the policy's text in its own ids; for `signal =
-    "advantage"`.
+    """A model in this process that reads the policy's text in its own ids, for
+    `signal = "advantage"`.
 
     The advantage of each id of a chunk is that of the chunk,
     ``weight * (log p_teacher(chunk) - log p_policy(chunk))``: the policy's probability of a chunk

@@ -57,20 +57,21 @@ class Translation:
         # policy's.
         control = teacher.codec.control
         self._control: dict[int, int] = {}
-        for text, id in policy.codec.control.items():
+        for text, token_id in policy.codec.control.items():
             if text in control:
-                self._control[id] = control[text]
+                self._control[token_id] = control[text]
         if teacher.stop_ids:
             end = min(teacher.stop_ids)
-            for id in policy.stop_ids - self._control.keys():
-                self._control[id] = end
+            for token_id in policy.stop_ids - self._control.keys():
+                self._control[token_id] = end
 
-        for id in policy.preamble_ids:
-            if id in policy.special_ids and id not in self._control:
+        for token_id in policy.preamble_ids:
+            if token_id in policy.special_ids and token_id not in self._control:
+                (mark,) = policy.token_texts([token_id])
                 raise ConfigError(
-                    f"teacher {name}: its tokenizer has no {policy.token_texts([id])[0]!r}, which "
-                    "begins turns in the policy's template; a teacher with another tokenizer needs "
-                    "the same marks of turns"
+                    f"teacher {name}: its tokenizer has no {mark!r}, which begins turns in the "
+                    "policy's template; a teacher with another tokenizer needs the same marks of "
+                    "turns"
                 )
 
     def align(
@@ -117,12 +118,12 @@ class Translation:
         if start == end:
             return None
 
-        pieces = [self._texts[id] for id in ids[start:end]]
+        pieces = [self._texts[token_id] for token_id in ids[start:end]]
         text = b"".join(pieces)
         first = len(own_ids)
         encoded = self._codec.encode_plain(text.decode("utf-8", "replace"), "control")
         own_ids += encoded
-        own_pieces = [self._teacher_texts[id] for id in encoded]
+        own_pieces = [self._teacher_texts[token_id] for token_id in encoded]
         if b"".join(own_pieces) != text:
             return None  # bytes that are no text, which the teacher cannot read
 
@@ -154,7 +155,8 @@ def _beginnings(
     """Yield the texts at which another tokenizer, of these ids, splits tokens."""
     for token in {*tokens} - {*others}:
         try:
-            pieces = [others[id] for id in codec.encode_plain(token.decode(), "control")]
+            encoded = codec.encode_plain(token.decode(), "control")
         except UnicodeDecodeError:
             continue  # half a character
+        pieces = [others[token_id] for token_id in encoded]
         yield from accumulate(pieces[:-1])

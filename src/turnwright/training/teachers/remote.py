@@ -96,7 +96,8 @@ class RemoteTeacher(Teacher):
         return TeacherScores(self.config, self.name, logp_n, targets)
 
     def _targets(self, slots: Sequence[Slot], logp_n: torch.Tensor) -> TeacherTargets:
-        """Return ids and logprobs (N, k) of the most likely ids, k as many as every answer has."""
+        """Return what the loss compares with: ids and logprobs (N, k) of the most likely ids, k as
+        many as every answer has; none where k is 0."""
         kind = self.config.divergence
         known_n = logp_n.isfinite()
         tops = [self._tops.get(slot) for slot in slots]
@@ -106,7 +107,7 @@ class RemoteTeacher(Teacher):
 
         # What has no answer is not known, whatever stands in its row.
         rows = [list((top or {}).items())[:width] or [(0, 0.0)] * width for top in tops]
-        ids = [[id for id, _ in row] for row in rows]
+        ids = [[token_id for token_id, _ in row] for row in rows]
         logprobs = [[logprob for _, logprob in row] for row in rows]
         return TeacherTargets(
             kind,
