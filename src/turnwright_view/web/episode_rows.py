@@ -207,7 +207,7 @@ def _name(value: Any) -> str:
 def _place(phase: str) -> int:
     if phase == "train":
         return 0
-    return 2 if phase == "gate" else 1
+    return 2 if phase.startswith("gate") else 1
 
 
 def _error_name(error: Row) -> str:
