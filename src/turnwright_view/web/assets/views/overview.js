@@ -5,8 +5,10 @@ import {Chart, colorOf} from '../chart.js';
 import {html, useEffect, useInterval, useLoaded, useState} from '../dom.js';
 import {figure, interval, percent, plural, whole} from '../format.js';
 import {AXES, MAIN, pointsOf, themesOf, trainingRows} from '../metrics.js';
-import {Segmented} from '../parts.js';
+import {prose, Segmented} from '../parts.js';
 import {source} from '../source.js';
+
+const DONE_COLOR = 0;
 
 export function Overview({session, place, row, ready}) {
   const [round, setRound] = useState(0);
@@ -85,8 +87,8 @@ function Diagnoses({run}) {
   return html`<section aria-label="diagnoses" class="diagnoses">
     ${run.diagnoses.map((one) => html`<article class=${'card diagnosis ' + one.level} key=${one.name + one.fault}>
       <h2>${one.level === 'warn' ? '⚠ ' : ''}${one.name.replaceAll('_', ' ')}</h2>
-      <p>${one.fault}</p>
-      <p class="muted small">${one.remedy}</p>
+      <p>${prose(one.fault)}</p>
+      <p class="muted small">${prose(one.remedy)}</p>
       ${one.filter ? html`<a href=${listPlace(run.id, one.filter)}>the episodes that it is about</a>` : null}
     </article>`)}
     ${run.findings.map((one) => html`<article class="card diagnosis warn" key=${one.cause + one.where}>
@@ -157,12 +159,14 @@ function Fold({title, open = false, children}) {
 
 function Stops({run, onPick}) {
   const {steps, shares, sentences} = run.stops;
-  const names = Object.keys(shares);
+  // What ends an episode as it should is on top, so that all else stands on the ground line.
+  const names = Object.keys(shares).sort((a, b) => (a === 'done') - (b === 'done'));
   if (!steps.length || !names.length) return null;
-  const series = names.map((name, number) => ({label: name, color: number, points: steps.map((step, at) => [step, shares[name][at] || 0])}));
+  const colors = names.map((name, number) => (name === 'done' ? DONE_COLOR : number + 1));
+  const series = names.map((name, number) => ({label: name, color: colors[number], points: steps.map((step, at) => [step, shares[name][at] || 0])}));
   return html`<div class="stops">
     <${Chart} title="How episodes ended" note="share of a step's episodes" series=${series} stacked share format=${(value) => percent(value, 0)} onPick=${onPick} height=${150} />
-    <dl class="sentences">${names.map((name, number) => html`<div key=${name}><dt><i class="swatch" style=${{background: colorOf(number)}}></i>
+    <dl class="sentences">${names.map((name, number) => html`<div key=${name}><dt><i class="swatch" style=${{background: colorOf(colors[number])}}></i>
       <a href=${listPlace(run.id, {phase: 'train', stop: name})}>${name}</a></dt><dd class="muted">${sentences[name]}</dd></div>`)}</dl>
   </div>`;
 }
