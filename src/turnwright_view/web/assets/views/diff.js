@@ -1,0 +1,5 @@
+import {html} from '../dom.js';
+
+export function Diff() {
+  return html`<p>…</p>`;
+}

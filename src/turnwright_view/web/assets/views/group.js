@@ -1,0 +1,5 @@
+import {html} from '../dom.js';
+
+export function Group() {
+  return html`<p>…</p>`;
+}
