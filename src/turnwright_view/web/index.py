@@ -713,7 +713,7 @@ def _read_facets(sql: sqlite3.Connection) -> dict[str, Any]:
         for end in ("min", "max"):  # each by itself, since one look at the index answers it
             select = f"SELECT {end}(step) FROM episode WHERE phase = ?"
             steps += [row[0] for row in sql.execute(select, (phase,)) if row[0] is not None]
-    facets["step"] = [min(steps), max(steps)] if steps else None
+    facets["step"] = [min(steps), max(steps)] if steps else []
     return facets
 
 

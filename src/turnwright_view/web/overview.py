@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from turnwright import files
+from turnwright.display.diagnosis import FILE as SANITY
 from turnwright.display.diagnosis import findings
 from turnwright.display.run_data import Row, RunData, mapping, number, parse, read_run
 from turnwright.records.episode_metrics import METRICS, flatten_row
@@ -122,3 +124,21 @@ def _recipe(index: RunIndex) -> Any:
     except OSError:
         return None
     return mapping(recorded).get("recipe")
+
+
+def look(index: RunIndex) -> tuple[Any, ...]:
+    """Return what tells whether the page of a run has changed."""
+    files = ("config.json", "summary.json", "metrics.jsonl", SANITY, LOG)
+    return (
+        *(_changed(index.path / name) for name in files),
+        index.progress(),
+        index.problems(),
+    )
+
+
+def _changed(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns

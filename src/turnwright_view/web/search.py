@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import unquote
 
 from turnwright_view.web.episode_rows import MAX_SHOWN, SEPARATOR
 
@@ -131,8 +132,8 @@ def _bound(query: Mapping[str, str], name: str) -> float | None:
 
 
 def _group(address: str) -> tuple[str, int, str]:
-    """Return phase, step and task; the task may have slashes, which stand as they are."""
-    phase, step, task = address.split("/", 2)
+    """Return phase, step and task of three parts, each percent-encoded by itself."""
+    phase, step, task = (unquote(part, errors="surrogatepass") for part in address.split("/"))
     return phase, int(step), task
 
 

@@ -188,7 +188,7 @@ def _look_at_last_step(last: Row, look: Any) -> None:
     """Look at what did not succeed in the last step, and at its groups without signal."""
     step = str(integer(last.get("step")))
     success = number(last.get("success"))
-    episodes = integer(last.get("trajectories"))
+    episodes = int(number(last.get("trajectories")) or 0)
     of_step = {"phase": "train", "step_min": step, "step_max": step}
     if success is not None and success < 1:
         failing = f"{percent(1 - success)} of the episodes"
@@ -196,8 +196,8 @@ def _look_at_last_step(last: Row, look: Any) -> None:
             failing = f"{round((1 - success) * episodes)} of {episodes} episodes"
         look(f"{failing} of the last step did not succeed", **of_step, sort="worst")
 
-    groups = integer(last.get("groups"))
-    tied = integer(last.get("groups_no_signal"))
+    groups = int(number(last.get("groups")) or 0)
+    tied = int(number(last.get("groups_no_signal")) or 0)
     if groups > 0 and tied > 0:
         look(f"{tied} of {groups} groups of the last step had equal rewards", **of_step, tie="yes")
 
