@@ -7,7 +7,6 @@ one at a time writes; all read. A run that was replaced is indexed anew, and so 
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
 import sys
@@ -23,7 +22,6 @@ from typing import Any, TypeVar
 
 from turnwright.display.run_data import (
     Row,
-    as_it_is,
     mapping,
     number,
     parse,
@@ -336,11 +334,10 @@ class RunIndex:
         select = f"SELECT number FROM episode WHERE {terms} ORDER BY {ORDERS[order]}"
         return self._asked(lambda sql: [row[0] for row in sql.execute(select, values)])
 
-    def columns(self) -> Iterator[EpisodeColumns]:
-        """Return the columns of all episodes, in the order of the file."""
-        select = f"SELECT {_COLUMNS} FROM episode ORDER BY number"
-        rows = self._asked(lambda sql: sql.execute(select).fetchall())
-        return map(EpisodeColumns._make, rows)
+    def steps(self, phase: str) -> list[int]:
+        """Return the different steps of a phase."""
+        select = "SELECT DISTINCT step FROM episode WHERE phase = ? ORDER BY step"
+        return self._asked(lambda sql: [row[0] for row in sql.execute(select, (phase,))])
 
     def row(self, columns: EpisodeColumns) -> dict[str, Any]:
         """Return an episode's row of a list."""
@@ -725,7 +722,9 @@ def _find(
 ) -> Found:
     terms, values = wanted.sql()
     total = _total(sql, wanted)
-    select = f"SELECT {_COLUMNS} FROM episode WHERE {terms} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
+    select = (
+        f"SELECT {_COLUMNS} FROM episode WHERE {terms} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
+    )
     cursor = sql.execute(select, (*values, most, start))
     found = [EpisodeColumns._make(row) for row in cursor]
     end = start + most
@@ -755,9 +754,7 @@ def _candidates(
     return map(EpisodeColumns._make, sql.execute(select, (*values, start)))
 
 
-def _one(
-    sql: sqlite3.Connection, condition: str, values: Sequence[Any]
-) -> EpisodeColumns | None:
+def _one(sql: sqlite3.Connection, condition: str, values: Sequence[Any]) -> EpisodeColumns | None:
     row = sql.execute(f"SELECT {_COLUMNS} FROM episode WHERE {condition}", values).fetchone()
     return None if row is None else EpisodeColumns._make(row)
 
