@@ -16,7 +16,8 @@ from turnwright.display.text import single_line
 from turnwright.errors import UsageError
 from turnwright_view.web.episode import episode_page
 from turnwright_view.web.episode_rows import key_of_address
-from turnwright_view.web.index import Found, RunIndex
+from turnwright_view.web.index import RunIndex
+from turnwright_view.web.index_tables import Found
 from turnwright_view.web.search import EpisodeFilter
 from turnwright_view.web.texts import escape_json, one_line, truncate
 
