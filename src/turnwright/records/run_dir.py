@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import stat
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +32,10 @@ _MAX_DEPTH = 60
 # A sealed line ends in the field `crc`, which replaces its closing brace.
 _CRC = b',"crc":"%08x"}'
 _CRC_BYTES = len(b',"crc":"00000000"}')
+
+# A directory is locked by another process if it is so at each of these tries.
+_LOCK_TRIES = 5
+_LOCK_WAIT_S = 0.02
 
 RECORD_VERSION = 2
 """Version of the records, in the settings of each journal; other versions are not read."""
@@ -293,6 +298,43 @@ class JsonLines:
             self._file = -1
 
 
+def _lock_file(file: int) -> None:
+    """Lock an open file; raise `BlockingIOError` if another process keeps it locked.
+
+    One that only looks whether it is locked (`is_locked`) has it for an instant.
+    """
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            blocked = error
+            time.sleep(_LOCK_WAIT_S)
+    raise blocked
+
+
+def is_locked(run: Path) -> bool:
+    """Return whether a process writes to a run directory now.
+
+    Creates and changes nothing; a run that starts meanwhile waits for the instant that it takes.
+    """
+    try:
+        # Without O_NONBLOCK, a named pipe would wait for a writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW
+        file = os.open(run / ".lock", flags)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(file)
+    return False
+
+
 def _open_regular(path: Path) -> int:
     """Open a file for appending, and for reading its end; create it if needed.
 
@@ -467,7 +509,7 @@ class RunDir:
             why = f"cannot create the run directory ({error.strerror}); choose another --out"
             raise TraceError(f"{self.path}: {why}") from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock_file(self._lock)
         except OSError as error:
             os.close(self._lock)
             raise _lock_error(self.path, error) from error

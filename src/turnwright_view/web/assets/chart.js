@@ -2,6 +2,7 @@
 // arrow keys, and a click or Enter that leads to the episodes of a step.
 import {html, useEffect, useLayoutEffect, useRef, useState} from './dom.js';
 import {figure} from './format.js';
+import {prose} from './parts.js';
 
 const {uPlot} = window;
 const sync = uPlot.sync('steps');
@@ -20,20 +21,15 @@ function css(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Mean of the last `size` values at each point; what is missing counts as nothing.
+// Mean of about `size` values around each point. Nearer to an end the window is as much shorter on
+// both sides, so a curve is neither late nor bent where it begins and ends.
 export function smoothed(values, size) {
-  const means = [];
-  for (let end = 0; end < values.length; end++) {
-    let sum = 0;
-    let count = 0;
-    for (let at = Math.max(0, end + 1 - size); at <= end; at++) {
-      if (values[at] === null || values[at] === undefined) continue;
-      sum += values[at];
-      count += 1;
-    }
-    means.push(values[end] === null || values[end] === undefined ? null : sum / count);
-  }
-  return means;
+  const last = values.length - 1;
+  return values.map((value, at) => {
+    const half = Math.min(Math.floor(size / 2), at, last - at);
+    const window = values.slice(at - half, at + half + 1);
+    return window.reduce((sum, one) => sum + one, 0) / window.length;
+  });
 }
 
 // One table of all x with a column for each series; null where a series has no point.
@@ -223,7 +219,7 @@ export function Chart({title, note, series, smooth = 1, share, from0, format = f
       <span class="values">${told.map(({one, point}) => html`<span class="value" key=${one.label}>
         <i class="swatch" style=${{background: colorOf(one.color)}}></i>${visible.length > 1 ? one.label + ' ' : ''}${point ? format(point[1]) : '–'}</span>`)}
         <span class="muted">${x === null ? '' : unit + ' ' + figure(x)}</span></span>
-      ${note ? html`<span class="note">${note}</span>` : null}
+      ${note ? html`<span class="note">${prose(note)}</span>` : null}
     </figcaption>
     <div class="plot" ref=${place} tabindex="0" role="img" onKeyDown=${keyed}
       aria-label=${title + ': ' + summary + (onPick ? '; arrow keys move along it, Enter opens the episodes of a ' + unit : '')}></div>

@@ -30,3 +30,8 @@ export function Segmented({label, value, values, onChange}) {
   return html`<span class="segmented" role="group" aria-label=${label}>${values.map(([name, text]) =>
     html`<button key=${name} type="button" aria-pressed=${name === value ? 'true' : 'false'} onClick=${() => onChange(name)}>${text}</button>`)}</span>`;
 }
+
+// Names in backticks, as our own texts have them, become code; all else stays text.
+export function prose(text) {
+  return text.split('`').map((part, at) => (at % 2 ? html`<code>${part}</code>` : part));
+}
