@@ -7,22 +7,27 @@ import {factsOf, shownText, stateWords} from './tokens.js';
 
 const ROWS = 200; // at first, and more each time that more are asked for
 
-// Sampled ids by what became of them. The three parts are counted apart from the sum, so that the
+// Sampled ids by what became of them and why. The parts are counted apart from the sum, so that the
 // page shows if a record does not add up.
 export function accountOf(episode) {
-  const account = {sampled: 0, trained: 0, never: 0, reasons: new Map()};
+  const account = {sampled: 0, beyond: 0, parts: []};
   for (const span of episode.spans) {
     if (span.origin !== 'model') continue;
     account.sampled += span.length;
-    for (const [from, to, state, reason] of span.state || []) {
-      if (state === 'trained') account.trained += to - from;
-      else if (state === 'never') account.never += to - from;
-      else account.reasons.set(reason, (account.reasons.get(reason) || 0) + to - from);
-    }
+    account.beyond += span.tokens ? span.length - span.tokens.length : 0;
+    for (const [from, to, state, reason] of span.state || []) addPart(account.parts, state, reason, to - from);
   }
-  account.untrained = [...account.reasons.values()].reduce((sum, count) => sum + count, 0);
-  account.missing = account.sampled - account.trained - account.untrained - account.never;
+  account.parts.sort((a, b) => STATES_IN_ORDER.indexOf(a.state) - STATES_IN_ORDER.indexOf(b.state) || b.count - a.count);
+  account.missing = account.sampled - account.parts.reduce((sum, part) => sum + part.count, 0);
   return account;
+}
+
+const STATES_IN_ORDER = ['trained', 'untrained', 'never'];
+
+function addPart(parts, state, reason, count) {
+  const same = parts.find((part) => part.state === state && part.reason === reason);
+  if (same) same.count += count;
+  else parts.push({state, reason, count});
 }
 
 export function Trainer({episode, turnPlace}) {
@@ -32,22 +37,19 @@ export function Trainer({episode, turnPlace}) {
 }
 
 function Account({account}) {
-  const parts = [['trained', 'trained', account.trained]];
-  for (const [reason, count] of account.reasons) parts.push(['untrained', 'not trained: ' + (reason || 'no reason given'), count]);
-  parts.push(['never', 'never for training', account.never]);
   const share = (count) => (account.sampled ? percent(count / account.sampled, 0) : '–');
-
   return html`<section class="card account">
     <h2>Account of the sampled ids</h2>
-    <div class="account-bar" aria-hidden="true">${parts.map(([state, name, count]) =>
-      count > 0 ? html`<span key=${name} class=${state} style=${{flexGrow: count}}></span>` : null)}</div>
+    <div class="account-bar" aria-hidden="true">${account.parts.map(({state, reason, count}) =>
+      html`<span key=${state + reason} class=${state} style=${{flexGrow: count}}></span>`)}</div>
     <table><tbody>
-      ${parts.map(([state, name, count]) => html`<tr key=${name}>
-        <th scope="row"><span class=${'token ' + state}>${name}</span></th>
-        <td class="num">${whole(count)}</td><td class="num muted">${share(count)}</td></tr>`)}
+      ${account.parts.map((part) => html`<tr key=${part.state + part.reason}>
+        <th scope="row"><span class=${'token ' + part.state}>${stateWords(part)}</span></th>
+        <td class="num">${whole(part.count)}</td><td class="num muted">${share(part.count)}</td></tr>`)}
+      ${account.missing ? html`<tr><th scope="row">${account.beyond ? 'beyond what this page is sent' : 'not recorded'}</th>
+        <td class="num">${whole(account.missing)}</td><td class="num muted">${share(account.missing)}</td></tr>` : null}
       <tr class="sum"><th scope="row">sampled</th><td class="num">${whole(account.sampled)}</td><td></td></tr>
     </tbody></table>
-    ${account.missing ? html`<p class="fault">The account does not add up: what became of ${plural(account.missing, 'id')} is not recorded.</p>` : null}
   </section>`;
 }
 
@@ -112,7 +114,7 @@ function TurnTable({episode, turnPlace}) {
   </section>`;
 }
 
-const ORDERS = [['order', 'as sampled'], ['difference', 'largest difference'], ['unlikely', 'least likely']];
+const LEDGER_ORDERS = [['order', 'as sampled'], ['difference', 'largest difference'], ['unlikely', 'least likely']];
 
 function ledgerRows(episode) {
   const rows = [];
@@ -126,7 +128,7 @@ function ledgerRows(episode) {
   return rows;
 }
 
-function sorted(rows, order) {
+function inOrder(rows, order) {
   const size = {
     difference: (row) => (row.mismatch === null ? -1 : Math.abs(row.mismatch)),
     unlikely: (row) => (row.logprob === null ? -1 : -row.logprob),
@@ -138,10 +140,10 @@ function Ledger({episode, turnPlace}) {
   const [order, setOrder] = useState('order');
   const [most, setMost] = useState(ROWS);
   const all = useMemo(() => ledgerRows(episode), [episode]);
-  const rows = useMemo(() => sorted(all, order), [all, order]);
+  const rows = useMemo(() => inOrder(all, order), [all, order]);
 
   return html`<section class="card">
-    <div class="row"><h2>Ledger</h2><${Segmented} label="order" value=${order} values=${ORDERS} onChange=${setOrder} /></div>
+    <div class="row"><h2>Ledger</h2><${Segmented} label="order" value=${order} values=${LEDGER_ORDERS} onChange=${setOrder} /></div>
     <div class="scroller" role="region" aria-label="ledger of the sampled ids" tabindex="0">
     <table class="ledger">
       <thead><tr><th scope="col" class="num">turn</th><th scope="col" class="num">id</th><th scope="col">text</th>

@@ -4,42 +4,48 @@ import {percent, seconds} from './format.js';
 
 // Each kind has a pattern of its own (episode.css), so that it is told without color.
 const KINDS = [
-  ['wait', 'waiting'],
   ['generate', 'generation'],
   ['tools', 'tools'],
   ['env', 'environment'],
+  ['reward', 'reward'],
+  ['wait', 'waiting'],
 ];
 
-// Seconds of each kind; those of the tools are part of the environment's.
+// Seconds of each kind in a turn; those of the tools are part of the environment's.
 function partsOf(turn) {
   const inEnv = turn.env_s || 0;
   const inTools = (turn.tools || []).reduce((sum, call) => sum + (call.s || 0), 0);
   const tools = Math.min(inTools, inEnv); // tools that ran side by side take no more than all of them
-  return {wait: turn.wait_s || 0, generate: turn.generate_s || 0, tools, env: inEnv - tools};
+  return {generate: turn.generate_s || 0, tools, env: inEnv - tools, reward: 0, wait: turn.wait_s || 0};
 }
 
 const total = (parts) => KINDS.reduce((sum, [kind]) => sum + parts[kind], 0);
 
+// Turns in their order, and behind them the time of which only its sum is known.
 export function Timeline({timing, turnPlace, onTurn}) {
-  const turns = ((timing && timing.turns) || []).map((turn) => ({number: turn.turn, parts: partsOf(turn)}));
+  if (!timing) return null;
+  const turns = timing.turns.map((turn) => ({number: turn.turn, parts: partsOf(turn)}));
   const spent = turns.reduce((sum, {parts}) => sum + total(parts), 0);
-  const length = Math.max((timing && timing.wall_s) || 0, spent);
+  const reward = timing.reward_s || 0;
+  const length = Math.max(timing.wall_s || 0, spent + reward);
   if (!turns.length || !length) return null;
 
+  const behind = [['reward', 'computing the reward', reward], ['wait', 'waiting, before and between its turns', length - spent - reward]];
   return html`<section class="timeline" aria-label="time of each turn">
     <ol class="bars">
-      ${turns.map(({number, parts}) => html`<li key=${number} style=${{width: share(total(parts), length)}}>
+      ${turns.map(({number, parts}) => html`<li key=${number} style=${{width: widthOf(total(parts), length)}}>
         <${Bar} number=${number} parts=${parts} place=${turnPlace(number)} onTurn=${onTurn} />
       </li>`)}
-      ${length > spent ? html`<li class="rest" style=${{width: share(length - spent, length)}} title=${seconds(length - spent) + ' before, between and after its turns'}></li>` : null}
+      ${behind.map(([kind, name, time]) => time > 0 ? html`<li key=${kind} style=${{width: widthOf(time, length)}} title=${name + ': ' + seconds(time)}>
+        <span class="bar"><span class=${'part ' + kind} style=${{flexGrow: 1}}></span></span></li>` : null)}
     </ol>
-    <div class="axis" aria-hidden="true">${ticks(length).map((time) =>
-      html`<span key=${time} style=${{left: share(time, length)}}>${time ? seconds(time) : '0'}</span>`)}</div>
-    <${Sums} turns=${turns} length=${length} spent=${spent} />
+    <div class="axis" aria-hidden="true">${ticksOf(length).map((time) =>
+      html`<span key=${time} style=${{left: widthOf(time, length)}}>${time ? seconds(time) : '0'}</span>`)}</div>
+    <${TimeSums} turns=${turns} behind=${behind} length=${length} />
   </section>`;
 }
 
-const share = (value, length) => (100 * value) / length + '%';
+const widthOf = (value, length) => (100 * value) / length + '%';
 
 function Bar({number, parts, place, onTurn}) {
   const told = KINDS.filter(([kind]) => parts[kind] > 0).map(([kind, name]) => name + ' ' + seconds(parts[kind]));
@@ -56,7 +62,7 @@ function Bar({number, parts, place, onTurn}) {
 }
 
 // Four to six round times, of which the last is before the end.
-function ticks(length) {
+function ticksOf(length) {
   const rough = length / 5;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough);
@@ -65,11 +71,12 @@ function ticks(length) {
   return times;
 }
 
-function Sums({turns, length, spent}) {
-  const rows = KINDS.map(([kind, name]) => [kind, name, turns.reduce((sum, {parts}) => sum + parts[kind], 0)]);
-  rows.push(['rest', 'elsewhere', Math.max(0, length - spent)]);
+function TimeSums({turns, behind, length}) {
+  const sumOf = (kind) =>
+    turns.reduce((sum, {parts}) => sum + parts[kind], 0) + behind.reduce((sum, [other, , time]) => sum + (other === kind ? time : 0), 0);
+  const rows = KINDS.map(([kind, name]) => ({kind, name, time: sumOf(kind)})).filter(({time}) => time > 1e-9);
   return html`<ul class="sums">
-    ${rows.filter(([, , time]) => time > 0).map(([kind, name, time]) => html`<li key=${kind}>
+    ${rows.map(({kind, name, time}) => html`<li key=${kind}>
       <span class=${'swatch part ' + kind} aria-hidden="true"></span>${name} <b class="num">${seconds(time)}</b>
       <span class="muted"> ${time / length < 0.01 ? 'under 1%' : percent(time / length, 0)}</span></li>`)}
   </ul>`;

@@ -87,7 +87,7 @@ export function TokenBlock({episode, spans, by, label}) {
     const span = episode.spans[number];
     if (!span) continue;
     if (!span.tokens) {
-      pieces.push(html`<span key=${number} class="token never" data-token=${number + ':-1'} tabindex=${pieces.length ? null : 0}>${shownText(span.text || '')}</span>`);
+      pieces.push(html`<span key=${number} class=${'token ' + stateAt(span, 0).state} data-token=${number + ':-1'} tabindex=${pieces.length ? null : 0}>${shownText(span.text || '')}</span>`);
       continue;
     }
     for (let from = 0; from < span.tokens.length; from += CHUNK)
@@ -243,7 +243,8 @@ function Alternatives({rows, chosen}) {
 
 function SpanFacts({span}) {
   const ids = (span.ids || []).slice(0, 24).join(' ');
-  return html`<p><span class="token never">never for training</span></p>
+  const state = stateAt(span, 0);
+  return html`<p><span class=${'token ' + state.state}>${stateWords(state)}</span></p>
     <dl class="facts">
       <div><dt>from</dt><dd>${originName(span.origin)}</dd></div>
       <div><dt>ids</dt><dd>${whole(span.length)}, from position ${whole(span.start)}</dd></div>
@@ -256,7 +257,7 @@ export const originName = (origin) => ORIGINS[origin] || origin || 'not told';
 
 // What a screen reader says of an id.
 function spoken(span, index) {
-  if (index < 0) return originName(span.origin) + ', ' + plural(span.length, 'id') + ', never for training';
+  if (index < 0) return originName(span.origin) + ', ' + plural(span.length, 'id') + ', ' + stateWords(stateAt(span, 0));
   const facts = factsOf(span, index);
   const parts = [facts.text, 'id ' + facts.id, stateWords(facts)];
   if (facts.logprob !== null) parts.push('probability ' + probability(facts.logprob));

@@ -4,7 +4,7 @@ import {plural, whole} from './format.js';
 import {originName} from './tokens.js';
 
 const MAX_DEPTH = 40; // of branches inside of branches
-const EXCERPT = 90;
+const PIECE_EXCERPT = 90;
 
 // A span follows an earlier one. One that names itself or a later one begins a tree of its own, so a
 // record of any shape has no circles.
@@ -61,6 +61,6 @@ function Piece({number, episode, turnOf, turnPlace}) {
   return html`<div class=${'piece ' + (span.origin === 'model' ? 'of-model' : 'of-world')}>
     <p class="small">${isCut ? html`<b title=${'goes on from position ' + whole(span.start)}>✂ </b>` : null}${name}
       <span class="muted"> ${plural(span.length, 'id')}${span.agent && span.agent !== 'main' ? ', ' + span.agent : ''}</span></p>
-    <p class="excerpt">${text.slice(0, EXCERPT)}${text.length > EXCERPT ? ' …' : ''}</p>
+    <p class="excerpt">${text.slice(0, PIECE_EXCERPT)}${text.length > PIECE_EXCERPT ? ' …' : ''}</p>
   </div>`;
 }

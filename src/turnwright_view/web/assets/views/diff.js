@@ -30,14 +30,14 @@ export function Diff({place, row, ready}) {
   if (!pair) return html`<p class="muted">Reading both episodes …</p>`;
   const most = Math.max(pair[0].turns.length, pair[1].turns.length);
   return html`<div class="diff" aria-busy=${stale ? 'true' : null}>
-    <${Head} pair=${pair} run=${run} row=${row} />
+    <${PairHead} pair=${pair} run=${run} row=${row} />
     ${Array.from({length: most}, (_, index) => html`<${TurnPair} key=${index} pair=${pair} index=${index} run=${run} />`)}
   </div>`;
 }
 
 const nameOf = (episode) => 'sample ' + episode.row.sample + (episode.row.attempt ? ', attempt ' + (episode.row.attempt + 1) : '');
 
-function Head({pair, run, row}) {
+function PairHead({pair, run, row}) {
   const [one, other] = pair;
   return html`<section class="card head">
     <nav class="trail small" aria-label="where it is from">
@@ -95,7 +95,7 @@ function TurnPair({pair, index, run}) {
     <div class="pair">${pair.map((episode, side) => html`<div key=${side} class="side">
       <p class="visually-hidden">${nameOf(episode)}</p>
       ${turns[side]
-        ? html`<${Reply} pieces=${replies[side]} changed=${changes[side]} side=${side} isSame=${isSame} />`
+        ? html`<${ComparedReply} pieces=${replies[side]} changed=${changes[side]} side=${side} isSame=${isSame} />`
         : html`<p class="muted">has ended</p>`}
     </div>`)}</div>
     <${Given} messages=${pair.map((episode) => answerTo(episode, index))} run=${run} title="what the world answered" />
@@ -107,7 +107,7 @@ function told(turns, changed) {
   return changed.map((count) => plural(count, 'id')).join(' against ') + ' differ';
 }
 
-function Reply({pieces, changed, side, isSame}) {
+function ComparedReply({pieces, changed, side, isSame}) {
   const segments = segmentsOf(pieces, changed);
   return html`<div class=${'message of-model' + (isSame ? ' same' : '')}><p class="author">assistant</p>
     <div class="content"><pre class="compared">${segments.map((segment) => segment.changed

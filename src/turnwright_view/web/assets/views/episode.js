@@ -11,15 +11,15 @@ import {Timeline} from '../timeline.js';
 import {COLORINGS, ColoringChoice, TokenBlock, TokenPanel, originName, stateWords} from '../tokens.js';
 import {Tree} from '../tree.js';
 
-const VIEWS = {conversation: Conversation, tokens: Spans, tree: Tree, trainer: Trainer};
-const NAMES = Object.keys(VIEWS);
+const EPISODE_VIEWS = {conversation: Conversation, tokens: Spans, tree: Tree, trainer: Trainer};
+const VIEW_NAMES = Object.keys(EPISODE_VIEWS);
 const COLORED = ['conversation', 'tokens'];
 
 export function Episode({place, row, ready}) {
   const run = place.run;
   const {value: episode, error, stale} = useLoaded(() => source.episode(run, place.key), [run, place.key]);
   const wanted = place.query.get('view');
-  const view = NAMES.includes(wanted) ? wanted : NAMES[0];
+  const view = VIEW_NAMES.includes(wanted) ? wanted : VIEW_NAMES[0];
   const by = COLORINGS[place.query.get('by')] ? place.query.get('by') : 'state';
   const turn = Number(place.query.get('turn')) || 0;
   const isShown = episode !== null && !stale;
@@ -33,13 +33,13 @@ export function Episode({place, row, ready}) {
     const element = moveFocus('.turn', step);
     if (element) changeQuery({turn: element.dataset.turn});
   };
-  const toView = (name) => changeQuery({view: name === NAMES[0] ? '' : name, turn: ''});
+  const toView = (name) => changeQuery({view: name === VIEW_NAMES[0] ? '' : name, turn: ''});
   const nextColoring = () => {
     const names = Object.keys(COLORINGS);
     changeQuery({by: names[(names.indexOf(by) + 1) % names.length]});
   };
   useViewKeys({
-    1: () => toView(NAMES[0]), 2: () => toView(NAMES[1]), 3: () => toView(NAMES[2]), 4: () => toView(NAMES[3]),
+    1: () => toView(VIEW_NAMES[0]), 2: () => toView(VIEW_NAMES[1]), 3: () => toView(VIEW_NAMES[2]), 4: () => toView(VIEW_NAMES[3]),
     j: () => toTurn(1), k: () => toTurn(-1), c: nextColoring,
     n: () => isShown && episode.next && go(placeOf(episode.next)),
     p: () => isShown && episode.previous && go(placeOf(episode.previous)),
@@ -57,16 +57,16 @@ export function Episode({place, row, ready}) {
   if (error) return html`<p class="fault" role="alert">${error.message}</p>`;
   if (!episode) return html`<p class="muted">Reading the episode …</p>`;
 
-  const Shown = VIEWS[view];
+  const Shown = EPISODE_VIEWS[view];
   const toShownTurn = (number) => {
     const isHere = document.getElementById('turn-' + number);
     changeQuery({view: isHere ? place.query.get('view') : '', turn: number});
     showTurn(number); // also where the address names this turn already
   };
   return html`<div key=${episode.key} class="episode" aria-busy=${stale ? 'true' : null}>
-    <${Head} episode=${episode} run=${run} row=${row} rival=${rival} placeOf=${placeOf} />
+    <${EpisodeHead} episode=${episode} run=${run} row=${row} rival=${rival} placeOf=${placeOf} />
     <${Timeline} timing=${episode.timing} turnPlace=${turnPlace} onTurn=${toShownTurn} />
-    <nav class="views" aria-label="views of the episode">${NAMES.map((name, index) => html`<a key=${name}
+    <nav class="views" aria-label="views of the episode">${VIEW_NAMES.map((name, index) => html`<a key=${name}
       href=${episodePlace(run, place.key, {view: index ? name : '', by: place.query.get('by')})}
       aria-current=${name === view ? 'page' : null}>${name} <kbd>${index + 1}</kbd></a>`)}</nav>
     ${COLORED.includes(view)
@@ -92,7 +92,7 @@ export function rivalOf(episode) {
   return isBest ? ranked[ranked.length - 1] : best;
 }
 
-function Head({episode, run, row, rival, placeOf}) {
+function EpisodeHead({episode, run, row, rival, placeOf}) {
   const {phase, step, task, sample, attempt} = episode.row;
   return html`<section class="card head">
     <nav class="trail small" aria-label="where it is from">
@@ -171,10 +171,14 @@ function CopyLink() {
 
 function Record({record}) {
   if (!record) return null;
-  const command = 'tail -c +' + (record.offset + 1) + ' ' + record.file + ' | head -c ' + record.length;
+  const command = 'tail -c +' + (record.at + 1) + ' ' + quoted(record.file) + ' | head -c ' + record.length;
   return html`<details class="record"><summary>record</summary>
-    <p>${record.file}, from byte ${whole(record.offset)}, ${bytes(record.length)}: <code>${command}</code></p></details>`;
+    <p class="muted">${bytes(record.length)} from byte ${whole(record.at)} on. In a shell:</p>
+    <pre>${command}</pre></details>`;
 }
+
+// A name as a shell takes it.
+const quoted = (name) => (/^[\w./-]+$/.test(name) ? name : "'" + name.replace(/'/g, "'\\''") + "'");
 
 // A view with ids, and beside it what they are colored by and what is known of one.
 function Colored({episode, by, children}) {
@@ -235,10 +239,10 @@ function turnFacts(episode, turn) {
 // What is out of the ordinary about a turn.
 function Marks({turn, number}) {
   const marks = [];
-  if (turn.parent !== number - 2) marks.push(turn.parent < 0 ? '⑂ a separate conversation' : '⑂ continues after turn ' + (turn.parent + 1));
+  if (turn.parent !== number - 2) marks.push(turn.parent < 0 ? '↳ a separate conversation' : '↳ continues after turn ' + (turn.parent + 1));
   if (turn.finish && turn.finish !== 'stop') marks.push('ended by ' + turn.finish);
-  if (turn.retries) marks.push('⟳ ' + plural(turn.retries, 'more try', 'more tries'));
-  if (turn.spans.length > 1) marks.push('⟳ continued ' + plural(turn.spans.length - 1, 'time'));
+  if (turn.retries) marks.push('↻ ' + plural(turn.retries, 'more try', 'more tries'));
+  if (turn.spans.length > 1) marks.push('↻ continued ' + plural(turn.spans.length - 1, 'time'));
   return marks.length ? html`<p class="marks">${marks.map((mark) => html`<span key=${mark} class="badge warn">${mark}</span>`)}</p>` : null;
 }
 

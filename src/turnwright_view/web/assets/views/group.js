@@ -28,7 +28,7 @@ export function Group({place, row, ready}) {
   if (error) return html`<p class="fault" role="alert">${error.message}</p>`;
   if (!group) return html`<p class="muted">Reading the group …</p>`;
   return html`<div class="group" aria-busy=${stale ? 'true' : null}>
-    <${Head} group=${group} run=${run} row=${row} groupKey=${place.key} />
+    <${GroupHead} group=${group} run=${run} row=${row} groupKey=${place.key} />
     <${Parting} episodes=${group.episodes} />
     <${Matrix} group=${group} run=${run} />
   </div>`;
@@ -49,7 +49,7 @@ async function readGroup(run, key) {
   return {rows: ranked, episodes};
 }
 
-function Head({group, run, row, groupKey}) {
+function GroupHead({group, run, row, groupKey}) {
   const [phase, step, task] = keyParts(groupKey);
   const rewards = group.rows.map((one) => one.reward).filter((reward) => reward !== null);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
@@ -103,10 +103,10 @@ function Parting({episodes}) {
   </section>`;
 }
 
-const EXCERPT = 160;
+const REPLY_EXCERPT = 160;
 
 function ReplyCount({reply, of}) {
-  const text = reply.text.length > EXCERPT ? reply.text.slice(0, EXCERPT) + ' …' : reply.text;
+  const text = reply.text.length > REPLY_EXCERPT ? reply.text.slice(0, REPLY_EXCERPT) + ' …' : reply.text;
   return html`<li class="reply-count">
     <span class="share" aria-hidden="true"><span style=${{width: (100 * reply.siblings.length) / of + '%'}}></span></span>
     <span class="num count">${reply.siblings.length} ×</span>
@@ -123,7 +123,7 @@ function Matrix({group, run}) {
 
   return html`<section class="card">
     <h2>Attempts, best first</h2>
-    <p class="muted small">Muted is what begins with the same ids as the best attempt; ⑂ marks the turn in which an attempt first differs from it.
+    <p class="muted small">Muted is what begins with the same ids as the best attempt; ≠ marks the turn in which an attempt first differs from it.
       Below each reply is what the world answered.</p>
     <div class="scroller" role="region" aria-label="attempts by turn" tabindex="0">
     <table class="matrix" style=${{minWidth: 170 + 190 * most + 'px'}}>
@@ -153,7 +153,7 @@ function Sibling({episode, best, turns, run}) {
 function Cell({episode, best, index, parting}) {
   const turn = episode.turns[index];
   const isParting = index === parting;
-  const mark = isParting ? html`<p class="parts">⑂ parts here</p>` : null;
+  const mark = isParting ? html`<p class="parts">≠ parts here</p>` : null;
   if (!turn) return html`<td class=${isParting ? 'parting-cell' : 'no-turn'} data-label=${'turn ' + (index + 1)}>${isParting ? html`${mark}<p class="muted small">has ended</p>` : null}</td>`;
 
   const pieces = replyOf(episode, turn);
