@@ -1,68 +1,61 @@
-// Which metrics are drawn, how, and under which theme.
+// Which metrics are drawn, how, and under which theme. All but the first six comes from the glossary
+// of metrics, which docs/metrics.md is made of: {name: [unit, meaning, advice, theme]}.
 import {figure, percent, seconds} from './format.js';
 
-const share = {share: true, format: (value) => percent(value, 0)};
-const parts = {from0: true, format: (value) => percent(value)};
-const time = {from0: true, format: seconds};
-const count = {from0: true};
-
-// The six that are seen first; `first` of those that a run has.
+// The six that are seen first, with the titles that a newcomer reads.
 export const MAIN = [
-  ['success', 'Success', share],
-  ['reward', 'Reward', {}],
-  ['turns', 'Turns of an episode', {}],
-  ['entropy', 'Entropy', count],
-  ['groups_no_signal', 'Groups without signal', count],
-  ['mismatch_mean', 'Mismatch of trainer and engine', count],
+  ['success', 'Success'],
+  ['reward', 'Reward'],
+  ['turns', 'Turns of an episode'],
+  ['entropy', 'Entropy'],
+  ['groups_no_signal', 'Groups without signal'],
+  ['mismatch_mean', 'Mismatch of trainer and engine'],
 ];
+const MAIN_NAMES = new Set(MAIN.map(([name]) => name));
+const NO_CURVE = new Set(['step', 'phase', 'name', 'mode', 'time_s', 'cpu_s', 'tokens_so_far']);
+const OTHER = 'Everything else';
 
-export const THEMES = [
-  ['Learning', [
-    ['loss', 'Loss', {}], ['grad_norm', 'Gradient norm', count], ['lr', 'Learning rate', count], ['kl', 'KL', count],
-    ['clip_fraction', 'Clipped share', parts], ['ratio_mean', 'Ratio', {}], ['advantage_abs', 'Mean size of advantages', count],
-    ['gradient_agreement', 'Agreement of gradients', {}], ['explained_variance', 'Explained variance', {}],
-    ['trajectories_trained_share', 'Trajectories that were trained', share], ['optimizer_steps', 'Optimizer steps', count],
-  ]],
-  ['Episodes', [
-    ['truncated_share', 'Truncated', share], ['failed_share', 'Failed', share], ['tool_users', 'With a tool call', share],
-    ['invalid_actions', 'Invalid actions', count], ['repetition', 'Repetition', parts], ['reply_tokens.mean', 'Reply length', count],
-    ['reply_tokens.p95', 'Reply length, 95th percentile', count], ['episode_tokens.p50', 'Episode length, median', count],
-    ['groups_solved', 'Groups solved', count], ['groups_unsolved', 'Groups unsolved', count], ['calls_continued', 'Continued calls', count],
-  ]],
-  ['Tokens', [
-    ['sampled_tokens', 'Sampled tokens', count], ['trained_tokens', 'Trained tokens', count], ['image_token_share', 'Image tokens', share],
-    ['cache_hit', 'Cache hits', share], ['tree_gain', 'Gain by trees', count], ['tree_unique_share', 'Unique tokens', share],
-  ]],
-  ['Exactness and staleness', [
-    ['mismatch_p95', 'Mismatch, 95th percentile', count], ['mismatch_max', 'Mismatch, largest', count], ['mismatch_kl', 'Mismatch, KL', count],
-    ['importance_ess', 'Effective sample share', share], ['lag_mean', 'Lag, mean', count], ['lag_max', 'Lag, largest', count],
-    ['render_checks', 'Render checks', count],
-  ]],
-  ['Time and memory', [
-    ['rollout_s', 'Rollout of a step', time], ['train_s', 'Training of a step', time], ['rollout_over_train', 'Rollout over training', count],
-    ['tokens_per_s', 'Sampled tokens a second', count], ['trained_tokens_per_s', 'Trained tokens a second', count],
-    ['seconds.generate.p95', 'Generation, p95 of an episode', time], ['seconds.tool.p95', 'Tools, p95 of an episode', time],
-    ['seconds.environment.p95', 'Environment, p95 of an episode', time], ['seconds.wait.p95', 'Waiting, p95 of an episode', time],
-    ['peak_memory_mib', 'Peak memory, MiB', count],
-  ]],
-];
+const LOOKS = {
+  share: {from0: true, format: (value) => percent(value)},
+  s: {from0: true, format: seconds},
+  count: {from0: true},
+  ids: {from0: true},
+};
+const WHOLE_SHARES = new Set(['success', 'truncated_share', 'failed_share', 'tool_users', 'trajectories_trained_share', 'cache_hit']);
 
-const NO_CURVE = new Set(['step', 'phase', 'name', 'mode', 'time_s', 'cpu_s']);
-
-// Themes with the metrics that the rows have; what no theme names comes last.
-export function themesOf(rows) {
-  const names = new Set(rows.flatMap((row) => Object.keys(row)));
-  const placed = new Set(MAIN.map(([name]) => name));
-  const themes = [];
-  for (const [theme, metrics] of THEMES) {
-    metrics.forEach(([name]) => placed.add(name));
-    const there = metrics.filter(([name]) => names.has(name));
-    if (there.length) themes.push([theme, there]);
-  }
-  const others = [...names].filter((name) => !placed.has(name) && !NO_CURVE.has(name)).sort();
-  if (others.length) themes.push(['Everything else', others.map((name) => [name, name, {}])]);
-  return themes;
+// The entry of a metric; those of a family, like `stops.<reason>`, share one.
+export function docOf(glossary, metric) {
+  if (glossary[metric]) return glossary[metric];
+  const family = Object.keys(glossary).find((name) => name.includes('<') && patternOf(name).test(metric));
+  return family ? glossary[family] : ['', '', '', OTHER];
 }
+
+const patterns = new Map();
+
+function patternOf(name) {
+  if (!patterns.has(name)) {
+    const fixed = name.split(/<[^>]*>/).map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, '\\$&'));
+    patterns.set(name, new RegExp('^' + fixed.join('.+') + '$'));
+  }
+  return patterns.get(name);
+}
+
+export function lookOf(glossary, metric) {
+  if (WHOLE_SHARES.has(metric)) return {share: true, format: (value) => percent(value, 0)};
+  const [unit] = docOf(glossary, metric);
+  return LOOKS[unit] || (metric.startsWith('mismatch') ? {from0: true} : {format: figure});
+}
+
+// [[theme, [metric]]] of the metrics that the rows have, without the first six.
+export function themesOf(rows, glossary) {
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))].filter((name) => !NO_CURVE.has(name) && !MAIN_NAMES.has(name));
+  const themes = new Map(Object.values(glossary).map((doc) => [doc[3], []]));
+  themes.set(OTHER, []);
+  for (const name of names.sort()) themes.get(docOf(glossary, name)[3] || OTHER).push(name);
+  return [...themes].filter(([, metrics]) => metrics.length);
+}
+
+export const titleOf = (metric) => MAIN.find(([name]) => name === metric)?.[1] || metric.replaceAll('_', ' ');
 
 // What x can count, and its value in a row of training.
 export const AXES = {
@@ -93,5 +86,3 @@ export function pointsOf(rows, metric, axis = 'step') {
   }
   return points;
 }
-
-export const lookOf = (metric) => [...MAIN, ...THEMES.flatMap(([, metrics]) => metrics)].find(([name]) => name === metric)?.[2] || {format: figure};

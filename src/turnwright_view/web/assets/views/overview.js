@@ -4,7 +4,7 @@ import {changeQuery, episodePlace, go, listPlace} from '../address.js';
 import {Chart, colorOf} from '../chart.js';
 import {html, useEffect, useInterval, useLoaded, useState} from '../dom.js';
 import {figure, interval, percent, plural, whole} from '../format.js';
-import {AXES, MAIN, pointsOf, themesOf, trainingRows} from '../metrics.js';
+import {AXES, docOf, lookOf, MAIN, pointsOf, themesOf, titleOf, trainingRows} from '../metrics.js';
 import {prose, Segmented} from '../parts.js';
 import {source} from '../source.js';
 
@@ -109,13 +109,15 @@ function Curves({run, place, glossary}) {
   if (!training.length && !warmup.length) return html`<section class="card"><p>No step of training is done yet.</p></section>`;
 
   const toEpisodes = (phase) => (step) => go(listPlace(run.id, {phase, step_min: step, step_max: step, sort: 'worst'}));
-  const draw = (rows, phase) => ([name, title, look]) => {
+  const draw = (rows, phase) => (name) => {
     const series = [{label: phase === 'train' ? 'training' : phase, color: 0, points: pointsOf(rows, name, axis)}];
     if (name === 'success' && phase === 'train') series.push(...heldOutSeries(run, training, axis));
-    const [unit, meaning] = glossary[name.split('.')[0]] || ['', ''];
-    return html`<${Chart} key=${name} title=${title} note=${meaning || unit} series=${series} smooth=${smooth} unit=${AXES[axis][0]}
-      ...${look} onPick=${axis === 'step' ? toEpisodes(phase) : null} />`;
+    const [unit, meaning] = docOf(glossary, name);
+    return html`<${Chart} key=${name} title=${titleOf(name)} note=${meaning || unit} series=${series} smooth=${smooth} unit=${AXES[axis][0]}
+      ...${lookOf(glossary, name)} onPick=${axis === 'step' ? toEpisodes(phase) : null} />`;
   };
+  const main = MAIN.map(([name]) => name);
+  const warmupMetrics = [...main, ...themesOf(warmup, glossary).flatMap(([, metrics]) => metrics)];
 
   return html`<section class="card" aria-label="curves">
     <div class="row controls">
@@ -124,10 +126,10 @@ function Curves({run, place, glossary}) {
       <label>smooth over <input type="range" min="1" max="50" value=${smooth} onInput=${(event) => changeQuery({smooth: event.target.value})} /> ${plural(smooth, 'step')}</label>
       <span class="muted small">click a step for its episodes, drag to look closer, double-click for all</span>
     </div>
-    ${training.length ? html`<div class="charts">${MAIN.map(draw(training, 'train'))}</div>
+    ${training.length ? html`<div class="charts">${main.map(draw(training, 'train'))}</div>
       <${Stops} run=${run} onPick=${toEpisodes('train')} />
-      ${themesOf(training).map(([theme, metrics]) => html`<${Fold} key=${theme} title=${theme + ' (' + metrics.length + ')'}>${() => html`<div class="charts">${metrics.map(draw(training, 'train'))}</div>`}<//>`)}` : null}
-    ${warmup.length ? html`<${Fold} title="Warm-up" open=${!training.length}>${() => html`<div class="charts">${themesOf(warmup).flatMap(([, metrics]) => metrics).concat(MAIN).map(draw(warmup, 'warmup'))}</div>`}<//>` : null}
+      ${themesOf(training, glossary).map(([theme, metrics]) => html`<${Fold} key=${theme} title=${theme + ' (' + metrics.length + ')'}>${() => html`<div class="charts">${metrics.map(draw(training, 'train'))}</div>`}<//>`)}` : null}
+    ${warmup.length ? html`<${Fold} title="Warm-up" open=${!training.length}>${() => html`<div class="charts">${warmupMetrics.map(draw(warmup, 'warmup'))}</div>`}<//>` : null}
   </section>`;
 }
 

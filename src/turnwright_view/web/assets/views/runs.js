@@ -3,7 +3,7 @@ import {changeQuery, runPlace} from '../address.js';
 import {Chart, colorOf, DASHES} from '../chart.js';
 import {html, useEffect, useInterval, useMemo, useState} from '../dom.js';
 import {ago, bytes, figure, interval, percent, plural, seconds, whole} from '../format.js';
-import {AXES, lookOf, pointsOf, trainingRows} from '../metrics.js';
+import {AXES, docOf, lookOf, pointsOf, titleOf, trainingRows} from '../metrics.js';
 import {Segmented} from '../parts.js';
 import {source} from '../source.js';
 
@@ -31,7 +31,7 @@ export function Runs({session, place, ready}) {
       <label>sort by <select id="f-sort" value=${sort} onChange=${(event) => changeQuery({sort: event.target.value})}>
         ${Object.keys(SORTS).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
     </div></section>
-    <${Comparison} runs=${runs.filter((run) => shown.includes(run.id))} shown=${shown} query=${query} ready=${ready} hash=${place.hash} />
+    <${Comparison} runs=${runs.filter((run) => shown.includes(run.id))} shown=${shown} query=${query} glossary=${session.glossary} ready=${ready} hash=${place.hash} />
     <section class="card"><${RunTable} runs=${runs} shown=${shown} toggle=${toggle} /></section>
     <${Sweep} runs=${runs} />`;
 }
@@ -83,7 +83,7 @@ function Change({before, after}) {
 
 // The chosen runs in one plot of one metric, and whether their last evaluations differ by more than
 // chance.
-function Comparison({runs, shown, query, ready, hash}) {
+function Comparison({runs, shown, query, glossary, ready, hash}) {
   const metric = query.get('metric') || 'success';
   const axis = query.get('x') in AXES ? query.get('x') : 'step';
   const smooth = Number(query.get('smooth')) || 5;
@@ -122,7 +122,7 @@ function Comparison({runs, shown, query, ready, hash}) {
       <${Segmented} label="horizontal axis" value=${axis} values=${Object.keys(AXES).map((name) => [name, name])} onChange=${(x) => changeQuery({x: x === 'step' ? '' : x})} />
       <label>smooth over <input type="range" min="1" max="50" value=${smooth} onInput=${(event) => changeQuery({smooth: event.target.value})} /> ${plural(smooth, 'step')}</label>
     </div>
-    ${series.some((one) => one.points.length) ? html`<${Chart} title=${metric} series=${series} smooth=${smooth} unit=${AXES[axis][0]} height=${280} ...${lookOf(metric)} />`
+    ${series.some((one) => one.points.length) ? html`<${Chart} title=${titleOf(metric)} series=${series} smooth=${smooth} unit=${AXES[axis][0]} height=${280} note=${docOf(glossary, metric)[1]} ...${lookOf(glossary, metric)} />`
       : html`<p class="muted">None of the chosen runs has ${metric}.</p>`}
     <${Verdict} runs=${runs.filter((run) => run.after)} />
   </section>`;
