@@ -8,7 +8,7 @@ import {Segmented} from '../parts.js';
 import {source} from '../source.js';
 
 const FIRST_SHOWN = 8;
-const SORTS = {
+const RUN_SORTS = {
   name: (run) => run.name,
   success: (run) => -(run.after ? run.after.success : -1),
   reward: (run) => -(run.reward === null ? -1e308 : run.reward),
@@ -18,8 +18,8 @@ const SORTS = {
 
 export function Runs({session, place, ready}) {
   const {query} = place;
-  const sort = query.get('sort') in SORTS ? query.get('sort') : 'updated';
-  const runs = sorted(session.runs.filter((run) => named(run, query.get('q') || '')), SORTS[sort]);
+  const sort = query.get('sort') in RUN_SORTS ? query.get('sort') : 'updated';
+  const runs = sorted(session.runs.filter((run) => named(run, query.get('q') || '')), RUN_SORTS[sort]);
   const chosen = query.getAll('show');
   const shown = chosen.length ? chosen.filter((id) => runs.some((run) => run.id === id)) : runs.slice(0, FIRST_SHOWN).map((run) => run.id);
 
@@ -29,7 +29,7 @@ export function Runs({session, place, ready}) {
       <h1>${plural(session.runs.length, 'run')}${session.folder ? ' in ' + session.folder : ''}</h1>
       <label>name <input id="f-name" type="search" value=${query.get('q') || ''} onInput=${(event) => changeQuery({q: event.target.value})} /></label>
       <label>sort by <select id="f-sort" value=${sort} onChange=${(event) => changeQuery({sort: event.target.value})}>
-        ${Object.keys(SORTS).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
+        ${Object.keys(RUN_SORTS).map((name) => html`<option key=${name} value=${name}>${name}</option>`)}</select></label>
     </div></section>
     <${Comparison} runs=${runs.filter((run) => shown.includes(run.id))} shown=${shown} query=${query} glossary=${session.glossary} ready=${ready} hash=${place.hash} />
     <section class="card"><${RunTable} runs=${runs} shown=${shown} toggle=${toggle} /></section>
